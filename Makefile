@@ -1,0 +1,52 @@
+# Everything runs in .venv, which the first target that needs it makes: see `make help`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# uv's progress is for people.
+QUIET := $(shell test -t 2 || echo --quiet)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv train lint format test check bench wheel clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-14s%s\n' "$$target" "$$what"; done
+
+venv: $(INSTALLED) ## make .venv with everything that development needs
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("ddptrain needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another as in: make PYTHON=python3.12")'
+	@echo "installing into $(VENV) (the first time torch is downloaded: 3 GB)" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check uv
+	@$(BIN)/uv pip install $(QUIET) --python $(BIN)/python --compile-bytecode --editable '.[dev]'
+	@touch $@
+
+train: $(INSTALLED) ## train configs/petnames.yaml; options go into ARGS
+	$(BIN)/ddptrain train configs/petnames.yaml $(ARGS)
+
+lint: $(INSTALLED) ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## format the code, and mend what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(INSTALLED) ## run the tests; options go into ARGS
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint test ## lint and test
+
+bench: $(INSTALLED) ## measure against torchrun; options go into ARGS
+	$(BIN)/python -m tests.bench $(ARGS)
+
+wheel: $(INSTALLED) ## build the source archive and the wheel into dist/
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+clean: ## remove .venv, dist and caches; runs/ stays
+	rm -rf $(VENV) dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

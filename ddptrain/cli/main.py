@@ -1,0 +1,172 @@
+"""The command `ddptrain`: its commands, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.main import get_command
+
+from ddptrain import __version__
+from ddptrain.cli.generate import generate
+from ddptrain.cli.results import app as results
+from ddptrain.cli.schema import schema
+from ddptrain.cli.train import train
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted
+
+PROGRAM = "ddptrain"
+_BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
+
+
+def _leave_with(code: int | None, **_: Any) -> None:
+    """A command's return value is its exit code."""
+    raise typer.Exit(code or 0)
+
+
+# Without markup the help needs no rich: a third of the time.
+app = typer.Typer(
+    name=PROGRAM,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    result_callback=_leave_with,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Train PyTorch models on every GPU of a Dask cluster, and look at what came out."""
+
+
+app.command("train")(train)
+app.command("generate")(generate)
+app.add_typer(results, name="results")
+app.command("schema")(schema)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: sys.argv) and return its exit code; raises nothing.
+
+    What went wrong stands on stderr; a bug of ours also in a file there named.
+    """
+    code = _call(argv)
+    try:
+        _flush()
+    except OSError as error:
+        _discard_stdout()
+        if isinstance(error, BrokenPipeError):
+            return code or _BROKEN_PIPE
+        _say(f"error: standard output can't be written: {error.strerror}")
+        return code or ExitCode.CLUSTER
+    return code
+
+
+def _call(argv: Sequence[str] | None) -> int:
+    try:
+        get_command(app)(args=argv, prog_name=PROGRAM)
+    except SystemExit as leaving:
+        return _exit_code(leaving)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except DdptrainError as error:
+        if error.exit_code == ExitCode.INTERNAL:
+            return _report_bug(error)
+        _report(error)
+        return error.exit_code
+    except Exception as error:
+        return _report_bug(error)
+    return ExitCode.SUCCEEDED
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """What `sys.exit` was given, read as the interpreter reads it."""
+    if leaving.code == 1 and isinstance(leaving.__context__, BrokenPipeError):
+        return _BROKEN_PIPE  # typer's 1 would mean that training failed
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or ExitCode.SUCCEEDED
+    _say(leaving.code)
+    return ExitCode.TRAINING_FAILED
+
+
+def _report(error: DdptrainError) -> None:
+    """The message on stderr; of a wrong configuration, each problem on its own line."""
+    if isinstance(error, Interrupted):
+        _say(str(error))
+    elif isinstance(error, ConfigError):
+        for problem in error.problems:
+            _say(f"error: {problem}")
+    else:
+        _say(f"error: {error}")
+
+
+def _report_bug(error: Exception) -> int:
+    """One line on stderr, and the rest in a file that it names."""
+    summary = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+    try:
+        where = f"the details are in {_write_crash_log(error)}"
+    except OSError as refused:
+        where = f"the details could not be written ({refused})"
+        traceback.print_exception(error)
+    _say(f"internal error: {summary}; this is a bug of {PROGRAM}, {where}")
+    return ExitCode.INTERNAL
+
+
+def _write_crash_log(error: Exception) -> Path:
+    """The file that now holds the traceback, readable by this user only. Raises OSError."""
+    # The command's name alone: its options may hold secrets.
+    command = " ".join(sys.argv[1:2])
+    header = f"{PROGRAM} {__version__}, Python {sys.version}, {sys.platform}\ncommand: {command}\n\n"
+    text = header + "".join(traceback.format_exception(error))
+    prefix = f"crash-{datetime.now(UTC):%Y%m%d-%H%M%S}-"
+    descriptor, path = tempfile.mkstemp(prefix=prefix, suffix=".log", dir=_crash_dir())
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+    return Path(path)
+
+
+def _crash_dir() -> Path | None:
+    """Where crash logs are kept, or None for the system's folder for temporary files."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        folder = Path(state) / PROGRAM
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    return None
+
+
+def _say(text: object) -> None:
+    with suppress(OSError, ValueError):  # nobody listens: the exit code has to do
+        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    # None: the command was started with its stdout closed.
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _discard_stdout() -> None:
+    """Let nothing more be written, else the interpreter's last flush changes the exit code to 120."""
+    with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())

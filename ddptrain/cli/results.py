@@ -1,0 +1,205 @@
+"""`ddptrain results`: what runs there are, how they went, their logs and their curves."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ddptrain.results.chart import Style
+    from ddptrain.results.find import RunView
+
+app = typer.Typer(name="results", help="List runs; show one, its logs, its curves.", no_args_is_help=False)
+
+_DEFAULT_RUNS_DIR = Path("runs")
+
+RunsDir = Annotated[
+    Path | None,
+    typer.Option("--runs-dir", help="Folder that holds the runs.", show_default=str(_DEFAULT_RUNS_DIR)),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, or a directory.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def results(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> None:
+    """List runs; show one, its logs, its curves."""
+    ctx.obj = runs_dir
+    if ctx.invoked_subcommand is None:
+        _list(runs_dir or _DEFAULT_RUNS_DIR, as_json=json)
+
+
+@app.command("list")
+def list_(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> None:
+    """List the runs, newest first."""
+    _list(_folder(ctx, runs_dir), as_json=json)
+
+
+@app.command()
+def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = False) -> None:
+    """Show everything about a run: how it went, what failed, its ranks, metrics, checkpoints and files."""
+    from ddptrain.results.render import plain_sections, print_sections, sections
+
+    view = _view(ctx, runs_dir, run)
+    if json:
+        files = [
+            {"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()
+        ]
+        logs = {str(rank): str(path) for rank, path in view.layout.logs().items()}
+        _print_json({**view.as_dict(), "artifacts": files, "logs": logs})
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        print_sections(sections(view), Console())
+    else:
+        _write([plain_sections(sections(view))])
+
+
+@app.command()
+def logs(
+    ctx: typer.Context,
+    run: Run,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines of each rank.")
+    ] = None,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Print what the ranks printed."""
+    from ddptrain.results.tail import follow_logs, show_logs
+
+    view = _view(ctx, runs_dir, run)
+    try:
+        _write(
+            follow_logs(view, rank, lines, wait=_wait_for_reader())
+            if follow
+            else show_logs(view, rank, lines)
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def plot(
+    ctx: typer.Context,
+    run: Run,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric", help="A metric to draw, as val/loss; may be given again. Default: the losses."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="The picture: .png, .svg or .pdf. Default: plot.png in the run's directory."
+        ),
+    ] = None,
+    no_terminal: Annotated[bool, typer.Option("--no-terminal", help="Only write the picture.")] = False,
+    runs_dir: RunsDir = None,
+    json: Json = False,
+) -> None:
+    """Draw the loss curves of a run, as a picture and in the terminal."""
+    from ddptrain.results.curves import plot_data, plot_of
+    from ddptrain.results.plot import save_picture, terminal_charts
+
+    view = _view(ctx, runs_dir, run)
+    drawing = plot_of(view, metric or ())
+    picture = out or view.layout.plot_png
+    save_picture(drawing, picture, view.record.best)
+    if json:
+        _print_json(
+            {"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)}
+        )
+        return
+    charts = [] if no_terminal else [terminal_charts(drawing, _chart_style()), ""]
+    _write([*charts, f"picture: {picture}"])
+
+
+def _list(runs_dir: Path, *, as_json: bool) -> None:
+    from ddptrain.results.find import list_runs
+    from ddptrain.results.render import HEADER, plain_table, print_table, rows
+
+    views = list_runs(runs_dir)
+    if as_json:
+        _print_json([view.as_dict() for view in views])
+    elif not views:
+        typer.echo(f"no runs in {runs_dir}", err=True)
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        print_table(views, Console())
+    else:
+        _write([plain_table([HEADER, *rows(views)])])
+
+
+def _folder(ctx: typer.Context, runs_dir: Path | None) -> Path:
+    given_before = ctx.obj if isinstance(ctx.obj, Path) else None
+    return runs_dir or given_before or _DEFAULT_RUNS_DIR
+
+
+def _view(ctx: typer.Context, runs_dir: Path | None, run: str) -> RunView:
+    from ddptrain.results.find import find_run, load_run
+
+    return load_run(find_run(_folder(ctx, runs_dir), run))
+
+
+def _print_json(data: object) -> None:
+    import json
+
+    from ddptrain.results.record import plain
+
+    _write([json.dumps(plain(data), indent=2, allow_nan=False)])
+
+
+def _write(lines: Iterable[str]) -> None:
+    """Print lines as they come. Raises BrokenPipeError when the reader has gone, as `head` does."""
+    encoding = sys.stdout.encoding
+    for line in lines:
+        sys.stdout.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+        sys.stdout.flush()
+
+
+def _wait_for_reader() -> Callable[[float], None]:
+    """Waits between two reads of the logs, and notices when nobody reads the output any more."""
+    import errno
+    import select
+    import time
+
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # not a real file: a test, or another program that calls us
+        return time.sleep
+    output = select.poll()
+    output.register(descriptor, 0)
+
+    def wait(seconds: float) -> None:
+        time.sleep(seconds)
+        if any(state & (select.POLLERR | select.POLLHUP) for _, state in output.poll(0)):
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return wait
+
+
+def _chart_style() -> Style:
+    import shutil
+
+    from ddptrain.results.chart import Style
+
+    is_terminal = sys.stdout.isatty()
+    can_show = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    size = shutil.get_terminal_size()
+    return Style(
+        width=size.columns if is_terminal else 80,
+        height=min(20, max(8, size.lines - 10)) if is_terminal else 16,
+        unicode=is_terminal and can_show,
+        colour=is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+    )

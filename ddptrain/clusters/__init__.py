@@ -1,0 +1,1 @@
+"""Where workers come from: an embedded local cluster, or one that is already up."""

@@ -1,0 +1,215 @@
+"""Turns pydantic's errors into problems in plain English, each with its place, full key and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ddptrain.config import slug
+from ddptrain.errors import Problem
+from ddptrain.wording import PathKey, did_you_mean, dotted, nearest, seen
+from ddptrain.yamlsource import Located, Node, Place, scalar
+
+_NUMBER = "a number"
+_WHOLE = "a whole number"
+_TEXT = "text"
+_MAPPING = "a mapping, as key: value"
+_LIST = "a list"
+_EXPECTED = {
+    "int_type": _WHOLE,
+    "int_from_float": _WHOLE,
+    "int_parsing": _WHOLE,
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "finite_number": "a finite number",
+    "string_type": _TEXT,
+    "path_type": _TEXT,
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "none_required": "null",
+    "dict_type": _MAPPING,
+    "model_type": _MAPPING,
+    "model_attributes_type": _MAPPING,
+    "dataclass_type": _MAPPING,
+    "list_type": _LIST,
+    "tuple_type": _LIST,
+    "set_type": _LIST,
+    "frozen_set_type": _LIST,
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
+    "string_too_short": "text of {min_length} or more characters",
+    "string_too_long": "text of at most {max_length} characters",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "too_short": "{min_length} or more values",
+    "too_long": "at most {max_length} values",
+}
+# What a field's own error already implies.
+_CONSEQUENCES = {"default_factory_not_called"}
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What keys there may be: the run's model, and that of its params where there is one."""
+
+    run: type[BaseModel]
+    params: type[BaseModel] | None
+
+    def keys(self) -> list[str]:
+        """Every full key, as cluster.ranks."""
+        params = [f"params.{key}" for key in _dotted_keys(self.params)] if self.params else []
+        return [*_dotted_keys(self.run), *params]
+
+    def siblings(self, parent: PathKey) -> list[str]:
+        """The keys of the mapping at `parent`; none where they are free."""
+        if parent[:1] == ("params",):
+            models = [self.params] if self.params else []
+            parent = parent[1:]
+        else:
+            models = [self.run]
+        for part in parent:
+            models = [found for model in models for found in _models_below(model, part)]
+        return [name for model in models for name in _fields(model)]
+
+
+def _fields(model: type[BaseModel]) -> dict[str, Any]:
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _models_below(model: type[BaseModel], part: str | int) -> list[type[BaseModel]]:
+    if isinstance(part, int):
+        return [model]
+    return list(_models_in(_fields(model).get(part)))
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _dotted_keys(model: type[BaseModel]) -> Iterator[str]:
+    for name, annotation in _fields(model).items():
+        yield name
+        for below in _models_in(annotation):
+            if below is not model:
+                yield from (f"{name}.{key}" for key in _fields(below))
+
+
+def explain(error: ValidationError, root: Node, schema: Schema, prefix: PathKey = ()) -> Iterator[Located]:
+    """One problem for each value that is wrong; `prefix` is the key of what was validated, below `root`."""
+    groups: dict[PathKey, list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        if details["type"] not in _CONSEQUENCES:
+            groups.setdefault(_path(root, prefix, details), []).append(details)
+    for path, group in groups.items():
+        place = place_of(root, path)
+        yield Located(place, _problem(place, path, group, schema))
+
+
+def _path(root: Node, prefix: PathKey, details: ErrorDetails) -> PathKey:
+    """The key that is blamed. Names that pydantic adds for the members of a union are not part of it."""
+    path, value = list(prefix), _below(root, prefix).value
+    names = list(details["loc"])
+    missing = [names.pop()] if details["type"] == "missing" and names else []
+    for name in names:
+        if (isinstance(value, dict) and name in value) or (isinstance(value, list) and isinstance(name, int)):
+            path.append(name)
+            value = value[name].value  # type: ignore[index]
+    blamed = details.get("ctx", {}).get("field", "") if details["type"] == "wrong_field" else ""
+    return (*path, *missing, *(blamed.split(".") if blamed else []))
+
+
+def _below(root: Node, path: PathKey) -> Node:
+    """The node at `path`, or the last one on the way there."""
+    node = root
+    for part in path:
+        inside = isinstance(node.value, dict) and part in node.value
+        if not inside and not (
+            isinstance(node.value, list) and isinstance(part, int) and part < len(node.value)
+        ):
+            break
+        node = node.value[part]
+    return node
+
+
+def place_of(root: Node, path: PathKey) -> Place:
+    """The place of the key at `path`, or of what it should stand in."""
+    return _below(root, path).place
+
+
+def _problem(place: Place, path: PathKey, group: Sequence[ErrorDetails], schema: Schema) -> Problem:
+    first = group[0]
+    context = first.get("ctx", {})
+    key = dotted(path)
+    match first["type"]:
+        case "missing":
+            return Problem(place.text, key, "is required, and not given", f"write {key}: VALUE")
+        case "extra_forbidden":
+            return Problem(place.text, key, "unknown key", _unknown_hint(path, schema))
+        case "wrong_field":
+            return Problem(place.text, key, str(context["message"]), str(context["hint"]))
+        case "value_error" | "assertion_error":
+            return Problem(place.text, key, f"{context['error']}, got {seen(first['input'], path)}")
+    # The members of a union say in turn what they would take.
+    expected = " or ".join(dict.fromkeys(_expected(details) for details in group))
+    message = f"expected {expected}, got {seen(first['input'], path)}"
+    types = {each["type"] for each in group}
+    choices = re.findall(r"'([^']*)'", expected) if types & {"literal_error", "enum"} else []
+    return Problem(place.text, key, message, _value_hint(path, first["input"], types, choices))
+
+
+def _expected(details: ErrorDetails) -> str:
+    context: Mapping[str, Any] = details.get("ctx", {})
+    template = _EXPECTED.get(details["type"])
+    if template is None:
+        return details["msg"].removeprefix("Input should be ").rstrip(".")
+    return template.format(**{key: _figure(value) for key, value in context.items()})
+
+
+def _figure(value: object) -> str:
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
+
+
+def _unknown_hint(path: PathKey, schema: Schema) -> str:
+    name, parent = str(path[-1]), path[:-1]
+    siblings = schema.siblings(parent)
+    match = nearest(name, siblings)
+    elsewhere = [key for key in schema.keys() if key.rpartition(".")[2] == name]  # noqa: SIM118
+    if match is None and elsewhere:
+        return f"did you mean {elsewhere[0]}?"
+    return f"did you mean {dotted((*parent, match))}?" if match else did_you_mean(name, siblings)
+
+
+def _value_hint(path: PathKey, value: object, types: set[str], choices: Sequence[str]) -> str:
+    if path == ("name",) and isinstance(value, str):
+        rule = "lower-case letters, digits, dots, dashes and underscores, at most 64"
+        return f"{rule}; as in {slug(value)}" if slug(value) else rule
+    if "string_type" in types and isinstance(value, int | float):
+        return "write it in quotes"
+    if not isinstance(value, str):
+        return ""
+    if choice := nearest(value, choices):
+        return f"did you mean {choice}?"
+    if "bool_type" in types and value.lower() in {"yes", "no", "on", "off", "y", "n", "true", "false"}:
+        return "write true or false, without quotes"
+    if types & {"int_type", "float_type"} and _is_number(value.replace("_", "").replace(",", "")):
+        return "write the number without quotes, commas or underscores"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return text != "" and type(scalar(text)) in (int, float)
+    except ValueError:
+        return False

@@ -1,0 +1,31 @@
+"""The JSON schema of the configuration, from which editors complete and check the YAML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddptrain import registry
+from ddptrain.config import RunConfig
+
+
+def config_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file; `params` follows the workload where that is a built-in one."""
+    schema = RunConfig.model_json_schema()
+    definitions = schema.setdefault("$defs", {})
+    rules = []
+    for name in registry.BUILT_IN:
+        model = registry.params_model(name)
+        if model is None:
+            continue
+        params = model.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
+        for below, definition in params.pop("$defs", {}).items():
+            definitions[f"{name}.{below}"] = definition
+        definitions[f"{name}.params"] = params
+        rules.append(
+            {
+                "if": {"properties": {"workload": {"const": name}}, "required": ["workload"]},
+                "then": {"properties": {"params": {"$ref": f"#/$defs/{name}.params"}}},
+            }
+        )
+    schema["properties"]["workload"]["examples"] = [*registry.BUILT_IN, "package.module:function"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "allOf": rules}

@@ -1,0 +1,1 @@
+"""In the process that runs the command: place ranks, submit them, watch, collect, stop."""

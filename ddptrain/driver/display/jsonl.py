@@ -1,0 +1,97 @@
+"""JSON lines: stdout is one JSON object a line and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddptrain.driver.display import messages as told
+from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.stream import Stream
+from ddptrain.events import Progress
+
+PROGRESS_EVERY_S = 1.0
+_ENDED, _PARTIAL = "}", ', "partial": true}'
+
+
+class JsonRenderer:
+    """Everything that happens, for a program to read; the last line is how the run ended."""
+
+    redraw_every_s = 1.0
+
+    def __init__(self, stdout: Stream) -> None:
+        self._stdout = stdout
+        self._progress: dict[int, Progress] = {}  # not yet written
+        self._written_s: dict[int, float] = {}
+
+    def log(self, rank: int, lines: Sequence[Line]) -> None:
+        """One object a line; "partial" marks one without a newline (yet): a piece, or a redrawn bar."""
+        head = f'{{"event": "log", "rank": {rank}, "time_s": {time.time():.3f}, "line": '
+        encode = json.encoder.encode_basestring_ascii
+        rows = [f"{head}{encode(text)}{_ENDED if ended else _PARTIAL}\n" for text, ended in lines]
+        self._stdout.write("".join(rows))
+
+    def tell(self, message: told.Message) -> None:
+        """Write the message as an object; progress is kept back to one line a second and rank."""
+        match message:
+            case told.Redrawn(rank, text) if text:
+                self.log(rank, [Line(text, ended=False)])
+            case told.RankProgress(rank, event):
+                self._progress[rank] = event
+            case told.Closing(_, last_event):
+                self._write_progress(math.inf)
+                if last_event:
+                    self._write(last_event)
+            case told.RawEvent(fields):
+                self._write(fields)
+            case _:
+                self._write_other(message)
+
+    def refresh(self, now_s: float) -> None:
+        """Write the progress of ranks that have been silent for a second."""
+        if self._progress:
+            self._write_progress(now_s)
+
+    def _write_other(self, message: told.Message) -> None:
+        now = round(time.time(), 3)
+        match message:
+            case told.RankMetrics(rank, event):
+                self._write(
+                    {"event": "metrics", "rank": rank, "time_s": event.time_ns / 1e9, "step": event.step}
+                    | {"epoch": event.epoch, "values": dict(event.values)}
+                )
+            case told.RankStarted(rank, host, pid):
+                self._write({"event": "rank_started", "rank": rank, "time_s": now, "host": host, "pid": pid})
+            case told.RankEnded(rank, ok):
+                self._write({"event": "rank_ended", "rank": rank, "time_s": now, "ok": ok})
+            case told.Notice(text, level):
+                self._write({"event": "notice", "time_s": now, "level": level, "message": text})
+            case told.Status(text) if text:
+                self._write({"event": "status", "time_s": now, "message": text})
+            case _:
+                pass
+
+    def _write_progress(self, now_s: float) -> None:
+        for rank, event in list(self._progress.items()):
+            if now_s - self._written_s.get(rank, -math.inf) >= PROGRESS_EVERY_S:
+                del self._progress[rank]
+                self._written_s[rank] = now_s
+                fields = {"done": event.done, "total": event.total, "unit": event.unit}
+                self._write({"event": "progress", "rank": rank, "time_s": event.time_ns / 1e9} | fields)
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
+        self._stdout.write(json.dumps(_finite(fields), default=str, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinities, which JSON doesn't have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

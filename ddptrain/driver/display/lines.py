@@ -1,0 +1,80 @@
+"""From the bytes that a rank prints to lines; pure, and the same however the bytes are cut."""
+
+from __future__ import annotations
+
+import codecs
+from typing import NamedTuple
+
+MAX_LINE_CHARS = 64 * 1024  # a longer line is handed on in pieces, so that memory stays bounded
+
+
+class Line(NamedTuple):
+    """A line's text; `ended` is False for a piece of a long line and for a last line without a newline."""
+
+    text: str
+    ended: bool = True
+
+
+class LineAssembler:
+    """Makes lines of UTF-8, replacing what is none; LF and CR LF end a line, a lone CR restarts it."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = ""
+        self._returned = False  # a "\r" came last: the next character overwrites the text
+        self._redrawn = False  # this line has had a "\r": it is a progress bar, or about to end
+
+    @property
+    def redrawn(self) -> str:
+        """The state of an unfinished line that uses carriage returns, as a terminal shows it; else ""."""
+        return self._text if self._redrawn else ""
+
+    def feed(self, data: bytes) -> list[Line]:
+        """The lines that `data` completes, and the pieces of a line that has grown too long."""
+        return self._cut(self._decoder.decode(data))
+
+    def finish(self) -> list[Line]:
+        """What is left at the end of the stream: a last line without a newline."""
+        lines = self._cut(self._decoder.decode(b"", True))
+        if self._text:
+            lines.append(Line(self._text, ended=False))
+        self._restart()
+        return lines
+
+    def _cut(self, text: str) -> list[Line]:
+        lines: list[Line] = []
+        first, *others = text.split("\n")
+        self._extend(first, lines)
+        if not others:
+            return lines
+        lines.append(Line(self._text))
+        self._restart()
+        last = others.pop()
+        for part in others:
+            if len(part) <= MAX_LINE_CHARS and "\r" not in part:  # nearly every line goes this short way
+                lines.append(Line(part))
+            else:
+                self._extend(part, lines)
+                lines.append(Line(self._text))
+                self._restart()
+        self._extend(last, lines)
+        return lines
+
+    def _extend(self, text: str, lines: list[Line]) -> None:
+        """Add text that holds no newline to the line under way."""
+        for index, part in enumerate(text.split("\r")):
+            if index:
+                self._returned = self._redrawn = True
+            if part:
+                self._append(part, lines)
+
+    def _append(self, part: str, lines: list[Line]) -> None:
+        if self._returned:
+            self._text, self._returned = "", False
+        self._text += part
+        while len(self._text) > MAX_LINE_CHARS:
+            lines.append(Line(self._text[:MAX_LINE_CHARS], ended=False))
+            self._text = self._text[MAX_LINE_CHARS:]
+
+    def _restart(self) -> None:
+        self._text, self._returned, self._redrawn = "", False, False

@@ -1,0 +1,83 @@
+"""A live display: log lines scroll by, and under them a bar a rank is kept up to date."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ddptrain.driver.display import bars, terminal
+from ddptrain.driver.display import messages as told
+from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.plain import format_lines, format_notice, format_own
+from ddptrain.driver.display.stream import Stream
+
+CLEAR_ROW, UP_AND_CLEAR_ROW = "\r\x1b[2K", "\x1b[1A\x1b[2K"
+NOTICE_COLOURS = {"warning": terminal.YELLOW, "error": terminal.RED}
+
+
+class LiveRenderer:
+    """Draws on a terminal of which nothing is assumed but that it can move its cursor up and clear below it.
+
+    The cursor rests, visible, at the start of the row below the bars: whatever ends this process leaves a
+    sane terminal. Log lines and bars go out in one write, so that nothing flickers however much is printed.
+    """
+
+    redraw_every_s = 0.1
+
+    def __init__(
+        self, stdout: Stream, size: Callable[[], tuple[int, int]], colour: bool, run_id: str, world_size: int
+    ) -> None:
+        glyphs = bars.UNICODE_GLYPHS if stdout.is_unicode else bars.ASCII_GLYPHS
+        self._bars = bars.Bars(run_id, world_size, glyphs)
+        self._stdout, self._size, self._colour = stdout, size, colour
+        self._above: list[str] = []  # what is to be printed above the bars with the next frame
+        self._drawn: list[bars.Row] = []
+        self._drawn_size = (0, 0)
+        self._started_s = time.monotonic()
+
+    def log(self, rank: int, lines: Sequence[Line]) -> None:
+        """Print the lines above the bars, with the next frame."""
+        self._above.append(format_lines(rank, lines, self._colour, on_terminal=True))
+
+    def tell(self, message: told.Message) -> None:
+        """Take a message in; notices are printed above the bars, the summary below them."""
+        self._bars.tell(message)
+        match message:
+            case told.Notice(text, level):
+                colour = NOTICE_COLOURS.get(level, "") if self._colour else ""
+                for line in format_notice(text).splitlines():
+                    self._above.append(terminal.coloured(terminal.harmless(line, False), colour) + "\n")
+            case told.Closing(summary, _):
+                self._bars.status = ""
+                self.refresh(time.monotonic())
+                self._stdout.write(format_own(summary, on_terminal=True, colour=self._colour))
+                self._drawn = []  # the bars stay as they are, above the summary
+            case _:
+                pass
+
+    def refresh(self, now_s: float) -> None:
+        """Draw a frame, if anything has changed."""
+        size = self._size()
+        columns, rows = size
+        block = self._bars.block(now_s - self._started_s, max(columns - 1, 1), rows)
+        if not self._above and block == self._drawn and size == self._drawn_size:
+            return
+        above = "".join(self._above)
+        self._above.clear()
+        self._stdout.write(self._erase(columns, rows) + above + "".join(map(self._text, block)))
+        self._drawn, self._drawn_size = block, size
+
+    def _erase(self, columns: int, rows: int) -> str:
+        """Go up to the first row of the last frame, clearing row by row.
+
+        A terminal that has become narrower has wrapped the rows of the last frame. Clearing the rest of the
+        screen at once would be shorter, but where that is the whole screen tmux keeps a copy in its history.
+        """
+        widths = [sum(terminal.cells(piece.text) for piece in row) for row in self._drawn]
+        height = sum(max(-(-width // columns), 1) for width in widths)
+        return CLEAR_ROW + UP_AND_CLEAR_ROW * min(height, rows - 1)
+
+    def _text(self, row: bars.Row) -> str:
+        if not self._colour:
+            return "".join(piece.text for piece in row) + "\n"
+        return "".join(terminal.coloured(piece.text, piece.colour) for piece in row) + "\n"

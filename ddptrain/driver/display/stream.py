@@ -1,0 +1,112 @@
+"""A text stream for a thread of its own: it never raises, never blocks for good, and survives its reader."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import select
+import stat
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+POLL_MS = 100
+FILE_CHUNK_BYTES = 1 << 20
+
+
+class Stream:
+    """Writes text to a file; `broken` tells why nothing can be written any more ("" while all is well)."""
+
+    def __init__(self, file: TextIO | None, give_up: Callable[[], bool] = lambda: False) -> None:
+        self.broken = "" if file is not None else "closed"
+        self.sent_bytes = 0
+        self.encoding = _encoding(file)
+        self._file = file
+        self._give_up = give_up
+        self.fd = _descriptor(file)
+        self._chunk_bytes = _chunk_bytes(self.fd)
+        self._poll = select.poll()
+        if self.fd >= 0:
+            self._poll.register(self.fd, select.POLLOUT)
+
+    @property
+    def is_terminal(self) -> bool:
+        """The stream is a terminal."""
+        return self.fd >= 0 and os.isatty(self.fd)
+
+    @property
+    def is_unicode(self) -> bool:
+        """The stream shows every character."""
+        return self.encoding.startswith("utf")
+
+    def write(self, text: str) -> None:
+        """Write all of it, as fast as the reader takes it; characters that the encoding lacks become "?"."""
+        self._write(text, self._give_up)
+
+    def write_within(self, text: str, timeout_s: float) -> None:
+        """Write what the reader takes in that time."""
+        end_s = time.monotonic() + timeout_s
+        self._write(text, lambda: time.monotonic() > end_s)
+
+    def _write(self, text: str, give_up: Callable[[], bool]) -> None:
+        if self.broken or not text:
+            return
+        data = text.encode(self.encoding, "replace")
+        try:
+            if self.fd < 0:
+                assert self._file is not None
+                self._file.write(data.decode(self.encoding))
+                self._file.flush()
+                self.sent_bytes += len(data)
+            else:
+                self._send(data, give_up)
+        except (OSError, ValueError) as error:
+            self._break(error)
+
+    def _send(self, data: bytes, give_up: Callable[[], bool]) -> None:
+        """Wait for room before each write, so that one who has stopped reading can't hold us for good."""
+        rest = memoryview(data)
+        while rest and not give_up():
+            if not self._poll.poll(POLL_MS):
+                continue
+            try:
+                count = os.write(self.fd, rest[: self._chunk_bytes])
+            except BlockingIOError:
+                time.sleep(0.005)  # somebody made it non-blocking, and there is room for less than we have
+                continue
+            rest = rest[count:]
+            self.sent_bytes += count
+
+    def _break(self, error: Exception) -> None:
+        """Remember why, and let later writes of anybody, interpreter exit included, end in /dev/null."""
+        self.broken = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        if self.fd >= 0 and isinstance(error, OSError) and error.errno != errno.EBADF:
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self.fd)
+            os.close(devnull)
+
+
+def _encoding(file: TextIO | None) -> str:
+    try:
+        return codecs.lookup(getattr(file, "encoding", None) or "utf-8").name
+    except LookupError:
+        return "utf-8"
+
+
+def _descriptor(file: TextIO | None) -> int:
+    """The file's descriptor, with what it had buffered written before us; -1 if it has none."""
+    if file is None:
+        return -1
+    try:
+        file.flush()
+        return file.fileno()
+    except (OSError, ValueError, AttributeError):
+        return -1
+
+
+def _chunk_bytes(fd: int) -> int:
+    """How much to write at once: a pipe that polls as ready takes PIPE_BUF bytes without blocking."""
+    if fd >= 0 and stat.S_ISREG(os.fstat(fd).st_mode):
+        return FILE_CHUNK_BYTES
+    return select.PIPE_BUF

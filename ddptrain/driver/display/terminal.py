@@ -1,0 +1,107 @@
+"""What a terminal may be sent: which kind of output fits, colours, and what ranks print made harmless."""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Mapping
+
+from ddptrain.errors import UsageError
+
+MODES = ("auto", "live", "plain", "json")
+RESET = "\x1b[0m"
+CYAN, YELLOW, RED, GREEN, DIM = "36", "33", "31", "32", "2"
+RANK_COLOURS = (CYAN, YELLOW, "35", GREEN, "34", "96", "93", "95", "92", "94")  # no red: it stands for errors
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movements, modes
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # OSC: titles, links
+    r"|\x1b[PX^_][^\x1b]*\x1b\\"  # strings for devices
+    r"|\x1b\[[0-?]*[ -/]*"  # CSI that the line's end cuts off
+    r"|\x1b[ -/]*[0-~]?"  # every other escape sequence
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]"  # control characters but the tab
+)
+
+
+def choose_mode(mode: str, is_terminal: bool, environ: Mapping[str, str]) -> str:
+    """The output that fits: "live", "plain" or "json". Raises UsageError for a mode that doesn't exist."""
+    if mode not in MODES:
+        raise UsageError(f"unknown output mode {mode!r}; choose one of {', '.join(MODES)}")
+    if mode != "auto":
+        return "plain" if mode == "live" and not is_terminal else mode
+    in_ci = environ.get("CI", "").strip().lower() not in ("", "0", "false", "no", "off")
+    dumb = environ.get("TERM", "") in ("dumb", "unknown")
+    return "live" if is_terminal and not in_ci and not dumb else "plain"
+
+
+def wants_colour(is_terminal: bool, environ: Mapping[str, str]) -> bool:
+    """NO_COLOR forbids colours, FORCE_COLOR asks for them, else a terminal that isn't dumb gets them."""
+    if environ.get("NO_COLOR", ""):
+        return False
+    force = environ.get("FORCE_COLOR", "").lower()
+    if force:
+        return force not in ("0", "false")
+    return is_terminal and environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def coloured(text: str, code: str) -> str:
+    """The text in a colour (an SGR code, such as "36"); "" is none."""
+    return f"\x1b[{code}m{text}{RESET}" if code and text else text
+
+
+def rank_colour(rank: int) -> str:
+    """The rank's colour: the same in its prefix and its bar."""
+    return RANK_COLOURS[rank % len(RANK_COLOURS)]
+
+
+def harmless(text: str, colour: bool) -> str:
+    """The text without control sequences, which could move the cursor; colours stay if `colour`."""
+    if text.isprintable():
+        return text
+    text = _CONTROL.sub(_keep_colour if colour else "", text)
+    return text + RESET if "\x1b" in text else text
+
+
+def _keep_colour(match: re.Match[str]) -> str:
+    return match[0] if _COLOUR.fullmatch(match[0]) else ""
+
+
+def cells(text: str) -> int:
+    """How many columns the text takes on a terminal."""
+    if text.isascii():
+        return len(text)
+    return sum(_cells_of(char) for char in text)
+
+
+def _cells_of(char: str) -> int:
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def cropped(text: str, width: int) -> str:
+    """As much of the text's beginning as fits into `width` columns."""
+    if cells(text) <= width:
+        return text
+    used = 0
+    for index, char in enumerate(text):
+        used += _cells_of(char)
+        if used > width:
+            return text[:index]
+    return text
+
+
+def terminal_size(fd: int, environ: Mapping[str, str]) -> tuple[int, int]:
+    """Columns and rows of the terminal now; COLUMNS and LINES, then 80 x 24, where it doesn't know."""
+    try:
+        columns, rows = os.get_terminal_size(fd)
+    except OSError:
+        columns = rows = 0
+    return columns or _number(environ, "COLUMNS", 80), rows or _number(environ, "LINES", 24)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    value = environ.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() and int(value) > 0 else default

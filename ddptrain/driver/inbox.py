@@ -1,0 +1,59 @@
+"""What reaches the driver's main thread, from Dask's threads, signal handlers and the porter: they only put, it takes."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A worker tells of a rank: growth of its files, bytes of them, the store's port, or its exit."""
+
+    message: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailed:
+    """The Dask task of a rank ended with an error: no rank could be started, or its server died."""
+
+    rank: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The scheduler has lost a worker."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The driver was sent SIGINT or SIGTERM."""
+
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtHome:
+    """The porter has put something of a rank into the run directory."""
+
+    rank: int
+    what: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotBroughtHome:
+    """The porter could not: `error` says why."""
+
+    rank: int
+    what: str
+    error: BaseException
+
+
+Message = Notice | TaskFailed | WorkerLost | Signalled | BroughtHome | NotBroughtHome
+Inbox = queue.SimpleQueue[Message]

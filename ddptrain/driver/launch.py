@@ -1,0 +1,217 @@
+"""One run, from its configuration to its exit code: make the run directory, start the cluster, train, tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddptrain.clusters.address import AddressCluster
+from ddptrain.clusters.local import LocalCluster
+from ddptrain.clusters.protocol import Cluster
+from ddptrain.config import RunConfig
+from ddptrain.configfile import LoadedConfig, dump_config
+from ddptrain.driver import summary
+from ddptrain.driver import verdict as verdicts
+from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.inbox import Inbox
+from ddptrain.driver.machine import Offer, offer
+from ddptrain.driver.signals import Signals, signals_to
+from ddptrain.errors import ClusterError, DdptrainError
+from ddptrain.registry import workload_target
+from ddptrain.results.layout import new_run_id
+from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.record import AttemptRecord
+from ddptrain.results.writer import RunWriter, utc_now
+from ddptrain.spec import RankSpec
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from ddptrain.driver.attempt import Outcome
+    from ddptrain.driver.gang import Gang, Place
+
+_PORTER_DEADLINE_S = 600.0
+_FIRST_ATTEMPT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """What the command line says beyond the configuration."""
+
+    run_id: str | None = None
+    output: str = "auto"
+
+
+def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
+    """Run the configuration to its end; return the exit code of the contract.
+
+    Raises:
+        UsageError, RunLocked, ClusterError: the run could not be begun; nothing was started.
+    """
+    config = loaded.config
+    machine = offer(config.cluster, os.environ) if config.cluster.backend == "local" else None
+    inbox: Inbox = queue.SimpleQueue()
+    run_id = options.run_id or new_run_id(config.name)
+    runs_dir = Path(config.results.dir)
+    with RunWriter.create(runs_dir, run_id, config.name, dump_config(config), config.workload) as writer:
+        with signals_to(inbox) as signals:
+            return _Run(loaded, options, writer, inbox, signals, machine).run()
+
+
+class _Run:
+    """One run and its parts; `machine` is what an embedded cluster is made of, None where we attach to another."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        options: LaunchOptions,
+        writer: RunWriter,
+        inbox: Inbox,
+        signals: Signals,
+        machine: Offer | None,
+    ) -> None:
+        self.loaded, self.options, self.writer, self.inbox, self.signals = loaded, options, writer, inbox, signals
+        self.config: RunConfig = loaded.config
+        self.machine = machine
+        self.cluster = self._cluster()
+        self.display: Display | None = None
+        self.began = time.monotonic()
+
+    def _cluster(self) -> Cluster:
+        if self.machine is None:
+            return AddressCluster(str(self.config.cluster.address))
+        scratch = self.writer.layout.scratch_dir
+        return LocalCluster(self.machine.ranks, self.machine.gpus, scratch, os.environ)
+
+    def run(self) -> int:
+        """Train, write how it ended, and tell it. Raises what is a bug of ours, once run.json is true."""
+        try:
+            verdict = self._train()
+        except BaseException as error:
+            verdict = verdicts.of_error(error)
+            self._end(verdict)
+            if not isinstance(error, DdptrainError):
+                raise
+        else:
+            self._end(verdict)
+        return int(verdict.exit_code)
+
+    def _train(self) -> verdicts.Verdict:
+        with ExitStack() as stack:
+            stack.callback(self.cluster.close)
+            self.cluster.begin()  # first of all: everything below imports while torch is being imported there
+            if self.machine is not None:
+                self._open_display(self.machine.ranks)
+            # All of Dask, before anything may be interrupted.
+            from ddptrain.driver.gang import Gang
+
+            with self.signals.interrupting():
+                client = stack.enter_context(self._connected())
+                gang = stack.enter_context(Gang(client, self.writer.run_id, self.inbox))
+                places = gang.reserve(
+                    self._ranks_asked(),
+                    start_timeout_s=self.config.cluster.start_timeout_s,
+                    wait_s=self.config.cluster.wait_s,
+                    worker_fault=self.cluster.worker_fault,
+                )
+                gang.subscribe()
+            if self.display is None:
+                self._open_display(len(places))
+            return self._attempt(gang, places)
+
+    def _ranks_asked(self) -> int | None:
+        if self.machine is not None:
+            return self.machine.ranks
+        ranks = self.config.cluster.ranks
+        return None if ranks == "auto" else int(ranks)
+
+    def _open_display(self, world_size: int) -> None:
+        logs = self.writer.layout.logs_dir
+        self.display = open_display(self.options.output, logs, world_size, self.writer.run_id)
+        where = "a local cluster" if self.machine is not None else str(self.config.cluster.address)
+        self.display.status(f"run {self.writer.run_id}: {world_size} ranks on {where}")
+
+    def _connected(self) -> Client:
+        from distributed import Client
+
+        address = self.cluster.connect()
+        timeout_s = self.config.cluster.start_timeout_s
+        try:
+            return Client(address, timeout=timeout_s, set_as_default=False, name="ddptrain")
+        except (OSError, TimeoutError) as error:
+            raise ClusterError(f"no Dask scheduler answers at {address} within {timeout_s:g} s: {error}") from error
+
+    def _attempt(self, gang: Gang, places: Sequence[Place]) -> verdicts.Verdict:
+        from ddptrain.driver.attempt import Attempt
+        from ddptrain.driver.porter import Porter
+        from ddptrain.driver.telling import Telling
+
+        assert self.display is not None
+        telling = Telling(self.writer, self.display)
+        specs = [(self._spec(place, places), place, self.writer.layout.log(place.rank)) for place in places]
+        telling.event("run_started", run_id=self.writer.run_id, run_dir=str(self.writer.layout.root), world_size=len(places))
+        attempt = AttemptRecord(attempt=_FIRST_ATTEMPT, started_at=utc_now(), world_size=len(places))
+        self.writer.update(world_size=len(places), attempts=(attempt,))
+        checkpoint = self.config.checkpoint
+        policy = CheckpointPolicy(checkpoint.keep, checkpoint.metric, checkpoint.mode)
+        porter = Porter(self.writer, policy, self.inbox)
+        try:
+            outcome = Attempt(gang, specs, porter, telling, self.inbox, self.cluster.worker_fault).run()
+        finally:
+            porter.close(_PORTER_DEADLINE_S)
+        verdict = verdicts.of_outcome(outcome, self.writer.layout)
+        ranks = tuple(watch.record() for watch in outcome.ranks)
+        ended = dataclasses.replace(attempt, ended_at=utc_now(), outcome=str(verdict.status), ranks=ranks)
+        self.writer.update(attempts=(ended,))
+        return verdict
+
+    def _spec(self, place: Place, places: Sequence[Place]) -> RankSpec:
+        config = self.config
+        return RankSpec(
+            run_id=self.writer.run_id,
+            attempt=_FIRST_ATTEMPT,
+            rank=place.rank,
+            world_size=len(places),
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+            slot=place.slot.index,
+            workload=workload_target(config.workload),
+            params=dict(config.params),
+            dist_backend=self._dist_backend(places),
+            dist_timeout_s=config.dist.timeout_s,
+            grace_s=config.failure.grace_s,
+            every_epochs=config.checkpoint.every_epochs,
+            workdir=os.getcwd(),
+            sys_path=(str(self.loaded.path.resolve().parent), os.getcwd()),
+            master_addr=places[0].slot.host,
+            shared=place.shared,
+            env=dict(config.env),
+        )
+
+    def _dist_backend(self, places: Sequence[Place]) -> str:
+        chosen = self.config.dist.backend
+        if chosen != "auto":
+            return chosen
+        return "nccl" if all(place.slot.gpu for place in places) else "gloo"
+
+    def _end(self, verdict: verdicts.Verdict) -> None:
+        """Write the end into run.json, then show it: whoever sees the last line finds the file true."""
+        self.writer.finish(verdict.status, verdict.exit_code, verdict.failure)
+        duration_s = time.monotonic() - self.began
+        last_event = summary.last_event(self.writer, verdict, duration_s)
+        self.writer.event(last_event)
+        if self.display is None:
+            self._open_display(0)
+        assert self.display is not None
+        if verdict.cause:
+            self.display.notice(f"run {self.writer.run_id} {verdict.status}: {verdict.cause}", level="error")
+        sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
+        self.display.close(sizes, summary.lines(self.writer, verdict, duration_s), last_event)

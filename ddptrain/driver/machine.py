@@ -1,0 +1,38 @@
+"""What an embedded cluster on this machine is made of: how many ranks, on which GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddptrain.clusters.gpus import visible_gpus
+from ddptrain.config import ClusterConfig
+from ddptrain.errors import ClusterError
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """`ranks` slots; `gpus` has an entry for CUDA_VISIBLE_DEVICES for each, or none on the CPU."""
+
+    ranks: int
+    gpus: tuple[str, ...]
+
+
+def offer(cluster: ClusterConfig, environ: Mapping[str, str]) -> Offer:
+    """Ranks and GPUs for a configuration. Raises ClusterError where it asks for more GPUs than there are."""
+    present = () if cluster.gpus == 0 else visible_gpus(environ)
+    wanted = len(present) if cluster.gpus == "auto" else int(cluster.gpus)
+    if wanted > len(present):
+        raise ClusterError(
+            f"cluster.gpus is {wanted}, but this machine offers {len(present)}: set it to auto, or to 0 for the CPU"
+        )
+    if cluster.ranks == "auto":
+        return Offer(wanted or max(2, (os.cpu_count() or 2) // 2), present[:wanted])
+    ranks = int(cluster.ranks)
+    if wanted and ranks > wanted:
+        raise ClusterError(
+            f"cluster.ranks is {ranks}, but there are {wanted} GPUs, one a rank: ask for fewer ranks, or set cluster.gpus "
+            "to 0 to train on the CPU"
+        )
+    return Offer(ranks, present[: ranks if wanted else 0])

@@ -1,0 +1,38 @@
+"""The last words on a run: a few lines for people, one object for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ddptrain.results.record import plain
+from ddptrain.results.writer import RunWriter
+
+if TYPE_CHECKING:
+    from ddptrain.driver.verdict import Verdict
+
+
+def last_event(writer: RunWriter, verdict: Verdict, duration_s: float) -> dict[str, Any]:
+    """The last JSON line of --output json, and of events.jsonl."""
+    return {
+        "event": "run_finished",
+        "run_id": writer.run_id,
+        "run_dir": str(writer.layout.root),
+        "status": str(verdict.status),
+        "exit_code": int(verdict.exit_code),
+        "duration_s": round(duration_s, 3),
+        "failure": plain(dataclasses.asdict(verdict.failure)) if verdict.failure is not None else None,
+    }
+
+
+def lines(writer: RunWriter, verdict: Verdict, duration_s: float) -> list[str]:
+    """What a person reads at the end: how it went, the figures, where everything is."""
+    record = writer.record
+    told = [f"run {writer.run_id} {verdict.status} after {duration_s:.1f} s on {record.world_size} ranks"]
+    figures = [f"{name} {value:.4g}" for name, value in sorted(record.last_metrics.items()) if value is not None]
+    if figures:
+        told.append(f"  last    {', '.join(figures)}")
+    if record.best is not None:
+        told.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
+    told.append(f"  results {writer.layout.root}")
+    return told

@@ -1,0 +1,92 @@
+"""Tells what happens, to everyone who wants to know: the run directory, the display, the JSON stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from ddptrain import events
+from ddptrain.driver.cause import Fault
+from ddptrain.driver.display import Display
+from ddptrain.results.record import EnvironmentValue, RankRecord
+from ddptrain.results.writer import RunWriter
+
+
+class Telling:
+    """One call a fact; each goes wherever it belongs."""
+
+    def __init__(self, writer: RunWriter, display: Display) -> None:
+        self.writer = writer
+        self.display = display
+        self._told: set[str] = set()
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """A line of events.jsonl, and of --output json."""
+        line = {"event": kind, "time_s": round(time.time(), 3), **fields}
+        self.writer.event(line)
+        self.display.event(line)
+
+    def status(self, text: str) -> None:
+        """What is being waited for."""
+        self.display.status(text)
+
+    def warn(self, text: str) -> None:
+        """Something that the person should know."""
+        self.writer.event({"event": "warning", "time_s": round(time.time(), 3), "message": text})
+        self.display.notice(text, level="warning")
+
+    def rank_event(self, rank: int, event: events.Event) -> None:
+        """An event of a rank, as the rank sent it."""
+        match event:
+            case events.Metrics():
+                self.writer.metrics(event, rank)
+                self.display.metrics(rank, event)
+            case events.Progress():
+                self.display.progress(rank, event)
+            case events.Started():
+                self._started(rank, event)
+            case events.Note():
+                self.event("note", rank=rank, level=event.level, message=event.message)
+                self.display.notice(f"rank {rank}: {event.message}", level="warning" if event.level == "warning" else "info")
+            case events.Entered() | events.Finished():
+                self.event(event.kind, rank=rank, rank_time_ns=event.time_ns)
+            case events.Failure():
+                self.event("failure", rank=rank, **_fields(event))
+            case events.CheckpointSaved():
+                self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
+            case _:
+                pass
+
+    def _started(self, rank: int, event: events.Started) -> None:
+        if rank == 0:
+            environment = {
+                name: EnvironmentValue(str(item.get("value", "")), str(item.get("source", "")))
+                for name, item in event.environment.items()
+            }
+            versions = {**self.writer.record.versions, **event.versions}
+            self.writer.update(rank_environment=environment, versions=versions)
+        self.event("rank_started", rank=rank, host=event.host, pid=event.pid, device=event.device)
+        self.display.rank_started(rank, event.host, event.pid)
+
+    def rank_ended(self, record: RankRecord, *, ok: bool) -> None:
+        """A rank's process is over."""
+        self.event("rank_ended", ok=ok, **dataclasses.asdict(record))
+        self.display.rank_ended(record.rank, ok)
+
+    def fault(self, fault: Fault) -> None:
+        """A rank has failed, be it the cause or a victim."""
+        self.event("fault", rank=fault.rank, kind=fault.kind, message=fault.line, victim=fault.victim)
+        if not fault.victim and fault.line not in self._told:
+            self._told.add(fault.line)  # one mistake that fails on every rank is told once
+            self.display.notice(f"rank {fault.rank} failed: {fault.line}", level="error")
+
+    def brought_home(self, rank: int, what: str, path: str) -> None:
+        """A checkpoint or a file of a rank is in the run directory."""
+        self.event("brought_home", rank=rank, what=what, path=path)
+
+
+def _fields(event: events.Failure) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(event).items() if name != "time_ns"} | {
+        "rank_time_ns": event.time_ns
+    }

@@ -1,0 +1,83 @@
+"""How a run ended: status, exit code and first cause, as run.json and the last lines tell it."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.record import FailureRecord, RunStatus
+
+if TYPE_CHECKING:
+    from ddptrain.driver.attempt import Outcome, RankWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The run's end; `cause` is the one line that tells what failed first, empty for a success."""
+
+    status: RunStatus
+    exit_code: int
+    cause: str = ""
+    failure: FailureRecord | None = None
+
+
+def of_outcome(outcome: Outcome, layout: RunLayout) -> Verdict:
+    """The verdict on an attempt that was watched to its end."""
+    if outcome.signum is not None:
+        return _interrupted(outcome.signum)
+    if outcome.fault is None:
+        return Verdict(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
+    fault = outcome.fault
+    watch = outcome.ranks[fault.rank]
+    log = str(layout.log(fault.rank))
+    failure = FailureRecord(
+        rank=fault.rank,
+        host=watch.record().host,
+        kind=fault.kind,
+        type=fault.type,
+        message=fault.message,
+        traceback=fault.traceback,
+        log=log,
+    )
+    place = f"rank {fault.rank} on {failure.host}"
+    cause = f"{place} failed first: {fault.line}{_others(outcome.ranks, fault.rank)}; log: {log}"
+    return Verdict(RunStatus.FAILED, fault.exit_code, cause, failure)
+
+
+def _others(ranks: Sequence[RankWatch], first: int) -> str:
+    """Who failed in the same way by itself: one mistake in the code fails on every rank."""
+    first_fault = ranks[first].fault
+    if first_fault is None:
+        return ""
+    same = [
+        str(watch.spec.rank)
+        for watch in ranks
+        if watch.spec.rank != first
+        and watch.fault is not None
+        and not watch.fault.victim
+        and watch.fault.line == first_fault.line
+    ]
+    return f" (likewise rank {', '.join(same)})" if same else ""
+
+
+def of_error(error: BaseException) -> Verdict:
+    """The verdict on a run that an error of the driver or the cluster ended."""
+    if isinstance(error, Interrupted):
+        return _interrupted(error.signum)
+    if isinstance(error, DdptrainError):
+        failure = FailureRecord(kind="infrastructure", type=type(error).__name__, message=str(error))
+        return Verdict(RunStatus.FAILED, error.exit_code, str(error), failure)
+    text = "".join(traceback.format_exception(error))
+    failure = FailureRecord(kind="driver", type=type(error).__name__, message=str(error), traceback=text)
+    return Verdict(RunStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}", failure)
+
+
+def _interrupted(signum: int) -> Verdict:
+    name = signal.Signals(signum).name
+    failure = FailureRecord(kind="interrupted", type=name, message=f"the driver was sent {name}")
+    return Verdict(RunStatus.CANCELLED, 128 + signum, f"interrupted by {name}", failure)

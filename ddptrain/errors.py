@@ -1,0 +1,106 @@
+"""Every error that ddptrain raises on purpose, and the exit code that each stands for.
+
+    DdptrainError               3  (only as a base; a bare one is a bug of ours)
+    ├── UsageError              2  the command line asks for something impossible
+    │   └── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
+    ├── RunNotFound             2  no run, or more than one, answers to that name
+    ├── RunLocked               6  another process holds the run
+    ├── ClusterError            4  no cluster, too few slots, a worker lost
+    ├── TrainingFailed          1  the training code failed
+    ├── HangDetected            5  no progress in time
+    └── Interrupted       130/143  Ctrl-C or SIGTERM
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the command's exit status means; scripts and cron jobs rely on it."""
+
+    SUCCEEDED = 0
+    TRAINING_FAILED = 1
+    USAGE = 2
+    INTERNAL = 3
+    CLUSTER = 4
+    HANG = 5
+    LOCKED = 6
+    PREEMPTED = 75
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+class DdptrainError(Exception):
+    """Base of all: the message says what happened, the value seen, and what to do."""
+
+    exit_code: int = ExitCode.INTERNAL
+
+
+class UsageError(DdptrainError):
+    """The command line asks for something impossible."""
+
+    exit_code = ExitCode.USAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a configuration: where it stands, its full key, and what to do."""
+
+    where: str
+    key: str
+    message: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        key = f"{self.key}: " if self.key else ""
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{self.where}: {key}{self.message}{hint}"
+
+
+class ConfigError(UsageError):
+    """The configuration is wrong; `problems` holds everything found, in file order."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RunNotFound(UsageError):
+    """No run, or more than one, answers to that name."""
+
+
+class RunLocked(DdptrainError):
+    """Another process holds the run's lock."""
+
+    exit_code = ExitCode.LOCKED
+
+
+class ClusterError(DdptrainError):
+    """The cluster could not be started, lacks slots, or lost a worker."""
+
+    exit_code = ExitCode.CLUSTER
+
+
+class TrainingFailed(DdptrainError):
+    """The training code failed; the message is the one-line cause."""
+
+    exit_code = ExitCode.TRAINING_FAILED
+
+
+class HangDetected(DdptrainError):
+    """No progress was made in time."""
+
+    exit_code = ExitCode.HANG
+
+
+class Interrupted(DdptrainError):
+    """The user or the system asked the driver to stop."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        self.exit_code = 128 + signum
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")

@@ -1,0 +1,38 @@
+"""Writes a rank's events: one JSON line each, appended to the descriptor that the worker handed over."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from ddptrain import events
+
+PROGRESS_INTERVAL_NS = 100_000_000  # 10 a second are enough for a person's eye
+
+
+class Emitter:
+    """Appends events to `fd`; safe to call from any thread, and from a DataLoader's child (whose events are dropped)."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._progress_at_ns = 0
+
+    def emit(self, event: events.Event) -> None:
+        """Append one event. Raises OSError if the disk is full, EventFormatError if the event is too long."""
+        if os.getpid() != self._pid:
+            return
+        data = events.encode(event)
+        with self._lock:
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+    def progress(self, done: float, total: float | None, unit: str) -> None:
+        """Append a Progress event, at most ten a second; the last one (done == total) always goes."""
+        now = time.time_ns()
+        if now - self._progress_at_ns < PROGRESS_INTERVAL_NS and done != total:
+            return
+        self._progress_at_ns = now
+        self.emit(events.Progress(now, done=done, total=total, unit=unit))

@@ -1,0 +1,82 @@
+"""The workloads by name: the built-in ones, those of installed packages, and any package.module:function."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from ddptrain.errors import ConfigError, Problem
+from ddptrain.wording import did_you_mean, shown
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+ENTRY_POINT_GROUP = "ddptrain.workloads"
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """Where a built-in workload's function and the model of its parameters are, both as module:attr.
+
+    The module of the model must not import torch: it is loaded in the driver, before anything starts.
+    """
+
+    target: str
+    params: str
+
+
+BUILT_IN = {
+    "petnames": BuiltIn(
+        "ddptrain.workloads.petnames.train:train", "ddptrain.workloads.petnames.params:PetnamesParams"
+    ),
+}
+
+
+def workload_target(name: str) -> str:
+    """The module:attr of the workload's function, which is not imported.
+
+    Raises: ConfigError where no workload has that name.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name].target
+    if _TARGET.fullmatch(name):
+        return name
+    installed = _installed()
+    if name in installed:
+        return installed[name]
+    raise ConfigError([_unknown(name, [*BUILT_IN, *installed])])
+
+
+def params_model(name: str) -> type[BaseModel] | None:
+    """The model of the workload's parameters, or None where it has none and takes whatever it is given.
+
+    Raises: ConfigError where no workload has that name.
+    """
+    if name not in BUILT_IN:
+        workload_target(name)
+        return None
+    from importlib import import_module
+
+    module, _, attribute = BUILT_IN[name].params.partition(":")
+    return cast("type[BaseModel]", getattr(import_module(module), attribute))
+
+
+def _installed() -> dict[str, str]:
+    """Workloads that installed packages offer, by name."""
+    from importlib.metadata import entry_points
+
+    return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _unknown(name: str, known: list[str]) -> Problem:
+    where = f'workload "{shown(name)}"'
+    if ":" in name:
+        return Problem(
+            where, "", "is not of the form package.module:function", "as in mypackage.training:train"
+        )
+    hint = did_you_mean(name, known)
+    if "known are" not in hint:
+        hint += f" Known are: {', '.join(sorted(known))}"
+    return Problem(where, "", "there is no such workload", f"{hint}; your own is package.module:function")

@@ -1,0 +1,1 @@
+"""The run directory: the driver writes it, everyone reads it."""

@@ -1,0 +1,207 @@
+"""The checkpoints folder: a checkpoint is whole and verified, or it is not there."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ddptrain.events import CheckpointSaved
+from ddptrain.results.atomic import sync_folder, write_whole
+from ddptrain.results.errors import CheckpointDamaged, naming
+from ddptrain.results.layout import BEST, INCOMING, LATEST, step_name
+from ddptrain.results.record import BestRecord, plain
+from ddptrain.results.staging import Parcel, bring_home
+from ddptrain.wording import shown
+
+MANIFEST = "checkpoint.json"
+_MANIFEST_SCHEMA = 1
+_OLD = ".old-"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """How many checkpoints stay (besides the best one), and which metric, lowest or highest, makes one the
+    best.
+    """
+
+    keep: int = 3
+    metric: str | None = "val/loss"
+    mode: Literal["min", "max"] = "min"
+
+
+class CheckpointShelf:
+    """The checkpoints of a run that this process writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._values: dict[
+            int, float | None
+        ] = {}  # step -> the deciding metric, in the order in which they came
+        self.best: BestRecord | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The checkpoints' folder names, newest first."""
+        return tuple(step_name(step) for step in reversed(self._values))
+
+    def adopt(
+        self,
+        event: CheckpointSaved,
+        source: Path,
+        policy: CheckpointPolicy,
+        *,
+        world_size: int,
+        versions: Mapping[str, str],
+    ) -> Path:
+        """Bring a staged checkpoint home, point `latest` and `best` to what they now are, and drop what is
+        too old.
+
+        Raises:
+            CheckpointDamaged: it is not what its event says; nothing visible has changed.
+            ResultsError: it can't be written.
+        """
+        final = self._folder / step_name(event.step)
+        incoming = self._folder / f"{INCOMING}{final.name}-{secrets.token_hex(4)}"
+        names = _checked_names(event, source)
+        try:
+            with naming(incoming):
+                incoming.mkdir(parents=True)
+            parcels = [
+                Parcel(source / f.name, incoming / f.name, f.size_bytes, f.sha256) for f in event.files
+            ]
+            bring_home(parcels, CheckpointDamaged)
+            write_whole(incoming / MANIFEST, _manifest(event, world_size, versions))
+            with naming(final):
+                sync_folder(incoming)
+                _publish(incoming, final)
+        except BaseException:
+            shutil.rmtree(incoming, ignore_errors=True)
+            raise
+        for name in (*names, MANIFEST):
+            with suppress(OSError):
+                (source / name).unlink()
+        with suppress(OSError):
+            source.rmdir()
+        self._remember(event, policy)
+        return final
+
+    def _remember(self, event: CheckpointSaved, policy: CheckpointPolicy) -> None:
+        self._values.pop(event.step, None)
+        value = event.metrics.get(policy.metric) if policy.metric else None
+        self._values[event.step] = value if value is not None and math.isfinite(value) else None
+        self.best = self._best(policy)
+        self._point(LATEST, event.step)
+        self._point(BEST, self.best.step if self.best else None)
+        kept = {*list(self._values)[-policy.keep :], *([self.best.step] if self.best else [])}
+        for step in [step for step in self._values if step not in kept]:
+            del self._values[step]
+            _remove(self._folder / step_name(step))
+
+    def _best(self, policy: CheckpointPolicy) -> BestRecord | None:
+        candidates = [(value, step) for step, value in self._values.items() if value is not None]
+        if not candidates or policy.metric is None:
+            return None
+        # Of equals the first counts: both functions return it.
+        value, step = (max if policy.mode == "max" else min)(candidates, key=lambda pair: pair[0])
+        return BestRecord(policy.metric, policy.mode, value, step)
+
+    def _point(self, name: str, step: int | None) -> None:
+        pointer = self._folder / name
+        if step is not None:
+            write_whole(pointer, f"{step_name(step)}\n".encode())
+        else:
+            with naming(pointer):
+                pointer.unlink(missing_ok=True)
+
+
+def _checked_names(event: CheckpointSaved, source: Path) -> list[str]:
+    """The names of the event's files, all of them plain, in a folder without links and folders."""
+    names = [file.name for file in event.files]
+    for name in names:
+        if (
+            name != Path(name).name
+            or name in ("", ".", "..", MANIFEST)
+            or "\\" in name
+            or not name.isprintable()
+        ):
+            raise CheckpointDamaged(
+                f'the checkpoint of step {event.step} lists "{shown(name)}", which is no plain file name'
+            )
+    if not names or len(set(names)) < len(names):
+        raise CheckpointDamaged(
+            f"the checkpoint of step {event.step} lists {'a file twice' if names else 'no files'}"
+        )
+    try:
+        if source.is_symlink():
+            raise CheckpointDamaged(f"the staging folder {source} is a symbolic link")
+        odd = [entry.name for entry in os.scandir(source) if not entry.is_file(follow_symlinks=False)]
+    except OSError as error:
+        raise CheckpointDamaged(f"cannot read the staging folder {source}: {error.strerror}") from error
+    if odd:
+        raise CheckpointDamaged(
+            f'the staging folder {source} holds "{shown(odd[0])}", which is no plain file'
+        )
+    return names
+
+
+def _manifest(event: CheckpointSaved, world_size: int, versions: Mapping[str, str]) -> bytes:
+    manifest = {
+        "schema": _MANIFEST_SCHEMA,
+        "step": event.step,
+        "epoch": event.epoch,
+        "metrics": event.metrics,
+        "world_size": world_size,
+        "versions": versions,
+        "files": [asdict(file) for file in event.files],
+    }
+    return (json.dumps(plain(manifest), indent=2, allow_nan=False) + "\n").encode()
+
+
+def _publish(incoming: Path, final: Path) -> None:
+    """Make `incoming` the folder `final`; one that is there already is replaced without a moment with
+    neither.
+    """
+    if not final.exists():
+        os.replace(incoming, final)
+    elif _exchange(incoming, final):
+        shutil.rmtree(incoming, ignore_errors=True)
+    else:
+        old = final.with_name(f"{_OLD}{final.name}-{secrets.token_hex(4)}")
+        os.replace(final, old)
+        try:
+            os.replace(incoming, final)
+        except BaseException:
+            os.replace(old, final)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    sync_folder(final.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step, where the system can (Linux, on most file systems)."""
+    import ctypes
+
+    at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: man 2 renameat2
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    return bool(
+        rename(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchange)
+        == 0
+    )
+
+
+def _remove(folder: Path) -> None:
+    """Take a checkpoint away: out of sight first, so that nobody sees half of it."""
+    gone = folder.with_name(f"{_OLD}{folder.name}-{secrets.token_hex(4)}")
+    with suppress(OSError):
+        os.replace(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)

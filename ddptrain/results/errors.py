@@ -1,0 +1,54 @@
+"""What can go wrong with a run directory, below the tree of ddptrain.errors.
+
+ResultsError             4  the run directory can't be written: disk full, no permission, not a folder
+├── CheckpointDamaged    4  a staged checkpoint is not what its event says
+├── FileDamaged          4  a staged file is not what its event says
+└── UnsafePath           1  the training code asked for a path outside its run directory
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddptrain.errors import DdptrainError, ExitCode
+
+
+class ResultsError(DdptrainError):
+    """The run directory can't be written."""
+
+    exit_code = ExitCode.CLUSTER
+
+
+class CheckpointDamaged(ResultsError):
+    """A staged checkpoint is not what its event says; nothing visible has changed."""
+
+
+class FileDamaged(ResultsError):
+    """A staged file is not what its event says; nothing visible has changed."""
+
+
+class UnsafePath(ResultsError):
+    """The training code asked for a path outside its run directory, or one that some system can't hold."""
+
+    exit_code = ExitCode.TRAINING_FAILED
+
+
+_ADVICE = {
+    errno.ENOSPC: "; free some space, or choose another folder with --runs-dir",
+    errno.EDQUOT: "; free some space, or choose another folder with --runs-dir",
+    errno.EACCES: "; choose a folder that you may write to with --runs-dir",
+    errno.EROFS: "; choose a folder that you may write to with --runs-dir",
+}
+
+
+@contextmanager
+def naming(path: Path, action: str = "write") -> Iterator[None]:
+    """Turn an OSError of the block into a ResultsError that names the file, the cause and what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "")
+        raise ResultsError(f"cannot {action} {path}: {error.strerror or error}{advice}") from error

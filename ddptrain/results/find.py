@@ -1,0 +1,267 @@
+"""Finds runs by id, prefix, `latest` or folder, and says how they really stand; never writes, never raises
+for a bad run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.results import lock
+from ddptrain.results.checkpoints import MANIFEST
+from ddptrain.results.layout import LATEST, RunLayout, step_name, step_of
+from ddptrain.results.record import FailureRecord, RecordError, RunRecord, RunStatus
+from ddptrain.wording import nearest, shown
+
+DRIVER_GONE = "the driver is gone (killed?)"
+# A driver elsewhere can't be asked; run.json is rewritten every second while metrics come, but an epoch may
+# be long.
+_SILENT_AFTER_S = 600.0
+_MOST_LISTED = 10
+_ID_TIME = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run as it stands: `record` holds the true status; `problem` says why an unreadable run.json is."""
+
+    layout: RunLayout
+    record: RunRecord
+    problem: str = ""
+
+    @property
+    def run_id(self) -> str:
+        """The name of its folder in the runs folder."""
+        return self.record.run_id
+
+    @property
+    def status(self) -> str:
+        """One of RunStatus, or a word of a newer version."""
+        return self.record.status
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its driver is at work."""
+        return self.record.status == RunStatus.RUNNING
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds from start to end, or until now."""
+        if self.record.duration_s is not None:
+            return self.record.duration_s
+        started, ended = moment(self.record.started_at), moment(self.record.ended_at)
+        if started is None or (ended is None and not self.is_running):
+            return None
+        return max(0.0, ((ended or datetime.now(UTC)) - started).total_seconds())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record for --json, with where it is, what is in it, and why it can't be read."""
+        duration_s = self.duration_s
+        return {
+            **self.record.as_dict(),
+            "duration_s": None if duration_s is None else round(duration_s, 3),
+            "run_dir": str(self.layout.root),
+            "problem": self.problem or None,
+        }
+
+
+def moment(text: str | None) -> datetime | None:
+    """The time that run.json writes so; None for none, and for what is no time."""
+    try:
+        parsed = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
+
+
+def list_runs(runs_dir: Path) -> list[RunView]:
+    """Every run of the folder, newest first; none where there is no folder. Raises UsageError if it can't be
+    listed.
+    """
+    try:
+        folders = [path for path in runs_dir.iterdir() if _is_run(path)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(
+            f"cannot list runs in {runs_dir}: {error.strerror}; choose another with --runs-dir"
+        ) from error
+    return sorted((load_run(folder) for folder in folders), key=_age, reverse=True)
+
+
+def find_run(runs_dir: Path, run: str) -> Path:
+    """The directory of a run: by id, unambiguous prefix of one, `latest`, or path.
+
+    Raises:
+        RunNotFound: none, or more than one, answers to it; says what there is.
+    """
+    if "\0" in run:
+        raise RunNotFound("a run's name can't hold a NUL character")
+    if "/" not in run and run not in ("", ".", ".."):
+        if run == LATEST:
+            return _latest(runs_dir)
+        if _is_run(runs_dir / run):
+            return runs_dir / run
+        matches = sorted(name for name in _names(runs_dir) if name.startswith(run))
+        if len(matches) == 1:
+            return runs_dir / matches[0]
+        if matches:
+            raise RunNotFound(
+                f'"{shown(run)}" fits {len(matches)} runs: {_some(matches)}; give more of the name'
+            )
+    if run and _is_run(Path(run)):
+        return Path(os.path.abspath(run))
+    raise RunNotFound(_nothing_found(runs_dir, run))
+
+
+def _latest(runs_dir: Path) -> Path:
+    runs = list_runs(runs_dir)
+    if not runs:
+        raise RunNotFound(
+            f"there is no run in {runs_dir} yet; start one with ddptrain train, or say where with --runs-dir"
+        )
+    return runs[0].layout.root
+
+
+def _nothing_found(runs_dir: Path, run: str) -> str:
+    names = _names(runs_dir)
+    what = f'no run "{shown(run)}" in {runs_dir}'
+    if run and Path(run).is_dir() and run not in (".", ".."):
+        what += f', and the folder "{shown(run)}" holds no run.json'
+    if not names:
+        return f"{what}, which has no runs; say where they are with --runs-dir"
+    match = nearest(run, names)
+    newest = [view.run_id for view in list_runs(runs_dir)]
+    return f"{what}; " + (f"did you mean {match}?" if match else f"there are: {_some(newest)}")
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _names(runs_dir: Path) -> list[str]:
+    try:
+        return [path.name for path in runs_dir.iterdir() if _is_run(path)]
+    except OSError:
+        return []
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return RunLayout(folder).run_json.is_file()
+    except OSError:  # not ours to look into, or a name that the system can't hold
+        return False
+
+
+def _age(view: RunView) -> tuple[datetime, str]:
+    started = moment(view.record.started_at)
+    return started or datetime.fromtimestamp(_changed_at(view.layout), UTC), view.run_id
+
+
+def load_run(path: Path) -> RunView:
+    """The run in that directory as it truly stands; an unreadable one is a view that says so."""
+    layout = RunLayout(path)
+    try:
+        record = _read(layout)
+        if record.status == RunStatus.RUNNING and _is_here(record) and not lock.is_held(layout.lock_file):
+            record = _read(layout)  # it may just have ended
+            if record.status == RunStatus.RUNNING:
+                return RunView(layout, _abandoned(layout, record))
+        elif record.status == RunStatus.RUNNING and not _is_here(record):
+            return RunView(layout, _elsewhere(layout, record))
+        return RunView(layout, record)
+    except (OSError, RecordError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        problem = f"cannot read {layout.run_json}: {cause}"
+        return RunView(layout, _unreadable(layout), problem)
+
+
+def _read(layout: RunLayout) -> RunRecord:
+    return RunRecord.from_json(layout.run_json.read_bytes())
+
+
+def _is_here(record: RunRecord) -> bool:
+    return record.driver.host in ("", socket.gethostname())
+
+
+def _abandoned(layout: RunLayout, record: RunRecord) -> RunRecord:
+    failure = FailureRecord(host=record.driver.host, kind="driver", message=DRIVER_GONE)
+    return dataclasses.replace(
+        record, status=RunStatus.FAILED, failure=failure, ended_at=_iso(_changed_at(layout))
+    )
+
+
+def _elsewhere(layout: RunLayout, record: RunRecord) -> RunRecord:
+    changed_at = _changed_at(layout)
+    if time.time() - changed_at <= _SILENT_AFTER_S:
+        return record
+    since = f"unknown since {_iso(changed_at)}"
+    message = f"{since}: its driver is on {record.driver.host}, and no file has changed since"
+    failure = FailureRecord(host=record.driver.host, kind="driver", message=message)
+    return dataclasses.replace(record, status=RunStatus.UNKNOWN, failure=failure)
+
+
+def _unreadable(layout: RunLayout) -> RunRecord:
+    named = _ID_TIME.search(layout.root.name)
+    started = ""
+    if named:
+        try:
+            started = _iso(datetime.strptime(named[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp())
+        except ValueError:
+            started = ""
+    return RunRecord(run_id=layout.root.name, status=RunStatus.UNREADABLE, started_at=started)
+
+
+def _changed_at(layout: RunLayout) -> float:
+    """When a file that the run writes last changed, in seconds since 1970."""
+    times = [0.0]
+    for path in (layout.run_json, layout.events_jsonl, layout.metrics_jsonl, *layout.logs().values()):
+        try:
+            times.append(path.stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def find_checkpoint(layout: RunLayout, which: str = LATEST) -> Path:
+    """The folder of a checkpoint: `latest`, `best`, or a name such as step-100.
+
+    A pointer that is missing or leads nowhere gives way to the newest checkpoint there is.
+
+    Raises:
+        RunNotFound: the run has no such checkpoint.
+    """
+    folders = {
+        step: layout.checkpoints_dir / step_name(step)
+        for path in (layout.checkpoints_dir.iterdir() if layout.checkpoints_dir.is_dir() else ())
+        if (step := step_of(path.name)) is not None and (path / MANIFEST).is_file()
+    }
+    if not folders:
+        raise RunNotFound(f"run {layout.root.name} has no checkpoint")
+    step = step_of(which)
+    if step is not None and step not in folders:
+        there = ", ".join(folders[known].name for known in sorted(folders))
+        raise RunNotFound(f"run {layout.root.name} has no checkpoint {which}; it has {there}")
+    if step is None:
+        step = _pointed_at(layout.checkpoints_dir / which)
+    return folders[step] if step in folders else folders[max(folders)]
+
+
+def _pointed_at(pointer: Path) -> int | None:
+    try:
+        return step_of(pointer.read_text(errors="replace").strip())
+    except OSError:
+        return None

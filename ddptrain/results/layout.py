@@ -1,0 +1,178 @@
+"""Every path of a run directory, the names of runs, and which paths ranks may ask for."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+
+from ddptrain.results.errors import UnsafePath
+from ddptrain.wording import shown
+
+LATEST = "latest"
+BEST = "best"
+INCOMING = ".incoming-"
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_LOG_NAME = re.compile(r"rank-(\d{1,9})\.log")
+_STEP_NAME = re.compile(r"step-(\d{1,18})")
+_DRIVE = re.compile(r"[A-Za-z]:")
+_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|COM[0-9]|LPT[0-9])(\..*)?", re.IGNORECASE)
+_LONGEST_COMPONENT_BYTES = (
+    200  # file systems take 255; the rest is room for the name that it has while it is written
+)
+_LONGEST_PATH_BYTES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayout:
+    """Where everything of one run is."""
+
+    root: Path
+
+    @property
+    def run_json(self) -> Path:
+        """What the run is, and how it went."""
+        return self.root / "run.json"
+
+    @property
+    def config_yaml(self) -> Path:
+        """The configuration, resolved, secrets left out."""
+        return self.root / "config.yaml"
+
+    @property
+    def events_jsonl(self) -> Path:
+        """Every event but log lines."""
+        return self.root / "events.jsonl"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        """Every number that was logged."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def logs_dir(self) -> Path:
+        """A log a rank."""
+        return self.root / "logs"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """A folder a checkpoint, and the pointers latest and best."""
+        return self.root / "checkpoints"
+
+    @property
+    def artifacts_dir(self) -> Path:
+        """The files that ranks handed over."""
+        return self.root / "artifacts"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the driver for the life of the run."""
+        return self.root / "run.lock"
+
+    @property
+    def scratch_dir(self) -> Path:
+        """The embedded cluster's, while the run is on; no reader looks here."""
+        return self.root / ".scratch"
+
+    @property
+    def plot_png(self) -> Path:
+        """Where a picture of the curves goes, unless told otherwise."""
+        return self.root / "plot.png"
+
+    def log(self, rank: int) -> Path:
+        """What that rank printed."""
+        return self.logs_dir / f"rank-{rank}.log"
+
+    def logs(self) -> dict[int, Path]:
+        """The logs there are, by rank, in the order of ranks."""
+        found = ((_LOG_NAME.fullmatch(path.name), path) for path in _entries(self.logs_dir))
+        return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+    def artifacts(self) -> dict[str, int]:
+        """The files that ranks handed over: path below artifacts/ -> size in bytes, in the order of paths."""
+        files = (path for path in self.artifacts_dir.rglob("*") if path.is_file() and not path.is_symlink())
+        sizes = {path.relative_to(self.artifacts_dir).as_posix(): path.stat().st_size for path in files}
+        return {
+            path: sizes[path] for path in sorted(sizes) if not PurePosixPath(path).name.startswith(INCOMING)
+        }
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def new_run_id(name: str, now: datetime | None = None) -> str:
+    """A fresh `<name>-<UTC YYYYmmdd-HHMMSS>-<4 hex>`."""
+    moment = (now or datetime.now(UTC)).astimezone(UTC)
+    return f"{name}-{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def valid_run_id(run_id: str) -> bool:
+    """Whether a folder may have that name on every system, and no command takes it for something else."""
+    if not _RUN_ID.fullmatch(run_id) or run_id.endswith("."):
+        return False
+    return run_id.lower() not in (LATEST, BEST) and not _DEVICE.fullmatch(run_id)
+
+
+def step_name(step: int) -> str:
+    """The folder of that step's checkpoint. Raises UnsafePath for a step that can't be one."""
+    name = f"step-{step}"
+    if not _STEP_NAME.fullmatch(name):
+        raise UnsafePath(f"a checkpoint's step must be a number from 0 on, of at most 18 digits, not {step}")
+    return name
+
+
+def step_of(name: str) -> int | None:
+    """The step that a checkpoint folder's name stands for, or None for another name."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def safe_relative(path: str) -> PurePosixPath:
+    """The path, when it stays below the folder it is joined to and every file system can hold it.
+
+    Raises:
+        UnsafePath: it is absolute, climbs with `..`, or holds a name that is reserved, hidden from people, or
+            too long.
+    """
+    problem = _whole_problem(path)
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    for part in parts:
+        problem = problem or _part_problem(part)
+    if not parts:
+        problem = problem or "names no file"
+    if problem:
+        raise UnsafePath(
+            f'cannot save a file as "{shown(path)}": the path {problem}; give one like "samples/names.json"'
+        )
+    return PurePosixPath(*parts)
+
+
+def _whole_problem(path: str) -> str:
+    if path.startswith("/") or _DRIVE.match(path):
+        return "is absolute"
+    if path.endswith("/"):
+        return "names a folder"
+    if "\\" in path:
+        return "holds a backslash"
+    if not path.isprintable():
+        return "holds a character that can't be printed"
+    return "is too long" if len(path.encode()) > _LONGEST_PATH_BYTES else ""
+
+
+def _part_problem(part: str) -> str:
+    if part == "..":
+        return 'leaves the run directory with ".."'
+    if len(part.encode(errors="replace")) > _LONGEST_COMPONENT_BYTES:
+        return "holds a name that is too long"
+    if _DEVICE.fullmatch(part) or part.startswith(INCOMING):
+        return f'holds the reserved name "{shown(part)}"'
+    if part != part.rstrip(". "):
+        return "holds a name that ends in a dot or a space"
+    return ""

@@ -1,0 +1,220 @@
+"""run.json: what a run is, how it went, and where; frozen dataclasses that older and newer versions both
+read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from types import UnionType
+from typing import Any, Self, cast, get_args, get_origin, get_type_hints
+
+from ddptrain.wording import shown
+
+SCHEMA = 1
+
+
+class RunStatus(StrEnum):
+    """How a run stands; the first five are what run.json holds, the others are a reader's view of it."""
+
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    PREEMPTED = "preempted"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+    UNREADABLE = "unreadable"
+
+
+class RecordError(ValueError):
+    """The text is no run.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """JSON in, JSON out; what is missing or of another type takes its default, what is unknown is passed
+    over.
+    """
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> Self:
+        read = {name: _read(hint, raw[name]) for name, hint in _hints(cast(Any, cls)).items() if name in raw}
+        return cls(**{name: value for name, value in read.items() if value is not _WRONG})
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord(_Part):
+    """One process of an attempt; `exit` is its exit code, minus the signal that killed it, or None while
+    unknown.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    host: str = ""
+    pid: int | None = None
+    gpu: str | None = None
+    exit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord(_Part):
+    """One try of a run; `outcome` is None while it is under way, else a word such as succeeded or failed."""
+
+    attempt: int = 1
+    started_at: str = ""
+    ended_at: str | None = None
+    world_size: int = 0
+    outcome: str | None = None
+    ranks: tuple[RankRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord(_Part):
+    """What failed first. `kind` is a word (exception, exit, signal, worker, driver, ...), `log` a path to
+    read.
+    """
+
+    rank: int | None = None
+    host: str = ""
+    kind: str = ""
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GitRecord(_Part):
+    """The commit that was checked out, and whether tracked files differed from it."""
+
+    commit: str = ""
+    dirty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DriverRecord(_Part):
+    """The process that runs the run."""
+
+    pid: int = 0
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentValue(_Part):
+    """A variable of the ranks' environment; `source` is "user" or "ddptrain"."""
+
+    value: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BestRecord(_Part):
+    """The best checkpoint so far, and what makes it so."""
+
+    metric: str = ""
+    mode: str = "min"
+    value: float = math.nan
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord(_Part):
+    """All of run.json. Times are ISO 8601 in UTC; `checkpoints` holds folder names, newest first."""
+
+    schema: int = SCHEMA
+    run_id: str = ""
+    name: str = ""
+    workload: str = ""
+    status: str = RunStatus.RUNNING
+    exit_code: int | None = None
+    started_at: str = ""
+    ended_at: str | None = None
+    duration_s: float | None = None
+    world_size: int = 0
+    attempts: tuple[AttemptRecord, ...] = ()
+    failure: FailureRecord | None = None
+    git: GitRecord | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    rank_environment: Mapping[str, EnvironmentValue] = field(default_factory=dict)
+    driver: DriverRecord = field(default_factory=DriverRecord)
+    last_metrics: Mapping[str, float | None] = field(default_factory=dict)
+    best: BestRecord | None = None
+    checkpoints: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as plain JSON data; a number that is not finite becomes null."""
+        return cast(dict[str, Any], plain(dataclasses.asdict(self)))
+
+    def to_json(self) -> str:
+        """The text of run.json."""
+        return json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Raises RecordError for anything but a JSON object that names its run and status."""
+        try:
+            raw = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"not JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise RecordError(f"not a JSON object but {shown(repr(raw))}")
+        record = cls.parse(raw)
+        if not record.run_id or not isinstance(raw.get("status"), str):
+            raise RecordError("run_id or status is missing")
+        return record
+
+
+def plain(value: object) -> object:
+    """The value as strict JSON data: mappings and sequences copied, NaN and infinities null, anything odd as
+    text.
+    """
+    if isinstance(value, bool | int | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
+    return str(value)
+
+
+_WRONG = object()
+
+
+@cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _read(hint: Any, raw: Any) -> Any:
+    """The JSON value as the declared type, or _WRONG where it is of another; wrong items of a collection are
+    left out.
+    """
+    if get_origin(hint) is UnionType:
+        return None if raw is None else _read(get_args(hint)[0], raw)
+    if get_origin(hint) is tuple:
+        return _kept(_read(get_args(hint)[0], item) for item in raw) if isinstance(raw, list) else _WRONG
+    if get_origin(hint) is Mapping:
+        if not isinstance(raw, dict):
+            return _WRONG
+        items = {name: _read(get_args(hint)[1], item) for name, item in raw.items()}
+        return {name: item for name, item in items.items() if item is not _WRONG}
+    if issubclass(hint, _Part):
+        return hint.parse(raw) if isinstance(raw, dict) else _WRONG
+    accepted = (int, float) if hint is float else hint
+    return raw if isinstance(raw, accepted) and (hint is bool or not isinstance(raw, bool)) else _WRONG
+
+
+def _kept(items: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(item for item in items if item is not _WRONG)

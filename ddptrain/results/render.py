@@ -1,0 +1,224 @@
+"""Runs in words: a table of them, and everything about one, for a terminal (rich) or a pipe (plain text)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ddptrain.results.find import RunView, moment
+from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
+from ddptrain.spec import describe_status
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Section = tuple[str, list[tuple[str, str]]]
+HEADER = ("RUN", "STATUS", "STARTED (UTC)", "DURATION", "RANKS", "RESULT")
+_STATUS_STYLE = {
+    RunStatus.RUNNING: "cyan",
+    RunStatus.SUCCEEDED: "green",
+    RunStatus.FAILED: "red",
+    RunStatus.UNREADABLE: "red",
+    RunStatus.PREEMPTED: "yellow",
+    RunStatus.CANCELLED: "yellow",
+    RunStatus.UNKNOWN: "yellow",
+}
+_RESULT_WIDTH = 60
+_KIB = 1024.0
+
+
+def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
+    """A row a run, as in HEADER."""
+    return [
+        (
+            view.run_id,
+            view.status,
+            _time(view.record.started_at),
+            duration(view.duration_s),
+            str(view.record.world_size or "-"),
+            _result(view),
+        )
+        for view in views
+    ]
+
+
+def _result(view: RunView) -> str:
+    """What a run came to, in a few words: why it failed, its best checkpoint, or its last loss."""
+    record = view.record
+    if view.problem:
+        return _short(view.problem)
+    if record.failure is not None:
+        rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
+        return _short(f"{rank}{record.failure.type or ''} {record.failure.message}".strip())
+    if record.best is not None:
+        return f"best {record.best.metric} {number(record.best.value)} at step {record.best.step}"
+    losses = [name for name in record.last_metrics if "loss" in name]
+    name = next(
+        (name for name in ("val/loss", *losses, *record.last_metrics) if name in record.last_metrics), None
+    )
+    return "" if name is None else f"{name} {number(record.last_metrics[name])}"
+
+
+def _short(text: str) -> str:
+    line = clean(text).split("\n")[0]
+    return line if len(line) <= _RESULT_WIDTH else line[: _RESULT_WIDTH - 3] + "..."
+
+
+def sections(view: RunView) -> list[Section]:
+    """Everything about one run, as titled lists of names and values; empty ones are left out."""
+    record = view.record
+    git = "" if record.git is None else record.git.commit + (" with changes" if record.git.dirty else "")
+    best = record.best
+    about = [
+        ("status", record.status),
+        ("problem", view.problem),
+        ("exit code", "" if record.exit_code is None else str(record.exit_code)),
+        ("directory", str(view.layout.root)),
+        ("workload", record.workload),
+        ("started", _time(record.started_at)),
+        ("ended", _time(record.ended_at) if record.ended_at else ""),
+        ("duration", duration(view.duration_s)),
+        ("ranks", str(record.world_size or "")),
+        ("driver", f"process {record.driver.pid} on {record.driver.host}" if record.driver.host else ""),
+        ("git", git),
+        ("best", f"{best.metric} {number(best.value)} at step {best.step}" if best else ""),
+        ("checkpoints", ", ".join(record.checkpoints)),
+    ]
+    environment = [
+        (name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())
+    ]
+    all_sections = [
+        (view.run_id, about),
+        ("failure", _failure(record.failure)),
+        *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
+        ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),
+        ("artifacts", [(path, size(size_bytes)) for path, size_bytes in view.layout.artifacts().items()]),
+        ("environment of the ranks", environment),
+        ("versions", sorted(record.versions.items())),
+    ]
+    filled = (
+        (title, [(clean(name), clean(value)) for name, value in lines if value])
+        for title, lines in all_sections
+    )
+    return [(clean(title), lines) for title, lines in filled if lines]
+
+
+def _failure(failure: FailureRecord | None) -> list[tuple[str, str]]:
+    if failure is None:
+        return []
+    rank = "" if failure.rank is None else str(failure.rank)
+    lines = [("rank", rank), ("host", failure.host), ("kind", failure.kind), ("type", failure.type)]
+    return [
+        *lines,
+        ("message", failure.message),
+        ("log", failure.log),
+        ("traceback", failure.traceback.rstrip()),
+    ]
+
+
+def _attempt(attempt: AttemptRecord, count: int) -> Section:
+    title = "ranks" if count == 1 else f"attempt {attempt.attempt} ({attempt.outcome or 'under way'})"
+    return title, [(f"rank {rank.rank}", _rank(rank)) for rank in attempt.ranks]
+
+
+def _rank(rank: RankRecord) -> str:
+    where = rank.host + (f", process {rank.pid}" if rank.pid is not None else "")
+    gpu = f", GPU {rank.gpu}" if rank.gpu is not None else ""
+    return where + gpu + (f", {describe_status(rank.exit)}" if rank.exit is not None else "")
+
+
+def clean(text: str) -> str:
+    """The text without what would move a terminal's cursor or change its colours."""
+    kept = text.replace("\t", "    ")
+    return "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in kept
+    )
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, or "-" for none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """As "42.1 s", "3m 05s" or "2h 07m"; "-" for none."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def size(size_bytes: int) -> str:
+    """As "999 B" or "2.1 MiB"."""
+    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= _KIB and len(units) > 1:
+        value /= _KIB
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _time(text: str) -> str:
+    parsed = moment(text)
+    return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else "-"
+
+
+def plain_table(table: Sequence[Sequence[str]]) -> str:
+    """Columns aligned with blanks, for people and for awk."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    padded = (
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    )
+    return "\n".join(padded)
+
+
+def plain_sections(parts: Sequence[Section]) -> str:
+    """Titles, and under each its names and values; a value of several lines is indented."""
+    blocks = []
+    for title, lines in parts:
+        width = max(len(name) for name, _ in lines)
+        indent = "\n" + " " * (width + 4)
+        blocks.append(
+            "\n".join(
+                [title, *(f"  {name:{width}}  {value.replace(chr(10), indent)}" for name, value in lines)]
+            )
+        )
+    return "\n\n".join(blocks)
+
+
+def print_table(views: Sequence[RunView], console: Console) -> None:
+    """The table on a terminal; a run's id is never cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for title in HEADER:
+        table.add_column(title, no_wrap=title != HEADER[-1], overflow="fold")
+    for run_id, status, *rest in rows(views):
+        style = _STATUS_STYLE.get(RunStatus(status), "") if status in set(RunStatus) else ""
+        table.add_row(Text(clean(run_id)), Text(clean(status), style), *(Text(cell) for cell in rest))
+    console.print(table)
+
+
+def print_sections(parts: Sequence[Section], console: Console) -> None:
+    """The sections on a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    for title, lines in parts:
+        console.print(Text(title, "bold"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, style="dim")
+        table.add_column(overflow="fold")
+        for name, value in lines:
+            style = (
+                _STATUS_STYLE.get(RunStatus(value), "")
+                if name == "status" and value in set(RunStatus)
+                else ""
+            )
+            table.add_row(Text(f"  {name}"), Text(value, style))
+        console.print(table)
+        console.print()

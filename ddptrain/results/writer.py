@@ -1,0 +1,277 @@
+"""The run directory as its driver writes it: what happens is on the disk when a call returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, UsageError
+from ddptrain.events import CheckpointSaved, FileSaved, Metrics
+from ddptrain.results import artifacts, lock
+from ddptrain.results.atomic import JsonLines, write_whole
+from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
+from ddptrain.results.errors import naming
+from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
+from ddptrain.results.provenance import git_state, installed_versions, without_secrets
+from ddptrain.results.record import DriverRecord, FailureRecord, RunRecord, RunStatus
+from ddptrain.wording import shown
+
+_METRICS_EVERY_S = 1.0
+
+
+class RunWriter:
+    """Writes one run's directory and holds its lock; a context manager of one process.
+
+    The driver's threads may share it: it is never blocked for the time that a checkpoint takes to come home. Only
+    one thread brings files home.
+    """
+
+    def __init__(self, layout: RunLayout, record: RunRecord, lock_descriptor: int) -> None:
+        self.layout = layout
+        self._record = record
+        self._lock = lock_descriptor
+        self._mutex = threading.RLock()
+        self._started = time.monotonic()
+        self._finished = False
+        self._shelf = CheckpointShelf(layout.checkpoints_dir)
+        self._last_metrics: dict[str, float] = {}
+        self._spokesman: dict[
+            str, int
+        ] = {}  # metric -> the lowest rank that logged it: its value is the one to show
+        for folder in (layout.logs_dir, layout.checkpoints_dir, layout.artifacts_dir):
+            with naming(folder):
+                folder.mkdir(exist_ok=True)
+        self._events = JsonLines(layout.events_jsonl)
+        self._metrics = JsonLines(layout.metrics_jsonl)
+        self._save()
+
+    @classmethod
+    def create(
+        cls,
+        runs_dir: Path,
+        run_id: str | None,
+        name: str,
+        config_text: str,
+        workload: str,
+        *,
+        world_size: int = 0,
+    ) -> Self:
+        """Make the directory of a new run, take its lock, and write config.yaml and a run.json that says
+        running.
+
+        Raises:
+            UsageError: the run id is no good, or taken; or runs_dir is no folder.
+            RunLocked: another process is running it.
+            ResultsError: the directory can't be written.
+        """
+        layout, descriptor = _claim(runs_dir.absolute(), run_id, name)
+        record = RunRecord(
+            run_id=layout.root.name,
+            name=name,
+            workload=workload,
+            started_at=utc_now(),
+            world_size=world_size,
+            git=git_state(Path.cwd()),
+            versions=installed_versions(),
+            driver=DriverRecord(os.getpid(), socket.gethostname()),
+        )
+        try:
+            write_whole(layout.config_yaml, config_text.encode())
+            return cls(layout, record, descriptor)
+        except BaseException:
+            shutil.rmtree(layout.root, ignore_errors=True)  # it was empty when it was claimed
+            os.close(descriptor)
+            raise
+
+    @property
+    def record(self) -> RunRecord:
+        """What run.json says, the newest metrics included."""
+        with self._mutex:
+            return dataclasses.replace(self._record, last_metrics=dict(self._last_metrics))
+
+    @property
+    def run_id(self) -> str:
+        """The run's folder name."""
+        return self._record.run_id
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of run.json, named as in RunRecord; secrets in rank_environment are left out."""
+        if "rank_environment" in changes:
+            changes["rank_environment"] = without_secrets(changes["rank_environment"])
+        with self._mutex:
+            self._record = dataclasses.replace(self._record, **changes)
+            self._save()
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Append one line to events.jsonl, stamped with `time_s` unless it has one."""
+        with self._mutex:
+            self._events.append({"time_s": time.time(), **event})
+
+    def metrics(self, event: Metrics, rank: int) -> None:
+        """Append one line to metrics.jsonl; run.json follows within a second, or with the next call."""
+        line: dict[str, object] = {
+            "time_s": event.time_ns / 1e9,
+            "step": event.step,
+            "epoch": event.epoch,
+            "rank": rank,
+        }
+        # A metric may be called epoch or step: it counts as the position where none was given.
+        line.update((name, value) for name, value in event.values.items() if line.get(name) is None)
+        with self._mutex:
+            self._metrics.append(line)
+            for name, value in event.values.items():
+                if rank <= self._spokesman.setdefault(name, rank):
+                    self._spokesman[name] = rank
+                    self._last_metrics[name] = value
+            if time.monotonic() - self._saved_at >= _METRICS_EVERY_S:
+                self._save()
+
+    def adopt_checkpoint(
+        self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy
+    ) -> Path:
+        """Bring a staged checkpoint home and return its folder; what was staged is moved or deleted.
+
+        Raises:
+            CheckpointDamaged: it is not what its event says; nothing visible has changed.
+            ResultsError: it can't be written.
+        """
+        versions = self._record.versions
+        final = self._shelf.adopt(
+            event, source, policy, world_size=self._record.world_size, versions=versions
+        )
+        self.update(checkpoints=self._shelf.names, best=self._shelf.best)
+        self.event({"event": "checkpoint_adopted", "rank": rank, "step": event.step, "folder": final.name})
+        return final
+
+    def adopt_file(self, event: FileSaved, source: Path) -> Path:
+        """Bring a staged file home to artifacts/`event.path`; what was staged is moved or deleted.
+
+        Raises:
+            UnsafePath: the path would leave the run directory.
+            FileDamaged: the file is not what its event says.
+            ResultsError: it can't be written.
+        """
+        return artifacts.adopt(self.layout.artifacts_dir, event, source)
+
+    def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
+        """Write how the run ended; the lock is held until close()."""
+        self._finished = True
+        duration_s = round(time.monotonic() - self._started, 3)
+        self.update(
+            status=status,
+            exit_code=int(exit_code),
+            failure=failure,
+            ended_at=utc_now(),
+            duration_s=duration_s,
+        )
+
+    def close(self) -> None:
+        """Release the lock and the files; closing twice is harmless."""
+        with self._mutex:
+            self._events.close()
+            self._metrics.close()
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._finished:
+                # The error on its way out is the one to hear about, not that the disk is full as well.
+                with suppress(*((Exception,) if error else ())):
+                    self._finish_for(error)
+        finally:
+            self.close()
+
+    def _finish_for(self, error: BaseException | None) -> None:
+        """Tell the truth about a driver that left without finish()."""
+        if isinstance(error, KeyboardInterrupt):
+            status, exit_code = RunStatus.CANCELLED, int(ExitCode.INTERRUPTED)
+        else:
+            status = RunStatus.CANCELLED if isinstance(error, Interrupted) else RunStatus.FAILED
+            exit_code = int(error.exit_code) if isinstance(error, DdptrainError) else int(ExitCode.INTERNAL)
+        expected = error is None or isinstance(error, DdptrainError | KeyboardInterrupt)
+        failure = FailureRecord(
+            host=self._record.driver.host,
+            kind="driver",
+            type=type(error).__name__ if error else "",
+            message=str(error or "")
+            or ("interrupted" if error else "the driver left without saying how the run ended"),
+            traceback="" if expected or error is None else "".join(traceback.format_exception(error)),
+        )
+        self.finish(status, exit_code, failure)
+
+    def _save(self) -> None:
+        write_whole(self.layout.run_json, self.record.to_json().encode())
+        self._saved_at = time.monotonic()
+
+
+def utc_now() -> str:
+    """Now, as run.json writes times: ISO 8601, UTC, milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int]:
+    """A folder that is empty but for the lock, which this process now holds."""
+    if run_id is not None and not valid_run_id(run_id):
+        raise UsageError(
+            f'"{shown(run_id)}" is no run id: take up to 128 letters, digits, dots, dashes and underscores, '
+            "not a word with a meaning of its own such as latest"
+        )
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UsageError(
+            f"cannot keep runs in {runs_dir}: it is not a folder; choose another with --runs-dir"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the folder {runs_dir}: {error.strerror}; choose another with --runs-dir"
+        ) from error
+    while True:
+        layout = RunLayout(runs_dir / (run_id or new_run_id(name)))
+        with naming(layout.root):
+            try:
+                layout.root.mkdir(mode=0o755)
+            except FileExistsError:
+                if run_id is None:
+                    continue
+                _refuse_unless_empty(layout)
+        descriptor = lock.take(layout.lock_file)
+        try:
+            _refuse_unless_empty(layout)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return layout, descriptor
+
+
+def _refuse_unless_empty(layout: RunLayout) -> None:
+    try:
+        taken = any(path != layout.lock_file for path in layout.root.iterdir())
+    except NotADirectoryError:
+        taken = True
+    if taken and not layout.run_json.exists():
+        raise UsageError(f"{layout.root} exists and is not a run's folder; choose another --run-id")
+    if taken and lock.is_held(layout.lock_file):
+        raise RunLocked(f"run {layout.root.name} is running; wait for it, or choose another --run-id")
+    if taken:
+        raise UsageError(
+            f"run {layout.root.name} exists already in {layout.root.parent}; choose another --run-id"
+        )

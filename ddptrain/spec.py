@@ -1,0 +1,92 @@
+"""What the driver orders and what a worker reports: frozen dataclasses that travel as JSON, never as pickles."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+
+SLOT_RESOURCE = "slot"  # Dask's abstract resource: room for one rank on a worker
+GPU_RESOURCE = "GPU"  # how many of a worker's slots have a device
+
+
+class _Message:
+    """JSON in, JSON out, for the dataclasses below."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec(_Message):
+    """Everything that one rank needs to run. `env` may hold secrets: it is left out of repr.
+
+    `gpu` names the one device that the rank sees (an entry for CUDA_VISIBLE_DEVICES), or None on the CPU; the worker
+    fills it in from `slot`, and so `staging`, `cpu_threads`, `environment` (what was tuned and by whom) and the rest of `env`. `shared` says that driver and worker see the same file system.
+    """
+
+    run_id: str
+    attempt: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    slot: int
+    workload: str
+    params: Mapping[str, Any]
+    dist_backend: str
+    dist_timeout_s: float
+    grace_s: float
+    every_epochs: int
+    workdir: str
+    sys_path: tuple[str, ...] = ()
+    master_addr: str = ""
+    master_port: int = 0
+    shared: bool = True
+    gpu: str | None = None
+    staging: str = ""
+    resume_from: str = ""
+    cpu_threads: int = 1
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def key(self) -> str:
+        """The Dask key of the rank's task; unique for every attempt of every run."""
+        return f"ddptrain/{self.run_id}/{self.attempt}/{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit(_Message):
+    """How a rank's process ended: `status` is its exit code, or minus the signal that killed it."""
+
+    rank: int
+    pid: int
+    status: int
+    time_ns: int
+    log_size: int
+    events_size: int
+
+    @property
+    def text(self) -> str:
+        """"exit code 1", "killed by SIGSEGV": for people."""
+        return describe_status(self.status)
+
+
+def describe_status(status: int) -> str:
+    """Exit code or signal in words."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"

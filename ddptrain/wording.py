@@ -1,0 +1,55 @@
+"""How keys and values of a configuration are shown in an error: short, and never a terminal's escape code."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
+
+PathKey = tuple[str | int, ...]
+
+
+def shown(text: str, limit: int = 80) -> str:
+    """The text in at most `limit` characters, with control characters and broken Unicode escaped."""
+    cut = text if len(text) <= limit else text[: limit - 3] + "..."
+    return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in cut)
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """The full key, as `params.layers[2]`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += ("." if text else "") + shown(part, 60)
+    return shown(text, 200)
+
+
+def seen(value: object, path: Sequence[str | int] = ()) -> str:
+    """The value in words, as it would be typed in YAML; a secret stays one."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "a mapping"
+    if holds_secret(path):
+        return LEFT_OUT
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'the text "{shown(hide_credentials(value))}"'
+    return shown(str(value))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is most likely a misspelling of."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    matches = difflib.get_close_matches(name[:80].lower(), by_lower, n=1)
+    return by_lower[matches[0]] if matches else None
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A hint for an unknown name: the nearest one, or else all there are."""
+    match = nearest(name, known)
+    return f"did you mean {match}?" if match else f"known are: {', '.join(sorted(known))}" if known else ""

@@ -1,0 +1,30 @@
+"""The loss on held-out names, exact over all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ddptrain.workloads.petnames.data import Rows
+from ddptrain.workloads.petnames.model import CharacterModel, summed_nll
+
+_ROWS_AT_ONCE = 1024
+
+
+@torch.inference_mode()
+def mean_nll(model: CharacterModel, rows: Rows, rank: int, world_size: int) -> float:
+    """Mean negative log likelihood, in nats, of every character and stop of `rows` given what precedes it.
+
+    Every rank calls it with the same rows, scores its own part of them, and gets the mean over all.
+    """
+    was_training = model.training
+    model.eval()
+    own = rows.n_targets.argsort(stable=True)[rank::world_size]  # by length: little padding
+    total = torch.zeros(1, dtype=torch.float64)
+    for index in own.split(_ROWS_AT_ONCE):
+        inputs, targets = rows.batch(index)
+        total += summed_nll(model(inputs), targets).double().cpu()
+    total = total.to(rows.symbols.device)
+    dist.all_reduce(total)
+    model.train(was_training)
+    return float(total) / int(rows.n_targets.sum())

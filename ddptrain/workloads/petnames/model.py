@@ -1,0 +1,100 @@
+"""The character model: an LSTM over the 31 symbols and a linear layer that scores the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddptrain.errors import UsageError
+from ddptrain.workloads.petnames.alphabet import BLANK_ID, SYMBOLS
+from ddptrain.workloads.petnames.params import PetnamesParams
+
+State = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a model, stored in each checkpoint so that it can be built again."""
+
+    context: str
+    window: int
+    input: str
+    embedding_size: int
+    hidden_size: int
+    layers: int
+    dropout: float
+    output_dropout: float
+    symbols: str = SYMBOLS
+
+    @classmethod
+    def of(cls, params: PetnamesParams) -> ModelConfig:
+        """The shape that the parameters ask for."""
+        shape = {field.name for field in dataclasses.fields(cls)} - {"symbols"}
+        return cls(**params.model_dump(include=shape))
+
+    @classmethod
+    def restored(cls, stored: Any) -> ModelConfig:
+        """The shape that a checkpoint holds.
+
+        Raises:
+            UsageError: it is not the shape of a pet-name model, or of one over other symbols.
+        """
+        try:
+            config = cls(**stored)
+        except TypeError as error:
+            raise UsageError(f"the checkpoint holds no pet-name model: {error}; was it made by this version?") from None
+        if config.symbols != SYMBOLS:
+            raise UsageError(f"the checkpoint's model is over the symbols {config.symbols!r}, expected {SYMBOLS!r}")
+        return config
+
+    def plain(self) -> dict[str, str | int | float]:
+        """Itself as plain data."""
+        return dataclasses.asdict(self)
+
+
+class CharacterModel(nn.Module):
+    """Scores what comes next: at each position of whole names, or after each window."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        embedded = config.input == "embedding"
+        self.embedding = nn.Embedding(len(SYMBOLS), config.embedding_size) if embedded else None
+        self.lstm = nn.LSTM(
+            config.embedding_size if embedded else len(SYMBOLS),
+            config.hidden_size,
+            num_layers=config.layers,
+            batch_first=True,
+            dropout=config.dropout if config.layers > 1 else 0.0,  # torch warns: there is no between
+        )
+        self.output_dropout = nn.Dropout(config.output_dropout)
+        self.linear = nn.Linear(config.hidden_size, len(SYMBOLS))
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """Logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] after whole windows."""
+        hidden, _ = self.lstm(self._enter(symbols))
+        if self.config.context == "window":
+            hidden = hidden[:, -1:]
+        scores: Tensor = self.linear(self.output_dropout(hidden))
+        return scores
+
+    def step(self, symbols: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """Logits [n, 31] and the new state after one more symbol each, [n]; None is the state before any."""
+        hidden, state = self.lstm(self._enter(symbols[:, None]), state)
+        return self.linear(hidden[:, 0]), state
+
+    def _enter(self, symbols: Tensor) -> Tensor:
+        if self.embedding is not None:
+            embedded: Tensor = self.embedding(symbols.int())
+            return embedded
+        return functional.one_hot(symbols.long(), len(SYMBOLS)).to(self.linear.weight.dtype)
+
+
+def summed_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log likelihood in nats, summed over all targets that are not BLANK."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=BLANK_ID, reduction="sum")

@@ -1,0 +1,223 @@
+"""Where names come from: read a source, clean what it holds, hold some of it out. The same on every rank."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import importlib.resources
+import io
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from ddptrain.errors import UsageError
+from ddptrain.redact import hide_credentials
+from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
+
+MAX_SOURCE_BYTES = 256 * 2**20  # a list of names is small: anything larger is the wrong file
+_FORMATS = {".json": "json", ".txt": "text", ".text": "text", ".csv": "csv"}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zip"}
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CleanNames:
+    """The usable names of a source, in its order, and what was left out."""
+
+    names: tuple[str, ...]
+    n_source: int
+    n_empty: int
+    n_repeated: int
+    too_long: tuple[str, ...]
+    foreign: tuple[str, ...]
+
+    def report(self, source: str) -> str:
+        """One line for the log: how many names there are and why the others are not among them."""
+        reasons = [
+            _left_out(self.foreign, "with characters outside a-z, '-', '.' and space"),
+            _left_out(self.too_long, "too long"),
+            f"{self.n_empty:,} empty" if self.n_empty else "",
+            f"{self.n_repeated:,} repeated" if self.n_repeated else "",
+        ]
+        said = "; ".join(reason for reason in reasons if reason) or "none"
+        return f"names: {len(self.names):,} of {self.n_source:,} from {hide_credentials(source)}; left out: {said}"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Names to train on (with repeats, if asked for) and distinct names that none of them equals."""
+
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+def load_names(
+    source: str,
+    *,
+    names_format: str = "auto",
+    column: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    unique: bool = True,
+    max_length: int = 64,
+) -> CleanNames:
+    """The clean names of `source`: "builtin", a path relative to the working directory, or a URL.
+
+    Raises:
+        UsageError: it can't be read, is not what it should be, or holds no usable name.
+    """
+    if source == "builtin":
+        entries: Sequence[object] = _builtin().splitlines()
+    else:
+        kind = _format_of(source, names_format)
+        entries = _parse(_read(source, options or {}), kind, column, source)
+    clean = clean_names(entries, unique=unique, max_length=max_length)
+    if not clean.names:
+        raise UsageError(f"no usable name: {clean.report(source)}; give params.names a list of pet names")
+    return clean
+
+
+def clean_names(entries: Sequence[object], *, unique: bool = True, max_length: int = 64) -> CleanNames:
+    """Normalises every entry and leaves out, counted, the empty, foreign, too long and (if asked) repeated ones."""
+    kept: list[str] = []
+    seen: set[str] = set()
+    too_long: list[str] = []
+    foreign: list[str] = []
+    n_empty = n_repeated = 0
+    for entry in entries:
+        name = "" if entry is None else normalise(str(entry))
+        if not name:
+            n_empty += 1
+        elif foreign_characters(name):
+            foreign.append(name)
+        elif len(name) > max_length:
+            too_long.append(name)
+        elif unique and name in seen:
+            n_repeated += 1
+        else:
+            seen.add(name)
+            kept.append(name)
+    return CleanNames(tuple(kept), len(entries), n_empty, n_repeated, tuple(too_long), tuple(foreign))
+
+
+def split_names(names: Sequence[str], val_fraction: float, seed: int) -> Split:
+    """Holds out a share of the distinct names; every copy of them leaves the training names.
+
+    The choice depends on the seed and on the set of names, not on their order.
+
+    Raises:
+        UsageError: nothing would be left to train on, or nothing held out.
+    """
+    distinct = sorted(set(names))
+    n_held_out = max(1, round(len(distinct) * val_fraction)) if val_fraction > 0 else 0
+    if n_held_out >= len(distinct):
+        raise UsageError(
+            f"params.val_fraction is {val_fraction} and there are {len(distinct)} distinct names: "
+            "nothing would be left to train on; give more names, or val_fraction: 0"
+        )
+    held_out = set(random.Random(seed).sample(distinct, n_held_out))
+    return Split(tuple(name for name in names if name not in held_out), tuple(sorted(held_out)))
+
+
+def _left_out(names: Sequence[str], why: str) -> str:
+    if not names:
+        return ""
+    examples = ", ".join(ascii(name[:40]) for name, _ in Counter(names).most_common(_EXAMPLES))
+    return f"{len(names):,} {why} (such as {examples})"
+
+
+def _builtin() -> str:
+    return importlib.resources.files(__package__).joinpath("names.txt").read_text(encoding="utf-8")
+
+
+def _format_of(source: str, names_format: str) -> str:
+    """The format asked for, or else the one that the suffix stands for."""
+    if names_format != "auto":
+        return names_format
+    path = PurePosixPath(source.partition("?")[0] if "://" in source else source)
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED]
+    if suffixes and suffixes[-1] in _FORMATS:
+        return _FORMATS[suffixes[-1]]
+    raise UsageError(
+        f"can't tell the format of params.names {hide_credentials(source)!r} by its suffix: "
+        "set params.names_format to json, text or csv"
+    )
+
+
+def _read(source: str, options: Mapping[str, Any]) -> str:
+    """The text behind a path or URL, unpacked if its suffix says that it is compressed."""
+    import fsspec
+
+    try:
+        with fsspec.open(source, mode="rb", compression="infer", **options) as file:
+            content: bytes = file.read(MAX_SOURCE_BYTES + 1)
+    except Exception as error:  # every fsspec backend raises errors of its own kind
+        raise UsageError(
+            f"can't read params.names {hide_credentials(source)!r}: {type(error).__name__}: {hide_credentials(str(error))}; "
+            "a path is relative to the working directory, options of a URL go into params.names_options"
+        ) from error
+    if len(content) > MAX_SOURCE_BYTES:
+        raise UsageError(f"params.names {hide_credentials(source)!r} holds more than {MAX_SOURCE_BYTES // 2**20} MiB")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"params.names {hide_credentials(source)!r} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
+        ) from error
+
+
+def _parse(text: str, kind: str, column: str | None, source: str) -> Sequence[object]:
+    try:
+        if kind == "json":
+            return _parse_json(text, column)
+        return _parse_csv(text, column) if kind == "csv" else text.splitlines()
+    except (json.JSONDecodeError, RecursionError, csv.Error) as error:
+        raise UsageError(
+            f"params.names {hide_credentials(source)!r} is not valid {kind}: {error}; see params.names_format"
+        ) from error
+    except UsageError as error:
+        raise UsageError(f"params.names {hide_credentials(source)!r}: {error}") from error
+
+
+def _parse_json(text: str, column: str | None) -> Sequence[object]:
+    document = json.loads(text)
+    if not isinstance(document, list):
+        raise UsageError(f"expected a JSON list of names, found a {type(document).__name__}")
+    return [_json_entry(entry, position, column) for position, entry in enumerate(document)]
+
+
+def _json_entry(entry: object, position: int, column: str | None) -> object:
+    if isinstance(entry, dict):
+        if column is None:
+            raise UsageError(
+                f"entry {position} is an object with {_listed(list(entry))}: say which with params.names_column"
+            )
+        if column not in entry:
+            raise _missing(f"entry {position}", column, list(entry))
+        return entry[column]
+    if isinstance(entry, list):
+        raise UsageError(f"entry {position} is a list; expected a list of names")
+    return entry
+
+
+def _parse_csv(text: str, column: str | None) -> Sequence[object]:
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    columns = list(reader.fieldnames or [])
+    if column is None:
+        raise UsageError(f"the CSV file has {_listed(columns)}: say which with params.names_column")
+    if column not in columns:
+        raise _missing("the CSV file", column, columns)
+    return [row[column] for row in reader]
+
+
+def _missing(where: str, column: str, columns: Sequence[str]) -> UsageError:
+    nearest = difflib.get_close_matches(column, columns, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else "; set params.names_column to one of them"
+    return UsageError(f"{where} has no {column!r} but {_listed(columns)}{hint}")
+
+
+def _listed(columns: Sequence[str]) -> str:
+    return "the columns " + ", ".join(repr(name) for name in columns[:12]) if columns else "no columns"

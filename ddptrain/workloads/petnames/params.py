@@ -1,0 +1,57 @@
+"""What a user may set under `params` for the pet-name workload; the defaults are the tutorial's figures."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class PetnamesParams(BaseModel):
+    """The parameters of `workload: petnames`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    names: str = Field("builtin", min_length=1, description="Where names come from: builtin, a path, or a URL.")
+    names_format: Literal["auto", "json", "text", "csv"] = Field(
+        "auto", description="Format of the names; auto goes by the suffix: .json, .txt or .csv (also with .gz)."
+    )
+    names_column: str | None = Field(
+        None, description="Column of a CSV file, or key of the objects in a JSON list, that holds the name."
+    )
+    names_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options for fsspec, such as {anon: true, endpoint_url: ...} for S3."
+    )
+    unique: bool = Field(True, description="Train on each distinct name once, however often the source has it.")
+    max_name_length: int = Field(64, ge=1, le=1000, description="Names of more characters are left out.")
+    val_fraction: float = Field(
+        0.1, ge=0.0, le=0.9, description="Share of the distinct names held out for val/loss; 0 holds out none."
+    )
+
+    context: Literal["window", "full"] = Field(
+        "window", description="What a prediction sees: the last characters only (window), or the whole name so far."
+    )
+    window: int = Field(8, ge=1, le=64, description="Characters that a prediction sees with context: window.")
+    input: Literal["one_hot", "embedding"] = Field("one_hot", description="How a symbol enters the LSTM.")
+    embedding_size: int = Field(32, ge=1, le=4096, description="Width of the embedding with input: embedding.")
+    hidden_size: int = Field(128, ge=1, le=8192, description="Width of each LSTM layer.")
+    layers: int = Field(4, ge=1, le=32, description="Number of LSTM layers.")
+    dropout: float = Field(0.1, ge=0.0, lt=1.0, description="Dropout between LSTM layers.")
+    output_dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Dropout after the last LSTM layer.")
+
+    epochs: int = Field(25, ge=1, description="Times that all ranks together see every row.")
+    batch_size: int = Field(
+        16384, ge=1, description="Most rows of a rank in a step: windows, or names with context: full."
+    )
+    learning_rate: float = Field(1e-3, gt=0.0, le=10.0, description="Highest learning rate of AdamW.")
+    lr_schedule: Literal["constant", "one_cycle", "cosine"] = Field(
+        "constant", description="Learning rate over the run: constant, up and down, or down."
+    )
+    weight_decay: float = Field(0.0, ge=0.0, le=10.0, description="Weight decay of AdamW; with 0 it is Adam.")
+    grad_clip: float = Field(0.0, ge=0.0, description="Largest norm of the gradient; 0 does not clip.")
+    loss_microbatch: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description="Rows of one forward and backward; a step sums them up, its gradient stays the same. "
+        "0 takes the whole batch; auto is 512 on a CPU, where caches are small, and 0 on a GPU.",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of the split, the weights, the order and the dropout.")

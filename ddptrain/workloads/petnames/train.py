@@ -1,0 +1,195 @@
+"""The pet-name workload: what `workload: petnames` runs in every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from ddptrain.workloads.petnames.data import Rows, Share, make_rows, plan_epoch
+from ddptrain.workloads.petnames.evaluate import mean_nll
+from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
+from ddptrain.workloads.petnames.names import Split, load_names, split_names
+from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.petnames.schedule import learning_rate_factor
+
+if TYPE_CHECKING:
+    from ddptrain.rank.context import RankContext
+
+_CPU_MICROBATCH = 512  # rows whose activations stay in a core's caches
+
+
+def train(ctx: RankContext, **params: Any) -> None:
+    """Trains the character model on names, all ranks together; `params` are those of PetnamesParams."""
+    settings = PetnamesParams.model_validate(params)
+    split = _load_split(ctx, settings)
+    rows = make_rows(split.train, settings.context, settings.window, ctx.device)
+    held_out = make_rows(split.held_out, settings.context, settings.window, ctx.device) if split.held_out else None
+
+    torch.manual_seed(settings.seed)
+    config = ModelConfig.of(settings)
+    model = CharacterModel(config).to(ctx.device)
+    optimizer = AdamW(model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
+    resumed = ctx.resume(model=model, optimizer=optimizer)
+    epochs_done = int(resumed.epoch or 0) if resumed else 0
+    trainer = _Trainer(ctx, settings, rows, model, optimizer, epochs_done)
+    _greet(ctx, model, rows, trainer)
+
+    for epoch in range(epochs_done + 1, settings.epochs + 1):
+        began = time.perf_counter()
+        metrics = {"train/loss": trainer.train_epoch(epoch)}
+        rate = trainer.rows_per_epoch / (time.perf_counter() - began)
+        ctx.log({**metrics, "samples": trainer.samples, "samples_per_s": rate}, step=trainer.step, epoch=epoch)
+        if held_out is not None:
+            metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size)
+        if held_out is not None and ctx.rank == 0:
+            ctx.log({"val/loss": metrics["val/loss"]}, step=trainer.step, epoch=epoch)
+        said = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        print(f"epoch {epoch}/{settings.epochs}: {said}, {rate:,.0f} {trainer.unit}/s", flush=True)
+        ctx.checkpoint(
+            model=model,
+            optimizer=optimizer,
+            step=trainer.step,
+            epoch=epoch,
+            metrics=metrics,
+            last=epoch == settings.epochs,
+            model_config=config.plain(),
+        )
+
+
+class _Trainer:
+    """One rank's training: the DDP model, and how far it is."""
+
+    def __init__(
+        self,
+        ctx: RankContext,
+        settings: PetnamesParams,
+        rows: Rows,
+        model: CharacterModel,
+        optimizer: AdamW,
+        epochs_done: int,
+    ) -> None:
+        self._ctx = ctx
+        self._settings = settings
+        self._rows = rows
+        self._model = DistributedDataParallel(model, device_ids=[ctx.device] if ctx.device.type == "cuda" else None)
+        self._optimizer = optimizer
+        self._microbatch = _microbatch_rows(settings, ctx.device)
+        plan = self._plan(epochs_done + 1)
+        self.steps_per_epoch = len(plan)
+        self.rows_per_epoch = sum(len(share.index) for share in plan)
+        self.step = epochs_done * self.steps_per_epoch
+        self.samples = epochs_done * self.rows_per_epoch
+        self.unit = "names" if settings.context == "full" else "windows"
+
+    def train_epoch(self, epoch: int) -> float:
+        """Takes every step of an epoch; returns the mean loss, in nats, over this rank's own targets.
+
+        Raises:
+            FloatingPointError: the loss is no longer a number.
+        """
+        torch.manual_seed(hash((self._settings.seed, epoch, self._ctx.rank)))  # dropout, the same after a resume
+        loss_sum = torch.zeros((), device=self._ctx.device)
+        n_targets = 0
+        for share in self._plan(epoch):
+            self._set_learning_rate()
+            self._optimizer.zero_grad()
+            loss_sum += self._forward_backward(share)
+            self._clip_gradient()
+            self._optimizer.step()
+            self._advance(share)
+            n_targets += int(self._rows.n_targets[share.index].sum())
+        loss = float(loss_sum) / max(1, n_targets)
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"train/loss is {loss} in epoch {epoch}: lower params.learning_rate, or set params.grad_clip"
+            )
+        return loss
+
+    def _forward_backward(self, share: Share) -> Tensor:
+        """Leaves the gradient of the mean over all ranks' targets of the step; returns this rank's summed loss.
+
+        DDP averages the gradients of the ranks, hence the factor world_size.
+        """
+        loss_sum = torch.zeros((), device=self._ctx.device)
+        for index, weight, is_last in self._parts(share):
+            inputs, targets = self._rows.batch(index)
+            with contextlib.nullcontext() if is_last else self._model.no_sync():
+                loss = weight * summed_nll(self._model(inputs), targets)
+                (loss * (self._ctx.world_size / share.total_targets)).backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach()
+        return loss_sum
+
+    def _parts(self, share: Share) -> Iterator[tuple[Tensor, float, bool]]:
+        """Micro-batches of a share: rows, weight, and whether it is the last, after which DDP reduces.
+
+        A rank whose share is empty runs one row with weight 0: DDP waits for every rank in every step.
+        """
+        if len(share.index) == 0:
+            yield torch.zeros(1, dtype=torch.int64), 0.0, True
+            return
+        parts = share.index.split(self._microbatch or len(share.index))
+        for number, index in enumerate(parts, start=1):
+            yield index, 1.0, number == len(parts)
+
+    def _plan(self, epoch: int) -> list[Share]:
+        settings, ctx = self._settings, self._ctx
+        return plan_epoch(self._rows, settings.batch_size, ctx.world_size, ctx.rank, settings.seed, epoch)
+
+    def _set_learning_rate(self) -> None:
+        settings = self._settings
+        factor = learning_rate_factor(settings.lr_schedule, self.step, settings.epochs * self.steps_per_epoch)
+        for group in self._optimizer.param_groups:
+            group["lr"] = settings.learning_rate * factor
+
+    def _clip_gradient(self) -> None:
+        if self._settings.grad_clip > 0:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.grad_clip)
+
+    def _advance(self, share: Share) -> None:
+        self.step += 1
+        self.samples += len(share.index)
+        self._ctx.progress(self.samples, self._settings.epochs * self.rows_per_epoch, unit=self.unit)
+
+
+def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
+    """Reads and splits the names, the same on every rank; rank 0 says what it found and saves them for generate."""
+    clean = load_names(
+        settings.names,
+        names_format=settings.names_format,
+        column=settings.names_column,
+        options=settings.names_options,
+        unique=settings.unique,
+        max_length=settings.max_name_length,
+    )
+    split = split_names(clean.names, settings.val_fraction, settings.seed)
+    if ctx.rank == 0:
+        print(clean.report(settings.names), flush=True)
+        known = {"train": sorted(set(split.train)), "held_out": split.held_out}
+        ctx.save_file("names.json", json.dumps(known, indent=0))
+    return split
+
+
+def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: _Trainer) -> None:
+    if ctx.rank == 0:
+        size = sum(parameter.numel() for parameter in model.parameters())
+        print(
+            f"training {size:,} parameters on {len(rows):,} {trainer.unit}, "
+            f"{trainer.steps_per_epoch:,} steps an epoch over {ctx.world_size} ranks",
+            flush=True,
+        )
+
+
+def _microbatch_rows(settings: PetnamesParams, device: torch.device) -> int:
+    """Rows of one forward and backward; 0 is the whole batch."""
+    if settings.loss_microbatch == "auto":
+        return _CPU_MICROBATCH if device.type == "cpu" else 0
+    return settings.loss_microbatch

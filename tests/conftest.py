@@ -1,0 +1,240 @@
+"""What every test gets: a guard against what tests leave behind, and the command as a real process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+
+LEAK_GRACE_S = 10.0
+# In the environment of every process that a test starts, and of those that these start: it is known by this
+# even after its parent has died.
+MARK = "DDPTRAIN_TESTS"
+
+# They serve the whole interpreter, and end with it.
+_LASTING_THREADS = ("Dask-Offload", "asyncio_", "pytest_timeout")
+_LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_FREE_VARIABLES = ("PYTEST_CURRENT_TEST",)
+
+
+def pytest_configure() -> None:
+    os.environ[MARK] = uuid.uuid4().hex
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        pytest.skip(reason)
+
+
+@cache
+def _why_no_gpu() -> str:
+    """Why tests marked gpu can't run; empty where they can."""
+    if not shutil.which("nvidia-smi"):
+        return "no NVIDIA GPU: nvidia-smi is not installed"
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    if listed.returncode or "GPU " not in listed.stdout:
+        return f"no NVIDIA GPU: nvidia-smi -L says {(listed.stdout + listed.stderr).strip()!r}"
+    return ""
+
+
+# --- the guard ---
+
+
+@pytest.fixture(autouse=True)
+def leak_guard() -> Iterator[None]:
+    """Fails a test that leaves processes or threads running, or the environment changed."""
+    processes, threads, environment = set(_our_processes()), set(threading.enumerate()), dict(os.environ)
+    yield
+    left = [
+        *_changed_variables(environment),
+        *_left_threads(threads),
+        *_left_processes(processes),
+    ]
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _changed_variables(before: Mapping[str, str]) -> list[str]:
+    """What differs in os.environ, which is put back."""
+    names = sorted({*before, *os.environ} - {*_FREE_VARIABLES})
+    changed = [name for name in names if before.get(name) != os.environ.get(name)]
+    told = [f"environment: {name}={os.environ.get(name)!r}, was {before.get(name)!r}" for name in changed]
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return told
+
+
+def _left_threads(before: set[threading.Thread]) -> list[str]:
+    """Threads that would keep the interpreter from ending, after a grace."""
+
+    def left() -> list[threading.Thread]:
+        return [
+            thread
+            for thread in threading.enumerate()
+            if thread not in before and not thread.daemon and not thread.name.startswith(_LASTING_THREADS)
+        ]
+
+    deadline = time.monotonic() + LEAK_GRACE_S
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [f"thread: {thread.name}" for thread in left()]
+
+
+def _left_processes(before: set[psutil.Process]) -> list[str]:
+    """Processes that outlive the test, after a grace; they are killed."""
+    deadline = time.monotonic() + LEAK_GRACE_S
+    left = _our_processes().keys() - before
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = _our_processes().keys() - before
+    running = _our_processes()
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+    return [f"process: {process.pid} {running.get(process, '')}" for process in left]
+
+
+def _our_processes() -> dict[psutil.Process, str]:
+    """Every live process that this pytest is the origin of, with its command line."""
+    found = {}
+    myself = psutil.Process()
+    descendants = set(myself.children(recursive=True))
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            ours = process in descendants or process.environ().get(MARK) == os.environ[MARK]
+            if not ours or process == myself or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            command = " ".join(process.cmdline())
+            if not any(lasting in command for lasting in _LASTING_PROCESSES):
+                found[process] = command
+    return found
+
+
+# --- the command ---
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a command ended, and all that it said."""
+
+    rc: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(slots=True)
+class Running:
+    """A command under way, in a session and process group of its own; what it prints goes to files."""
+
+    popen: subprocess.Popen[bytes]
+    stdout_path: Path
+    stderr_path: Path
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return self.stdout_path.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed to stderr so far."""
+        return self.stderr_path.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+        """Return once `text` stands in stdout or stderr; fails the test if command or time end first."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ended = self.popen.poll() is not None
+            if text in self.stdout or text in self.stderr:
+                return
+            if ended or time.monotonic() > deadline:
+                what = f"ended with {self.popen.returncode}" if ended else f"took over {timeout_s} s"
+                pytest.fail(f"the command {what} without printing {text!r}\n{self._said()}")
+            time.sleep(0.02)
+
+    def finish(self, timeout_s: float = 60) -> Finished:
+        """Wait until it ends; fails the test, with what was said, if it takes longer than `timeout_s`."""
+        try:
+            rc = self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the command took over {timeout_s} s\n{self._said()}")
+        return Finished(rc, self.stdout, self.stderr)
+
+    def kill_group(self) -> None:
+        """SIGKILL for the command and what stayed in its process group."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait(10)
+
+    def _said(self) -> str:
+        return f"--- stdout\n{self.stdout[-4000:]}\n--- stderr\n{self.stderr[-4000:]}"
+
+
+@dataclass(slots=True)
+class Cli:
+    """Starts `python -m ddptrain` in a folder, with state kept below it."""
+
+    folder: Path
+    started: list[Running] = field(default_factory=list)
+
+    def start(
+        self,
+        *args: str | Path,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "ddptrain"),
+    ) -> Running:
+        """The command, started; stdin is empty. `env` is added to this process's own environment."""
+        said = self.folder / ".said"
+        said.mkdir(exist_ok=True)
+        stdout, stderr = (said / f"{len(self.started)}.{name}" for name in ("out", "err"))
+        environment = {**os.environ, "XDG_STATE_HOME": str(self.folder / ".state"), **(env or {})}
+        with stdout.open("wb") as out, stderr.open("wb") as err:
+            popen = subprocess.Popen(
+                [*program, *map(str, args)],
+                cwd=cwd or self.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self.started.append(Running(popen, stdout, stderr))
+        return self.started[-1]
+
+    def __call__(
+        self,
+        *args: str | Path,
+        timeout_s: float = 60,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Finished:
+        """Run the command to its end."""
+        return self.start(*args, cwd=cwd, env=env).finish(timeout_s)
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path) -> Iterator[Cli]:
+    """Runs `ddptrain` in tmp_path: `run_cli("schema")` to its end, `run_cli.start("train")` to be watched."""
+    runner = Cli(tmp_path)
+    yield runner
+    for running in runner.started:
+        # What outlives a command that has ended by itself is for leak_guard to tell.
+        if running.popen.poll() is None:
+            running.kill_group()

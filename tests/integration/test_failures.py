@@ -1,0 +1,250 @@
+"""Every way a run can fail, with real processes: the command ends soon, names the cause, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Cli, Finished, Running
+
+PROMPT_S = 5.0  # from the fault to the command's end
+
+WORKLOAD = '''
+import os, signal, sys, time
+import torch
+
+if os.environ.get("FAULT_AT_IMPORT") == os.environ["RANK"]:
+    print("importing", flush=True)
+    open(os.environ["FAULT_FILE"], "w").write(str(time.time()))
+    raise RuntimeError("boom at import")
+
+
+def worker_pid():
+    return int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
+
+
+def fail(fault):
+    print("the last words", end="")
+    open(os.environ["FAULT_FILE"], "w").write(str(time.time()))
+    if fault == "raise":
+        raise ValueError("boom")
+    if fault == "exit":
+        sys.exit(42)
+    if fault == "os_exit":
+        os._exit(0)
+    victim, number = {
+        "kill": (os.getpid(), signal.SIGKILL),
+        "segv": (os.getpid(), signal.SIGSEGV),
+        "server": (os.getppid(), signal.SIGKILL),
+        "worker": (worker_pid(), signal.SIGKILL),
+    }[fault]
+    os.kill(victim, number)
+    time.sleep(60)
+
+
+def main(ctx, fault, rank=1):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(2000):
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).pow(2).mean().backward()
+        optimizer.step()
+        if step == 2 and ctx.rank == rank and fault != "none":
+            fail(fault)
+        if step == 2:
+            print("under way", flush=True)
+        time.sleep(0.05)
+'''
+
+
+class Bench:
+    """A folder with the faulty workload, and what a run of it has left."""
+
+    def __init__(self, folder: Path, cli: Cli) -> None:
+        self.folder, self.cli = folder, cli
+        (folder / "faulty.py").write_text(WORKLOAD)
+        (folder / "run.yaml").write_text("name: faulty\nworkload: faulty:main\ncluster: {ranks: 2}\n")
+
+    def start(self, fault: str, **env: str) -> Running:
+        environment = {"FAULT_FILE": str(self.folder / "fault_at"), **env}
+        return self.cli.start("train", "run.yaml", "--set", f"params.fault={fault}", env=environment)
+
+    def run(self, fault: str, **env: str) -> Finished:
+        """Run into the fault; the command must end soon after it."""
+        ended = self.start(fault, **env).finish()
+        assert time.time() - float((self.folder / "fault_at").read_text()) < PROMPT_S
+        return ended
+
+    @property
+    def run_dir(self) -> Path:
+        (folder,) = (self.folder / "runs").iterdir()
+        return folder
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "run.json").read_text())
+
+    def log(self, rank: int) -> str:
+        return (self.run_dir / "logs" / f"rank-{rank}.log").read_text()
+
+    def pids(self) -> list[int]:
+        """Processes of the run that live on (zombies are none)."""
+        mark = os.environ["DDPTRAIN_TESTS"]
+        return [pid for pid in _all_pids() if _belongs(pid, mark)]
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def _belongs(pid: int, mark: str) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"ddptrain" in command and mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def bench(tmp_path: Path, run_cli: Cli) -> Iterator[Bench]:
+    there = Bench(tmp_path, run_cli)
+    yield there
+    deadline = time.monotonic() + 10.0
+    while there.pids() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not there.pids(), "a process is left 10 s after the end"
+
+
+def assert_failed(bench: Bench, ended: Finished, *, code: int, rank: int, kind: str, words: str) -> None:
+    """The exit code, the one line on stderr, run.json, and the tidy run directory."""
+    assert ended.rc == code, ended.stderr
+    record = bench.record
+    assert (record["status"], record["exit_code"]) == ("failed", code)
+    failure = record["failure"]
+    assert (failure["rank"], failure["kind"]) == (rank, kind)
+    assert words in failure["message"]
+    log = bench.run_dir / "logs" / f"rank-{rank}.log"
+    assert failure["log"] == str(log)
+    assert record["attempts"][0]["ranks"][rank]["host"]
+    (line,) = [line for line in ended.stderr.splitlines() if " failed first: " in line]
+    assert re.search(rf"rank {rank} on \S+ failed first: ", line)
+    assert words in line
+    assert str(log) in line
+    assert not (bench.run_dir / ".scratch").exists()
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words", "exit_status"),
+    [
+        ("raise", "exception", "boom", 1),
+        ("exit", "exit", "sys.exit(42)", 42),
+        ("os_exit", "exit", "exit code 0 in the middle", 0),
+        ("kill", "signal", "killed by SIGKILL", -9),
+        ("segv", "signal", "killed by SIGSEGV", -11),
+    ],
+)
+def test_fault_of_one_rank_ends_the_run_and_is_named(
+    bench: Bench, fault: str, kind: str, words: str, exit_status: int
+) -> None:
+    ended = bench.run(fault)
+    assert_failed(bench, ended, code=1, rank=1, kind=kind, words=words)
+    assert bench.record["attempts"][0]["ranks"][1]["exit"] == exit_status
+    assert "the last words" in bench.log(1)
+    assert "[rank 1] the last words" in ended.stdout
+
+
+def test_fault_of_rank_0_is_not_blamed_on_the_others(bench: Bench) -> None:
+    (bench.folder / "run.yaml").write_text("name: faulty\nworkload: faulty:main\nparams: {rank: 0}\ncluster: {ranks: 3}\n")
+    ended = bench.run("kill")
+    assert_failed(bench, ended, code=1, rank=0, kind="signal", words="killed by SIGKILL")
+
+
+def test_fault_before_the_process_group_is_up(bench: Bench) -> None:
+    ended = bench.run("none", FAULT_AT_IMPORT="1")
+    assert_failed(bench, ended, code=1, rank=1, kind="exception", words="boom at import")
+    assert "before the process group was up" in ended.stderr
+    assert "importing" in bench.log(1)
+
+
+def test_killed_dask_worker_is_a_cluster_failure(bench: Bench) -> None:
+    ended = bench.run("worker")
+    assert_failed(bench, ended, code=4, rank=0, kind="worker_lost", words="killed by SIGKILL")
+    assert "the last words" in bench.log(1)
+
+
+def test_killed_rank_server_is_a_cluster_failure(bench: Bench) -> None:
+    ended = bench.run("server")
+    assert_failed(bench, ended, code=4, rank=0, kind="infrastructure", words="rank server")
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_to_the_driver_cancels_the_run(bench: Bench, signum: int, code: int) -> None:
+    running = bench.start("none")
+    running.wait_for("[rank 1] under way")
+    began = time.monotonic()
+    running.popen.send_signal(signum)
+    ended = running.finish()
+    assert time.monotonic() - began < PROMPT_S
+    assert ended.rc == code
+    assert (bench.record["status"], bench.record["exit_code"]) == ("cancelled", code)
+    assert signal.Signals(signum).name in ended.stderr
+    assert "under way" in bench.log(1)
+
+
+def test_ctrl_c_during_the_start_cancels_the_run(bench: Bench) -> None:
+    running = bench.start("none")
+    running.wait_for("2 ranks on a local cluster")
+    began = time.monotonic()
+    running.popen.send_signal(signal.SIGINT)
+    assert running.finish().rc == 130
+    assert time.monotonic() - began < PROMPT_S
+    assert bench.record["status"] == "cancelled"
+
+
+def test_second_signal_kills_ranks_that_ignore_the_first(bench: Bench) -> None:
+    text = (bench.folder / "faulty.py").read_text()
+    (bench.folder / "faulty.py").write_text(
+        text.replace("def main(ctx, fault, rank=1):", "def main(ctx, fault, rank=1):\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    )
+    running = bench.start("none")
+    running.wait_for("[rank 1] under way")
+    running.popen.send_signal(signal.SIGINT)
+    running.wait_for("again to kill")
+    time.sleep(0.5)
+    assert running.popen.poll() is None
+    began = time.monotonic()
+    running.popen.send_signal(signal.SIGINT)
+    assert running.finish().rc == 130
+    assert time.monotonic() - began < PROMPT_S
+
+
+def test_killed_driver_takes_everything_along_and_shows_as_failed(bench: Bench) -> None:
+    running = bench.start("none")
+    running.wait_for("[rank 1] under way")
+    running.popen.kill()
+    running.popen.wait()
+    deadline = time.monotonic() + 10.0
+    while bench.pids() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not bench.pids()
+    assert "under way" in bench.log(1)
+    assert not (bench.run_dir / ".scratch").exists()
+    shown = bench.cli("results", "show", "latest", "--json")
+    assert json.loads(shown.stdout)["status"] == "failed"
+
+
+def test_import_that_fails_names_python_and_path(bench: Bench) -> None:
+    (bench.folder / "run.yaml").write_text("workload: no_such_module:main\ncluster: {ranks: 2}\n")
+    ended = bench.cli("train", "run.yaml")
+    assert ended.rc == 1
+    assert "no module 'no_such_module'" in bench.record["failure"]["message"]
+    assert "likewise rank" in ended.stderr

@@ -1,0 +1,259 @@
+"""The top-level handler: every error becomes one message and one exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import typer
+
+import ddptrain
+from ddptrain.cli import main as cli
+from ddptrain.errors import (
+    ClusterError,
+    ConfigError,
+    DdptrainError,
+    Interrupted,
+    Problem,
+    RunNotFound,
+    TrainingFailed,
+)
+
+Handle = Callable[[Callable[[], object]], int]
+
+
+@pytest.fixture
+def handle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Handle:
+    """Runs main() on an app whose one command is the given function."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def run(command: Callable[[], object]) -> int:
+        app = typer.Typer(result_callback=cli._leave_with, rich_markup_mode=None)
+        app.callback()(lambda: None)
+        app.command("go")(command)
+        monkeypatch.setattr(cli, "app", app)
+        return cli.main(["go"])
+
+    return run
+
+
+def raising(error: BaseException) -> Callable[[], NoReturn]:
+    def command() -> NoReturn:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RunNotFound("no run x"), 2), (ClusterError("no slots"), 4), (TrainingFailed("rank 1 failed"), 1)],
+)
+def test_error_becomes_its_message_and_exit_code(
+    handle: Handle, capsys: pytest.CaptureFixture[str], error: DdptrainError, code: int
+) -> None:
+    assert handle(raising(error)) == code
+    assert capsys.readouterr() == ("", f"ddptrain: error: {error}\n")
+
+
+def test_each_configuration_problem_has_its_own_line(
+    handle: Handle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = [
+        Problem("a.yaml:3", "params.epochz", "unknown key", "did you mean params.epochs?"),
+        Problem("a.yaml:7", "", "x"),
+    ]
+    assert handle(raising(ConfigError(problems))) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "ddptrain: error: a.yaml:3: params.epochz: unknown key (did you mean params.epochs?)",
+        "ddptrain: error: a.yaml:7: x",
+    ]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interruption_names_its_signal(
+    handle: Handle, capsys: pytest.CaptureFixture[str], signum: signal.Signals, code: int
+) -> None:
+    assert handle(raising(Interrupted(signum))) == code
+    assert capsys.readouterr().err == f"ddptrain: interrupted by {signum.name}\n"
+
+
+def test_keyboard_interrupt_is_130(handle: Handle) -> None:
+    assert handle(raising(KeyboardInterrupt())) == 130
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, 75])
+def test_return_value_of_a_command_is_the_exit_code(handle: Handle, value: int | None) -> None:
+    assert handle(lambda: value) == (value or 0)
+
+
+@pytest.mark.parametrize(("given", "code"), [(None, 0), (0, 0), (42, 42), ("no such thing", 1)])
+def test_sys_exit_in_a_command_is_read_as_the_interpreter_does(
+    handle: Handle, given: int | str | None, code: int
+) -> None:
+    assert handle(lambda: sys.exit(given)) == code
+
+
+def test_typer_exit_in_a_command_is_the_exit_code(handle: Handle) -> None:
+    assert handle(raising(typer.Exit(75))) == 75
+
+
+@pytest.mark.parametrize("error", [ValueError("so wrong"), DdptrainError("so wrong"), OSError(5, "so wrong")])
+def test_unexpected_exception_is_one_line_and_a_file_that_only_the_user_reads(
+    handle: Handle, capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception
+) -> None:
+    assert handle(raising(error)) == 3
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "so wrong" in err
+    (log,) = (tmp_path / "state" / "ddptrain").iterdir()
+    assert f"the details are in {log}" in err
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    text = log.read_text()
+    assert f"ddptrain {ddptrain.__version__}" in text and "Traceback" in text and "so wrong" in text
+
+
+def test_crash_log_goes_to_the_temporary_folder_where_there_is_no_home(
+    handle: Handle, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert handle(raising(ValueError("so wrong"))) == 3
+    (log,) = tmp_path.glob("crash-*.log")
+    assert str(log) in capsys.readouterr().err
+
+
+def test_traceback_is_shown_where_no_file_can_be_written(
+    handle: Handle, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_crash_dir", lambda: tmp_path / "missing")
+    assert handle(raising(ValueError("so wrong"))) == 3
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "could not be written" in err
+
+
+# --- the real command ---
+
+
+def ddptrain_(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ddptrain", *args],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **env},
+    )
+
+
+def test_version_is_printed() -> None:
+    done = ddptrain_("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"ddptrain {ddptrain.__version__}\n", "")
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_lists_the_commands(option: str) -> None:
+    done = ddptrain_(option)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in ("train", "generate", "results", "schema"):
+        assert re.search(rf"^  {command}  +\S", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "results", "schema"])
+def test_every_command_has_help(command: str) -> None:
+    done = ddptrain_(command, "-h")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Usage: ddptrain {command}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["trian"], ["train"], ["train", "--no-such-option"], ["--no-such-option"]]
+)
+def test_wrong_usage_is_2_and_says_so_on_stderr(args: list[str]) -> None:
+    done = ddptrain_(*args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage: ddptrain" in done.stderr
+
+
+def test_misspelt_command_is_answered_with_the_nearest() -> None:
+    assert "'train'" in ddptrain_("trian").stderr
+
+
+def test_help_loads_none_of_the_heavy_packages() -> None:
+    code = (
+        "import sys; from ddptrain.cli.main import main; code = main(['--help'])\n"
+        "heavy = {'torch', 'dask', 'distributed', 'pydantic', 'rich', 'numpy', 'yaml'} & set(sys.modules)\n"
+        "sys.exit(code or str(heavy or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_reader_that_goes_away_is_no_error_of_ours() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "ddptrain", "schema"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_under_stdout_is_told() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ddptrain", "--version"], stdout=full, stderr=subprocess.PIPE, timeout=30
+        )
+    assert done.returncode not in (0, 120)
+    assert b"No space left on device" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_closed_stdout_is_no_error() -> None:
+    script = f"exec {sys.executable} -m ddptrain --version >&-"
+    done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completes_commands(shell: str) -> None:
+    asked = {
+        "_DDPTRAIN_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": "ddptrain tr",
+        "COMP_CWORD": "1",
+        "_TYPER_COMPLETE_ARGS": "ddptrain tr",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = ddptrain_(**asked)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "train" in done.stdout and "generate" not in done.stdout
+
+
+def test_completion_script_is_shown_for_the_shell_that_asks() -> None:
+    script = f"{sys.executable} -m ddptrain --show-completion; exit $?"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "_DDPTRAIN_COMPLETE=complete_bash" in done.stdout
+
+
+def test_rank_context_is_there_for_user_code_and_costs_nothing_before() -> None:
+    code = "import sys, ddptrain; assert 'torch' not in sys.modules; print(ddptrain.RankContext.__module__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("ddptrain.rank.context\n", "")
+
+
+def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = ddptrain.no_such_thing  # type: ignore[attr-defined]

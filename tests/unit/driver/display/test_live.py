@@ -1,0 +1,271 @@
+"""The live display on real terminals: a pseudo-terminal, and tmux where there is one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddptrain.driver.display import Display, open_display
+from ddptrain.events import Metrics, Progress
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A pseudo-terminal and all that has been written to it."""
+
+    def __init__(self, columns: int = 100, rows: int = 24) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.file = os.fdopen(slave, "w", encoding="utf-8")
+        self._data = b""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while data := os.read(self._master, 65536):
+                self._data += data
+        except OSError:
+            pass  # the other side is closed: how a pseudo-terminal ends
+
+    @property
+    def text(self) -> str:
+        return self._data.decode()
+
+    def wait_for(self, text: str) -> None:
+        end_s = time.monotonic() + 10
+        while text not in self.text:
+            assert time.monotonic() < end_s, f"waited in vain for {text!r} in {self.text!r}"
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.file.close()
+        self._reader.join(5)
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    terminal = Terminal()
+    yield terminal
+    terminal.close()
+
+
+def live(terminal: Terminal, logs: Path, ranks: int = 2, **environ: str) -> Display:
+    return open_display(
+        "auto", logs, ranks, "run-1", terminal.file, terminal.file, {"TERM": "xterm", **environ}
+    )
+
+
+def train(display: Display) -> None:
+    display.status("training")
+    for rank in (0, 1):
+        display.rank_started(rank, "node", 10 + rank)
+        for second in (0, 1):
+            display.progress(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples"))
+        display.metrics(rank, Metrics(0, {"train/loss": 1.25}))
+
+
+def test_bars_stand_below_the_logs_and_the_summary_below_the_bars(terminal: Terminal, tmp_path: Path) -> None:
+    display = live(terminal, tmp_path)
+    train(display)
+    (tmp_path / "rank-1.log").write_bytes(b"hello\nlast words")
+    terminal.wait_for("hello")
+    terminal.wait_for("50%")
+    display.notice("checkpoint step-12 saved", "warning")
+    display.rank_ended(0, ok=True)
+    display.rank_ended(1, ok=True)
+    display.close(summary=["run-1 succeeded"])
+    terminal.wait_for("run-1 succeeded\r\n")
+    text = terminal.text
+    last_frame = ESCAPE.sub("", text[text.rindex("\x1b[2K") :])
+    shown = ["[rank 1]", "rank 0", "rank 1", "run-1 ·", "run-1 su", ""]
+    assert [line[:8].strip() for line in last_frame.split("\r\n")][-len(shown) :] == shown
+    assert "\x1b[33mddptrain: checkpoint step-12 saved\x1b[0m" in text
+    assert "last words" in text
+    assert "\x1b[?" not in text  # no mode was changed, so none is left changed
+    assert "loss 1.250" in last_frame and "50 samples/s" in last_frame and "done" in last_frame
+
+
+def test_every_line_of_a_burst_is_there_in_order(terminal: Terminal, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.log").write_bytes(b"".join(b"line %d\n" % n for n in range(20_000)))
+    display = live(terminal, tmp_path)
+    display.close(summary=["the end"])
+    terminal.wait_for("the end")
+    lines = ESCAPE.sub("", terminal.text).replace("\r", "").split("\n")
+    for rank in (0, 1):
+        prefix = f"[rank {rank}] line "
+        assert [int(line[len(prefix) :]) for line in lines if line.startswith(prefix)] == list(range(20_000))
+
+
+def test_colours_of_ranks_pass_and_their_cursor_movements_do_not(terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_bytes(b"\x1b[2J\x1b[31mred\x1b[1A\x07\x1b]0;title\x07\n")
+    live(terminal, tmp_path, 1).close(summary=["the end"])
+    terminal.wait_for("the end")
+    assert "\x1b[36m[rank 0]\x1b[0m \x1b[31mred\x1b[0m\r\n" in terminal.text
+    assert "\x1b[2J" not in terminal.text and "title" not in terminal.text
+
+
+def test_no_color_leaves_none(terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_bytes(b"\x1b[31mred\x1b[0m\n")
+    display = live(terminal, tmp_path, NO_COLOR="1")
+    train(display)
+    display.notice("careful", "error")
+    display.close(summary=["the end"])
+    terminal.wait_for("the end")
+    assert "[rank 0] red\r\n" in terminal.text
+    assert re.search(r"\x1b\[[0-9;]*m", terminal.text) is None
+
+
+def test_nothing_is_written_while_nothing_changes(terminal: Terminal, tmp_path: Path) -> None:
+    display = live(terminal, tmp_path)
+    train(display)
+    terminal.wait_for("50%")
+    time.sleep(0.5)
+    frames = terminal.text.count("\r\x1b[2K")
+    display.close()
+    assert frames <= 4  # one a second for the clock, and a few while training began
+
+
+def test_ci_gets_plain_lines_even_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_bytes(b"one\n")
+    live(terminal, tmp_path, CI="true", NO_COLOR="1").close()
+    terminal.wait_for("[rank 0] one\r\n")
+    assert "\x1b" not in terminal.text
+
+
+def test_terminal_that_goes_away_silences_the_display(tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    os.close(master)
+    with os.fdopen(slave, "w") as file, (tmp_path / "err").open("w") as err:
+        display = open_display("live", tmp_path, 1, "run-1", file, err, {})
+        display.close(summary=["end"])
+        assert display.broken
+    assert (tmp_path / "err").read_text().endswith("end\n")
+
+
+DEMO = """
+import sys, time
+from pathlib import Path
+from ddptrain.driver.display import open_display
+from ddptrain.events import Metrics, Progress
+logs = Path(sys.argv[1])
+ranks = int(sys.argv[2])
+display = open_display("auto", logs, ranks, "run-1")
+display.status("training")
+for rank in range(ranks):
+    display.rank_started(rank, "node", 10 + rank)
+    for second in (0, 1):
+        display.progress(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples"))
+while not (logs / "end").exists():
+    time.sleep(0.02)
+display.close(summary=["SUMMARY"])
+"""
+
+
+class Tmux:
+    """A tmux server of its own with one window."""
+
+    def __init__(self, folder: Path) -> None:
+        self._base = ["tmux", "-S", str(folder / "tmux.sock"), "-f", "/dev/null"]
+        self._environ = {
+            key: value for key, value in os.environ.items() if key not in ("CI", "TMUX", "NO_COLOR")
+        }
+
+    def call(self, *words: str) -> str:
+        command = [*self._base, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=self._environ).stdout
+
+    def screen(self) -> list[str]:
+        return self.call("capture-pane", "-p", "-S", "-").rstrip("\n").split("\n")
+
+    def wait_for(self, condition: Callable[[list[str]], bool]) -> list[str]:
+        end_s = time.monotonic() + 15
+        while not condition(screen := self.screen()):
+            assert time.monotonic() < end_s, "\n".join(screen)
+            time.sleep(0.05)
+        return screen
+
+
+@pytest.fixture
+def tmux(tmp_path: Path) -> Iterator[Tmux]:
+    if not shutil.which("tmux"):
+        pytest.skip("tmux is not installed")
+    tmux = Tmux(tmp_path)
+    tmux.call("new-session", "-d", "-x", "100", "-y", "20", "sh")
+    yield tmux
+    tmux.call("kill-server")
+
+
+def demo(tmux: Tmux, folder: Path, ranks: int = 2) -> None:
+    (folder / "demo.py").write_text(DEMO)
+    python_path = str(Path(__file__).parents[4])
+    words = [
+        "env",
+        f"PYTHONPATH={python_path}",
+        sys.executable,
+        str(folder / "demo.py"),
+        str(folder),
+        str(ranks),
+    ]
+    tmux.call("send-keys", f"PS1='$ '; clear; {shlex.join(words)}", "Enter")
+
+
+def shape(screen: list[str]) -> list[str]:
+    """The first word or two of each line that is the display's, from its first log line on."""
+    kinds = re.compile(r"^(\[rank \d\] \w+|rank \d|run-1|SUMMARY)")
+    return [match[0] for line in screen if (match := kinds.match(line))]
+
+
+def test_real_terminal_shows_logs_bars_and_summary(tmux: Tmux, tmp_path: Path) -> None:
+    demo(tmux, tmp_path)
+    tmux.wait_for(lambda screen: shape(screen) == ["rank 0", "rank 1", "run-1"] and "50%" in screen[-2])
+    (tmp_path / "rank-0.log").write_bytes(b"one\ntwo\n")
+    tmux.wait_for(
+        lambda screen: shape(screen)[-5:] == ["[rank 0] one", "[rank 0] two", "rank 0", "rank 1", "run-1"]
+    )
+    (tmp_path / "end").touch()
+    screen = tmux.wait_for(lambda screen: screen[-1] == "$")
+    assert shape(screen) == ["[rank 0] one", "[rank 0] two", "rank 0", "rank 1", "run-1", "SUMMARY"]
+    assert tmux.call("display-message", "-p", "#{cursor_flag}").strip() == "1"
+
+
+def test_bars_stay_whole_when_the_terminal_is_resized(tmux: Tmux, tmp_path: Path) -> None:
+    demo(tmux, tmp_path)
+    lines = [f"line{number}" for number in range(40)]
+    (tmp_path / "rank-0.log").write_text("".join(f"{line}\n" for line in lines))
+    expected = [*(f"[rank 0] {line}" for line in lines), "rank 0", "rank 1", "run-1"]
+    tmux.wait_for(lambda screen: shape(screen) == expected and "50%" in screen[-2])
+    for columns, rows in ((40, 20), (12, 20), (100, 20), (100, 8), (60, 30)):
+        tmux.call("resize-window", "-x", str(columns), "-y", str(rows))
+        time.sleep(
+            0.3
+        )  # a few frames at this size; should one be missed, the next size is drawn all the same
+    (tmp_path / "end").touch()
+    screen = tmux.wait_for(lambda screen: screen[-1] == "$")
+    assert shape(screen) == [*expected, "SUMMARY"]
+
+
+def test_many_ranks_leave_room_for_the_logs(tmux: Tmux, tmp_path: Path) -> None:
+    demo(tmux, tmp_path, ranks=64)
+    screen = tmux.wait_for(lambda screen: any("more ranks" in line and "50%" in line for line in screen))
+    assert shape(screen)[-1] == "run-1"
+    assert sum(line.startswith("rank ") for line in screen) == 8
+    (tmp_path / "end").touch()
+    tmux.wait_for(lambda screen: screen[-1] == "$")

@@ -1,0 +1,52 @@
+"""Workloads by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+
+from ddptrain import registry
+from ddptrain.errors import ConfigError
+
+
+def test_a_built_in_workload_has_a_target_and_a_strict_params_model() -> None:
+    assert registry.workload_target("petnames") == "ddptrain.workloads.petnames.train:train"
+    model = registry.params_model("petnames")
+    assert model is not None
+    assert model.model_config.get("extra") == "forbid"
+
+
+@pytest.mark.parametrize("name", ["train:main", "my_package.training:Trainer.fit"])
+def test_a_function_of_the_users_is_taken_as_it_is(name: str) -> None:
+    assert registry.workload_target(name) == name
+    assert registry.params_model(name) is None
+
+
+@pytest.mark.parametrize("name", ["a:", ":b", "a/b.py:main", "a.b:c:d", "a..b:c", "a b:c", "1a:b", "a:b\n"])
+def test_a_malformed_target_is_refused_with_the_form(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"package\.module:function"):
+        registry.workload_target(name)
+
+
+def test_a_misspelt_workload_names_the_nearest_one_and_all_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        registry.params_model("pet-name")
+    assert str(caught.value).startswith('workload "pet-name": there is no such workload')
+    assert "did you mean petnames?" in str(caught.value)
+
+
+def test_an_installed_package_offers_a_workload_without_being_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry_points(**wanted: Any) -> EntryPoints:
+        points = EntryPoints([EntryPoint("birds", "not_there.train:run [extra]", registry.ENTRY_POINT_GROUP)])
+        return points.select(**wanted)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    assert registry.workload_target("birds") == "not_there.train:run"
+    assert registry.params_model("birds") is None
+    with pytest.raises(ConfigError, match="did you mean birds"):
+        registry.workload_target("bird")
