@@ -43,6 +43,8 @@ def _variable_name(name: str) -> str:
 
 
 SystemText = Annotated[str, AfterValidator(_without_nul)]
+# The length comes first, so that an error speaks of characters.
+FilledText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 Seconds = Annotated[float, Field(le=_A_YEAR_S)]
 
@@ -58,7 +60,7 @@ class ClusterConfig(_Strict):
         default="local",
         description="Where workers come from: local starts them here, address uses a cluster that is up.",
     )
-    address: Annotated[SystemText, Field(min_length=1)] | None = Field(
+    address: FilledText | None = Field(
         default=None,
         description="The scheduler of a cluster that is up, as tcp://host:8786; for backend address only.",
     )
@@ -69,9 +71,7 @@ class ClusterConfig(_Strict):
     gpus: Literal["auto"] | Annotated[int, Field(ge=0, le=_MOST_RANKS)] = Field(
         default="auto", description="GPUs to use; auto is all there are, 0 trains on the CPU."
     )
-    start_timeout_s: Seconds = Field(
-        default=60.0, gt=0, description="Seconds that the cluster may take to start."
-    )
+    start_timeout_s: Seconds = Field(default=60.0, gt=0, description="Seconds that the cluster may take to start.")
     wait_s: Seconds = Field(default=0.0, ge=0, description="Seconds to wait for free slots; 0 fails at once.")
 
     @model_validator(mode="after")
@@ -97,9 +97,7 @@ class DistConfig(_Strict):
     backend: Literal["auto", "gloo", "nccl"] = Field(
         default="auto", description="Backend of torch.distributed; auto is nccl on GPUs and gloo on the CPU."
     )
-    timeout_s: Seconds = Field(
-        default=300.0, gt=0, description="Seconds that a collective operation may take."
-    )
+    timeout_s: Seconds = Field(default=300.0, gt=0, description="Seconds that a collective operation may take.")
 
 
 class CheckpointConfig(_Strict):
@@ -110,33 +108,25 @@ class CheckpointConfig(_Strict):
     metric: Annotated[str, Field(min_length=1)] | None = Field(
         default="val/loss", description="The metric that decides which checkpoint is best; null for none."
     )
-    mode: Literal["min", "max"] = Field(
-        default="min", description="Whether the lowest or the highest metric is best."
-    )
+    mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest metric is best.")
 
 
 class FailureConfig(_Strict):
     """What happens when a rank fails."""
 
-    grace_s: Seconds = Field(
-        default=30.0, ge=0, description="Seconds from SIGTERM to SIGKILL when ranks are stopped."
-    )
+    grace_s: Seconds = Field(default=30.0, ge=0, description="Seconds from SIGTERM to SIGKILL when ranks are stopped.")
 
 
 class ResultsConfig(_Strict):
     """Where results go."""
 
-    dir: Annotated[SystemText, Field(min_length=1)] = Field(
-        default="runs", description="Folder that holds a folder for each run."
-    )
+    dir: FilledText = Field(default="runs", description="Folder that holds a folder for each run.")
 
 
 class RunConfig(_Strict):
     """One training run."""
 
-    workload: Annotated[SystemText, Field(min_length=1)] = Field(
-        description="What is trained: a built-in workload's name, or package.module:function."
-    )
+    workload: FilledText = Field(description="What is trained: a built-in workload's name, or package.module:function.")
     name: str = Field(
         default_factory=lambda data: default_name(data["workload"]),
         pattern=NAME_PATTERN,
@@ -146,9 +136,7 @@ class RunConfig(_Strict):
     env: dict[VariableName, SystemText] = Field(
         default_factory=dict, description="Environment variables of the ranks, as text.", repr=False
     )
-    cluster: ClusterConfig = Field(
-        default=ClusterConfig(), description="Where the ranks run, and how many there are."
-    )
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run, and how many there are.")
     dist: DistConfig = Field(default=DistConfig(), description="The process group of the ranks.")
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="When checkpoints are written, and which are kept."

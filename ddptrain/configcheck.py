@@ -53,6 +53,8 @@ _EXPECTED = {
     "too_short": "{min_length} or more values",
     "too_long": "at most {max_length} values",
 }
+MAX_PROBLEMS = 50
+_UNSHOWN = Problem("", "", "")
 # What a field's own error already implies.
 _CONSEQUENCES = {"default_factory_not_called"}
 
@@ -112,9 +114,11 @@ def explain(error: ValidationError, root: Node, schema: Schema, prefix: PathKey 
     for details in error.errors(include_url=False):
         if details["type"] not in _CONSEQUENCES:
             groups.setdefault(_path(root, prefix, details), []).append(details)
-    for path, group in groups.items():
-        place = place_of(root, path)
-        yield Located(place, _problem(place, path, group, schema))
+    found = sorted(((place_of(root, path), path) for path in groups), key=lambda each: each[0])
+    for number, (place, path) in enumerate(found):
+        # Those past the limit are only counted, and a nearest match takes its time.
+        shown = number < MAX_PROBLEMS
+        yield Located(place, _problem(place, path, groups[path], schema) if shown else _UNSHOWN)
 
 
 def _path(root: Node, prefix: PathKey, details: ErrorDetails) -> PathKey:
@@ -135,9 +139,7 @@ def _below(root: Node, path: PathKey) -> Node:
     node = root
     for part in path:
         inside = isinstance(node.value, dict) and part in node.value
-        if not inside and not (
-            isinstance(node.value, list) and isinstance(part, int) and part < len(node.value)
-        ):
+        if not inside and not (isinstance(node.value, list) and isinstance(part, int) and part < len(node.value)):
             break
         node = node.value[part]
     return node

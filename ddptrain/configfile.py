@@ -17,13 +17,12 @@ from pydantic import BaseModel, ValidationError
 
 from ddptrain import registry
 from ddptrain.config import RunConfig, default_name
-from ddptrain.configcheck import Schema, explain, place_of
+from ddptrain.configcheck import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.errors import ConfigError, Problem
 from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret, is_secret_name, is_secret_option
 from ddptrain.wording import dotted, nearest, seen, shown
 from ddptrain.yamlsource import MAX_DEPTH, Located, Node, Place, parse_yaml, plain, read_text, scalar
 
-MAX_PROBLEMS = 50
 _MAX_NEIGHBOURS = 1000
 
 
@@ -47,9 +46,7 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> LoadedConf
     document = parse_yaml(text, lambda line, column: Place(0, line, column, f"{name}:{line}"))
     if document.root is None or document.root.value is None:
         what = "holds only comments" if text.strip() else "is empty"
-        raise ConfigError(
-            [Problem(name, "", what, "a configuration has at least a line as workload: petnames")]
-        )
+        raise ConfigError([Problem(name, "", what, "a configuration has at least a line as workload: petnames")])
     if not isinstance(document.root.value, dict):
         got = f"expected a mapping, as workload: petnames, got {seen(document.root.value)}"
         raise ConfigError([Problem(document.root.place.text, "", got)])
@@ -126,9 +123,7 @@ def _override(root: Node, number: int, option: str) -> list[Located]:
     if len(path) > MAX_DEPTH:
         return [_malformed(place, "", f"the key has more than {MAX_DEPTH} parts", "make it shorter")]
     try:
-        document = parse_yaml(
-            text, lambda line, column: dataclasses.replace(place, line=line, column=column), path
-        )
+        document = parse_yaml(text, lambda line, column: dataclasses.replace(place, line=line, column=column), path)
     except ConfigError as error:
         return [Located(place, problem) for problem in error.problems]
     parent = root.value
@@ -181,9 +176,7 @@ def _find(source: Path | str) -> Path:
         return path
     if str(source) in shipped:
         return shipped[str(source)]
-    raise ConfigError(
-        [Problem(shown(str(path), 300), "", "there is no such file", _missing_hint(path, shipped))]
-    )
+    raise ConfigError([Problem(shown(str(path), 300), "", "there is no such file", _missing_hint(path, shipped))])
 
 
 def _missing_hint(path: Path, shipped: dict[str, Path]) -> str:
@@ -205,7 +198,8 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def text(self, value: str) -> yaml.ScalarNode:
-        style = None if _is_text(value) else '"'
+        # Left to itself, PyYAML folds U+0085 and its like into a blank.
+        style = None if _is_text(value) and value.isprintable() else '"'
         return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 

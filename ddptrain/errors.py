@@ -1,14 +1,14 @@
 """Every error that ddptrain raises on purpose, and the exit code that each stands for.
 
-    DdptrainError               3  (only as a base; a bare one is a bug of ours)
-    ├── UsageError              2  the command line asks for something impossible
-    │   └── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
-    ├── RunNotFound             2  no run, or more than one, answers to that name
-    ├── RunLocked               6  another process holds the run
-    ├── ClusterError            4  no cluster, too few slots, a worker lost
-    ├── TrainingFailed          1  the training code failed
-    ├── HangDetected            5  no progress in time
-    └── Interrupted       130/143  Ctrl-C or SIGTERM
+DdptrainError               3  (only as a base; a bare one is a bug of ours)
+├── UsageError              2  the command line asks for something impossible
+│   └── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
+├── RunNotFound             2  no run, or more than one, answers to that name
+├── RunLocked               6  another process holds the run
+├── ClusterError            4  no cluster, too few slots, a worker lost
+├── TrainingFailed          1  the training code failed
+├── HangDetected            5  no progress in time
+└── Interrupted       130/143  Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

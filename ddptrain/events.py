@@ -133,8 +133,7 @@ class Note(Event):
 
 
 KINDS: dict[str, type[Event]] = {
-    cls.kind: cls
-    for cls in (Started, Entered, Metrics, Progress, CheckpointSaved, FileSaved, Failure, Finished, Note)
+    cls.kind: cls for cls in (Started, Entered, Metrics, Progress, CheckpointSaved, FileSaved, Failure, Finished, Note)
 }
 
 
@@ -144,7 +143,9 @@ def encode(event: Event) -> bytes:
     line = json.dumps({"event": event.kind, **fields}, default=_plain, separators=(",", ":"), allow_nan=True)
     data = line.encode("utf-8", "backslashreplace") + b"\n"
     if len(data) > MAX_LINE_BYTES:
-        raise EventFormatError(f"event {event.kind!r} is {len(data)} bytes long, over {MAX_LINE_BYTES}; send a file instead")
+        raise EventFormatError(
+            f"event {event.kind!r} is {len(data)} bytes long, over {MAX_LINE_BYTES}; send a file instead"
+        )
     return data
 
 
@@ -198,4 +199,3 @@ def _fits(declared: str, value: Any) -> bool:
     if declared == "Mapping[str, float]":
         return isinstance(value, dict) and all(_fits("float", item) for item in value.values())
     return isinstance(value, dict | tuple)
-

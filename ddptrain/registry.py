@@ -28,9 +28,7 @@ class BuiltIn:
 
 
 BUILT_IN = {
-    "petnames": BuiltIn(
-        "ddptrain.workloads.petnames.train:train", "ddptrain.workloads.petnames.params:PetnamesParams"
-    ),
+    "petnames": BuiltIn("ddptrain.workloads.petnames.train:train", "ddptrain.workloads.petnames.params:PetnamesParams"),
 }
 
 
@@ -73,9 +71,7 @@ def _installed() -> dict[str, str]:
 def _unknown(name: str, known: list[str]) -> Problem:
     where = f'workload "{shown(name)}"'
     if ":" in name:
-        return Problem(
-            where, "", "is not of the form package.module:function", "as in mypackage.training:train"
-        )
+        return Problem(where, "", "is not of the form package.module:function", "as in mypackage.training:train")
     hint = did_you_mean(name, known)
     if "known are" not in hint:
         hint += f" Known are: {', '.join(sorted(known))}"

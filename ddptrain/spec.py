@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-
 SLOT_RESOURCE = "slot"  # Dask's abstract resource: room for one rank on a worker
 GPU_RESOURCE = "GPU"  # how many of a worker's slots have a device
 
@@ -29,8 +28,9 @@ class _Message:
 class RankSpec(_Message):
     """Everything that one rank needs to run. `env` may hold secrets: it is left out of repr.
 
-    `gpu` names the one device that the rank sees (an entry for CUDA_VISIBLE_DEVICES), or None on the CPU; the worker
-    fills it in from `slot`, and so `staging`, `cpu_threads`, `environment` (what was tuned and by whom) and the rest of `env`. `shared` says that driver and worker see the same file system.
+    The worker fills in, from `slot` and what it knows of its host: `gpu`, the one device that the rank sees (an entry
+    for CUDA_VISIBLE_DEVICES; None on the CPU), `staging`, `cpu_threads`, the rest of `env`, and `environment` (what of
+    it was tuned, and by whom). `shared` says that driver and worker see the same file system.
     """
 
     run_id: str
@@ -78,7 +78,7 @@ class RankExit(_Message):
 
     @property
     def text(self) -> str:
-        """"exit code 1", "killed by SIGSEGV": for people."""
+        """In words: `exit code 1`, `killed by SIGSEGV`."""
         return describe_status(self.status)
 
 

@@ -162,9 +162,7 @@ def parse_yaml(text: str, place: Callable[[int, int], Place], prefix: PathKey = 
     return Document(builder.root, builder.problems)
 
 
-def _syntax_error(
-    error: yaml.YAMLError, text: str, place: Callable[[int, int], Place], prefix: PathKey
-) -> ConfigError:
+def _syntax_error(error: yaml.YAMLError, text: str, place: Callable[[int, int], Place], prefix: PathKey) -> ConfigError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
     reason = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be read")
@@ -275,9 +273,7 @@ class _Builder:
     def _scalar(self, event: yaml.ScalarEvent, place: Place) -> Any:
         self._refuse_tag(event.tag, place)
         if _SURROGATE.search(event.value):
-            self._report(
-                place, "holds half of a surrogate pair, which is no character", "write the character"
-            )
+            self._report(place, "holds half of a surrogate pair, which is no character", "write the character")
             return ""
         if not event.implicit[0]:
             return event.value
@@ -289,9 +285,7 @@ class _Builder:
 
     def _refuse_tag(self, tag: str | None, place: Place) -> None:
         if tag is not None:
-            self._report(
-                place, f"the tag {shown(tag)} is not supported", "delete it; quotes make a value text"
-            )
+            self._report(place, f"the tag {shown(tag)} is not supported", "delete it; quotes make a value text")
 
     def _aliased(self, anchor: str, place: Place) -> Node:
         if anchor not in self._anchors:
@@ -319,9 +313,7 @@ class _Builder:
         parent.size += node.size
         parent.height = max(parent.height, node.height + 1)
         if parent.size > MAX_NODES:
-            raise self._fatal(
-                place, f"there are more than {MAX_NODES:,} values, aliases counted in full", "use fewer"
-            )
+            raise self._fatal(place, f"there are more than {MAX_NODES:,} values, aliases counted in full", "use fewer")
         if isinstance(parent.value, list):
             parent.value.append(node)
         elif parent.key is not None:
@@ -334,11 +326,7 @@ class _Builder:
         if merge:
             self._report(place, "merge keys (<<) are not supported", "write the keys out")
         elif not isinstance(key, str):
-            kind = (
-                "a list or mapping"
-                if isinstance(key, list | dict)
-                else shown("null" if key is None else str(key))
-            )
+            kind = "a list or mapping" if isinstance(key, list | dict) else shown("null" if key is None else str(key))
             self._report(place, f"a key must be text, not {kind}", "write it in quotes")
         elif key in parent.value:
             first = parent.value[key].place

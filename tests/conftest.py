@@ -27,7 +27,7 @@ MARK = "DDPTRAIN_TESTS"
 # They serve the whole interpreter, and end with it.
 _LASTING_THREADS = ("Dask-Offload", "asyncio_", "pytest_timeout")
 _LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-_FREE_VARIABLES = ("PYTEST_CURRENT_TEST",)
+_FREE_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets its own
 
 
 def pytest_configure() -> None:

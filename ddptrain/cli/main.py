@@ -58,10 +58,11 @@ def _root(
     """Train PyTorch models on every GPU of a Dask cluster, and look at what came out."""
 
 
-app.command("train")(train)
-app.command("generate")(generate)
+# One line each in the list of commands; their own help says the rest.
+app.command("train", short_help="Train what a YAML file describes.")(train)
+app.command("generate", short_help="Make new pet names with a trained run.")(generate)
 app.add_typer(results, name="results")
-app.command("schema")(schema)
+app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,9 +23,7 @@ RunsDir = Annotated[
     typer.Option("--runs-dir", help="Folder that holds the runs.", show_default=str(_DEFAULT_RUNS_DIR)),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, or a directory.")
-]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, or a directory.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -49,9 +47,7 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = Fa
 
     view = _view(ctx, runs_dir, run)
     if json:
-        files = [
-            {"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()
-        ]
+        files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()]
         logs = {str(rank): str(path) for rank, path in view.layout.logs().items()}
         _print_json({**view.as_dict(), "artifacts": files, "logs": logs})
     elif sys.stdout.isatty():
@@ -68,9 +64,7 @@ def logs(
     run: Run,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
-    lines: Annotated[
-        int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines of each rank.")
-    ] = None,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines of each rank.")] = None,
     runs_dir: RunsDir = None,
 ) -> None:
     """Print what the ranks printed."""
@@ -78,11 +72,7 @@ def logs(
 
     view = _view(ctx, runs_dir, run)
     try:
-        _write(
-            follow_logs(view, rank, lines, wait=_wait_for_reader())
-            if follow
-            else show_logs(view, rank, lines)
-        )
+        _write(follow_logs(view, rank, lines, wait=_wait_for_reader()) if follow else show_logs(view, rank, lines))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -93,15 +83,11 @@ def plot(
     run: Run,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
-            "--metric", help="A metric to draw, as val/loss; may be given again. Default: the losses."
-        ),
+        typer.Option("--metric", help="A metric to draw, as val/loss; may be given again. Default: the losses."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="The picture: .png, .svg or .pdf. Default: plot.png in the run's directory."
-        ),
+        typer.Option("--out", help="The picture: .png, .svg or .pdf. Default: plot.png in the run's directory."),
     ] = None,
     no_terminal: Annotated[bool, typer.Option("--no-terminal", help="Only write the picture.")] = False,
     runs_dir: RunsDir = None,
@@ -116,9 +102,7 @@ def plot(
     picture = out or view.layout.plot_png
     save_picture(drawing, picture, view.record.best)
     if json:
-        _print_json(
-            {"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)}
-        )
+        _print_json({"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)})
         return
     charts = [] if no_terminal else [terminal_charts(drawing, _chart_style()), ""]
     _write([*charts, f"picture: {picture}"])

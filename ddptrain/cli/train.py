@@ -30,7 +30,9 @@ def train(
     ] = None,
     runs_dir: Annotated[Path | None, typer.Option(help="Folder for run directories (results.dir).")] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")
+    ] = False,
     output: Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")] = Output.AUTO,
 ) -> None:
     """Train what a YAML file describes, on a local cluster or one that is up."""

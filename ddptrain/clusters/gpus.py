@@ -24,7 +24,11 @@ def _listed() -> tuple[str, ...]:
         return ()
     try:
         answer = subprocess.run(
-            [command, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, timeout=20, check=True
+            [command, "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         )
     except (subprocess.SubprocessError, OSError):
         return ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -142,4 +141,5 @@ async def _new_scheduler() -> Scheduler:
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver tells what happens
     with dask.config.set(_SCHEDULER_CONFIG):
-        return await Scheduler(host="127.0.0.1", port=0, dashboard=False)
+        scheduler: Scheduler = await Scheduler(host="127.0.0.1", port=0, dashboard=False)
+        return scheduler

@@ -7,7 +7,7 @@ driver that dies are free again the moment the scheduler sees its connection end
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from distributed import Scheduler, SchedulerPlugin
 
@@ -62,7 +62,7 @@ class SlotBook(SchedulerPlugin):
         if len(free) < count:
             return None
         chosen = free[:count]
-        self.holders.update({slot: (client, run_id) for slot in chosen})
+        self.holders.update(dict.fromkeys(chosen, (client, run_id)))
         return chosen
 
     def release(self, run_id: str) -> None:
@@ -79,8 +79,7 @@ class SlotBook(SchedulerPlugin):
 
 
 def _book(scheduler: Scheduler) -> SlotBook:
-    book: SlotBook = scheduler.plugins[PLUGIN_NAME]
-    return book
+    return cast(SlotBook, scheduler.plugins[PLUGIN_NAME])
 
 
 def reserve(client: str, run_id: str, count: int | None, dask_scheduler: Scheduler) -> dict[str, Any]:

@@ -223,7 +223,7 @@ class Attempt:
         if watch.finished:
             if ended.status != 0 and not self.stopping:
                 self.telling.warn(
-                    f"rank {ended.rank} had finished its work, then ended with {describe_status(ended.status)} in its clean-up"
+                    f"rank {ended.rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 )
         elif watch.fault is None and not self.stopping:
             watch.fault = cause.from_exit(ended)

@@ -75,7 +75,9 @@ def from_exit(ended: RankExit) -> Fault:
     """The fault of a rank that ended without a word: killed, or os._exit."""
     if ended.status < 0:
         return Fault(ended.rank, Kind.SIGNAL, ended.time_ns, ended.text)
-    return Fault(ended.rank, Kind.EXIT, ended.time_ns, f"the process ended with {ended.text} in the middle of the workload")
+    return Fault(
+        ended.rank, Kind.EXIT, ended.time_ns, f"the process ended with {ended.text} in the middle of the workload"
+    )
 
 
 def first_cause(faults: Sequence[Fault]) -> Fault:

@@ -16,7 +16,7 @@ from distributed import Client, Future
 from ddptrain.clusters import slots
 from ddptrain.driver.inbox import Inbox, Notice, TaskFailed, WorkerLost
 from ddptrain.errors import ClusterError
-from ddptrain.spec import RankSpec
+from ddptrain.spec import SLOT_RESOURCE, RankSpec
 from ddptrain.worker import task
 
 _ALL_TOPIC = "all"  # where the scheduler tells of workers that come and go
@@ -44,7 +44,7 @@ class Gang:
         self.client = client
         self.run_id = run_id
         self.inbox = inbox
-        self.futures: dict[int, Future] = {}
+        self.futures: dict[int, Future[str]] = {}
         self._echo: set[str] = set()
         self._topic = task.topic(run_id)
         self._workers: list[str] = []
@@ -130,14 +130,14 @@ class Gang:
             key=spec.key,
             workers=[worker],
             allow_other_workers=False,
-            resources={slots.SLOT_RESOURCE: 1},
+            resources={SLOT_RESOURCE: 1},
             pure=False,
             retries=0,
         )
         self.futures[spec.rank] = future
         future.add_done_callback(lambda done: self._on_done(spec.rank, done))
 
-    def _on_done(self, rank: int, future: Future) -> None:
+    def _on_done(self, rank: int, future: Future[str]) -> None:
         if future.status == "error":
             self.inbox.put(TaskFailed(rank, str(future.exception())))
 
@@ -194,8 +194,8 @@ def _same_token(path: Path, token: str) -> bool:
 def _shortage(answer: Mapping[str, Any], waited_s: float) -> str:
     holders = f"; held by {', '.join(answer['holders'])}" if answer["holders"] else ""
     return (
-        f"{answer['asked']} slots were asked for, {answer['free']} of {answer['total']} are free after {waited_s:.0f} s{holders}. "
-        "Ask for fewer with --ranks, or start more workers (python -m ddptrain.worker --scheduler ADDRESS --slots N)"
+        f"{answer['asked']} slots were asked for, {answer['free']} of {answer['total']} are free after "
+        f"{waited_s:.0f} s{holders}. Ask for fewer with --ranks, or start more workers (python -m ddptrain.worker --scheduler ADDRESS --slots N)"
     )
 
 
@@ -203,4 +203,4 @@ def _drop_topic(topic: str, dask_scheduler: Any) -> None:
     """For run_on_scheduler: the scheduler keeps a topic's last messages for ever otherwise."""
     broker = getattr(dask_scheduler, "_broker", None)
     if broker is not None:
-        broker._topics.pop(topic, None)
+        broker._topics.pop(topic, None)  # noqa: SLF001  # there is no public way

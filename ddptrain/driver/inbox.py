@@ -1,4 +1,4 @@
-"""What reaches the driver's main thread, from Dask's threads, signal handlers and the porter: they only put, it takes."""
+"""What reaches the driver's main thread, from Dask, signal handlers and the porter: they only put, it takes."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from ddptrain.driver.machine import Offer, offer
 from ddptrain.driver.signals import Signals, signals_to
 from ddptrain.errors import ClusterError, DdptrainError
 from ddptrain.registry import workload_target
-from ddptrain.results.layout import new_run_id
 from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.layout import new_run_id
 from ddptrain.results.record import AttemptRecord
 from ddptrain.results.writer import RunWriter, utc_now
 from ddptrain.spec import RankSpec
@@ -34,7 +34,6 @@ from ddptrain.spec import RankSpec
 if TYPE_CHECKING:
     from distributed import Client
 
-    from ddptrain.driver.attempt import Outcome
     from ddptrain.driver.gang import Gang, Place
 
 _PORTER_DEADLINE_S = 600.0
@@ -60,9 +59,11 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
     inbox: Inbox = queue.SimpleQueue()
     run_id = options.run_id or new_run_id(config.name)
     runs_dir = Path(config.results.dir)
-    with RunWriter.create(runs_dir, run_id, config.name, dump_config(config), config.workload) as writer:
-        with signals_to(inbox) as signals:
-            return _Run(loaded, options, writer, inbox, signals, machine).run()
+    with (
+        RunWriter.create(runs_dir, run_id, config.name, dump_config(config), config.workload) as writer,
+        signals_to(inbox) as signals,
+    ):
+        return _Run(loaded, options, writer, inbox, signals, machine).run()
 
 
 class _Run:
@@ -156,7 +157,9 @@ class _Run:
         assert self.display is not None
         telling = Telling(self.writer, self.display)
         specs = [(self._spec(place, places), place, self.writer.layout.log(place.rank)) for place in places]
-        telling.event("run_started", run_id=self.writer.run_id, run_dir=str(self.writer.layout.root), world_size=len(places))
+        telling.event(
+            "run_started", run_id=self.writer.run_id, run_dir=str(self.writer.layout.root), world_size=len(places)
+        )
         attempt = AttemptRecord(attempt=_FIRST_ATTEMPT, started_at=utc_now(), world_size=len(places))
         self.writer.update(world_size=len(places), attempts=(attempt,))
         checkpoint = self.config.checkpoint

@@ -32,7 +32,7 @@ def offer(cluster: ClusterConfig, environ: Mapping[str, str]) -> Offer:
     ranks = int(cluster.ranks)
     if wanted and ranks > wanted:
         raise ClusterError(
-            f"cluster.ranks is {ranks}, but there are {wanted} GPUs, one a rank: ask for fewer ranks, or set cluster.gpus "
-            "to 0 to train on the CPU"
+            f"cluster.ranks is {ranks}, but there are {wanted} GPUs, one a rank: ask for fewer ranks, or set "
+            "cluster.gpus to 0 to train on the CPU"
         )
     return Offer(ranks, present[: ranks if wanted else 0])

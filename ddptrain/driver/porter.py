@@ -38,9 +38,7 @@ class Porter:
         self._thread = threading.Thread(target=self._run, name="ddptrain-porter", daemon=True)
         self._thread.start()
 
-    def bring_checkpoint(
-        self, rank: int, event: events.CheckpointSaved, staging: Path, fetch: Fetch | None
-    ) -> None:
+    def bring_checkpoint(self, rank: int, event: events.CheckpointSaved, staging: Path, fetch: Fetch | None) -> None:
         """Bring a staged checkpoint home; `fetch` reads from a worker that doesn't share the driver's file system."""
 
         def work() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from ddptrain import events
@@ -23,9 +24,12 @@ class Telling:
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """A line of events.jsonl, and of --output json."""
+        self.display.event(self._recorded(kind, fields))
+
+    def _recorded(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         line = {"event": kind, "time_s": round(time.time(), 3), **fields}
         self.writer.event(line)
-        self.display.event(line)
+        return line
 
     def status(self, text: str) -> None:
         """What is being waited for."""
@@ -33,7 +37,7 @@ class Telling:
 
     def warn(self, text: str) -> None:
         """Something that the person should know."""
-        self.writer.event({"event": "warning", "time_s": round(time.time(), 3), "message": text})
+        self._recorded("warning", {"message": text})
         self.display.notice(text, level="warning")
 
     def rank_event(self, rank: int, event: events.Event) -> None:
@@ -48,7 +52,9 @@ class Telling:
                 self._started(rank, event)
             case events.Note():
                 self.event("note", rank=rank, level=event.level, message=event.message)
-                self.display.notice(f"rank {rank}: {event.message}", level="warning" if event.level == "warning" else "info")
+                self.display.notice(
+                    f"rank {rank}: {event.message}", level="warning" if event.level == "warning" else "info"
+                )
             case events.Entered() | events.Finished():
                 self.event(event.kind, rank=rank, rank_time_ns=event.time_ns)
             case events.Failure():
@@ -66,12 +72,12 @@ class Telling:
             }
             versions = {**self.writer.record.versions, **event.versions}
             self.writer.update(rank_environment=environment, versions=versions)
-        self.event("rank_started", rank=rank, host=event.host, pid=event.pid, device=event.device)
+        self._recorded("rank_started", {"rank": rank, "host": event.host, "pid": event.pid, "device": event.device})
         self.display.rank_started(rank, event.host, event.pid)
 
     def rank_ended(self, record: RankRecord, *, ok: bool) -> None:
         """A rank's process is over."""
-        self.event("rank_ended", ok=ok, **dataclasses.asdict(record))
+        self._recorded("rank_ended", {"ok": ok, **dataclasses.asdict(record)})
         self.display.rank_ended(record.rank, ok)
 
     def fault(self, fault: Fault) -> None:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ddptrain import events
@@ -72,7 +72,9 @@ class RankContext:
         """This host among the run's hosts."""
         return self._spec.node_rank
 
-    def log(self, values: Mapping[str, float], *, step: int | None = None, epoch: float | None = None) -> None:
+    def log(
+        self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
+    ) -> None:
         """Log numbers to metrics.jsonl, as this rank's. Tensors of one element are read (which waits for the device).
 
         Raises:
@@ -86,11 +88,15 @@ class RankContext:
         self._emitter.progress(done, total, unit)
 
     def save_file(self, path: str, data: bytes | str | Path) -> None:
-        """Hand over a file for artifacts/`path` in the run directory: bytes, text (UTF-8), or the Path of a file to copy.
+        """Hand over a file for artifacts/`path` in the run directory: bytes, text (UTF-8), or a Path to copy from.
 
         Raises:
+            ValueError: the path would leave the run directory.
             OSError: the file can't be read, or the staging disk is full.
         """
+        parts = PurePosixPath(path).parts
+        if not parts or ".." in parts or path.startswith("/"):  # the driver checks again, and more strictly
+            raise ValueError(f"ctx.save_file takes a path below artifacts/, such as 'samples/a.txt', not {path!r}")
         staged = self._new_staging("file")
         if isinstance(data, Path):
             shutil.copyfile(data, staged)
@@ -106,7 +112,7 @@ class RankContext:
         optimizer: torch.optim.Optimizer | None = None,
         step: int,
         epoch: float | None = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float | torch.Tensor] | None = None,
         last: bool = False,
         **more: Any,
     ) -> bool:
@@ -125,7 +131,9 @@ class RankContext:
             numbers = {str(name): _number(name, value) for name, value in (metrics or {}).items()}
             files = checkpoint.write(folder, model, optimizer, step=step, epoch=epoch, metrics=numbers, more=more)
             self._emitter.emit(
-                events.CheckpointSaved(time.time_ns(), int(step), folder.name, files, _optional("epoch", epoch), numbers)
+                events.CheckpointSaved(
+                    time.time_ns(), int(step), folder.name, files, _optional("epoch", epoch), numbers
+                )
             )
         return True
 

@@ -12,7 +12,7 @@ PROGRESS_INTERVAL_NS = 100_000_000  # 10 a second are enough for a person's eye
 
 
 class Emitter:
-    """Appends events to `fd`; safe to call from any thread, and from a DataLoader's child (whose events are dropped)."""
+    """Appends events to `fd`; safe to call from any thread; those of a forked child (a DataLoader's) are dropped."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -7,7 +7,7 @@ down or any other clean-up runs, so that the first failing rank can be told from
 from __future__ import annotations
 
 import atexit
-import datetime
+import datetime as dt
 import faulthandler
 import importlib
 import io
@@ -74,7 +74,7 @@ def _redirect_output(log_fd: int) -> None:
     os.close(null)
     for fd in (1, 2):
         os.dup2(log_fd, fd, inheritable=True)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # for the life of the process
     sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
     faulthandler.enable(file=2)
@@ -83,7 +83,7 @@ def _redirect_output(log_fd: int) -> None:
 def _unbuffered(fd: int) -> io.TextIOWrapper:
     """Nothing waits in a buffer where SIGKILL would lose it."""
     raw = io.FileIO(fd, "w", closefd=False)
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def _enter_environment(spec: RankSpec) -> None:
@@ -140,14 +140,15 @@ class _Rank:
 
         np.random.seed(None)  # forks share the server's state otherwise
         torch.set_num_threads(self.spec.cpu_threads)
-        timeout = datetime.timedelta(seconds=self.spec.dist_timeout_s)
+        timeout = dt.timedelta(seconds=self.spec.dist_timeout_s)
         # dispatch_with_ddp has no timeout argument: these are init_process_group's defaults.
-        c10d.default_pg_timeout = timeout
-        c10d.default_pg_nccl_timeout = timeout
+        vars(c10d).update(default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
         if self.spec.gpu is None:
             return torch.device("cpu")
         if not torch.cuda.is_available():
-            raise RuntimeError(f"this rank was given GPU {self.spec.gpu}, but torch sees none: check the driver and torch's build")
+            raise RuntimeError(
+                f"this rank was given GPU {self.spec.gpu}, but torch sees none: check the driver and torch's build"
+            )
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
 
@@ -252,7 +253,9 @@ def load_function(target: str) -> Callable[..., Any]:
     for part in name.split("."):
         if not hasattr(found, part):
             public = sorted(attr for attr, value in vars(found).items() if callable(value) and not attr.startswith("_"))
-            raise AttributeError(f"workload {target!r}: {found!r} has no {part!r}; it has {', '.join(public) or 'nothing'}")
+            raise AttributeError(
+                f"workload {target!r}: {found!r} has no {part!r}; it has {', '.join(public) or 'nothing'}"
+            )
         found = getattr(found, part)
     if not callable(found):
         raise TypeError(f"workload {target!r} is {found!r}, not a function")
@@ -289,14 +292,18 @@ def _lost_peer(error: BaseException) -> bool:
 
 
 def _clipped(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]}\n... [{len(text) - limit} characters] ...\n{text[-limit // 2 :]}"
+    return (
+        text
+        if len(text) <= limit
+        else f"{text[: limit // 2]}\n... [{len(text) - limit} characters] ...\n{text[-limit // 2 :]}"
+    )
 
 
 def _run_exit_handlers() -> None:
     """What the interpreter does at its end, but for C++ destructors, which have aborted finished ranks."""
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # joins the user's threads, as Python does
-        atexit._run_exitfuncs()
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # joins the user's threads, as Python does
+        atexit._run_exitfuncs()  # noqa: SLF001
     except BaseException:
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):

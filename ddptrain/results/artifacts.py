@@ -51,7 +51,5 @@ def _folder(artifacts: Path, parts: tuple[str, ...]) -> Path:
             kind = folder.lstat().st_mode
         if not stat.S_ISDIR(kind):
             what = "a symbolic link" if stat.S_ISLNK(kind) else "a file"
-            raise UnsafePath(
-                f"cannot save a file below {folder}: that is {what}, not a folder; choose another path"
-            )
+            raise UnsafePath(f"cannot save a file below {folder}: that is {what}, not a folder; choose another path")
     return folder

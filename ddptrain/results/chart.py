@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _ASCII_MARKS = "*o+x#@"
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: readable on dark and on light
+_NARROWEST = 40
 _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of the character's row and column
 
@@ -32,16 +34,16 @@ class Style:
 
 
 def draw_chart(title: str, x_name: str, lines: Sequence[Line], style: Style) -> str:
-    """The chart as lines of text, none wider than `style.width` (and at least 30)."""
+    """The chart as lines of text, none wider than `style.width`, which counts as 40 at least."""
     finite = [_finite(line) for line in lines]
     points = [point for line in finite for run in line for point in run]
     if not points:
         return f"{title}\n(no finite values)"
     x_low, x_high = _range([x for x, _ in points], padded=False)
     y_low, y_high = _range([y for _, y in points], padded=True)
-    ticks = [_number(y_high), _number((y_low + y_high) / 2), _number(y_low)]
+    ticks = [_number(y_high), _number(y_low / 2 + y_high / 2), _number(y_low)]
     margin = max(len(tick) for tick in ticks)
-    width, height = max(30, style.width) - margin - 2, max(5, style.height)
+    width, height = max(_NARROWEST, style.width) - margin - 2, max(5, style.height)
     canvas = _Canvas(width, height, style)
     for index, line in enumerate(finite):
         for run in line:
@@ -50,11 +52,10 @@ def draw_chart(title: str, x_name: str, lines: Sequence[Line], style: Style) -> 
     side, corner, floor = ("│", "└", "─") if style.unicode else ("|", "+", "-")
     rows = [f"{labels.get(row, ''):>{margin}} {side}{text}" for row, text in enumerate(canvas.rows())]
     left, right = _number(x_low), _number(x_high)
-    under = f"{left}{x_name:^{max(0, width - len(left) - len(right))}}{right}"
+    room = width - len(left) - len(right)
+    under = f"{left}{x_name[:room]:^{room}}{right}"
     legend = (f"{canvas.sample(index)} {line.label}" for index, line in enumerate(lines))
-    return "\n".join(
-        (title, *rows, f"{'':>{margin}} {corner}{floor * width}", f"{'':>{margin}}  {under}", *legend)
-    )
+    return "\n".join((title, *rows, f"{'':>{margin}} {corner}{floor * width}", f"{'':>{margin}}  {under}", *legend))
 
 
 def _finite(line: Line) -> list[list[tuple[float, float]]]:
@@ -71,7 +72,8 @@ def _finite(line: Line) -> list[list[tuple[float, float]]]:
 def _range(values: Sequence[float], *, padded: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
     if low == high and padded:
-        return low - (abs(low) / 10 or 1.0), high + (abs(high) / 10 or 1.0)
+        margin = abs(low) / 10 or 1.0
+        return max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
     return low, high
 
 
@@ -87,9 +89,7 @@ class _Canvas:
         self._dots = (2, 4) if style.unicode else (1, 1)
         self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # (row, column) -> (dots set, line)
 
-    def place(
-        self, x: float, y: float, x_range: tuple[float, float], y_range: tuple[float, float]
-    ) -> tuple[int, int]:
+    def place(self, x: float, y: float, x_range: tuple[float, float], y_range: tuple[float, float]) -> tuple[int, int]:
         """The dot of a point, counted from the upper left."""
         across = _share(x, x_range) * (self._width * self._dots[0] - 1)
         down = (1 - _share(y, y_range)) * (self._height * self._dots[1] - 1)
@@ -119,9 +119,7 @@ class _Canvas:
 
     def sample(self, index: int) -> str:
         """What the line looks like, for the legend."""
-        return self._painted(
-            "⠤⠤" if self._style.unicode else _ASCII_MARKS[index % len(_ASCII_MARKS)] * 2, index
-        )
+        return self._painted("⠤⠤" if self._style.unicode else _ASCII_MARKS[index % len(_ASCII_MARKS)] * 2, index)
 
     def _painted(self, text: str, index: int) -> str:
         return f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m" if self._style.colour else text

@@ -42,9 +42,7 @@ class CheckpointShelf:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._values: dict[
-            int, float | None
-        ] = {}  # step -> the deciding metric, in the order in which they came
+        self._values: dict[int, float | None] = {}  # step -> the deciding metric, in the order in which they came
         self.best: BestRecord | None = None
 
     @property
@@ -74,9 +72,7 @@ class CheckpointShelf:
         try:
             with naming(incoming):
                 incoming.mkdir(parents=True)
-            parcels = [
-                Parcel(source / f.name, incoming / f.name, f.size_bytes, f.sha256) for f in event.files
-            ]
+            parcels = [Parcel(source / f.name, incoming / f.name, f.size_bytes, f.sha256) for f in event.files]
             bring_home(parcels, CheckpointDamaged)
             write_whole(incoming / MANIFEST, _manifest(event, world_size, versions))
             with naming(final):
@@ -94,8 +90,9 @@ class CheckpointShelf:
         return final
 
     def _remember(self, event: CheckpointSaved, policy: CheckpointPolicy) -> None:
-        self._values.pop(event.step, None)
-        value = event.metrics.get(policy.metric) if policy.metric else None
+        # A step that is saved again without its metric, as a last one is, is as good as it was.
+        before = self._values.pop(event.step, None)
+        value = event.metrics.get(policy.metric, before) if policy.metric else None
         self._values[event.step] = value if value is not None and math.isfinite(value) else None
         self.best = self._best(policy)
         self._point(LATEST, event.step)
@@ -126,19 +123,12 @@ def _checked_names(event: CheckpointSaved, source: Path) -> list[str]:
     """The names of the event's files, all of them plain, in a folder without links and folders."""
     names = [file.name for file in event.files]
     for name in names:
-        if (
-            name != Path(name).name
-            or name in ("", ".", "..", MANIFEST)
-            or "\\" in name
-            or not name.isprintable()
-        ):
+        if name != Path(name).name or name in ("", ".", "..", MANIFEST) or "\\" in name or not name.isprintable():
             raise CheckpointDamaged(
                 f'the checkpoint of step {event.step} lists "{shown(name)}", which is no plain file name'
             )
     if not names or len(set(names)) < len(names):
-        raise CheckpointDamaged(
-            f"the checkpoint of step {event.step} lists {'a file twice' if names else 'no files'}"
-        )
+        raise CheckpointDamaged(f"the checkpoint of step {event.step} lists {'a file twice' if names else 'no files'}")
     try:
         if source.is_symlink():
             raise CheckpointDamaged(f"the staging folder {source} is a symbolic link")
@@ -146,9 +136,7 @@ def _checked_names(event: CheckpointSaved, source: Path) -> list[str]:
     except OSError as error:
         raise CheckpointDamaged(f"cannot read the staging folder {source}: {error.strerror}") from error
     if odd:
-        raise CheckpointDamaged(
-            f'the staging folder {source} holds "{shown(odd[0])}", which is no plain file'
-        )
+        raise CheckpointDamaged(f'the staging folder {source} holds "{shown(odd[0])}", which is no plain file')
     return names
 
 
@@ -193,10 +181,7 @@ def _exchange(one: Path, other: Path) -> bool:
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False
-    return bool(
-        rename(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchange)
-        == 0
-    )
+    return bool(rename(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchange) == 0)
 
 
 def _remove(folder: Path) -> None:

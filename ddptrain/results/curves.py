@@ -92,9 +92,7 @@ def _x_name(series: Sequence[Series]) -> str:
 
 def _curve(name: str, series: dict[tuple[str, int], Series], x_name: str) -> Curve:
     start = min((one.time_s[0] for one in series.values()), default=0.0)
-    ranks = {
-        rank: _points(one, x_name, start) for (metric, rank), one in sorted(series.items()) if metric == name
-    }
+    ranks = {rank: _points(one, x_name, start) for (metric, rank), one in sorted(series.items()) if metric == name}
     first = next(iter(ranks.values()))
     if all(_equal(points, first) for points in ranks.values()):
         return Curve(name, {next(iter(ranks)): first}, first)

@@ -91,9 +91,7 @@ def list_runs(runs_dir: Path) -> list[RunView]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UsageError(
-            f"cannot list runs in {runs_dir}: {error.strerror}; choose another with --runs-dir"
-        ) from error
+        raise UsageError(f"cannot list runs in {runs_dir}: {error.strerror}; choose another with --runs-dir") from error
     return sorted((load_run(folder) for folder in folders), key=_age, reverse=True)
 
 
@@ -114,9 +112,7 @@ def find_run(runs_dir: Path, run: str) -> Path:
         if len(matches) == 1:
             return runs_dir / matches[0]
         if matches:
-            raise RunNotFound(
-                f'"{shown(run)}" fits {len(matches)} runs: {_some(matches)}; give more of the name'
-            )
+            raise RunNotFound(f'"{shown(run)}" fits {len(matches)} runs: {_some(matches)}; give more of the name')
     if run and _is_run(Path(run)):
         return Path(os.path.abspath(run))
     raise RunNotFound(_nothing_found(runs_dir, run))
@@ -134,7 +130,7 @@ def _latest(runs_dir: Path) -> Path:
 def _nothing_found(runs_dir: Path, run: str) -> str:
     names = _names(runs_dir)
     what = f'no run "{shown(run)}" in {runs_dir}'
-    if run and Path(run).is_dir() and run not in (".", ".."):
+    if os.path.isdir(run):
         what += f', and the folder "{shown(run)}" holds no run.json'
     if not names:
         return f"{what}, which has no runs; say where they are with --runs-dir"
@@ -195,9 +191,7 @@ def _is_here(record: RunRecord) -> bool:
 
 def _abandoned(layout: RunLayout, record: RunRecord) -> RunRecord:
     failure = FailureRecord(host=record.driver.host, kind="driver", message=DRIVER_GONE)
-    return dataclasses.replace(
-        record, status=RunStatus.FAILED, failure=failure, ended_at=_iso(_changed_at(layout))
-    )
+    return dataclasses.replace(record, status=RunStatus.FAILED, failure=failure, ended_at=_iso(_changed_at(layout)))
 
 
 def _elsewhere(layout: RunLayout, record: RunRecord) -> RunRecord:

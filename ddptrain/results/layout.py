@@ -20,9 +20,7 @@ _LOG_NAME = re.compile(r"rank-(\d{1,9})\.log")
 _STEP_NAME = re.compile(r"step-(\d{1,18})")
 _DRIVE = re.compile(r"[A-Za-z]:")
 _DEVICE = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|COM[0-9]|LPT[0-9])(\..*)?", re.IGNORECASE)
-_LONGEST_COMPONENT_BYTES = (
-    200  # file systems take 255; the rest is room for the name that it has while it is written
-)
+_LONGEST_COMPONENT_BYTES = 200  # file systems take 255; the rest is room for the name that it has while it is written
 _LONGEST_PATH_BYTES = 1000
 
 
@@ -95,9 +93,7 @@ class RunLayout:
         """The files that ranks handed over: path below artifacts/ -> size in bytes, in the order of paths."""
         files = (path for path in self.artifacts_dir.rglob("*") if path.is_file() and not path.is_symlink())
         sizes = {path.relative_to(self.artifacts_dir).as_posix(): path.stat().st_size for path in files}
-        return {
-            path: sizes[path] for path in sorted(sizes) if not PurePosixPath(path).name.startswith(INCOMING)
-        }
+        return {path: sizes[path] for path in sorted(sizes) if not PurePosixPath(path).name.startswith(INCOMING)}
 
 
 def _entries(folder: Path) -> list[Path]:

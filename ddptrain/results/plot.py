@@ -98,8 +98,7 @@ def terminal_charts(plot: Plot, style: Style) -> str:
     """The same as text, a chart for each quantity."""
     x_label = _X_LABELS[plot.x_name]
     return "\n\n".join(
-        draw_chart(panel.quantity, x_label, [_line(curve) for curve in panel.curves], style)
-        for panel in plot.panels
+        draw_chart(panel.quantity, x_label, [_line(curve) for curve in panel.curves], style) for panel in plot.panels
     )
 
 

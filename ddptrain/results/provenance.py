@@ -58,8 +58,6 @@ def installed_versions() -> dict[str, str]:
 def without_secrets(environment: Mapping[str, EnvironmentValue]) -> dict[str, EnvironmentValue]:
     """The environment, with the values of keys, tokens and passwords left out."""
     return {
-        name: EnvironmentValue(
-            LEFT_OUT if is_secret_name(name) else hide_credentials(entry.value), entry.source
-        )
+        name: EnvironmentValue(LEFT_OUT if is_secret_name(name) else hide_credentials(entry.value), entry.source)
         for name, entry in environment.items()
     }

@@ -54,9 +54,7 @@ def _result(view: RunView) -> str:
     if record.best is not None:
         return f"best {record.best.metric} {number(record.best.value)} at step {record.best.step}"
     losses = [name for name in record.last_metrics if "loss" in name]
-    name = next(
-        (name for name in ("val/loss", *losses, *record.last_metrics) if name in record.last_metrics), None
-    )
+    name = next((name for name in ("val/loss", *losses, *record.last_metrics) if name in record.last_metrics), None)
     return "" if name is None else f"{name} {number(record.last_metrics[name])}"
 
 
@@ -85,9 +83,7 @@ def sections(view: RunView) -> list[Section]:
         ("best", f"{best.metric} {number(best.value)} at step {best.step}" if best else ""),
         ("checkpoints", ", ".join(record.checkpoints)),
     ]
-    environment = [
-        (name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())
-    ]
+    environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
     all_sections = [
         (view.run_id, about),
         ("failure", _failure(record.failure)),
@@ -97,10 +93,7 @@ def sections(view: RunView) -> list[Section]:
         ("environment of the ranks", environment),
         ("versions", sorted(record.versions.items())),
     ]
-    filled = (
-        (title, [(clean(name), clean(value)) for name, value in lines if value])
-        for title, lines in all_sections
-    )
+    filled = ((title, [(clean(name), clean(value)) for name, value in lines if value]) for title, lines in all_sections)
     return [(clean(title), lines) for title, lines in filled if lines]
 
 
@@ -131,9 +124,7 @@ def _rank(rank: RankRecord) -> str:
 def clean(text: str) -> str:
     """The text without what would move a terminal's cursor or change its colours."""
     kept = text.replace("\t", "    ")
-    return "".join(
-        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in kept
-    )
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in kept)
 
 
 def number(value: float | None) -> str:
@@ -168,10 +159,7 @@ def _time(text: str) -> str:
 def plain_table(table: Sequence[Sequence[str]]) -> str:
     """Columns aligned with blanks, for people and for awk."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    padded = (
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
+    padded = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
     return "\n".join(padded)
 
 
@@ -182,9 +170,7 @@ def plain_sections(parts: Sequence[Section]) -> str:
         width = max(len(name) for name, _ in lines)
         indent = "\n" + " " * (width + 4)
         blocks.append(
-            "\n".join(
-                [title, *(f"  {name:{width}}  {value.replace(chr(10), indent)}" for name, value in lines)]
-            )
+            "\n".join([title, *(f"  {name:{width}}  {value.replace(chr(10), indent)}" for name, value in lines)])
         )
     return "\n\n".join(blocks)
 
@@ -214,11 +200,7 @@ def print_sections(parts: Sequence[Section], console: Console) -> None:
         table.add_column(no_wrap=True, style="dim")
         table.add_column(overflow="fold")
         for name, value in lines:
-            style = (
-                _STATUS_STYLE.get(RunStatus(value), "")
-                if name == "status" and value in set(RunStatus)
-                else ""
-            )
+            style = _STATUS_STYLE.get(RunStatus(value), "") if name == "status" and value in set(RunStatus) else ""
             table.add_row(Text(f"  {name}"), Text(value, style))
         console.print(table)
         console.print()

@@ -83,9 +83,7 @@ def _receive(parcel: Parcel, damaged: type[ResultsError], out: BinaryIO | None) 
                 out.write(chunk)
         if size != parcel.size_bytes:
             found = f"over {parcel.size_bytes}" if size > parcel.size_bytes else str(size)
-            raise damaged(
-                f"{parcel.source} is damaged: it has {found} bytes, not the {parcel.size_bytes} announced"
-            )
+            raise damaged(f"{parcel.source} is damaged: it has {found} bytes, not the {parcel.size_bytes} announced")
         if digest.hexdigest() != parcel.sha256.lower():
             raise damaged(f"{parcel.source} is damaged: its SHA-256 is not the one announced")
         if out is None:

@@ -121,9 +121,7 @@ def follow_logs(
     cursors: dict[int, LogCursor] = {}
     running = True
     while running:
-        running = (
-            still_running()
-        )  # asked before the last read, so that nothing printed before the end is missed
+        running = still_running()  # asked before the last read, so that nothing printed before the end is missed
         for number, path in _chosen(view.layout, rank).items():
             # Only what was there at the start is shortened: a log that appears later is new in all its lines.
             cursors.setdefault(number, LogCursor(path, lines))

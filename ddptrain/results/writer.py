@@ -33,8 +33,8 @@ _METRICS_EVERY_S = 1.0
 class RunWriter:
     """Writes one run's directory and holds its lock; a context manager of one process.
 
-    The driver's threads may share it: it is never blocked for the time that a checkpoint takes to come home. Only
-    one thread brings files home.
+    The driver's threads may share it, and none waits for a checkpoint that comes home; one thread at a time
+    may bring files home.
     """
 
     def __init__(self, layout: RunLayout, record: RunRecord, lock_descriptor: int) -> None:
@@ -46,9 +46,7 @@ class RunWriter:
         self._finished = False
         self._shelf = CheckpointShelf(layout.checkpoints_dir)
         self._last_metrics: dict[str, float] = {}
-        self._spokesman: dict[
-            str, int
-        ] = {}  # metric -> the lowest rank that logged it: its value is the one to show
+        self._spokesman: dict[str, int] = {}  # metric -> the lowest rank that logged it: its value is the one to show
         for folder in (layout.logs_dir, layout.checkpoints_dir, layout.artifacts_dir):
             with naming(folder):
                 folder.mkdir(exist_ok=True)
@@ -137,9 +135,7 @@ class RunWriter:
             if time.monotonic() - self._saved_at >= _METRICS_EVERY_S:
                 self._save()
 
-    def adopt_checkpoint(
-        self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy
-    ) -> Path:
+    def adopt_checkpoint(self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy) -> Path:
         """Bring a staged checkpoint home and return its folder; what was staged is moved or deleted.
 
         Raises:
@@ -147,9 +143,7 @@ class RunWriter:
             ResultsError: it can't be written.
         """
         versions = self._record.versions
-        final = self._shelf.adopt(
-            event, source, policy, world_size=self._record.world_size, versions=versions
-        )
+        final = self._shelf.adopt(event, source, policy, world_size=self._record.world_size, versions=versions)
         self.update(checkpoints=self._shelf.names, best=self._shelf.best)
         self.event({"event": "checkpoint_adopted", "rank": rank, "step": event.step, "folder": final.name})
         return final
@@ -272,6 +266,4 @@ def _refuse_unless_empty(layout: RunLayout) -> None:
     if taken and lock.is_held(layout.lock_file):
         raise RunLocked(f"run {layout.root.name} is running; wait for it, or choose another --run-id")
     if taken:
-        raise UsageError(
-            f"run {layout.root.name} exists already in {layout.root.parent}; choose another --run-id"
-        )
+        raise UsageError(f"run {layout.root.name} exists already in {layout.root.parent}; choose another --run-id")

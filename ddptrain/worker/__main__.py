@@ -9,9 +9,7 @@ and the end of stdin ends the process: it belongs to whoever holds the other end
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -39,6 +37,8 @@ def main(argv: list[str] | None = None) -> None:
         address = sys.stdin.readline().strip() if own else options.scheduler
         if address:
             host = options.host or ("127.0.0.1" if "//127.0.0.1:" in address else None)
+            import asyncio
+
             asyncio.run(_serve(address, host, server, slots, gpus, scratch, own=own))
     finally:
         server.close()
@@ -47,7 +47,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ddptrain.worker", description="A Dask worker with slots for ranks.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ddptrain.worker", description="A Dask worker with slots for ranks."
+    )
     parser.add_argument("--scheduler", required=True, help="address of the scheduler, or - to read it from stdin")
     parser.add_argument("--slots", type=int, default=0, help="ranks that fit here (default: one per GPU, else 1)")
     parser.add_argument("--gpus", default="", help="comma-separated devices, one per slot (default: none)")
@@ -61,6 +63,8 @@ def _import_dask() -> None:
     import distributed
 
     assert distributed is not None
+    import logging
+
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(
         {
@@ -82,6 +86,8 @@ async def _serve(
     scratch: Path,
     own: bool,
 ) -> None:
+    import asyncio
+
     from distributed import Worker
 
     from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE
@@ -96,7 +102,7 @@ async def _serve(
         resources=resources,
         host=listen,
         local_directory=str(scratch),
-        plugins=[host],
+        plugins=(host,),
         memory_limit=0,
         dashboard=False,
     )

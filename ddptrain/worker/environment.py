@@ -25,14 +25,14 @@ def tuned_defaults() -> dict[str, str]:
 
 
 def server_environment(environ: Mapping[str, str], nanny: Mapping[str, object] | None = None) -> dict[str, str]:
-    """The rank server's: the user's, our defaults below it, and one BLAS thread, for it must fork while it has no other."""
+    """The rank server's: the user's, our defaults below it, and one BLAS thread, for it must fork with no other."""
     env = {**tuned_defaults(), **without_nanny(environ, nanny or {})}
     env.setdefault("OPENBLAS_NUM_THREADS", "1")
     return env
 
 
 def without_nanny(environ: Mapping[str, str], nanny: Mapping[str, object]) -> dict[str, str]:
-    """`environ` less the values that Dask's nanny exported (OMP_NUM_THREADS=1 and its like) and Dask's own hand-over."""
+    """`environ` less the values that Dask's nanny exported (OMP_NUM_THREADS=1 and its like) and Dask's hand-over."""
     ours = {key: value for key, value in environ.items() if key not in nanny or str(nanny[key]) != value}
     ours.pop("DASK_INTERNAL_INHERIT_CONFIG", None)
     return ours
@@ -54,9 +54,7 @@ def complete(spec: RankSpec, environ: Mapping[str, str], *, gpu: str | None, cpu
     }
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
-    return dataclasses.replace(
-        spec, env=env, gpu=gpu, cpu_threads=threads, staging=staging, environment=report
-    )
+    return dataclasses.replace(spec, env=env, gpu=gpu, cpu_threads=threads, staging=staging, environment=report)
 
 
 def _contract(spec: RankSpec, gpu: str | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from distributed import Worker, WorkerPlugin
 
@@ -23,6 +23,11 @@ class _Entry:
 
     grace_s: float
     children: list[str]
+
+
+def rank_host(worker: Worker) -> RankHost:
+    """The plugin of this worker."""
+    return cast(RankHost, worker.plugins[PLUGIN_NAME])
 
 
 class RankHost(WorkerPlugin):

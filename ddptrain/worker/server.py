@@ -25,10 +25,10 @@ class RankServerLost(ClusterError):
 
 
 class RankServer:
-    """A rank server process and the ranks that it runs; they all end when this object is closed or its process dies."""
+    """A rank server process and the ranks that it runs; all end when this object is closed or its process dies."""
 
     def __init__(self, env: Mapping[str, str], log_file: Path) -> None:
-        """Start the process with `env`; it imports torch while the caller goes on. Its own output goes to `log_file`."""
+        """Start the process with `env`; it imports torch while the caller goes on; what it says goes to `log_file`."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log_file.open("ab") as log:
             self._process = subprocess.Popen(

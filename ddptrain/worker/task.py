@@ -14,7 +14,7 @@ from distributed import Worker, get_worker
 
 from ddptrain.spec import RankExit, RankSpec
 from ddptrain.worker import environment, spool
-from ddptrain.worker.host import PLUGIN_NAME, RankHost
+from ddptrain.worker.host import RankHost, rank_host
 
 POLL_S = 0.02  # how soon the driver hears that a rank has printed something
 _NOTICE_BYTES = 12 * 1024  # of log or events in one message: the scheduler keeps the last thousand of a topic
@@ -29,7 +29,7 @@ def run_rank(spec_json: str) -> str:
     """
     spec = RankSpec.from_json(spec_json)
     worker = get_worker()
-    return _RankTask(worker, worker.plugins[PLUGIN_NAME], spec).run()
+    return _RankTask(worker, rank_host(worker), spec).run()
 
 
 def topic(run_id: str) -> str:
@@ -117,7 +117,7 @@ class _RankTask:
 
 def describe_host(dask_worker: Worker) -> dict[str, str]:
     """For client.run: where this worker's spool is, and the token by which a driver knows its file system."""
-    host: RankHost = dask_worker.plugins[PLUGIN_NAME]
+    host = rank_host(dask_worker)
     return {"scratch": str(host.scratch), "token": host.token, "pid": str(os.getpid())}
 
 
@@ -126,14 +126,14 @@ async def stop_ranks(keys: list[str], grace_s: float | None, dask_worker: Worker
 
     A coroutine, for Dask starts only those without waiting for them.
     """
-    host: RankHost = dask_worker.plugins[PLUGIN_NAME]
+    host = rank_host(dask_worker)
     for key in keys:
         host.stop(key, grace_s)
 
 
 def read_spool(path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
     """For client.run: bytes of a file below this worker's scratch folder. Raises PermissionError for any other."""
-    host: RankHost = dask_worker.plugins[PLUGIN_NAME]
+    host = rank_host(dask_worker)
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(host.scratch)):
         raise PermissionError(f"{path} is outside of the scratch folder {host.scratch}")
@@ -142,6 +142,6 @@ def read_spool(path: str, offset: int, size_bytes: int, dask_worker: Worker) -> 
 
 def remove_spool(run_id: str, dask_worker: Worker) -> None:
     """For client.run: delete what a run has left in this worker's scratch folder (in a thread: it may be large)."""
-    host: RankHost = dask_worker.plugins[PLUGIN_NAME]
+    host = rank_host(dask_worker)
     folder = host.scratch / run_id
     threading.Thread(target=shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}).start()

@@ -17,7 +17,7 @@ from tests.conftest import Cli, Finished, Running
 
 PROMPT_S = 5.0  # from the fault to the command's end
 
-WORKLOAD = '''
+WORKLOAD = """
 import os, signal, sys, time
 import torch
 
@@ -62,7 +62,7 @@ def main(ctx, fault, rank=1):
         if step == 2:
             print("under way", flush=True)
         time.sleep(0.05)
-'''
+"""
 
 
 class Bench:
@@ -90,7 +90,8 @@ class Bench:
 
     @property
     def record(self) -> dict[str, Any]:
-        return json.loads((self.run_dir / "run.json").read_text())
+        record: dict[str, Any] = json.loads((self.run_dir / "run.json").read_text())
+        return record
 
     def log(self, rank: int) -> str:
         return (self.run_dir / "logs" / f"rank-{rank}.log").read_text()
@@ -163,7 +164,9 @@ def test_fault_of_one_rank_ends_the_run_and_is_named(
 
 
 def test_fault_of_rank_0_is_not_blamed_on_the_others(bench: Bench) -> None:
-    (bench.folder / "run.yaml").write_text("name: faulty\nworkload: faulty:main\nparams: {rank: 0}\ncluster: {ranks: 3}\n")
+    (bench.folder / "run.yaml").write_text(
+        "name: faulty\nworkload: faulty:main\nparams: {rank: 0}\ncluster: {ranks: 3}\n"
+    )
     ended = bench.run("kill")
     assert_failed(bench, ended, code=1, rank=0, kind="signal", words="killed by SIGKILL")
 
@@ -213,7 +216,10 @@ def test_ctrl_c_during_the_start_cancels_the_run(bench: Bench) -> None:
 def test_second_signal_kills_ranks_that_ignore_the_first(bench: Bench) -> None:
     text = (bench.folder / "faulty.py").read_text()
     (bench.folder / "faulty.py").write_text(
-        text.replace("def main(ctx, fault, rank=1):", "def main(ctx, fault, rank=1):\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+        text.replace(
+            "def main(ctx, fault, rank=1):",
+            "def main(ctx, fault, rank=1):\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        )
     )
     running = bench.start("none")
     running.wait_for("[rank 1] under way")

@@ -119,7 +119,5 @@ def test_loading_a_configuration_imports_neither_torch_nor_dask() -> None:
         "r.params_model('petnames')\n"
         "print([m for m in ('torch', 'distributed', 'dask', 'typer', 'rich', 'numpy') if m in sys.modules])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"

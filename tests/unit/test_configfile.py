@@ -88,10 +88,7 @@ def test_params_stay_as_given_and_are_resolved_on_request(load: Load) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        *(
-            (word, word)
-            for word in ("on", "off", "yes", "no", "y", "12:30", "2024-01-31", "1_000", "=", "0b1")
-        ),
+        *((word, word) for word in ("on", "off", "yes", "no", "y", "12:30", "2024-01-31", "1_000", "=", "0b1")),
         *((word, None) for word in ("", "~", "null")),
         ("true", True),
         ("False", False),
@@ -142,6 +139,25 @@ def test_a_key_in_the_wrong_section_is_sent_home(refuse: Refuse, key: str, home:
     assert refuse(f"workload: toy\n{key}: 2\n") == [f"c.yaml:2: {key}: unknown key (did you mean {home}?)"]
 
 
+ALL_AT_ONCE = """\
+c.yaml:3: cluster.ranks: expected 'auto' or at least 1, got -2
+c.yaml:4: cluster.gpus: expected 'auto' or a whole number, got the text "3" (write the number without \
+quotes, commas or underscores)
+c.yaml:5: cluster.backend: expected 'local' or 'address', got the text "adress" (did you mean address?)
+c.yaml:8: params.epochs: is given twice: on line 7 and on line 8 (keep one of them)
+c.yaml:9: params.amp: expected true or false, got the text "yes" (write true or false, without quotes)
+c.yaml:10: params.lr: expected a finite number, got nan
+c.yaml:11: params.sizes: expected a list, got 4
+c.yaml:12: params.note: expected text or a list, got 3 (write it in quotes)
+c.yaml:13: env.A: expected text, got 1 (write it in quotes)
+c.yaml:14: name: expected text that matches ^[a-z0-9][a-z0-9._-]{0,63}$, got the text "My Run" (lower-case \
+letters, digits, dots, dashes and underscores, at most 64; as in my-run)
+c.yaml:15: dist.timeout_s: expected more than 0, got 0
+--set params.epochs=-1: params.epochs: expected at least 1, got -1
+--set nonsense: expected key=value (as in --set params.epochs=3)
+"""
+
+
 def test_all_problems_are_told_at_once_in_file_order(refuse: Refuse) -> None:
     text = """\
 workload: toy
@@ -160,23 +176,7 @@ env: {A: 1}
 name: My Run
 dist: {timeout_s: 0}
 """
-    assert refuse(text, "params.epochs=-1", "nonsense") == [
-        "c.yaml:3: cluster.ranks: expected 'auto' or at least 1, got -2",
-        "c.yaml:4: cluster.gpus: expected 'auto' or a whole number, got the text \"3\""
-        " (write the number without quotes, commas or underscores)",
-        "c.yaml:5: cluster.backend: expected 'local' or 'address', got the text \"adress\" (did you mean address?)",
-        "c.yaml:8: params.epochs: is given twice: on line 7 and on line 8 (keep one of them)",
-        'c.yaml:9: params.amp: expected true or false, got the text "yes" (write true or false, without quotes)',
-        "c.yaml:10: params.lr: expected a finite number, got nan",
-        "c.yaml:11: params.sizes: expected a list, got 4",
-        "c.yaml:12: params.note: expected text or a list, got 3 (write it in quotes)",
-        "c.yaml:13: env.A: expected text, got 1 (write it in quotes)",
-        'c.yaml:14: name: expected text that matches ^[a-z0-9][a-z0-9._-]{0,63}$, got the text "My Run"'
-        " (lower-case letters, digits, dots, dashes and underscores, at most 64; as in my-run)",
-        "c.yaml:15: dist.timeout_s: expected more than 0, got 0",
-        "--set params.epochs=-1: params.epochs: expected at least 1, got -1",
-        "--set nonsense: expected key=value (as in --set params.epochs=3)",
-    ]
+    assert refuse(text, "params.epochs=-1", "nonsense") == ALL_AT_ONCE.splitlines()
 
 
 def test_thousands_of_problems_are_cut_short(refuse: Refuse) -> None:
@@ -215,9 +215,7 @@ def test_a_missing_workload_is_asked_for(refuse: Refuse) -> None:
 
 def test_an_unknown_workload_is_told_with_its_line(refuse: Refuse) -> None:
     (line,) = refuse("name: x\nworkload: petnamez\n")
-    assert line.startswith(
-        'c.yaml:2: workload: there is no such workload, got the text "petnamez" (did you mean'
-    )
+    assert line.startswith('c.yaml:2: workload: there is no such workload, got the text "petnamez" (did you mean')
 
 
 def test_an_option_makes_mappings_on_the_way(load: Load) -> None:
@@ -255,15 +253,14 @@ def test_a_malformed_option_is_refused_by_name(refuse: Refuse, option: str, prob
 
 
 def test_a_secret_is_not_repeated_by_an_error(refuse: Refuse) -> None:
-    lines = refuse(
-        "workload: toy\nenv: {MY_TOKEN: 8675309}\n", "env.API_KEY=31337", "results.dir=[s3://u:hunter2@b]"
-    )
+    lines = refuse("workload: toy\nenv: {MY_TOKEN: 8675309}\n", "env.API_KEY=31337", "results.dir=[s3://u:hunter2@b]")
     assert len(lines) == 3
     assert not any(secret in line for line in lines for secret in ("8675309", "31337", "hunter2"))
 
 
 def test_a_dump_is_read_back_equal(load: Load) -> None:
-    text = "workload: m:f\nparams: {a: ['1e-3', 'on', '0o7', 1e-5, .inf, '', 'x: y', '<<'], '3': null, 'no': \"\\0\"}\n"
+    params = "{a: ['1e-3', 'on', '0o7', 1e-5, .inf, '', 'x: y', '<<'], '3': null, 'no': \"\\0\"}"
+    text = f"workload: m:f\nparams: {params}\n"
     config = load(text, "cluster.backend=address", "cluster.address=tcp://h:1", "env.A=a")
     assert load(dump_config(config)) == config
 
@@ -309,7 +306,5 @@ def test_a_bare_name_is_a_shipped_example(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "petnames.yaml").write_text("workload: toy\n")
-    with pytest.raises(
-        ConfigError, match=r"petname\.yaml: there is no such file \(did you mean .*/petnames\.yaml\?\)"
-    ):
+    with pytest.raises(ConfigError, match=r"petname\.yaml: there is no such file \(did you mean .*/petnames\.yaml\?\)"):
         load_config(tmp_path / "petname.yaml")

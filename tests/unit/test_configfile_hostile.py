@@ -1,4 +1,4 @@
-"""Files that are no configuration at all: each ends in a clear error, none in a crash, a hang or a full memory."""
+"""Files that are no configuration: each ends in a clear error, none in a crash, a hang or a full memory."""
 
 from __future__ import annotations
 
@@ -135,9 +135,7 @@ def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
     assert "can't be read: Permission denied" in refusal(path)
 
 
-def test_a_file_that_the_system_will_not_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_system_will_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("workload: m:f\n")
 
@@ -162,22 +160,17 @@ def test_a_path_that_cannot_be_is_refused(source: str) -> None:
 
 def load_or_refuse(path: Path, data: bytes, overrides: list[str] | None = None) -> None:
     path.write_bytes(data)
+    refused = None
     try:
         load_config(path, overrides or [])
     except ConfigError as error:
-        assert error.problems
-        assert str(error).replace("\n", "").isprintable()
+        refused = error
+    assert refused is None or (refused.problems and str(refused).replace("\n", "").isprintable())
 
 
-yaml_like = st.text(
-    alphabet="abkw:-?[]{}&*!|>'\"%@`#,~<=. \t\n\r0123456789eE+_\\\x85\u2028é\ufeff\x00", max_size=200
-)
+yaml_like = st.text(alphabet="abkw:-?[]{}&*!|>'\"%@`#,~<=. \t\n\r0123456789eE+_\\\x85\u2028é\ufeff\x00", max_size=200)
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10) | st.dates()
-keys = (
-    st.sampled_from([*RunConfig.model_fields, "backend", "epochs", "ranks"])
-    | st.text(max_size=5)
-    | st.integers()
-)
+keys = st.sampled_from([*RunConfig.model_fields, "backend", "epochs", "ranks"]) | st.text(max_size=5) | st.integers()
 trees = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=6),
@@ -200,9 +193,7 @@ def test_any_text_loads_or_is_refused(tmp_path: Path, text: str, option: str) ->
 
 @EXAMPLES
 @given(tree=st.dictionaries(keys, trees, max_size=6), params=st.dictionaries(keys, trees, max_size=3))
-def test_any_structure_loads_or_is_refused(
-    tmp_path: Path, tree: dict[Any, Any], params: dict[Any, Any]
-) -> None:
+def test_any_structure_loads_or_is_refused(tmp_path: Path, tree: dict[Any, Any], params: dict[Any, Any]) -> None:
     load_or_refuse(tmp_path / "c.yaml", yaml.safe_dump({**tree, "workload": "m:f"}).encode())
     load_or_refuse(tmp_path / "c.yaml", yaml.safe_dump({"workload": "petnames", "params": params}).encode())
 
@@ -240,12 +231,8 @@ configs = st.fixed_dictionaries(
     optional={
         "name": st.from_regex(NAME_PATTERN, fullmatch=True).filter(lambda name: not name.endswith("\n")),
         "params": st.dictionaries(plain_text, plain_values, max_size=5),
-        "env": st.dictionaries(
-            system_text.filter(lambda name: name and "=" not in name), system_text, max_size=4
-        ),
-        "cluster": st.fixed_dictionaries(
-            {}, optional={"ranks": counts, "gpus": counts, "start_timeout_s": seconds}
-        ),
+        "env": st.dictionaries(system_text.filter(lambda name: name and "=" not in name), system_text, max_size=4),
+        "cluster": st.fixed_dictionaries({}, optional={"ranks": counts, "gpus": counts, "start_timeout_s": seconds}),
         "dist": st.fixed_dictionaries({"backend": st.sampled_from(["auto", "gloo", "nccl"])}),
         "checkpoint": st.fixed_dictionaries({"metric": st.none() | system_text.filter(bool)}),
         "results": st.fixed_dictionaries({"dir": system_text.filter(bool)}),

@@ -62,9 +62,7 @@ def imports_of(room: str) -> list[Import]:
     """Every import in a room; what only type checkers see is left out."""
     files = PACKAGE.glob("*.py") if room == HALL else (PACKAGE / room).rglob("*.py")
     return [
-        item
-        for file in sorted(files)
-        for item in walk(ast.parse(file.read_text(encoding="utf-8")), file, lazy=False)
+        item for file in sorted(files) for item in walk(ast.parse(file.read_text(encoding="utf-8")), file, lazy=False)
     ]
 
 
@@ -118,16 +116,12 @@ def test_torch_is_not_imported_outside_the_rooms_that_train(room: str) -> None:
 
 
 def test_no_import_is_relative() -> None:
-    relative = [
-        str(item) for room in [HALL, *ROOMS] for item in imports_of(room) if " relative " in item.name
-    ]
+    relative = [str(item) for room in [HALL, *ROOMS] for item in imports_of(room) if " relative " in item.name]
     assert not relative, "\n".join(relative)
 
 
 def test_import_inside_a_function_is_seen() -> None:
-    tree = ast.parse(
-        "def f():\n    if x:\n        from ddptrain.rank import context\n        import torch.nn"
-    )
+    tree = ast.parse("def f():\n    if x:\n        from ddptrain.rank import context\n        import torch.nn")
     found = list(walk(tree, PACKAGE / "x.py", lazy=False))
     assert [(item.name, item.room, item.line, item.lazy) for item in found] == [
         ("ddptrain.rank.context", "rank", 3, True),

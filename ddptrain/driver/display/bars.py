@@ -141,9 +141,7 @@ class Bars:
         fraction = known if known is not None else float(bar.state == "done")
         full = math.floor(fraction * width)
         colour = terminal.RED if bar.state == "failed" else terminal.rank_colour(bar.rank)
-        return Piece(self._glyphs.full * full, colour), Piece(
-            self._glyphs.rest * (width - full), terminal.DIM
-        )
+        return Piece(self._glyphs.full * full, colour), Piece(self._glyphs.rest * (width - full), terminal.DIM)
 
     def _rest(self, bars: Sequence[RankBar], name: str) -> Row:
         """One row that stands for many ranks."""

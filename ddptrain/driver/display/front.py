@@ -29,9 +29,7 @@ from ddptrain.events import Metrics, Progress
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # at least this long between two looks, so that a rank's lines come in batches
-MAX_WAITING = (
-    50_000  # messages kept for a reader who has stopped reading; numbers beyond are dropped and counted
-)
+MAX_WAITING = 50_000  # messages kept for a reader who has stopped reading; numbers beyond are dropped and counted
 CLOSE_DEADLINE_S = 10.0
 _LAST_WORD_S = 0.2
 
@@ -162,11 +160,7 @@ class Display:
             raise
 
     def _moved(self) -> int:
-        return (
-            self._stdout.sent_bytes
-            + self._stderr.sent_bytes
-            + sum(tail.offset for tail in self._tails.values())
-        )
+        return self._stdout.sent_bytes + self._stderr.sent_bytes + sum(tail.offset for tail in self._tails.values())
 
     def _give_up(self, deadline_s: float) -> None:
         self._aborted.set()
@@ -187,9 +181,7 @@ class Display:
             self._finish()
         except Exception as error:  # whatever goes wrong here, the training goes on
             self._failed = f"{type(error).__name__}: {error}"
-            self._last_word(
-                f"the display failed ({self._failed}); the run goes on, its logs are in {self._logs_dir()}"
-            )
+            self._last_word(f"the display failed ({self._failed}); the run goes on, its logs are in {self._logs_dir()}")
         finally:
             for tail in self._tails.values():
                 tail.close()
@@ -198,9 +190,7 @@ class Display:
         """Show what comes until all has been shown, or nothing can be any more."""
         idle_since_s = time.monotonic()
         while not (self._stdout.broken or self._aborted.is_set()):
-            close = (
-                self._close
-            )  # read before the logs are: whatever was told or printed before it is then shown
+            close = self._close  # read before the logs are: whatever was told or printed before it is then shown
             if close:
                 self._set_ends(close.final_sizes)
             self._deliver()
@@ -230,9 +220,7 @@ class Display:
         count = self._dropped - self._dropped_told
         if count:
             self._dropped_told += count
-            self._renderer.tell(
-                told.Notice(f"{count} metrics were not shown: the output was not read", "warning")
-            )
+            self._renderer.tell(told.Notice(f"{count} metrics were not shown: the output was not read", "warning"))
 
     def _read_logs(self) -> int:
         """Show the next piece of every log; how many bytes the longest had."""

@@ -81,9 +81,7 @@ class Closing:
     last_event: Mapping[str, Any]
 
 
-Message = (
-    RankStarted | RankEnded | RankMetrics | RankProgress | Redrawn | Status | Notice | RawEvent | Closing
-)
+Message = RankStarted | RankEnded | RankMetrics | RankProgress | Redrawn | Status | Notice | RawEvent | Closing
 
 
 class Renderer(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddptrain.workloads.petnames.alphabet import BLANK, BLANK_ID, STOP, encode
 
-POOL_STEPS = 16  # names are sorted by length within this many steps: little padding, and still well mixed
+POOL_STEPS = 16  # whole names are sorted by length within this many steps: little padding, and still well mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,41 +18,64 @@ class Rows:
     """What a model learns from, held as a whole on the device of the rank.
 
     symbols: uint8, [rows, width]; a row's inputs are all but its last column.
+    lengths: int64 on the CPU, [rows]; how many inputs of a row a model has to read, blanks left out.
     n_targets: int64 on the CPU, [rows]; how many of a row's symbols are to be predicted.
     context: "window" (a row is a context and the one symbol after it) or "full" (a row is a whole name).
     """
 
     symbols: Tensor
+    lengths: Tensor
     n_targets: Tensor
     context: str
 
     def __len__(self) -> int:
         return len(self.symbols)
 
+    def parts(self, index: Tensor, most_rows: int) -> Sequence[Tensor]:
+        """`index`, sorted by length, cut into parts of `most_rows` at the most, and of one length where that is many."""
+        sizes: list[int] = []
+        pending = 0
+        _, runs = self.lengths[index].unique_consecutive(return_counts=True)
+        for run in runs.tolist():
+            pending += run
+            if pending >= most_rows // 4:  # fewer rows are no faster than the padding that they would save
+                sizes += _near_equal(pending, most_rows)
+                pending = 0
+        return index.split(sizes + _near_equal(pending, most_rows))
+
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs [n, t] and targets [n, t] (or [n, 1] for windows), cut to the longest name; BLANK is no target."""
+        """Inputs [n, t] and targets, [n, t] for names and [n, 1] for windows; BLANK is no target.
+
+        t is the longest of the rows' lengths: names are cut after it, windows lose the blanks before it.
+        """
         rows = self.symbols[index.to(self.symbols.device, non_blocking=True)]
+        longest = int(self.lengths[index].max())
         if self.context == "window":
-            return rows[:, :-1], rows[:, -1:].long()
-        longest = int(self.n_targets[index].max())
+            return rows[:, -1 - longest : -1], rows[:, -1:].long()
         return rows[:, :longest], rows[:, 1 : longest + 1].long()
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's part of one step: its rows (perhaps none), and the targets of all ranks' rows in that step."""
+    """One rank's part of one step: its rows by length (perhaps none), and the targets of all ranks in that step."""
 
     index: Tensor
     total_targets: int
 
 
-def make_rows(names: Sequence[str], context: str, window: int, device: torch.device) -> Rows:
-    """Rows of `names` for a kind of context; there is at least one name."""
+def make_rows(
+    names: Sequence[str], context: str, window: int, device: torch.device, *, skip_blanks: bool = True
+) -> Rows:
+    """Rows of `names` for a kind of context; there is at least one name. `skip_blanks` matters to windows only."""
     texts = [BLANK + name + STOP for name in names] if context == "full" else _windows(names, window)
     width = max(len(text) for text in texts)
     symbols = torch.tensor([encode(text.ljust(width, BLANK)) for text in texts], dtype=torch.uint8)
-    n_targets = (symbols[:, 1:] != BLANK_ID).sum(1) if context == "full" else torch.ones(len(texts), dtype=torch.int64)
-    return Rows(symbols.to(device), n_targets, context)
+    if context == "full":
+        lengths = n_targets = (symbols[:, 1:] != BLANK_ID).sum(1)
+    else:
+        n_targets = torch.ones(len(symbols), dtype=torch.int64)
+        lengths = (symbols[:, :-1] != BLANK_ID).sum(1).clamp(min=1) if skip_blanks else n_targets * window
+    return Rows(symbols.to(device), lengths, n_targets, context)
 
 
 def plan_epoch(rows: Rows, batch_size: int, world_size: int, rank: int, seed: int, epoch: int) -> list[Share]:
@@ -65,20 +88,31 @@ def plan_epoch(rows: Rows, batch_size: int, world_size: int, rank: int, seed: in
     """
     n_steps = -(-len(rows) // (batch_size * world_size))
     draw = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    batches = list(torch.tensor_split(torch.randperm(len(rows), generator=draw), n_steps))
-    if rows.context == "full":
-        batches = _group_by_length(batches, rows.n_targets, draw)
+    batches = torch.tensor_split(torch.randperm(len(rows), generator=draw), n_steps)
+    pool_steps = POOL_STEPS if rows.context == "full" else 1
+    batches = _group_by_length(batches, rows.lengths, pool_steps, draw)
     return [Share(batch[rank::world_size], int(rows.n_targets[batch].sum())) for batch in batches]
 
 
-def _group_by_length(batches: list[Tensor], n_targets: Tensor, draw: torch.Generator) -> list[Tensor]:
-    """As many batches of the same sizes, each of names of similar length, in random order."""
+def _group_by_length(
+    batches: Sequence[Tensor], lengths: Tensor, pool_steps: int, draw: torch.Generator
+) -> Sequence[Tensor]:
+    """As many batches of the same sizes, in random order; the rows of each sorted by length.
+
+    Rows move between `pool_steps` batches, so that those of a batch are of similar length.
+    """
     grouped: list[Tensor] = []
-    for start in range(0, len(batches), POOL_STEPS):
-        pool = torch.cat(batches[start : start + POOL_STEPS])
-        by_length = pool[n_targets[pool].argsort(stable=True)]
-        grouped += by_length.split([len(batch) for batch in batches[start : start + POOL_STEPS]])
+    for start in range(0, len(batches), pool_steps):
+        sizes = [len(batch) for batch in batches[start : start + pool_steps]]
+        pool = torch.cat(list(batches[start : start + pool_steps]))
+        grouped += pool[lengths[pool].argsort(stable=True)].split(sizes)
     return [grouped[i] for i in torch.randperm(len(grouped), generator=draw).tolist()]
+
+
+def _near_equal(total: int, most: int) -> list[int]:
+    """The fewest near-equal whole numbers that add up to `total`, none above `most`."""
+    n_parts = -(-total // most)
+    return [(total + i) // n_parts for i in range(n_parts)]
 
 
 def _windows(names: Sequence[str], window: int) -> list[str]:

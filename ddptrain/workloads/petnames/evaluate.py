@@ -19,7 +19,7 @@ def mean_nll(model: CharacterModel, rows: Rows, rank: int, world_size: int) -> f
     """
     was_training = model.training
     model.eval()
-    own = rows.n_targets.argsort(stable=True)[rank::world_size]  # by length: little padding
+    own = rows.lengths.argsort(stable=True)[rank::world_size]  # by length: little padding
     total = torch.zeros(1, dtype=torch.float64)
     for index in own.split(_ROWS_AT_ONCE):
         inputs, targets = rows.batch(index)

@@ -16,6 +16,8 @@ from ddptrain.workloads.petnames.params import PetnamesParams
 
 State = tuple[Tensor, Tensor]
 
+_BLANK_COPIES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -76,9 +78,14 @@ class CharacterModel(nn.Module):
         self.linear = nn.Linear(config.hidden_size, len(SYMBOLS))
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] after whole windows."""
-        hidden, _ = self.lstm(self._enter(symbols))
-        if self.config.context == "window":
+        """Logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] after windows.
+
+        A window of less than `window` symbols is one with blanks before them.
+        """
+        windowed = self.config.context == "window"
+        n_blanks = self.config.window - symbols.shape[1] if windowed else 0
+        hidden, _ = self.lstm(self._enter(symbols), self._after_blanks(n_blanks, len(symbols)))
+        if windowed:
             hidden = hidden[:, -1:]
         scores: Tensor = self.linear(self.output_dropout(hidden))
         return scores
@@ -87,6 +94,20 @@ class CharacterModel(nn.Module):
         """Logits [n, 31] and the new state after one more symbol each, [n]; None is the state before any."""
         hidden, state = self.lstm(self._enter(symbols[:, None]), state)
         return self.linear(hidden[:, 0]), state
+
+    def _after_blanks(self, n_blanks: int, n_rows: int) -> State | None:
+        """The state of `n_rows` rows after `n_blanks` blanks.
+
+        More than half of what the windows of names hold are blanks at the start; they need not be read for each row.
+        A few copies are read, not one, so that rows differ in the dropout of this part too.
+        """
+        if n_blanks == 0:
+            return None
+        copies = min(n_rows, _BLANK_COPIES)
+        blanks = torch.full((copies, n_blanks), BLANK_ID, device=self.linear.weight.device)
+        _, (hidden, cell) = self.lstm(self._enter(blanks))
+        times = -(-n_rows // copies)
+        return hidden.repeat(1, times, 1)[:, :n_rows].contiguous(), cell.repeat(1, times, 1)[:, :n_rows].contiguous()
 
     def _enter(self, symbols: Tensor) -> Tensor:
         if self.embedding is not None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,15 +24,15 @@ from ddptrain.workloads.petnames.schedule import learning_rate_factor
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
 
-_CPU_MICROBATCH = 512  # rows whose activations stay in a core's caches
+_CPU_MICROBATCH = 256  # rows whose activations stay in a core's caches
 
 
 def train(ctx: RankContext, **params: Any) -> None:
     """Trains the character model on names, all ranks together; `params` are those of PetnamesParams."""
     settings = PetnamesParams.model_validate(params)
     split = _load_split(ctx, settings)
-    rows = make_rows(split.train, settings.context, settings.window, ctx.device)
-    held_out = make_rows(split.held_out, settings.context, settings.window, ctx.device) if split.held_out else None
+    rows = _rows(ctx, settings, split.train)
+    held_out = _rows(ctx, settings, split.held_out) if split.held_out else None
 
     torch.manual_seed(settings.seed)
     config = ModelConfig.of(settings)
@@ -136,7 +136,7 @@ class _Trainer:
         if len(share.index) == 0:
             yield torch.zeros(1, dtype=torch.int64), 0.0, True
             return
-        parts = share.index.split(self._microbatch or len(share.index))
+        parts = self._rows.parts(share.index, self._microbatch) if self._microbatch else [share.index]
         for number, index in enumerate(parts, start=1):
             yield index, 1.0, number == len(parts)
 
@@ -176,6 +176,10 @@ def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
         known = {"train": sorted(set(split.train)), "held_out": split.held_out}
         ctx.save_file("names.json", json.dumps(known, indent=0))
     return split
+
+
+def _rows(ctx: RankContext, settings: PetnamesParams, names: Sequence[str]) -> Rows:
+    return make_rows(names, settings.context, settings.window, ctx.device, skip_blanks=settings.skip_blanks)
 
 
 def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: _Trainer) -> None:

@@ -63,9 +63,7 @@ def test_error_becomes_its_message_and_exit_code(
     assert capsys.readouterr() == ("", f"ddptrain: error: {error}\n")
 
 
-def test_each_configuration_problem_has_its_own_line(
-    handle: Handle, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_configuration_problem_has_its_own_line(handle: Handle, capsys: pytest.CaptureFixture[str]) -> None:
     problems = [
         Problem("a.yaml:3", "params.epochz", "unknown key", "did you mean params.epochs?"),
         Problem("a.yaml:7", "", "x"),
@@ -175,9 +173,7 @@ def test_every_command_has_help(command: str) -> None:
     assert f"Usage: ddptrain {command}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "args", [[], ["trian"], ["train"], ["train", "--no-such-option"], ["--no-such-option"]]
-)
+@pytest.mark.parametrize("args", [[], ["trian"], ["train"], ["train", "--no-such-option"], ["--no-such-option"]])
 def test_wrong_usage_is_2_and_says_so_on_stderr(args: list[str]) -> None:
     done = ddptrain_(*args)
     assert (done.returncode, done.stdout) == (2, "")
@@ -192,7 +188,7 @@ def test_help_loads_none_of_the_heavy_packages() -> None:
     code = (
         "import sys; from ddptrain.cli.main import main; code = main(['--help'])\n"
         "heavy = {'torch', 'dask', 'distributed', 'pydantic', 'rich', 'numpy', 'yaml'} & set(sys.modules)\n"
-        "sys.exit(code or str(heavy or ''))"
+        "sys.exit(str(heavy) if heavy else code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")

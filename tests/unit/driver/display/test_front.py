@@ -243,9 +243,7 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(
     assert "nobody has read the output for 0.1 s" in (tmp_path / "err").read_text()
 
 
-def test_numbers_dropped_for_a_stuck_reader_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_dropped_for_a_stuck_reader_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "MAX_WAITING", 50)
     reader, out = stuck_pipe()
     (tmp_path / "rank-0.log").write_bytes(b"one\n")
@@ -264,9 +262,7 @@ def test_numbers_dropped_for_a_stuck_reader_are_counted(
     assert b"10 metrics were not shown" in data
 
 
-def test_fault_of_the_display_itself_does_not_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_of_the_display_itself_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("boom")
 
@@ -306,9 +302,7 @@ def test_interpreter_ends_quietly_after_head(tmp_path: Path) -> None:
 
 def test_plain_display_imports_neither_rich_nor_torch_nor_dask(tmp_path: Path) -> None:
     code = HEAD + "print([name for name in ('rich', 'torch', 'dask') if name in sys.modules])"
-    output = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True, text=True
-    )
+    output = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True, text=True)
     assert output.stdout == "end\nlater\n[]\n"
 
 

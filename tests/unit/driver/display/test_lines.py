@@ -75,9 +75,7 @@ def test_line_of_exactly_the_limit_is_one_line() -> None:
     assert assemble(b"abcd\nefgh") == [Line("abcd"), Line("efgh", False)]
 
 
-PRINTED = st.lists(
-    st.sampled_from([b"a", b"bcd", b"\r", b"\n", b"\r\n", "ë".encode(), b"\xf0\x9f", b"\xff", b"\0"])
-)
+PRINTED = st.lists(st.sampled_from([b"a", b"bcd", b"\r", b"\n", b"\r\n", "ë".encode(), b"\xf0\x9f", b"\xff", b"\0"]))
 
 
 @given(PRINTED.map(b"".join) | st.binary(max_size=60), st.data())

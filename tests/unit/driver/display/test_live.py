@@ -67,9 +67,7 @@ def terminal() -> Iterator[Terminal]:
 
 
 def live(terminal: Terminal, logs: Path, ranks: int = 2, **environ: str) -> Display:
-    return open_display(
-        "auto", logs, ranks, "run-1", terminal.file, terminal.file, {"TERM": "xterm", **environ}
-    )
+    return open_display("auto", logs, ranks, "run-1", terminal.file, terminal.file, {"TERM": "xterm", **environ})
 
 
 def train(display: Display) -> None:
@@ -184,9 +182,7 @@ class Tmux:
 
     def __init__(self, folder: Path) -> None:
         self._base = ["tmux", "-S", str(folder / "tmux.sock"), "-f", "/dev/null"]
-        self._environ = {
-            key: value for key, value in os.environ.items() if key not in ("CI", "TMUX", "NO_COLOR")
-        }
+        self._environ = {key: value for key, value in os.environ.items() if key not in ("CI", "TMUX", "NO_COLOR")}
 
     def call(self, *words: str) -> str:
         command = [*self._base, *words]
@@ -237,9 +233,7 @@ def test_real_terminal_shows_logs_bars_and_summary(tmux: Tmux, tmp_path: Path) -
     demo(tmux, tmp_path)
     tmux.wait_for(lambda screen: shape(screen) == ["rank 0", "rank 1", "run-1"] and "50%" in screen[-2])
     (tmp_path / "rank-0.log").write_bytes(b"one\ntwo\n")
-    tmux.wait_for(
-        lambda screen: shape(screen)[-5:] == ["[rank 0] one", "[rank 0] two", "rank 0", "rank 1", "run-1"]
-    )
+    tmux.wait_for(lambda screen: shape(screen)[-5:] == ["[rank 0] one", "[rank 0] two", "rank 0", "rank 1", "run-1"])
     (tmp_path / "end").touch()
     screen = tmux.wait_for(lambda screen: screen[-1] == "$")
     assert shape(screen) == ["[rank 0] one", "[rank 0] two", "rank 0", "rank 1", "run-1", "SUMMARY"]
@@ -254,9 +248,7 @@ def test_bars_stay_whole_when_the_terminal_is_resized(tmux: Tmux, tmp_path: Path
     tmux.wait_for(lambda screen: shape(screen) == expected and "50%" in screen[-2])
     for columns, rows in ((40, 20), (12, 20), (100, 20), (100, 8), (60, 30)):
         tmux.call("resize-window", "-x", str(columns), "-y", str(rows))
-        time.sleep(
-            0.3
-        )  # a few frames at this size; should one be missed, the next size is drawn all the same
+        time.sleep(0.3)  # a few frames at this size; should one be missed, the next size is drawn all the same
     (tmp_path / "end").touch()
     screen = tmux.wait_for(lambda screen: screen[-1] == "$")
     assert shape(screen) == [*expected, "SUMMARY"]

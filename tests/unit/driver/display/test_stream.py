@@ -34,9 +34,7 @@ def read_all(fd: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_everything_arrives_through_a_pipe_that_takes_little_at_once(
-    pipe: tuple[int, TextIO], blocking: bool
-) -> None:
+def test_everything_arrives_through_a_pipe_that_takes_little_at_once(pipe: tuple[int, TextIO], blocking: bool) -> None:
     reader, file = pipe
     os.set_blocking(file.fileno(), blocking)
     text = "Zoë\n" * 100_000
@@ -83,9 +81,7 @@ def test_full_disk_is_noted() -> None:
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"Zo? ?\n"), ("utf-8", "Zoë ?\n".encode())])
-def test_characters_that_cannot_be_shown_are_replaced(
-    pipe: tuple[int, TextIO], encoding: str, shown: bytes
-) -> None:
+def test_characters_that_cannot_be_shown_are_replaced(pipe: tuple[int, TextIO], encoding: str, shown: bytes) -> None:
     reader, file = pipe
     with os.fdopen(os.dup(file.fileno()), "w", encoding=encoding) as limited:
         Stream(limited).write("Zoë \ud800\n")

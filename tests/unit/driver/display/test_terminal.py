@@ -31,9 +31,7 @@ from ddptrain.errors import UsageError
         ("json", True, {}, "json"),
     ],
 )
-def test_output_fits_where_it_goes(
-    mode: str, is_terminal: bool, environ: dict[str, str], chosen: str
-) -> None:
+def test_output_fits_where_it_goes(mode: str, is_terminal: bool, environ: dict[str, str], chosen: str) -> None:
     assert choose_mode(mode, is_terminal, environ) == chosen
 
 
@@ -55,9 +53,7 @@ def test_unknown_mode_is_refused_with_the_known_ones() -> None:
         (True, {"FORCE_COLOR": "0"}, False),
     ],
 )
-def test_colours_are_for_those_who_want_them(
-    is_terminal: bool, environ: dict[str, str], wanted: bool
-) -> None:
+def test_colours_are_for_those_who_want_them(is_terminal: bool, environ: dict[str, str], wanted: bool) -> None:
     assert wants_colour(is_terminal, environ) is wanted
 
 

@@ -1,0 +1,378 @@
+"""`ddptrain train` with real processes: placing, logs, results, several at once, and clusters that are up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conftest import Cli, Finished
+
+WORKLOAD = '''
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+
+def steps(ctx, epochs=2, pause=0.0):
+    """Trains a little, and uses all of the context."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1).to(ctx.device))
+    optimizer = torch.optim.Adam(model.parameters())
+    for epoch in range(1, epochs + 1):
+        optimizer.zero_grad()
+        loss = model(torch.full((8, 4), float(ctx.rank))).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        ctx.log({"train/loss": loss.detach()}, step=epoch, epoch=epoch)
+        ctx.progress(epoch, epochs, unit="epochs")
+        ctx.checkpoint(model=model, optimizer=optimizer, step=epoch, epoch=epoch, metrics={"val/loss": 1.0 / epoch})
+        time.sleep(pause)
+    ctx.save_file(f"samples/rank-{ctx.rank}.txt", f"of rank {ctx.rank}")
+    total = torch.tensor([ctx.rank + 1.0])
+    dist.all_reduce(total)
+    print("sum", int(total), "of", ctx.world_size, "threads", torch.get_num_threads())
+    print("pid", os.getpid(), "ppid", os.getppid(), flush=True)
+
+
+def environment(ctx):
+    print("value", os.environ.get("MY_VALUE"), "tuned", os.environ.get("MALLOC_ARENA_MAX"))
+    print("cwd", os.getcwd(), "argv", sys.argv)
+
+
+def odd_output(ctx):
+    print("out", flush=True)
+    print("err", file=sys.stderr, flush=True)
+    os.write(1, "caf\\u00e9".encode()[:4])
+    time.sleep(0.1)
+    os.write(1, "caf\\u00e9".encode()[4:] + b"\\n")
+    for percent in range(0, 101, 10):
+        sys.stdout.write(f"\\r{percent}%")
+    print()
+    print("x" * 10_000_000)
+    for number in range(3000):
+        print("line", number)
+    os.system("echo from a child")
+    sys.stdout.write("no newline at the end")
+
+
+def escape(ctx):
+    if ctx.rank == 0:
+        from ddptrain import events
+        ctx._emitter.emit(events.FileSaved(time.time_ns(), "../../stolen.txt", "../../../victim.txt", 3, "0" * 64))
+    time.sleep(30)
+
+
+def burst(ctx, lines=20000):
+    for number in range(lines):
+        print(f"{number:06d} of rank {ctx.rank}")
+'''
+
+
+class Trainer:
+    """A folder with workloads; trains them and reads what came out."""
+
+    def __init__(self, folder: Path, cli: Cli) -> None:
+        self.folder, self.cli = folder, cli
+        (folder / "work.py").write_text(WORKLOAD)
+
+    def config(self, workload: str, **more: object) -> Path:
+        path = self.folder / f"{workload}.yaml"
+        path.write_text(json.dumps({"workload": f"work:{workload}", "cluster": {"ranks": 2}, **more}))
+        return path
+
+    def train(self, workload: str, *args: str, shell: dict[str, str] | None = None, **more: object) -> Finished:
+        return self.cli("train", self.config(workload, **more), *args, env=shell)
+
+    def run_dirs(self) -> list[Path]:
+        return sorted((self.folder / "runs").iterdir())
+
+    def run_dir(self) -> Path:
+        (folder,) = self.run_dirs()
+        return folder
+
+    def record(self) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.run_dir() / "run.json").read_text())
+        return record
+
+    def log(self, rank: int) -> str:
+        return (self.run_dir() / "logs" / f"rank-{rank}.log").read_text()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, run_cli: Cli) -> Trainer:
+    return Trainer(tmp_path, run_cli)
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_run_leaves_a_complete_run_directory(trainer: Trainer) -> None:
+    ended = trainer.train("steps")
+    assert ended.rc == 0, ended.stderr
+    record = trainer.record()
+    assert (record["status"], record["exit_code"], record["world_size"]) == ("succeeded", 0, 2)
+    assert record["failure"] is None
+    ranks = record["attempts"][0]["ranks"]
+    assert [(rank["rank"], rank["local_rank"], rank["exit"]) for rank in ranks] == [(0, 0, 0), (1, 1, 0)]
+    assert record["best"] == {"metric": "val/loss", "mode": "min", "value": 0.5, "step": 2}
+    assert record["rank_environment"]["OMP_NUM_THREADS"]["source"] == "ddptrain"
+    assert "torch" in record["versions"]
+
+    root = trainer.run_dir()
+    assert {path.name for path in root.iterdir()} == {
+        *("run.json", "run.lock", "config.yaml", "events.jsonl", "metrics.jsonl"),
+        *("logs", "checkpoints", "artifacts"),
+    }
+    assert (root / "checkpoints/latest").read_text().strip() == "step-2"
+    assert set(load_file(root / "checkpoints/step-2/model.safetensors")) == {"weight", "bias"}
+    assert (root / "artifacts/samples/rank-1.txt").read_text() == "of rank 1"
+    metrics = json_lines((root / "metrics.jsonl").read_text())
+    assert {(line["rank"], line["step"]) for line in metrics} == {(r, s) for r in (0, 1) for s in (1, 2)}
+    kinds = [line["event"] for line in json_lines((root / "events.jsonl").read_text())]
+    assert kinds[0] == "run_started"
+    assert kinds[-1] == "run_finished"
+    assert kinds.count("rank_started") == kinds.count("rank_ended") == 2
+
+
+def test_ranks_form_one_group_and_are_forked_from_one_server(trainer: Trainer) -> None:
+    trainer.train("steps", "--ranks", "3")
+    assert [re.search(r"sum (\d+) of (\d)", trainer.log(rank)).groups() for rank in range(3)] == [("6", "3")] * 3  # type: ignore[union-attr]
+    parents = {re.search(r"ppid (\d+)", trainer.log(rank))[1] for rank in range(3)}  # type: ignore[index]
+    assert len(parents) == 1
+
+
+def test_json_output_is_json_and_ends_with_the_contracts_object(trainer: Trainer) -> None:
+    ended = trainer.train("steps", "--output", "json")
+    lines = json_lines(ended.stdout)
+    assert all("event" in line for line in lines)
+    logs = [line for line in lines if line["event"] == "log"]
+    assert any(line["rank"] == 1 and line["line"].startswith("sum 3") for line in logs)
+    last = lines[-1]
+    assert set(last) >= {"event", "run_id", "run_dir", "status", "exit_code", "duration_s", "failure"}
+    assert (last["event"], last["status"], last["exit_code"], last["failure"]) == ("run_finished", "succeeded", 0, None)
+    assert Path(last["run_dir"]) == trainer.run_dir()
+    assert len([line for line in lines if line["event"] == "rank_started"]) == 2
+
+
+def test_plain_output_has_prefixed_lines_and_no_colours_in_a_pipe(trainer: Trainer) -> None:
+    ended = trainer.train("steps")
+    assert re.search(r"^\[rank 1\] sum 3 of 2", ended.stdout, re.MULTILINE)
+    assert "\x1b" not in ended.stdout + ended.stderr
+
+
+def test_odd_output_reaches_log_and_pipe_whole(trainer: Trainer) -> None:
+    ended = trainer.train("odd_output", "--ranks", "1")
+    assert ended.rc == 0
+    raw = (trainer.run_dir() / "logs/rank-0.log").read_bytes()
+    text = raw.decode()
+    assert text.startswith("out\nerr\ncafé\n")
+    assert "x" * 10_000_000 in text
+    assert re.findall(r"^line (\d+)$", text, re.MULTILINE) == [str(number) for number in range(3000)]
+    assert text.endswith("from a child\nno newline at the end")
+    shown = ended.stdout.splitlines()
+    assert "[rank 0] café" in shown
+    assert "[rank 0] 100%" in shown
+    assert "[rank 0] no newline at the end" in shown
+    assert [line for line in shown if line.startswith("[rank 0] line ")] == [f"[rank 0] line {n}" for n in range(3000)]
+    assert sum(line.count("x") for line in shown) >= 10_000_000
+
+
+def test_burst_of_lines_is_complete_and_in_order(trainer: Trainer) -> None:
+    ended = trainer.train("burst")
+    for rank in range(2):
+        wanted = [f"{number:06d} of rank {rank}" for number in range(20000)]
+        assert trainer.log(rank).splitlines() == wanted
+        assert [line[9:] for line in ended.stdout.splitlines() if line.startswith(f"[rank {rank}] ")] == wanted
+
+
+def test_users_environment_reaches_the_ranks_and_wins(trainer: Trainer) -> None:
+    more = {"env": {"MY_VALUE": "from config", "MALLOC_ARENA_MAX": "3"}}
+    ended = trainer.train("environment", shell={"MY_VALUE": "from shell", "OMP_NUM_THREADS": "2"}, **more)
+    assert ended.rc == 0, ended.stderr
+    # MALLOC_ARENA_MAX is read when a program starts: these ranks were started cold.
+    assert "value from config tuned 3" in trainer.log(0)
+    assert f"cwd {trainer.folder}" in trainer.log(1)
+    assert trainer.record()["rank_environment"]["OMP_NUM_THREADS"] == {"value": "2", "source": "user"}
+
+
+def test_rank_that_asks_for_a_path_outside_is_refused(trainer: Trainer) -> None:
+    (trainer.folder / "victim.txt").write_text("abc")
+    ended = trainer.train("escape")
+    assert ended.rc == 1
+    assert trainer.record()["failure"]["kind"] == "refused"
+    assert not (trainer.folder / "stolen.txt").exists()
+    assert (trainer.folder / "victim.txt").read_text() == "abc"
+
+
+def test_launches_at_the_same_time_do_not_collide(trainer: Trainer) -> None:
+    config = trainer.config("steps", params={"pause": 0.2})
+    started = [trainer.cli.start("train", config) for _ in range(3)]
+    ended = [running.finish(120) for running in started]
+    assert [one.rc for one in ended] == [0, 0, 0]
+    assert len(trainer.run_dirs()) == 3
+    for folder in trainer.run_dirs():
+        assert "sum 3 of 2" in (folder / "logs/rank-0.log").read_text()
+
+
+def test_run_id_that_is_running_is_refused_with_6_and_a_finished_one_with_2(trainer: Trainer) -> None:
+    config = trainer.config("steps", params={"pause": 2.0})
+    first = trainer.cli.start("train", config, "--run-id", "mine")
+    first.wait_for("2 ranks on")
+    assert trainer.cli("train", config, "--run-id", "mine").rc == 6
+    assert first.finish().rc == 0
+    assert trainer.cli("train", config, "--run-id", "mine").rc == 2
+    assert trainer.record()["status"] == "succeeded"
+
+
+def test_dry_run_starts_nothing(trainer: Trainer) -> None:
+    ended = trainer.train("steps", "--dry-run", "--set", "params.epochs=7")
+    assert ended.rc == 0
+    assert "epochs: 7" in ended.stdout
+    assert not (trainer.folder / "runs").exists()
+
+
+def test_reader_that_leaves_does_not_stop_the_training(trainer: Trainer) -> None:
+    config = trainer.config("steps", params={"epochs": 10, "pause": 0.1})
+    command = f"{sys.executable} -m ddptrain train {config} --output plain | head -1"
+    shell = subprocess.run(["bash", "-c", command], cwd=trainer.folder, capture_output=True, text=True, timeout=60)
+    assert len(shell.stdout.splitlines()) == 1
+    deadline = time.monotonic() + 30
+    while trainer.record()["status"] == "running" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert trainer.record()["status"] == "succeeded"
+
+
+class UpCluster:
+    """A Dask scheduler and our workers, as processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.address = self._start_scheduler()
+
+    def _start_scheduler(self) -> str:
+        file = self.folder / "scheduler.json"
+        command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
+        self._start([*command, "--no-dashboard", "--scheduler-file", str(file)])
+        deadline = time.monotonic() + 30
+        while not file.exists() or not file.read_text().strip():
+            assert time.monotonic() < deadline, "the scheduler did not start"
+            time.sleep(0.05)
+        return str(json.loads(file.read_text())["address"])
+
+    def add_worker(self, *prefix: str, slots: int = 2, scratch: Path | None = None) -> subprocess.Popen[bytes]:
+        command = [*prefix, sys.executable, "-m", "ddptrain.worker", "--scheduler", self.address, "--slots", str(slots)]
+        return self._start([*command, *(("--scratch", str(scratch)) if scratch else ())])
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / "cluster.log").open("ab") as log:
+            started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
+        self.processes.append(started)
+        return started
+
+    def close(self) -> None:
+        for process in reversed(self.processes):
+            process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def up_cluster(tmp_path: Path) -> Iterator[UpCluster]:
+    cluster = UpCluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+def test_cluster_that_is_up_is_used_and_left_as_it_was(trainer: Trainer, up_cluster: UpCluster) -> None:
+    up_cluster.add_worker(slots=3, scratch=trainer.folder / "worker")
+    for _ in range(2):
+        ended = trainer.train("steps", "--cluster", up_cluster.address)
+        assert ended.rc == 0, ended.stderr
+    servers = {re.search(r"ppid (\d+)", (f / "logs/rank-0.log").read_text())[1] for f in trainer.run_dirs()}  # type: ignore[index]
+    assert len(servers) == 1, "the second run found the rank server of the first one warm"
+    deadline = time.monotonic() + 10
+    left = {"worker": True}
+    while left and time.monotonic() < deadline:
+        left = {p.name: True for p in (trainer.folder / "worker").iterdir() if p.name.startswith("steps-")}
+    assert not left, "a run's spool stays on the worker"
+
+
+def test_ranks_spread_over_workers_of_a_host(trainer: Trainer, up_cluster: UpCluster) -> None:
+    for _ in range(2):
+        up_cluster.add_worker(slots=1)
+    ended = trainer.train("steps", "--cluster", up_cluster.address)
+    assert ended.rc == 0, ended.stderr
+    assert [rank["local_rank"] for rank in trainer.record()["attempts"][0]["ranks"]] == [0, 1]
+
+
+def test_too_few_slots_end_with_4_and_the_numbers(trainer: Trainer, up_cluster: UpCluster) -> None:
+    up_cluster.add_worker(slots=1)
+    ended = trainer.train(
+        "steps", "--cluster", up_cluster.address, "--ranks", "2", "--set", "cluster.start_timeout_s=3"
+    )
+    assert ended.rc == 4
+    assert "2 slots were asked for, 1 of 1 are free" in ended.stderr
+
+
+def test_slots_of_a_killed_driver_are_free_at_once(trainer: Trainer, up_cluster: UpCluster) -> None:
+    up_cluster.add_worker(slots=2)
+    first = trainer.cli.start("train", trainer.config("steps", params={"pause": 30.0}), "--cluster", up_cluster.address)
+    first.wait_for("2 ranks on")
+    deadline = time.monotonic() + 30
+    while not list((trainer.folder / "runs").glob("*/logs/rank-1.log")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    first.popen.kill()
+    first.popen.wait()
+    second = trainer.train("steps", "--cluster", up_cluster.address, "--set", "cluster.wait_s=5")
+    assert second.rc == 0, second.stderr
+
+
+def test_nobody_at_the_address_is_a_cluster_error(trainer: Trainer) -> None:
+    ended = trainer.train("steps", "--cluster", "tcp://127.0.0.1:9", "--set", "cluster.start_timeout_s=2")
+    assert ended.rc == 4
+    assert "no Dask scheduler answers at tcp://127.0.0.1:9" in ended.stderr
+    assert trainer.record()["status"] == "failed"
+
+
+def _can_unshare() -> bool:
+    command = ["unshare", "--mount", "true"]
+    return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not _can_unshare(), reason="needs root and mount namespaces")
+def test_worker_with_another_file_system_brings_everything_home(trainer: Trainer, up_cluster: UpCluster) -> None:
+    scratch = trainer.folder / "hidden"
+    scratch.mkdir()
+    hide = f'mount -t tmpfs none {scratch} && exec "$@"'
+    up_cluster.add_worker("unshare", "--mount", "bash", "-c", hide, "-", scratch=scratch)
+    ended = trainer.train("steps", "--cluster", up_cluster.address)
+    assert ended.rc == 0, ended.stderr
+    assert list(scratch.iterdir()) == [], "the driver sees nothing of the worker's folder"
+    root = trainer.run_dir()
+    assert set(load_file(root / "checkpoints/step-2/model.safetensors")) == {"weight", "bias"}
+    assert (root / "artifacts/samples/rank-1.txt").read_text() == "of rank 1"
+    assert "sum 3 of 2" in trainer.log(0)
+
+    burst = trainer.train("burst", "--cluster", up_cluster.address, "--run-id", "burst")
+    for rank in range(2):
+        wanted = [f"{number:06d} of rank {rank}" for number in range(20000)]
+        assert (trainer.folder / f"runs/burst/logs/rank-{rank}.log").read_text().splitlines() == wanted
+    assert burst.rc == 0

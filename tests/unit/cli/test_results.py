@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ddptrain.cli.results import app
+from ddptrain.errors import RunNotFound
+from ddptrain.events import Metrics
+from ddptrain.results.record import FailureRecord, RunStatus
+from ddptrain.results.writer import RunWriter
+
+# Through the package's own entry point, so that errors become exit codes as they do for a person.
+COMMAND = [sys.executable, "-m", "ddptrain", "results"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runs folder with a run that failed, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with RunWriter.create(Path("runs"), "pets-1", "pets", "", "petnames", world_size=2) as writer:
+        for step in (1, 2, 3):
+            for rank in (0, 1):
+                writer.metrics(Metrics(0, {"train/loss": 3 / step + rank}, step), rank)
+        (writer.layout.artifacts_dir / "names.json").write_text("[]")
+        for rank in (0, 1):
+            writer.layout.log(rank).write_bytes(f"hello from {rank}\nbye".encode())
+        failure = FailureRecord(1, "h", "exception", "ValueError", "no [bold]name", "", "logs/rank-1.log")
+        writer.finish(RunStatus.FAILED, 1, failure)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def under_way(tmp_path: Path) -> Iterator[RunWriter]:
+    """A run that this process runs."""
+    with RunWriter.create(tmp_path / "runs", "live-1", "live", "", "petnames", world_size=1) as writer:
+        yield writer
+        writer.finish(RunStatus.SUCCEEDED, 0)
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_no_command_lists_the_runs(runs: Path) -> None:
+    plain = invoke()
+    assert plain == invoke("list") == invoke("--runs-dir", str(runs), "list") == invoke("list", "--runs-dir", "runs")
+    header, row = plain.splitlines()
+    assert header.split()[:2] == ["RUN", "STATUS"]
+    assert row.startswith("pets-1  failed") and row.endswith("rank 1: ValueError no [bold]name")
+
+
+def test_json_is_all_there_is_on_stdout(runs: Path) -> None:
+    (listed,) = json.loads(invoke("--json"))
+    assert listed == json.loads(invoke("list", "--json"))[0]
+    assert (listed["run_id"], listed["status"], listed["run_dir"]) == ("pets-1", "failed", "runs/pets-1")
+    shown = json.loads(invoke("show", "latest", "--json"))
+    assert shown["artifacts"] == [{"path": "names.json", "size_bytes": 2}]
+    assert shown["logs"]["1"].endswith("rank-1.log")
+    assert shown["last_metrics"] == {"train/loss": 1.0}
+    drawn = json.loads(invoke("plot", "pets-1", "--json"))
+    assert [(row["name"], row["rank"]) for row in drawn["series"]] == [
+        ("train/loss", 0),
+        ("train/loss", 1),
+        ("train/loss", "mean"),
+    ]
+    assert runs.exists()
+
+
+def test_no_runs_are_an_empty_list_and_no_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke() == ""
+    assert json.loads(invoke("--json")) == []
+    result = CliRunner().invoke(app, ["show", "latest"])
+    assert isinstance(result.exception, RunNotFound)
+    assert "start one with ddptrain train" in str(result.exception)
+
+
+@pytest.mark.usefixtures("runs")
+def test_show_tells_what_failed_and_where_to_read_on() -> None:
+    text = invoke("show", "pets")
+    for part in (
+        "status     failed",
+        "exit code  1",
+        "message  no [bold]name",
+        "logs/rank-1.log",
+        "names.json",
+    ):
+        assert part in text
+
+
+@pytest.mark.usefixtures("runs")
+def test_logs_are_printed_for_all_ranks_or_one() -> None:
+    assert invoke("logs", "latest") == "[rank 0] hello from 0\n[rank 0] bye\n[rank 1] hello from 1\n[rank 1] bye\n"
+    assert invoke("logs", "latest", "--rank", "1", "--lines", "1") == "bye\n"
+    assert invoke("logs", "latest", "--follow", "--rank", "0") == "hello from 0\nbye\n"
+
+
+def test_plot_draws_a_picture_and_plain_text_in_a_pipe(runs: Path, tmp_path: Path) -> None:
+    text = invoke("plot", "latest")
+    assert text.isascii()
+    assert text.endswith("picture: runs/pets-1/plot.png\n")
+    assert (runs / "pets-1" / "plot.png").stat().st_size > 1000
+    assert invoke("plot", "latest", "--no-terminal", "--out", "x.svg") == "picture: x.svg\n"
+    assert (tmp_path / "x.svg").exists()
+
+
+def test_a_run_that_is_not_there_exits_2_with_a_hint(tmp_path: Path) -> None:
+    done = subprocess.run([*COMMAND, "show", "latest"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "there is no run in runs yet" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_following_ends_with_the_run(under_way: RunWriter, tmp_path: Path) -> None:
+    log = under_way.layout.log(0)
+    log.write_bytes(b"first\n")
+    with subprocess.Popen(
+        [*COMMAND, "logs", "latest", "--follow"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "first\n"
+        with log.open("ab") as file:
+            file.write(b"last words")
+        under_way.finish(RunStatus.SUCCEEDED, 0)
+        assert following.stdout.read() == "last words\n"
+    assert following.returncode == 0
+
+
+def test_control_c_ends_following_quietly(under_way: RunWriter, tmp_path: Path) -> None:
+    under_way.layout.log(0).write_bytes(b"first\n")
+    with subprocess.Popen(
+        [*COMMAND, "logs", "latest", "--follow"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "first\n"
+        following.send_signal(signal.SIGINT)
+        stdout, stderr = following.communicate(timeout=30)
+    assert (following.returncode, stdout, stderr) == (130, "", "")
+
+
+def test_a_reader_that_goes_ends_following_quietly(under_way: RunWriter, tmp_path: Path) -> None:
+    under_way.layout.log(0).write_bytes(b"first\n")
+    with subprocess.Popen(
+        [*COMMAND, "logs", "latest", "--follow"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as following:
+        assert following.stdout is not None and following.stderr is not None
+        assert following.stdout.readline() == b"first\n"
+        following.stdout.close()
+        started = time.monotonic()
+        assert following.wait(30) == 141
+        assert time.monotonic() - started < 10
+        assert following.stderr.read() == b""
+
+
+def test_head_takes_what_it_wants_of_a_long_log(under_way: RunWriter, tmp_path: Path) -> None:
+    under_way.layout.log(0).write_bytes(b"line\n" * 100_000)
+    shell = f"{sys.executable} -m ddptrain results logs latest | head -n 2"
+    done = subprocess.run(["sh", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("line\nline\n", "")
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_a_terminal_gets_colours_unless_told_not_to(runs: Path, no_color: str, coloured: bool) -> None:
+    leader, follower = os.openpty()
+    environment = {**os.environ, "NO_COLOR": no_color, "TERM": "xterm-256color", "COLUMNS": "100"}
+    for command in (["plot", "latest"], ["list"], ["show", "latest"]):
+        subprocess.run([*COMMAND, *command], cwd=runs.parent, env=environment, stdout=follower, check=True, timeout=60)
+        said = os.read(leader, 1 << 16).decode()
+        assert "pets-1" in said
+        codes = ("\x1b[3", "\x1b[1m") if coloured else ("\x1b[3",)
+        assert any(code in said for code in codes) == coloured
+    os.close(leader)
+    os.close(follower)

@@ -1,0 +1,77 @@
+"""The first cause is told from its victims."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddptrain import events
+from ddptrain.driver import cause
+from ddptrain.driver.cause import Fault, Kind
+from ddptrain.errors import ExitCode
+from ddptrain.spec import RankExit
+
+
+def fault(rank: int, time_ns: int, *, victim: bool = False, kind: Kind = Kind.EXCEPTION, message: str = "") -> Fault:
+    return Fault(rank, kind, time_ns, message or f"rank {rank}", victim=victim)
+
+
+def test_earliest_fault_is_the_cause() -> None:
+    assert cause.first_cause([fault(0, 5), fault(1, 3)]).rank == 1
+
+
+def test_victim_is_never_the_cause_however_early() -> None:
+    assert cause.first_cause([fault(0, 1, victim=True), fault(1, 3)]).rank == 1
+
+
+def test_earliest_victim_is_named_where_there_is_nobody_else() -> None:
+    assert cause.first_cause([fault(0, 2, victim=True), fault(1, 1, victim=True)]).rank == 1
+
+
+def test_lost_worker_is_told_of_its_first_rank() -> None:
+    lost = [fault(rank, 10 - rank, kind=Kind.WORKER_LOST, message="the worker was lost") for rank in range(3)]
+    assert cause.first_cause(lost).rank == 0
+
+
+def test_lost_worker_does_not_hide_an_earlier_exception() -> None:
+    faults = [fault(1, 1), fault(0, 5, kind=Kind.WORKER_LOST), fault(1, 6, kind=Kind.WORKER_LOST)]
+    assert cause.first_cause(faults).kind == Kind.EXCEPTION
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (Kind.EXCEPTION, ExitCode.TRAINING_FAILED),
+        (Kind.EXIT, ExitCode.TRAINING_FAILED),
+        (Kind.SIGNAL, ExitCode.TRAINING_FAILED),
+        (Kind.REFUSED, ExitCode.TRAINING_FAILED),
+        (Kind.WORKER_LOST, ExitCode.CLUSTER),
+        (Kind.INFRASTRUCTURE, ExitCode.CLUSTER),
+        (Kind.RESULTS, ExitCode.CLUSTER),
+    ],
+)
+def test_exit_code_follows_the_kind_of_fault(kind: Kind, code: ExitCode) -> None:
+    assert fault(0, 1, kind=kind).exit_code == code
+
+
+def test_line_is_one_line_with_the_type_and_the_phase() -> None:
+    failure = events.Failure(1, "ValueError", "boom\nand more", "", phase="setup")
+    assert cause.from_failure(2, failure).line == "ValueError: boom before the process group was up"
+
+
+def test_sys_exit_is_told_as_it_was_called() -> None:
+    failure = events.Failure(1, "SystemExit", "sys.exit(42)", "", exit_code=42)
+    assert (cause.from_failure(0, failure).kind, cause.from_failure(0, failure).line) == (Kind.EXIT, "sys.exit(42)")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (-9, Kind.SIGNAL, "killed by SIGKILL"),
+        (0, Kind.EXIT, "exit code 0 in the middle"),
+        (7, Kind.EXIT, "exit code 7"),
+    ],
+)
+def test_silent_end_is_told_by_its_status(status: int, kind: Kind, words: str) -> None:
+    found = cause.from_exit(RankExit(1, 100, status, 1, 0, 0))
+    assert found.kind == kind
+    assert words in found.line

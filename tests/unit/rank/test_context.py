@@ -1,0 +1,162 @@
+"""What a workload's calls leave in the events and the staging folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ddptrain import events
+from ddptrain.rank.context import RankContext
+from ddptrain.rank.emitter import Emitter
+from ddptrain.spec import RankSpec
+
+
+class Rank:
+    """A context with its events file and staging folder."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.folder = folder
+        self.file = (folder / "events").open("ab", buffering=0)
+        spec = RankSpec(
+            run_id="r-1",
+            attempt=1,
+            rank=0,
+            world_size=2,
+            local_rank=0,
+            local_world_size=2,
+            node_rank=0,
+            slot=0,
+            workload="m:f",
+            params={},
+            dist_backend="gloo",
+            dist_timeout_s=60.0,
+            grace_s=1.0,
+            every_epochs=1,
+            workdir="/",
+            staging=str(folder / "staging"),
+        )
+        (folder / "staging").mkdir()
+        self.context = RankContext(
+            dataclasses.replace(spec, **changes), Emitter(self.file.fileno()), torch.device("cpu")
+        )
+
+    def events(self) -> list[events.Event]:
+        return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    made = Rank(tmp_path)
+    yield made
+    made.file.close()
+
+
+def test_logged_numbers_and_tensors_arrive_as_numbers(rank: Rank) -> None:
+    rank.context.log({"train/loss": torch.tensor(0.5), "n": 3}, step=7, epoch=1.5)
+    (event,) = rank.events()
+    assert isinstance(event, events.Metrics)
+    assert (event.values, event.step, event.epoch) == ({"train/loss": 0.5, "n": 3}, 7, 1.5)
+
+
+@pytest.mark.parametrize("value", ["0.5", None, True, [1.0]])
+def test_what_is_no_number_is_refused_with_its_name(rank: Rank, value: object) -> None:
+    with pytest.raises(TypeError, match="'train/loss'"):
+        rank.context.log({"train/loss": value})  # type: ignore[dict-item]
+
+
+def test_progress_is_thinned_out_but_its_end_always_goes(rank: Rank) -> None:
+    for done in range(1, 1001):
+        rank.context.progress(done, 1000)
+    told = [event.done for event in rank.events() if isinstance(event, events.Progress)]
+    assert told[0] == 1
+    assert told[-1] == 1000
+    assert len(told) < 500
+
+
+@pytest.mark.parametrize("data", [b"hello", "hello"])
+def test_saved_data_is_staged_with_its_hash(rank: Rank, data: bytes | str) -> None:
+    rank.context.save_file("samples/a.txt", data)
+    (event,) = rank.events()
+    assert isinstance(event, events.FileSaved)
+    assert (event.path, event.size_bytes, event.sha256) == ("samples/a.txt", 5, hashlib.sha256(b"hello").hexdigest())
+    assert (rank.folder / "staging" / event.staging).read_bytes() == b"hello"
+
+
+def test_file_is_copied_when_it_is_saved(rank: Rank) -> None:
+    source = rank.folder / "source.txt"
+    source.write_text("before")
+    rank.context.save_file("a.txt", source)
+    source.write_text("after")
+    (event,) = rank.events()
+    assert isinstance(event, events.FileSaved)
+    assert (rank.folder / "staging" / event.staging).read_text() == "before"
+
+
+@pytest.mark.parametrize("path", ["../a.txt", "/etc/passwd", "a/../../b", ""])
+def test_path_that_leaves_the_run_directory_is_refused_in_the_rank(rank: Rank, path: str) -> None:
+    with pytest.raises(ValueError, match="save_file"):
+        rank.context.save_file(path, b"")
+    assert rank.events() == []
+
+
+def test_checkpoint_holds_weights_and_a_state_without_pickles(rank: Rank) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert rank.context.checkpoint(model=model, optimizer=optimizer, step=3, epoch=1, metrics={"l": 1.0}, note=["x"])
+    (event,) = rank.events()
+    assert isinstance(event, events.CheckpointSaved)
+    folder = rank.folder / "staging" / event.staging
+    assert {file.name for file in event.files} == {"model.safetensors", "state.pt"}
+    assert torch.equal(load_file(folder / "model.safetensors")["weight"], model.weight)
+    state = torch.load(folder / "state.pt", weights_only=True)
+    assert (state["step"], state["epoch"], state["extra"]) == (3, 1, {"note": ["x"]})
+
+
+def test_state_that_needs_a_pickle_is_refused(rank: Rank) -> None:
+    with pytest.raises(TypeError, match="without executing a pickle"):
+        rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=1, path=Path("/"))
+    assert rank.events() == []
+
+
+def test_checkpoints_are_due_every_so_many_epochs_and_at_the_last(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, every_epochs=3)
+    model = torch.nn.Linear(1, 1)
+    due = [rank.context.checkpoint(model=model, step=e, epoch=e, last=e == 7) for e in range(1, 8)]
+    assert due == [False, False, True, False, False, True, True]
+    rank.file.close()
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, rank=1)
+    assert rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=1)
+    assert rank.events() == []
+    rank.file.close()
+
+
+def test_resume_gives_back_what_was_saved(rank: Rank, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert rank.context.resume(model=model) is None
+    rank.context.checkpoint(model=model, optimizer=optimizer, step=3, epoch=1, seen=12)
+    again = tmp_path / "again"
+    again.mkdir()
+    resumed = Rank(again, resume_from=str(rank.folder / "staging" / "checkpoint-0"))
+    other = torch.nn.Linear(2, 1)
+    other_optimizer = torch.optim.Adam(other.parameters(), lr=0.1)
+    found = resumed.context.resume(model=other, optimizer=other_optimizer)
+    assert found is not None
+    assert (found.step, found.epoch, found.data) == (3, 1, {"seen": 12})
+    assert torch.equal(other.weight, model.weight)
+    assert other_optimizer.param_groups[0]["lr"] == 0.5
+    resumed.file.close()

@@ -1,0 +1,69 @@
+"""How a rank finds its function and what it says of an error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddptrain.rank import process
+
+
+def test_function_is_found_by_its_module_and_name() -> None:
+    assert process.load_function("json:dumps").__name__ == "dumps"
+
+
+def test_missing_module_is_told_with_python_and_path() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"no module 'no_such_thing' for .*python.* sys.path"):
+        process.load_function("no_such_thing.train:main")
+
+
+def test_missing_function_is_told_with_those_that_exist() -> None:
+    with pytest.raises(AttributeError, match=r"'dumbs'; it has .*dumps"):
+        process.load_function("json:dumbs")
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"not a function"):
+        process.load_function("sys:path")
+
+
+def test_missing_import_inside_the_users_module_is_the_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import not_installed_here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_installed_here'$"):
+        process.load_function("needs_more:main")
+    sys.modules.pop("needs_more", None)
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (42, 42), (256 + 7, 7), (-1, 255), ("a message", 1)])
+def test_exit_code_is_the_interpreters(code: object, status: int) -> None:
+    assert process._exit_code(SystemExit(code)) == status
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:1"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("connection closed by peer"), False),
+    ],
+)
+def test_error_of_a_rank_that_lost_its_peer_is_known(error: BaseException, lost: bool) -> None:
+    assert process._lost_peer(error) is lost
+
+
+def test_traceback_begins_with_the_users_frame() -> None:
+    def user() -> None:
+        raise ValueError("boom")
+
+    try:
+        user()
+    except ValueError as error:
+        text = process._user_traceback(error)
+    assert "in user" in text
+    assert text.endswith("ValueError: boom\n")

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddptrain.events import CheckpointSaved, StagedFile
+from ddptrain.results import checkpoints, staging
+from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
+from ddptrain.results.writer import RunWriter
+
+Stage = Callable[..., tuple[CheckpointSaved, Path]]
+POLICY = CheckpointPolicy(keep=2)
+
+
+def names(writer: RunWriter) -> set[str]:
+    return set(os.listdir(writer.layout.checkpoints_dir))
+
+
+def pointer(writer: RunWriter, name: str) -> str:
+    return (writer.layout.checkpoints_dir / name).read_text()
+
+
+def save(writer: RunWriter, stage: Stage, step: int, loss: float | None, policy: CheckpointPolicy = POLICY) -> Path:
+    event, folder = stage(step, {} if loss is None else {"val/loss": loss})
+    return writer.adopt_checkpoint(0, event, folder, policy)
+
+
+def test_a_checkpoint_comes_home_whole_with_its_manifest(writer: RunWriter, stage: Stage) -> None:
+    event, folder = stage(10, {"val/loss": 1.5, "acc": math.nan})
+    home = writer.adopt_checkpoint(0, event, folder, POLICY)
+    assert home == writer.layout.checkpoints_dir / "step-10"
+    assert (home / "model.safetensors").read_bytes() == b"w" * 1000
+    manifest = json.loads((home / "checkpoint.json").read_text())
+    assert (manifest["schema"], manifest["step"], manifest["epoch"]) == (1, 10, None)
+    assert manifest["metrics"] == {"val/loss": 1.5, "acc": None}
+    assert manifest["files"][1] == {
+        "name": "state.pt",
+        "size_bytes": 1,
+        "sha256": hashlib.sha256(b"s").hexdigest(),
+    }
+    assert names(writer) == {"step-10", "latest", "best"}
+    assert not folder.exists()
+    assert writer.record.checkpoints == ("step-10",)
+
+
+def test_a_checkpoint_of_another_file_system_is_copied(
+    writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_on_one_file_system", lambda _: False)
+    home = save(writer, stage, 1, 1.0)
+    assert (home / "model.safetensors").read_bytes() == b"w" * 1000
+
+
+def test_a_move_that_the_system_refuses_becomes_a_copy(
+    writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def across_devices(source: Path, target: Path) -> None:
+        if ".incoming-" in str(target):
+            raise OSError(18, "Invalid cross-device link")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", across_devices)
+    monkeypatch.setattr(checkpoints, "write_whole", lambda path, data: path.write_bytes(data))
+    assert (save(writer, stage, 1, 1.0) / "state.pt").read_bytes() == b"s"
+
+
+def test_the_newest_and_the_best_stay_and_older_ones_go(writer: RunWriter, stage: Stage) -> None:
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5), (5, 1.0)):
+        save(writer, stage, step, loss)
+    assert names(writer) == {"step-2", "step-4", "step-5", "latest", "best"}
+    assert (pointer(writer, "latest"), pointer(writer, "best")) == ("step-5\n", "step-2\n")
+    assert writer.record.checkpoints == ("step-5", "step-4", "step-2")
+    assert writer.record.best is not None and writer.record.best.value == 1.0
+
+
+def test_the_highest_is_best_where_the_policy_says_so(writer: RunWriter, stage: Stage) -> None:
+    for step, loss in ((1, 3.0), (2, 4.0), (3, 2.0)):
+        save(writer, stage, step, loss, CheckpointPolicy(keep=1, mode="max"))
+    assert pointer(writer, "best") == "step-2\n"
+    assert names(writer) == {"step-2", "step-3", "latest", "best"}
+
+
+@pytest.mark.parametrize("loss", [None, math.nan, math.inf])
+def test_without_a_finite_metric_there_is_no_best(writer: RunWriter, stage: Stage, loss: float | None) -> None:
+    save(writer, stage, 1, loss)
+    assert names(writer) == {"step-1", "latest"}
+    assert writer.record.best is None
+
+
+def test_a_step_saved_twice_is_replaced_and_judged_anew(writer: RunWriter, stage: Stage) -> None:
+    save(writer, stage, 1, 2.0)
+    save(writer, stage, 2, 1.0)
+    event, folder = stage(2, {"val/loss": 5.0}, {"model.safetensors": b"other"})
+    home = writer.adopt_checkpoint(0, event, folder, POLICY)
+    assert sorted(os.listdir(home)) == ["checkpoint.json", "model.safetensors"]
+    assert (home / "model.safetensors").read_bytes() == b"other"
+    assert pointer(writer, "best") == "step-1\n"
+    assert names(writer) == {"step-1", "step-2", "latest", "best"}
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_replacing_a_step_fails_back_to_the_old_one(
+    writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch, swap: bool
+) -> None:
+    home = save(writer, stage, 1, 2.0)
+    event, folder = stage(1, {}, {"model.safetensors": b"other"})
+    replace = os.replace
+
+    def break_down(source: Path, target: Path) -> None:
+        if Path(target) == home and ".incoming-" in str(source):
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    if not swap:
+        monkeypatch.setattr(checkpoints, "_exchange", lambda *_: False)
+    monkeypatch.setattr(os, "replace", break_down)
+    if swap:
+        writer.adopt_checkpoint(0, event, folder, POLICY)
+        assert (home / "model.safetensors").read_bytes() == b"other"
+    else:
+        with pytest.raises(ResultsError, match="Input/output"):
+            writer.adopt_checkpoint(0, event, folder, POLICY)
+        assert (home / "model.safetensors").read_bytes() == b"w" * 1000
+    monkeypatch.undo()
+    assert names(writer) == {"step-1", "latest", "best"}
+
+
+def changed(event: CheckpointSaved, **fields: object) -> CheckpointSaved:
+    first, *rest = event.files
+    return dataclasses.replace(event, files=(dataclasses.replace(first, **fields), *rest))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"sha256": "0" * 64}, "SHA-256"),
+        ({"size_bytes": 999}, "over 999 bytes"),
+        ({"size_bytes": 1001}, "1000 bytes, not the 1001"),
+        ({"name": "gone.bin"}, "No such file"),
+    ],
+)
+def test_a_damaged_checkpoint_changes_nothing(
+    writer: RunWriter,
+    stage: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, object],
+    why: str,
+    across: bool,
+) -> None:
+    save(writer, stage, 1, 1.0)
+    before = writer.layout.run_json.read_bytes()
+    event, folder = stage(2)
+    if across:
+        monkeypatch.setattr(staging, "_on_one_file_system", lambda _: False)
+    with pytest.raises(CheckpointDamaged, match=why):
+        writer.adopt_checkpoint(0, changed(event, **fields), folder, POLICY)
+    assert names(writer) == {"step-1", "latest", "best"}
+    assert pointer(writer, "latest") == "step-1\n"
+    assert writer.layout.run_json.read_bytes() == before
+    assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/b", "", ".", "..", "checkpoint.json", "a\\b", "a\0b", "a\x1b"]
+)
+def test_a_file_name_that_leads_elsewhere_is_refused(writer: RunWriter, stage: Stage, name: str) -> None:
+    event, folder = stage(1)
+    with pytest.raises(CheckpointDamaged, match="no plain file name"):
+        writer.adopt_checkpoint(0, changed(event, name=name), folder, POLICY)
+    assert names(writer) == set()
+
+
+def test_links_pipes_and_folders_in_the_staging_folder_are_refused(
+    writer: RunWriter, stage: Stage, tmp_path: Path
+) -> None:
+    event, folder = stage(1)
+    for make in (lambda path: path.symlink_to("/etc/passwd"), os.mkfifo, Path.mkdir):
+        odd = folder / "odd"
+        make(odd)
+        with pytest.raises(CheckpointDamaged, match="no plain file"):
+            writer.adopt_checkpoint(0, event, folder, POLICY)
+        odd.rmdir() if odd.is_dir() else odd.unlink()
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(CheckpointDamaged, match="symbolic link"):
+        writer.adopt_checkpoint(0, event, link, POLICY)
+    assert names(writer) == set()
+
+
+def test_a_listed_file_that_is_a_link_is_not_followed(stage: Stage, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc/hostname")
+    for name, why in (("link", "symbolic link"), ("pipe", "not a plain file")):
+        if name == "pipe":
+            os.mkfifo(tmp_path / name)
+        with pytest.raises(CheckpointDamaged, match=why):
+            staging.bring_home([staging.Parcel(tmp_path / name, tmp_path / "out", 1, "")], CheckpointDamaged)
+
+
+@pytest.mark.parametrize("files", [(), (StagedFile("a", 0, ""), StagedFile("a", 0, ""))])
+def test_a_list_of_no_files_or_of_one_twice_is_refused(
+    writer: RunWriter, stage: Stage, files: tuple[StagedFile, ...]
+) -> None:
+    event, folder = stage(1)
+    with pytest.raises(CheckpointDamaged, match="lists"):
+        writer.adopt_checkpoint(0, dataclasses.replace(event, files=files), folder, POLICY)
+
+
+def test_a_negative_step_is_refused(writer: RunWriter, stage: Stage) -> None:
+    event, folder = stage(1)
+    with pytest.raises(UnsafePath, match="step"):
+        writer.adopt_checkpoint(0, dataclasses.replace(event, step=-1), folder, POLICY)
+
+
+@pytest.mark.parametrize("stop_at", ["bring_home", "write_whole", "sync_folder", "_publish"])
+def test_an_interruption_on_the_way_home_leaves_no_half_checkpoint(
+    writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch, stop_at: str
+) -> None:
+    save(writer, stage, 1, 1.0)
+    before = writer.layout.run_json.read_bytes()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, stop_at, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(writer, stage, 2, 0.5)
+    assert names(writer) == {"step-1", "latest", "best"}
+    assert (pointer(writer, "latest"), pointer(writer, "best")) == ("step-1\n", "step-1\n")
+    assert writer.layout.run_json.read_bytes() == before

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path, PurePosixPath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddptrain.results.errors import UnsafePath
+from ddptrain.results.layout import RunLayout, new_run_id, safe_relative, step_name, step_of, valid_run_id
+
+
+def test_run_id_holds_name_utc_time_and_four_hex() -> None:
+    noon_in_delhi = datetime(2025, 3, 4, 12, 0, 5, tzinfo=timezone(timedelta(hours=5, minutes=30)))
+    name, day, time, tail = new_run_id("petnames", noon_in_delhi).rsplit("-", 3)
+    assert (name, day, time) == ("petnames", "20250304", "063005")
+    assert len(tail) == 4 and int(tail, 16) >= 0
+
+
+def test_run_ids_of_the_same_second_differ() -> None:
+    now = datetime.now(UTC)
+    assert len({new_run_id("a", now) for _ in range(20)}) > 1
+
+
+@pytest.mark.parametrize("run_id", ["a", "petnames-20250304-063005-00ff", "A_b.c", "9"])
+def test_ordinary_run_ids_are_valid(run_id: str) -> None:
+    assert valid_run_id(run_id)
+
+
+@pytest.mark.parametrize(
+    "run_id",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/b",
+        "a b",
+        "-a",
+        ".a",
+        "a\n",
+        "latest",
+        "Latest",
+        "best",
+        "nul",
+        "a.",
+        "x" * 129,
+        "é",
+    ],
+)
+def test_run_ids_that_lead_elsewhere_or_mean_something_are_not_valid(run_id: str) -> None:
+    assert not valid_run_id(run_id)
+
+
+@pytest.mark.parametrize(
+    ("path", "clean"),
+    [
+        ("names.json", "names.json"),
+        ("./a//b.txt", "a/b.txt"),
+        ("epoch:3 sample.png", "epoch:3 sample.png"),
+        (".hidden", ".hidden"),
+        ("..a/b..c", "..a/b..c"),
+        ("名前.json", "名前.json"),
+        ("console.log", "console.log"),
+    ],
+)
+def test_paths_below_the_folder_are_taken(path: str, clean: str) -> None:
+    assert safe_relative(path) == PurePosixPath(clean)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("", "no file"),
+        (".", "no file"),
+        ("/etc/passwd", "absolute"),
+        ("//host/share", "absolute"),
+        ("C:/x", "absolute"),
+        ("c:x", "absolute"),
+        ("..", "leaves"),
+        ("a/../../b", "leaves"),
+        ("a/..", "leaves"),
+        ("a/", "folder"),
+        ("a\\..\\b", "backslash"),
+        ("a\0b", "printed"),
+        ("a\x1b[2Jb", "printed"),
+        ("a\nb", "printed"),
+        ("\ud800", "printed"),
+        ("nul", "reserved"),
+        ("a/COM1.txt", "reserved"),
+        (".incoming-x", "reserved"),
+        ("a /b", "ends in"),
+        ("a./b", "ends in"),
+        ("x" * 201, "too long"),
+        ("é" * 150, "too long"),
+        ("/".join(["abcdefgh"] * 200), "too long"),
+    ],
+)
+def test_paths_that_leave_the_folder_or_fit_no_disk_are_refused(path: str, why: str) -> None:
+    with pytest.raises(UnsafePath, match=why):
+        safe_relative(path)
+
+
+@given(st.text(alphabet=st.sampled_from("ab./\\: \0é~-")) | st.text())
+def test_whatever_is_taken_stays_below_the_folder(path: str) -> None:
+    try:
+        clean = safe_relative(path)
+    except UnsafePath:
+        return
+    root = Path("/root-of/run")
+    target = Path(str(root / clean))
+    assert target.is_relative_to(root) and target != root
+    assert ".." not in target.parts
+    assert safe_relative(str(clean)) == clean
+
+
+def test_step_names_go_there_and_back() -> None:
+    assert step_of(step_name(1200)) == 1200
+    assert step_of("step-") is step_of("step--1") is step_of("step-1x") is step_of(".old-step-1") is None
+
+
+@pytest.mark.parametrize("step", [-1, 10**18])
+def test_a_step_that_is_no_count_is_refused(step: int) -> None:
+    with pytest.raises(UnsafePath, match="step"):
+        step_name(step)
+
+
+def test_logs_come_in_the_order_of_ranks_and_nothing_else_counts(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    layout.logs_dir.mkdir()
+    for name in ("rank-10.log", "rank-2.log", "rank-x.log", "notes.txt"):
+        (layout.logs_dir / name).touch()
+    assert list(layout.logs()) == [2, 10]
+
+
+def test_artifacts_are_listed_without_links_and_half_files(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    (layout.artifacts_dir / "deep").mkdir(parents=True)
+    (layout.artifacts_dir / "deep" / "b.bin").write_bytes(b"12")
+    (layout.artifacts_dir / "a.txt").write_bytes(b"1")
+    (layout.artifacts_dir / ".incoming-00").touch()
+    (layout.artifacts_dir / "link").symlink_to("/etc/passwd")
+    assert layout.artifacts() == {"a.txt": 1, "deep/b.bin": 2}

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
+from ddptrain.events import Metrics
+from ddptrain.results import lock
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.record import EnvironmentValue, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.writer import RunWriter
+
+
+def read(writer: RunWriter) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(writer.layout.run_json.read_text())
+    return record
+
+
+def make(runs_dir: Path, run_id: str | None = None) -> RunWriter:
+    return RunWriter.create(runs_dir, run_id, "petnames", "name: petnames\n", "petnames", world_size=2)
+
+
+def test_a_new_run_has_its_files_and_says_that_it_runs(tmp_path: Path) -> None:
+    with make(tmp_path / "deep" / "runs") as writer:
+        record = read(writer)
+        assert (record["status"], record["world_size"], record["exit_code"]) == ("running", 2, None)
+        assert record["driver"]["pid"] == os.getpid()
+        assert "torch" in record["versions"]
+        assert writer.layout.config_yaml.read_text() == "name: petnames\n"
+        assert stat.S_IMODE(writer.layout.root.stat().st_mode) & 0o700 == 0o700
+        assert lock.is_held(writer.layout.lock_file)
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    assert not lock.is_held(writer.layout.lock_file)
+
+
+def test_a_run_id_can_be_chosen_once(tmp_path: Path) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    before = writer.layout.run_json.read_bytes()
+    with pytest.raises(UsageError, match=r"run mine exists already.*choose another --run-id"):
+        make(tmp_path, "mine")
+    assert writer.layout.run_json.read_bytes() == before
+
+
+def test_a_run_that_another_process_runs_is_refused(
+    tmp_path: Path, driver: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    driver("mine")
+    with pytest.raises(RunLocked, match="run mine is running") as refused:
+        make(tmp_path / "runs", "mine")
+    assert refused.value.exit_code == 6
+
+
+def test_an_empty_folder_is_taken_and_a_strange_one_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with make(tmp_path, "empty") as writer:
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="is not a run's folder"):
+        make(tmp_path, "strange")
+    assert os.listdir(tmp_path / "strange") == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("run_id", ["../x", "latest", "", "a/b"])
+def test_a_run_id_that_is_no_name_is_refused(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(UsageError, match="is no run id"):
+        make(tmp_path / "runs", run_id)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(UsageError, match="is not a folder"):
+        make(tmp_path / "runs")
+
+
+def test_a_run_that_could_not_be_begun_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ResultsError, match="No space left"):
+        make(tmp_path, "mine")
+    assert not os.listdir(tmp_path)
+
+
+def test_updates_replace_run_json_whole(writer: RunWriter) -> None:
+    before = writer.layout.run_json.stat().st_ino
+    writer.update(world_size=8, versions={"torch": "3"})
+    assert (read(writer)["world_size"], read(writer)["versions"]) == (8, {"torch": "3"})
+    assert writer.layout.run_json.stat().st_ino != before
+
+
+def test_secrets_of_the_ranks_never_reach_the_disk(writer: RunWriter) -> None:
+    writer.update(rank_environment={"MY_TOKEN": EnvironmentValue("hunter2", "user")})
+    assert "hunter2" not in writer.layout.run_json.read_text()
+
+
+def test_events_are_appended_and_stamped(writer: RunWriter) -> None:
+    writer.event({"event": "one"})
+    writer.event({"event": "two", "time_s": 1.5, "bad": math.inf})
+    one, two = (json.loads(line) for line in writer.layout.events_jsonl.read_text().splitlines())
+    assert abs(one["time_s"] - time.time()) < 60
+    assert two == {"event": "two", "time_s": 1.5, "bad": None}
+
+
+def test_metrics_are_lines_with_their_position(writer: RunWriter) -> None:
+    writer.metrics(Metrics(2_500_000_000, {"train/loss": 1.5, "acc": math.nan}, 7, 0.5), 1)
+    line = json.loads(writer.layout.metrics_jsonl.read_text())
+    assert line == {"time_s": 2.5, "step": 7, "epoch": 0.5, "rank": 1, "train/loss": 1.5, "acc": None}
+
+
+def test_a_metric_called_epoch_is_the_position_only_where_none_is_given(writer: RunWriter) -> None:
+    writer.metrics(Metrics(0, {"epoch": 3.0, "rank": 9.0}), 1)
+    writer.metrics(Metrics(0, {"epoch": 3.0}, epoch=4.0), 1)
+    first, second = (json.loads(line) for line in writer.layout.metrics_jsonl.read_text().splitlines())
+    assert (first["epoch"], first["rank"], second["epoch"]) == (3.0, 1, 4.0)
+
+
+def test_last_metrics_are_those_of_the_lowest_rank_that_logs_them(writer: RunWriter) -> None:
+    for rank, value in ((1, 10.0), (0, 1.0), (1, 11.0), (0, 2.0), (1, 12.0)):
+        writer.metrics(Metrics(0, {"train/loss": value}), rank)
+    writer.metrics(Metrics(0, {"only": 5.0}), 3)
+    writer.finish(RunStatus.SUCCEEDED, 0)
+    assert read(writer)["last_metrics"] == {"train/loss": 2.0, "only": 5.0}
+
+
+def test_run_json_follows_the_metrics_at_most_once_a_second(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    writer.update()
+    writer.metrics(Metrics(0, {"a": 1.0}), 0)
+    assert read(writer)["last_metrics"] == {}
+    now += 1.0
+    writer.metrics(Metrics(0, {"a": 2.0}), 0)
+    assert read(writer)["last_metrics"] == {"a": 2.0}
+
+
+def test_finish_writes_how_it_ended_and_what_failed(writer: RunWriter) -> None:
+    failure = FailureRecord(1, "host", "exception", "ValueError", "no", "Traceback", "logs/rank-1.log")
+    writer.finish(RunStatus.FAILED, 1, failure)
+    record = RunRecord.from_json(writer.layout.run_json.read_bytes())
+    assert (record.status, record.exit_code, record.failure) == ("failed", 1, failure)
+    assert record.ended_at is not None and record.ended_at >= record.started_at
+    assert record.duration_s is not None and 0 <= record.duration_s < 60
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "exit_code", "message"),
+    [
+        (ClusterError("no slots"), "failed", 4, "no slots"),
+        (Interrupted(15), "cancelled", 143, "interrupted by SIGTERM"),
+        (KeyboardInterrupt(), "cancelled", 130, "interrupted"),
+        (ZeroDivisionError("oops"), "failed", 3, "oops"),
+    ],
+)
+def test_a_driver_that_fails_says_so_in_run_json(
+    tmp_path: Path, error: BaseException, status: str, exit_code: int, message: str
+) -> None:
+    with pytest.raises(type(error)), make(tmp_path, "r") as writer:
+        raise error
+    record = read(writer)
+    assert (record["status"], record["exit_code"]) == (status, exit_code)
+    assert record["failure"]["message"] == message
+    assert ("Traceback" in record["failure"]["traceback"]) == (exit_code == 3)
+
+
+def test_a_driver_that_forgets_to_finish_has_not_succeeded(tmp_path: Path) -> None:
+    with make(tmp_path, "r") as writer:
+        pass
+    assert (read(writer)["status"], read(writer)["exit_code"]) == ("failed", 3)

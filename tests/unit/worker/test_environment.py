@@ -1,0 +1,91 @@
+"""A rank's environment: the user's wins, ours is told, and the contract with torchrun's scripts holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ddptrain.spec import RankSpec
+from ddptrain.worker import environment
+
+SPEC = RankSpec(
+    run_id="r-1",
+    attempt=1,
+    rank=3,
+    world_size=4,
+    local_rank=1,
+    local_world_size=2,
+    node_rank=1,
+    slot=1,
+    workload="m:f",
+    params={},
+    dist_backend="gloo",
+    dist_timeout_s=60.0,
+    grace_s=1.0,
+    every_epochs=1,
+    workdir="/",
+    master_addr="10.0.0.1",
+    master_port=1234,
+)
+
+
+def completed(environ: Mapping[str, str], *, gpu: str | None = None, cpus: int = 8, **spec: Any) -> RankSpec:
+    return environment.complete(
+        dataclasses.replace(SPEC, **spec),
+        environ,
+        gpu=gpu,
+        cpus=cpus,
+        staging="/s",
+    )
+
+
+def test_torchruns_contract_is_complete() -> None:
+    env = completed({}).env
+    assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")} == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+    }
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]) == ("10.0.0.1", "1234", "r-1")
+
+
+def test_cores_are_shared_by_the_ranks_of_a_host() -> None:
+    spec = completed({}, cpus=8)
+    assert (spec.env["OMP_NUM_THREADS"], spec.cpu_threads) == ("4", 4)
+    assert completed({}, cpus=1).cpu_threads == 1
+
+
+def test_users_environment_wins_over_what_we_tune() -> None:
+    spec = completed({"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1"})
+    assert (spec.env["OMP_NUM_THREADS"], spec.cpu_threads, spec.env["MALLOC_TRIM_THRESHOLD_"]) == ("3", 3, "1")
+    assert spec.environment["OMP_NUM_THREADS"] == {"value": "3", "source": "user"}
+
+
+def test_what_we_tune_is_told_as_ours() -> None:
+    assert completed({}).environment["OMP_NUM_THREADS"]["source"] == "ddptrain"
+
+
+def test_configuration_wins_over_the_workers_environment() -> None:
+    assert completed({"A": "worker"}, env={"A": "config"}).env["A"] == "config"
+
+
+def test_contract_wins_over_everything() -> None:
+    assert completed({"RANK": "9"}, env={"WORLD_SIZE": "9"}).env["RANK"] == "3"
+
+
+def test_rank_sees_its_one_gpu_or_none() -> None:
+    assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}, gpu="1").env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}).env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_what_a_nanny_exported_is_left_out_and_what_the_user_set_stays() -> None:
+    nanny = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}
+    cleaned = environment.without_nanny({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "4", "A": "b"}, nanny)
+    assert cleaned == {"MKL_NUM_THREADS": "4", "A": "b"}
+
+
+def test_repr_shows_no_environment() -> None:
+    assert "hunter2" not in repr(completed({}, env={"TOKEN": "hunter2"}))
