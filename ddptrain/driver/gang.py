@@ -195,7 +195,8 @@ def _shortage(answer: Mapping[str, Any], waited_s: float) -> str:
     holders = f"; held by {', '.join(answer['holders'])}" if answer["holders"] else ""
     return (
         f"{answer['asked']} slots were asked for, {answer['free']} of {answer['total']} are free after "
-        f"{waited_s:.0f} s{holders}. Ask for fewer with --ranks, or start more workers (python -m ddptrain.worker --scheduler ADDRESS --slots N)"
+        f"{waited_s:.0f} s{holders}. Ask for fewer with --ranks, or start more "
+        "workers (python -m ddptrain.worker --scheduler ADDRESS --slots N)"
     )
 
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
+# The constructor of any optimizer pulls torch._dynamo in: a second of CPU. User code is never imported here.
+_MODULES = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data.distributed",
+    "safetensors.torch",
+    "ddptrain.rank.context",
+    "ddptrain.rank.process",
+)
+
 
 def import_everything() -> None:
-    """Import what ranks use, without running an op or touching a device.
-
-    `torch._dynamo` is pulled in by the constructor of any optimizer (a second of CPU), `dask_pytorch_ddp.dispatch`
-    brings the process group up, and `safetensors.torch` writes checkpoints. User code is never imported here.
-    """
+    """Import what ranks use, without running an op or touching a device."""
+    for name in _MODULES:
+        importlib.import_module(name)
     _import_dispatch()
 
 
@@ -25,7 +37,7 @@ def _import_dispatch() -> None:
         module.__dict__["Client"] = object
     sys.modules.update(stand_ins)
     try:
-        pass
+        importlib.import_module("dask_pytorch_ddp.dispatch")
     finally:
         for name in stand_ins:
             del sys.modules[name]

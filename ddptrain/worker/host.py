@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,14 +14,6 @@ from ddptrain.worker.server import RankServer
 
 PLUGIN_NAME = "ddptrain"
 _GONE_STATES = frozenset({"released", "forgotten", "cancelled", "error"})
-
-
-@dataclass
-class _Entry:
-    """What belongs to a task key on this worker: its rank, and a store where it opened one."""
-
-    grace_s: float
-    children: list[str]
 
 
 def rank_host(worker: Worker) -> RankHost:
@@ -41,7 +32,8 @@ class RankHost(WorkerPlugin):
         self.gpus = gpus
         self.scratch = scratch
         self.token = os.urandom(16).hex()
-        self._entries: dict[str, _Entry] = {}
+        # Task key -> its children (a rank, and a store where it opened one) and how long each may take to end.
+        self._children: dict[str, dict[str, float]] = {}
         self._lock = threading.Lock()
 
     def setup(self, worker: Worker) -> None:
@@ -62,8 +54,7 @@ class RankHost(WorkerPlugin):
     def hold(self, key: str, child_id: str, grace_s: float) -> None:
         """Tie a child's life to a task key: when Dask lets go of the key, the child is stopped."""
         with self._lock:
-            entry = self._entries.setdefault(key, _Entry(grace_s, []))
-            entry.children.append(child_id)
+            self._children.setdefault(key, {})[child_id] = grace_s
 
     def open_store(self, key: str, host: str) -> int:
         """Start a TCPStore for the gang of `key`; return its port. It lives as long as the key."""
@@ -76,21 +67,17 @@ class RankHost(WorkerPlugin):
             return int(listening.getsockname()[1])
 
     def stop(self, key: str, grace_s: float | None = None) -> None:
-        """SIGTERM to what belongs to `key`, SIGKILL after `grace_s` (default: the run's own); not to its store."""
+        """SIGTERM to the rank of `key`, SIGKILL after `grace_s` (default: the run's own); its store lives on."""
         with self._lock:
-            entry = self._entries.get(key)
-        if entry is None:
-            return
-        for child_id in entry.children:
-            if child_id == key:
-                self.server.stop(child_id, entry.grace_s if grace_s is None else grace_s)
+            own_grace_s = self._children.get(key, {}).get(key)
+        if own_grace_s is not None:
+            self.server.stop(key, own_grace_s if grace_s is None else grace_s)
 
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
         """Dask has let go of a key (the driver is gone, or is done with it): its children end."""
         if finish not in _GONE_STATES:
             return
         with self._lock:
-            entry = self._entries.pop(key, None)
-        if entry is not None:
-            for child_id in entry.children:
-                self.server.stop(child_id, entry.grace_s)
+            children = self._children.pop(key, {})
+        for child_id, grace_s in children.items():
+            self.server.stop(child_id, grace_s)
