@@ -224,9 +224,10 @@ class Cli:
         timeout_s: float = 60,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "ddptrain"),
     ) -> Finished:
         """Run the command to its end."""
-        return self.start(*args, cwd=cwd, env=env).finish(timeout_s)
+        return self.start(*args, cwd=cwd, env=env, program=program).finish(timeout_s)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ class LocalCluster:
     def begin(self) -> None:
         """Start the worker's process, which starts its rank server; both import while the driver goes on."""
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-        command = [sys.executable, "-m", "ddptrain.worker", "--scheduler", "-", "--slots", str(self.slots)]
+        command = [sys.executable, "-P", "-m", "ddptrain.worker", "--scheduler", "-", "--slots", str(self.slots)]
         command += ["--gpus", ",".join(self.gpus), "--scratch", str(self.scratch.resolve())]
         with self.worker_log.open("ab") as log:
             self._worker = subprocess.Popen(

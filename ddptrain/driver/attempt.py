@@ -46,6 +46,7 @@ class RankWatch:
     place: Place
     mirror: SpoolMirror
     started: events.Started | None = None
+    entered: bool = False
     finished: bool = False
     fault: Fault | None = None
     ended: RankExit | None = None
@@ -198,6 +199,10 @@ class Attempt:
             case events.Failure():
                 watch.fault = cause.from_failure(rank, event)
                 self._add_fault(watch.fault)
+            case events.Entered():
+                watch.entered = True
+                if all(other.entered for other in self.ranks):
+                    self.telling.status("training")
             case events.Finished():
                 watch.finished = True
             case events.CheckpointSaved() | events.FileSaved():

@@ -137,7 +137,12 @@ class _Run:
         logs = self.writer.layout.logs_dir
         self.display = open_display(self.options.output, logs, world_size, self.writer.run_id)
         where = "a local cluster" if self.machine is not None else str(self.config.cluster.address)
-        self.display.status(f"run {self.writer.run_id}: {world_size} ranks on {where}")
+        self.display.notice(f"run {self.writer.run_id} in {self.writer.layout.root}")
+        self.display.status(f"starting {world_size} ranks on {where}")
+
+    def _bare_display(self) -> Display:
+        """For the last words of a run that got no ranks."""
+        return open_display(self.options.output, self.writer.layout.logs_dir, 0, self.writer.run_id)
 
     def _connected(self) -> Client:
         from distributed import Client
@@ -211,10 +216,8 @@ class _Run:
         duration_s = time.monotonic() - self.began
         last_event = summary.last_event(self.writer, verdict, duration_s)
         self.writer.event(last_event)
-        if self.display is None:
-            self._open_display(0)
-        assert self.display is not None
+        display = self.display or self._bare_display()
         if verdict.cause:
-            self.display.notice(f"run {self.writer.run_id} {verdict.status}: {verdict.cause}", level="error")
+            display.notice(f"run {self.writer.run_id} {verdict.status}: {verdict.cause}", level="error")
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
-        self.display.close(sizes, summary.lines(self.writer, verdict, duration_s), last_event)
+        display.close(sizes, summary.lines(self.writer, verdict, duration_s), last_event)

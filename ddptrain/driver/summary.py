@@ -29,10 +29,15 @@ def lines(writer: RunWriter, verdict: Verdict, duration_s: float) -> list[str]:
     """What a person reads at the end: how it went, the figures, where everything is."""
     record = writer.record
     told = [f"run {writer.run_id} {verdict.status} after {duration_s:.1f} s on {record.world_size} ranks"]
-    figures = [f"{name} {value:.4g}" for name, value in sorted(record.last_metrics.items()) if value is not None]
+    figures = [f"{name} {_figure(value)}" for name, value in sorted(record.last_metrics.items()) if value is not None]
     if figures:
         told.append(f"  last    {', '.join(figures)}")
     if record.best is not None:
         told.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
     told.append(f"  results {writer.layout.root}")
     return told
+
+
+def _figure(value: float) -> str:
+    """Four digits of a small number, all of a large one."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -199,7 +199,7 @@ def _needs_exec(env: Mapping[str, str]) -> bool:
 
 
 def _start_cold(env: Mapping[str, str], spec_fd: int, log_fd: int, events_fd: int) -> int:
-    command = [sys.executable, "-m", "ddptrain.rank.process", str(spec_fd), str(log_fd), str(events_fd)]
+    command = [sys.executable, "-P", "-m", "ddptrain.rank.process", str(spec_fd), str(log_fd), str(events_fd)]
     child = subprocess.Popen(
         command,
         env=dict(env),

@@ -32,7 +32,7 @@ class RankServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ddptrain.rank.server", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "ddptrain.rank.server", str(theirs.fileno())],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

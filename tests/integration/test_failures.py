@@ -205,7 +205,7 @@ def test_signal_to_the_driver_cancels_the_run(bench: Bench, signum: int, code: i
 
 def test_ctrl_c_during_the_start_cancels_the_run(bench: Bench) -> None:
     running = bench.start("none")
-    running.wait_for("2 ranks on a local cluster")
+    running.wait_for("starting 2 ranks on a local cluster")
     began = time.monotonic()
     running.popen.send_signal(signal.SIGINT)
     assert running.finish().rc == 130

@@ -18,6 +18,8 @@ from safetensors.numpy import load_file
 
 from tests.conftest import Cli, Finished
 
+SCRIPT = (str(Path(sys.executable).with_name("ddptrain")),)  # python -m would put the folder on its own path
+
 WORKLOAD = '''
 import os, sys, time
 import torch
@@ -71,6 +73,20 @@ def escape(ctx):
         from ddptrain import events
         ctx._emitter.emit(events.FileSaved(time.time_ns(), "../../stolen.txt", "../../../victim.txt", 3, "0" * 64))
     time.sleep(30)
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return index * index
+
+
+def loader(ctx):
+    for method in ("fork", "spawn"):
+        batches = torch.utils.data.DataLoader(Squares(), batch_size=5, num_workers=2, multiprocessing_context=method)
+        print(method, sum(int(batch.sum()) for batch in batches))
 
 
 def burst(ctx, lines=20000):
@@ -195,6 +211,20 @@ def test_burst_of_lines_is_complete_and_in_order(trainer: Trainer) -> None:
         wanted = [f"{number:06d} of rank {rank}" for number in range(20000)]
         assert trainer.log(rank).splitlines() == wanted
         assert [line[9:] for line in ended.stdout.splitlines() if line.startswith(f"[rank {rank}] ")] == wanted
+
+
+def test_data_loader_workers_run_inside_a_rank(trainer: Trainer) -> None:
+    ended = trainer.train("loader")
+    assert ended.rc == 0, ended.stderr
+    assert "fork 285\nspawn 285\n" in trainer.log(0)
+
+
+def test_users_modules_shadow_nothing_in_the_launcher(trainer: Trainer) -> None:
+    for name in ("logging", "queue", "torch", "socket"):
+        (trainer.folder / f"{name}.py").write_text("raise RuntimeError('shadowed')\n")
+    (trainer.folder / "work.py").write_text("def plain(ctx):\n    print('fine')\n")
+    ended = trainer.cli("train", trainer.config("plain"), program=SCRIPT)
+    assert ended.rc == 0, ended.stderr
 
 
 def test_users_environment_reaches_the_ranks_and_wins(trainer: Trainer) -> None:
@@ -334,15 +364,19 @@ def test_too_few_slots_end_with_4_and_the_numbers(trainer: Trainer, up_cluster: 
 def test_slots_of_a_killed_driver_are_free_at_once(trainer: Trainer, up_cluster: UpCluster) -> None:
     up_cluster.add_worker(slots=2)
     first = trainer.cli.start("train", trainer.config("steps", params={"pause": 30.0}), "--cluster", up_cluster.address)
-    first.wait_for("2 ranks on")
-    deadline = time.monotonic() + 30
-    while not list((trainer.folder / "runs").glob("*/logs/rank-1.log")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(1.0)
+    first.wait_for("ddptrain: training")
     first.popen.kill()
     first.popen.wait()
+    first_dir = trainer.run_dir()
     second = trainer.train("steps", "--cluster", up_cluster.address, "--set", "cluster.wait_s=5")
     assert second.rc == 0, second.stderr
+    lines = json_lines((first_dir / "events.jsonl").read_text())
+    pids = [line["pid"] for line in lines if line["event"] == "rank_started"]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_nobody_at_the_address_is_a_cluster_error(trainer: Trainer) -> None:
