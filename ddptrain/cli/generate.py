@@ -13,7 +13,7 @@ def generate(
     runs_dir: Annotated[Path, typer.Option(help="The folder that holds the runs.")] = Path("runs"),
     count: Annotated[int, typer.Option(help="How many names.")] = 50,
     prefix: Annotated[str, typer.Option(help="What each name begins with.")] = "",
-    temperature: Annotated[float, typer.Option(help="1 samples as trained; less plays safe, more dares.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="1 samples as trained; less plays safe, more dares.")] = 0.8,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same names.", min=0)] = None,
     keep_known: Annotated[bool, typer.Option("--keep-known", help="Keep names that the run's list holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -16,10 +16,17 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddptrain.worker import environment
 from ddptrain.worker.server import RankServer
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+_SCHEDULER_TIMEOUT_S = 60.0
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,19 +38,28 @@ def main(argv: list[str] | None = None) -> None:
     slots = options.slots or len(gpus) or 1
     # First of all: it imports torch for two seconds while this process imports Dask.
     server = RankServer(environment.server_environment(os.environ), scratch / "rank-server.log")
+    own = options.scheduler == "-"
+    code = 0
     try:
         _import_dask()
-        own = options.scheduler == "-"
         address = sys.stdin.readline().strip() if own else options.scheduler
         if address:
             host = options.host or ("127.0.0.1" if "//127.0.0.1:" in address else None)
             import asyncio
 
             asyncio.run(_serve(address, host, server, slots, gpus, scratch, own=own))
-    finally:
-        server.close()
-        if not options.scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    _tidy_up(server, scratch, keep=bool(options.scratch) and not own)
+    os._exit(code)  # threads of tasks may still wait for a rank's end
+
+
+def _tidy_up(server: RankServer, scratch: Path, *, keep: bool) -> None:
+    """End the ranks and their server, and delete what they wrote unless the folder is the user's own."""
+    server.close()
+    if server.wait(timeout_s=8.0) and not keep:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,6 +121,7 @@ async def _serve(
         plugins=(host,),
         memory_limit=0,
         dashboard=False,
+        death_timeout=_SCHEDULER_TIMEOUT_S,
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -112,15 +129,21 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     if own:
         threading.Thread(target=_wait_for_parent, args=(server, scratch), daemon=True).start()
-    async with worker:
-        waiting = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(worker.finished())]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        server.close()
-        for task in waiting:
-            task.cancel()
+    life = asyncio.ensure_future(_live(worker))
+    told_to_stop = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((life, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
+    server.close()
+    told_to_stop.cancel()
+    if life.done():
+        life.result()  # raises what ended it
+    else:
         with contextlib.suppress(Exception):
-            await worker.close(timeout=2.0, executor_wait=False, nanny=False)
-    os._exit(0)  # threads of tasks that still wait for a rank's end
+            await asyncio.wait_for(worker.close(timeout=2.0, executor_wait=False, nanny=False), 3.0)
+
+
+async def _live(worker: Worker) -> None:
+    await worker
+    await worker.finished()
 
 
 def _wait_for_parent(server: RankServer, scratch: Path) -> None:
@@ -128,9 +151,7 @@ def _wait_for_parent(server: RankServer, scratch: Path) -> None:
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
-    server.close()
-    if server.wait(timeout_s=8.0):
-        shutil.rmtree(scratch, ignore_errors=True)
+    _tidy_up(server, scratch, keep=False)
     os._exit(0)
 
 

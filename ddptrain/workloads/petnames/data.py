@@ -32,7 +32,7 @@ class Rows:
         return len(self.symbols)
 
     def parts(self, index: Tensor, most_rows: int) -> Sequence[Tensor]:
-        """`index`, sorted by length, cut into parts of `most_rows` at the most, and of one length where that is many."""
+        """`index`, sorted by length, cut into parts of at most `most_rows` rows, of one length where there are many."""
         sizes: list[int] = []
         pending = 0
         _, runs = self.lengths[index].unique_consecutive(return_counts=True)
@@ -41,7 +41,8 @@ class Rows:
             if pending >= most_rows // 4:  # fewer rows are no faster than the padding that they would save
                 sizes += _near_equal(pending, most_rows)
                 pending = 0
-        return index.split(sizes + _near_equal(pending, most_rows))
+        parts: Sequence[Tensor] = index.split(sizes + _near_equal(pending, most_rows))
+        return parts
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [n, t] and targets, [n, t] for names and [n, 1] for windows; BLANK is no target.
@@ -88,7 +89,7 @@ def plan_epoch(rows: Rows, batch_size: int, world_size: int, rank: int, seed: in
     """
     n_steps = -(-len(rows) // (batch_size * world_size))
     draw = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    batches = torch.tensor_split(torch.randperm(len(rows), generator=draw), n_steps)
+    batches: Sequence[Tensor] = torch.tensor_split(torch.randperm(len(rows), generator=draw), n_steps)
     pool_steps = POOL_STEPS if rows.context == "full" else 1
     batches = _group_by_length(batches, rows.lengths, pool_steps, draw)
     return [Share(batch[rank::world_size], int(rows.n_targets[batch].sum())) for batch in batches]

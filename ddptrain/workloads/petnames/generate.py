@@ -40,7 +40,7 @@ def generate_names(
     run_dir: Path,
     count: int = 50,
     prefix: str = "",
-    temperature: float = 1.0,
+    temperature: float = 0.8,
     seed: int | None = None,
     keep_known: bool = False,
 ) -> Generated:

@@ -156,7 +156,8 @@ def _read(source: str, options: Mapping[str, Any]) -> str:
             content: bytes = file.read(MAX_SOURCE_BYTES + 1)
     except Exception as error:  # every fsspec backend raises errors of its own kind
         raise UsageError(
-            f"can't read params.names {hide_credentials(source)!r}: {type(error).__name__}: {hide_credentials(str(error))}; "
+            f"can't read params.names {hide_credentials(source)!r}: "
+            f"{type(error).__name__}: {hide_credentials(str(error))}; "
             "a path is relative to the working directory, options of a URL go into params.names_options"
         ) from error
     if len(content) > MAX_SOURCE_BYTES:

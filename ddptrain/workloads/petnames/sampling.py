@@ -87,9 +87,7 @@ class _WindowReader:
         self._windows = self._windows[going]
 
 
-def _branch(
-    model: CharacterModel, state: State | None, node: Tensor, symbols: Tensor
-) -> tuple[Tensor, State, Tensor]:
+def _branch(model: CharacterModel, state: State | None, node: Tensor, symbols: Tensor) -> tuple[Tensor, State, Tensor]:
     """One symbol more: the states of the distinct beginnings `node`, [n], become those of the longer beginnings.
 
     Returns the logits and states of the distinct longer beginnings, and which of them each name has.

@@ -14,7 +14,11 @@ def learning_rate_factor(schedule: str, step: int, total_steps: int) -> float:
     if schedule == "cosine":
         return _falling(done)
     if schedule == "one_cycle":
-        return _START + (1 - _START) * _falling(1 - done / _RISE) if done < _RISE else _falling((done - _RISE) / (1 - _RISE))
+        return (
+            _START + (1 - _START) * _falling(1 - done / _RISE)
+            if done < _RISE
+            else _falling((done - _RISE) / (1 - _RISE))
+        )
     return 1.0
 
 

@@ -39,9 +39,9 @@ def train(ctx: RankContext, **params: Any) -> None:
     model = CharacterModel(config).to(ctx.device)
     optimizer = AdamW(model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
     resumed = ctx.resume(model=model, optimizer=optimizer)
-    epochs_done = int(resumed.epoch or 0) if resumed else 0
-    trainer = _Trainer(ctx, settings, rows, model, optimizer, epochs_done)
-    _greet(ctx, model, rows, trainer)
+    epochs_done, steps_done = (int(resumed.epoch or 0), resumed.step) if resumed else (0, 0)
+    trainer = _Trainer(ctx, settings, rows, model, optimizer, epochs_done, steps_done)
+    _greet(ctx, model, rows, trainer, epochs_done)
 
     for epoch in range(epochs_done + 1, settings.epochs + 1):
         began = time.perf_counter()
@@ -76,6 +76,7 @@ class _Trainer:
         model: CharacterModel,
         optimizer: AdamW,
         epochs_done: int,
+        steps_done: int,
     ) -> None:
         self._ctx = ctx
         self._settings = settings
@@ -86,7 +87,7 @@ class _Trainer:
         plan = self._plan(epochs_done + 1)
         self.steps_per_epoch = len(plan)
         self.rows_per_epoch = sum(len(share.index) for share in plan)
-        self.step = epochs_done * self.steps_per_epoch
+        self.step = steps_done
         self.samples = epochs_done * self.rows_per_epoch
         self.unit = "names" if settings.context == "full" else "windows"
 
@@ -99,8 +100,8 @@ class _Trainer:
         torch.manual_seed(hash((self._settings.seed, epoch, self._ctx.rank)))  # dropout, the same after a resume
         loss_sum = torch.zeros((), device=self._ctx.device)
         n_targets = 0
-        for share in self._plan(epoch):
-            self._set_learning_rate()
+        for number, share in enumerate(self._plan(epoch)):
+            self._set_learning_rate((epoch - 1) * self.steps_per_epoch + number)
             self._optimizer.zero_grad()
             loss_sum += self._forward_backward(share)
             self._clip_gradient()
@@ -124,7 +125,7 @@ class _Trainer:
             inputs, targets = self._rows.batch(index)
             with contextlib.nullcontext() if is_last else self._model.no_sync():
                 loss = weight * summed_nll(self._model(inputs), targets)
-                (loss * (self._ctx.world_size / share.total_targets)).backward()  # type: ignore[no-untyped-call]
+                (loss * (self._ctx.world_size / share.total_targets)).backward()
             loss_sum += loss.detach()
         return loss_sum
 
@@ -144,9 +145,10 @@ class _Trainer:
         settings, ctx = self._settings, self._ctx
         return plan_epoch(self._rows, settings.batch_size, ctx.world_size, ctx.rank, settings.seed, epoch)
 
-    def _set_learning_rate(self) -> None:
+    def _set_learning_rate(self, step: int) -> None:
+        """For the `step`-th step of a run with as many ranks as now; a resumed one may have had others before."""
         settings = self._settings
-        factor = learning_rate_factor(settings.lr_schedule, self.step, settings.epochs * self.steps_per_epoch)
+        factor = learning_rate_factor(settings.lr_schedule, step, settings.epochs * self.steps_per_epoch)
         for group in self._optimizer.param_groups:
             group["lr"] = settings.learning_rate * factor
 
@@ -182,12 +184,13 @@ def _rows(ctx: RankContext, settings: PetnamesParams, names: Sequence[str]) -> R
     return make_rows(names, settings.context, settings.window, ctx.device, skip_blanks=settings.skip_blanks)
 
 
-def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: _Trainer) -> None:
+def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: _Trainer, epochs_done: int) -> None:
     if ctx.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(
             f"training {size:,} parameters on {len(rows):,} {trainer.unit}, "
-            f"{trainer.steps_per_epoch:,} steps an epoch over {ctx.world_size} ranks",
+            f"{trainer.steps_per_epoch:,} steps an epoch over {ctx.world_size} ranks"
+            + (f", going on after epoch {epochs_done}" if epochs_done else ""),
             flush=True,
         )
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ WINDOW, FULL, TINY, STRAIGHT, FIRST_PART, RESUMED = range(6)
 WORLD_SIZES = (1, 2, 3)
 
 
-def cases(names: str, few_names: str) -> list[dict]:
+def cases(names: str, few_names: str) -> list[dict[str, Any]]:
     small = {"names": names, "hidden_size": 8, "layers": 2, "dropout": 0.0, "val_fraction": 0.2, "learning_rate": 0.01}
     window = {**small, "context": "window", "batch_size": 20, "loss_microbatch": 7, "epochs": 2}
     full = {**small, "context": "full", "batch_size": 4, "loss_microbatch": 3, "epochs": 2, "grad_clip": 1.0}
@@ -65,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def ranks_of(runs: Path, world_size: int, case: int) -> list[dict]:
+def ranks_of(runs: Path, world_size: int, case: int) -> list[dict[str, Any]]:
     folder = runs / f"world-{world_size}" / f"case-{case}"
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -111,7 +112,7 @@ def test_gradients_do_not_depend_on_the_number_of_ranks_nor_on_micro_batches(
         torch.testing.assert_close(weight, reference[name], atol=2e-4, rtol=2e-3)
 
 
-def retrained(params: dict, world_size: int) -> dict[str, torch.Tensor]:
+def retrained(params: dict[str, Any], world_size: int) -> dict[str, torch.Tensor]:
     """The plain loop: one process, whole global batches, the mean over their targets."""
     from ddptrain.workloads.petnames.data import plan_epoch
     from ddptrain.workloads.petnames.params import PetnamesParams
@@ -153,7 +154,7 @@ def test_val_loss_is_the_mean_over_every_symbol_of_the_held_out_names(runs: Path
     rows = make_rows(held_out, params["context"], 8, torch.device("cpu"), skip_blanks=False)
     inputs, targets = rows.batch(torch.arange(len(rows)))
     assert len(rows) < _ROWS_AT_ONCE
-    expected = float(summed_nll(model(inputs), targets)) / sum(len(name) + 1 for name in held_out)
+    expected = summed_nll(model(inputs), targets).item() / sum(len(name) + 1 for name in held_out)
     assert state["metrics"]["val/loss"] == pytest.approx(expected, rel=1e-5)
 
 

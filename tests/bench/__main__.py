@@ -1,0 +1,63 @@
+"""`python -m tests.bench`: one table of ddptrain against its peers; see --help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.bench import report
+from tests.bench.experiments import EXPERIMENTS
+from tests.bench.experiments.petnames import source_of_names
+from tests.bench.measure import Records, Result, measure
+from tests.bench.stage import QUICK, Sizes, open_stage
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and return 0 if every row has its figures (with --strict: and reached its goal)."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    known = [row.name for experiment in EXPERIMENTS for row in experiment.rows]
+    chosen = options.rows.split(",") if options.rows else known
+    if unknown := sorted({*chosen} - {*known}):
+        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(known)}")
+    runs = options.runs or (1 if options.quick else 5)
+
+    machine, began = report.describe_machine(), time.monotonic()
+    results: list[Result] = []
+    records: list[Records] = []
+    with open_stage(QUICK if options.quick else Sizes()) as stage:
+        for experiment in EXPERIMENTS:
+            rows = [row for row in experiment.rows if row.name in chosen]
+            if rows:
+                found, measured = measure(experiment, rows, runs, stage, _say)
+                results += found
+                records.append(measured)
+    took_s = time.monotonic() - began
+    print("\n\n".join([report.table(results), report.legend(results)]))
+    print("\n" + report.method(machine, runs, took_s, source_of_names()))
+    if options.json:
+        options.json.write_text(json.dumps(report.raw(machine, runs, took_s, results, records), indent=1) + "\n")
+    missed = [result for result in results if result.reached is False]
+    return int(any(result.error for result in results) or (options.strict and bool(missed)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("--rows", default="", metavar="NAME,...", help="these rows only")
+    parser.add_argument("--runs", type=int, default=0, help="runs of each variant (default 5)")
+    parser.add_argument("--quick", action="store_true", help="one run, small sizes: does it work at all?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to a file")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
+    return parser
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

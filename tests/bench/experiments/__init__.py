@@ -1,0 +1,15 @@
+"""What `make bench` measures, in the order in which it does."""
+
+from __future__ import annotations
+
+from tests.bench.experiments import burst, first_step, generation, help_text, petnames, steady
+from tests.bench.measure import Experiment
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    help_text.EXPERIMENT,
+    first_step.EXPERIMENT,
+    steady.EXPERIMENT,
+    petnames.EXPERIMENT,
+    generation.EXPERIMENT,
+    burst.EXPERIMENT,
+)

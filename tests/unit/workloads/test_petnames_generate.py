@@ -1,0 +1,167 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ddptrain.errors import UsageError
+from ddptrain.workloads.petnames.alphabet import STOP_ID, encode
+from ddptrain.workloads.petnames.generate import generate_names
+from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
+from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.petnames.sampling import MAX_LENGTH, _FullReader, _WindowReader, sample_names
+
+
+def untrained(context: str, stop_bias: float = 1.0) -> CharacterModel:
+    torch.manual_seed(0)
+    params = PetnamesParams.model_validate({"context": context, "hidden_size": 8, "layers": 2})
+    model = CharacterModel(ModelConfig.of(params)).eval()
+    model.linear.bias.data[STOP_ID] += stop_bias
+    return model
+
+
+def save_checkpoint(run_dir: Path, model: CharacterModel, name: str = "step-1") -> Path:
+    folder = run_dir / "checkpoints" / name
+    folder.mkdir(parents=True)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    extra = {"model_config": model.config.plain()}
+    torch.save({"optimizer": None, "step": 1, "epoch": 1, "metrics": {}, "extra": extra}, folder / "state.pt")
+    (run_dir / "checkpoints" / "latest").write_text(f"{name}\n")
+    return folder
+
+
+@pytest.fixture(params=["window", "full"])
+def run_dir(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A run whose model makes up names at random."""
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "run.json").write_text('{"workload": "petnames"}')
+    (tmp_path / "artifacts" / "names.json").write_text('{"train": [], "held_out": []}')
+    save_checkpoint(tmp_path, untrained(request.param))
+    return tmp_path
+
+
+def know(run_dir: Path, train: list[str], held_out: list[str]) -> None:
+    (run_dir / "artifacts" / "names.json").write_text(json.dumps({"train": train, "held_out": held_out}))
+
+
+def test_the_same_seed_gives_the_same_names(run_dir: Path) -> None:
+    first = generate_names(run_dir, 30, seed=7)
+    assert first == generate_names(run_dir, 30, seed=7)
+    assert first.names != generate_names(run_dir, 30, seed=8).names
+    assert len(set(first.names)) == 30
+
+
+def test_without_a_seed_the_one_used_is_told(run_dir: Path) -> None:
+    made = generate_names(run_dir, 5)
+    assert generate_names(run_dir, 5, seed=made.seed) == made
+
+
+def test_known_names_are_replaced_whatever_their_case(run_dir: Path) -> None:
+    before = generate_names(run_dir, 20, seed=1)
+    know(run_dir, [name.upper() for name in before.names[:5]], [name.lower() for name in before.names[5:8]])
+    after = generate_names(run_dir, 20, seed=1)
+    assert set(after.names).isdisjoint(before.names[:8])
+    assert len(after.names) == 20
+    assert after.dropped_known >= 8
+    assert generate_names(run_dir, 20, seed=1, keep_known=True).names == before.names
+
+
+def test_giving_up_is_said(run_dir: Path) -> None:
+    made = generate_names(run_dir, 40, temperature=1e-9, seed=1)
+    assert made.limit_reached
+    assert len(made.names) <= 1
+    assert made.attempts == 20 * 40 + 1000
+
+
+def test_names_begin_with_the_prefix(run_dir: Path) -> None:
+    made = generate_names(run_dir, 10, prefix=" Mr. ", seed=1)
+    assert all(name.startswith("Mr.") for name in made.names)
+    assert all(name == name.title() for name in made.names)
+
+
+def test_a_name_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    names = sample_names(untrained("full", stop_bias=-1e9), 3, "", 1.0, torch.Generator().manual_seed(0))
+    assert names == [None] * 3
+
+
+def test_no_sampled_name_is_empty_or_holds_a_blank() -> None:
+    names = sample_names(untrained("full", stop_bias=5.0), 500, "", 1.0, torch.Generator().manual_seed(0))
+    assert all(name and "*" not in name and len(name) < MAX_LENGTH for name in names)
+
+
+@pytest.mark.parametrize(("context", "reader"), [("window", _WindowReader), ("full", _FullReader)])
+def test_sharing_beginnings_gives_the_scores_of_the_model(context: str, reader: type) -> None:
+    model = untrained(context)
+    texts = ["*lunabellarose", "*lunabellarosy", "*lunabellaross", "*mr. whiskers."]
+    reading = reader(model, len(texts))
+    with torch.inference_mode():
+        for column in torch.tensor([encode(text) for text in texts]).T:
+            logits, node = reading.read(column)
+        padded = [text[1:].rjust(8, "*")[-8:] if context == "window" else text for text in texts]
+        expected = model(torch.tensor([encode(text) for text in padded]))[:, -1]
+    torch.testing.assert_close(logits[node], expected)
+
+
+def test_low_temperatures_sample_what_is_likely() -> None:
+    model = untrained("full", stop_bias=0.0)
+    cold = sample_names(model, 300, "", 0.05, torch.Generator().manual_seed(0))
+    hot = sample_names(model, 300, "", 5.0, torch.Generator().manual_seed(0))
+    assert len(set(cold)) < len(set(hot))
+
+
+def test_the_best_checkpoint_goes_before_the_latest(run_dir: Path) -> None:
+    save_checkpoint(run_dir, untrained("full"), "step-2")
+    (run_dir / "checkpoints" / "best").write_text("step-1\n")
+    assert generate_names(run_dir, 1).checkpoint == "step-1"
+    (run_dir / "checkpoints" / "best").write_text("step-gone\n")
+    assert generate_names(run_dir, 1).checkpoint == "step-2"
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc", "..", "a/b", "a\\b", ""])
+def test_a_pointer_out_of_the_folder_is_refused(run_dir: Path, name: str) -> None:
+    (run_dir / "checkpoints" / "best").write_text(name)
+    with pytest.raises(UsageError, match="not the name of a folder"):
+        generate_names(run_dir, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": 0}, "--count must be at least 1, not 0"),
+        ({"temperature": 0.0}, "--temperature must be above 0, not 0.0"),
+        ({"temperature": float("nan")}, "--temperature must be above 0, not nan"),
+        ({"prefix": "r2-d2"}, "--prefix 'r2-d2' has '2', which no name holds"),
+        ({"prefix": "lu+"}, "--prefix 'lu\\+' has '\\+'"),
+    ],
+)
+def test_impossible_arguments_are_refused(run_dir: Path, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        generate_names(run_dir, **{"count": 3, **arguments})  # type: ignore[arg-type]
+
+
+def test_a_run_of_another_workload_is_refused(run_dir: Path) -> None:
+    (run_dir / "run.json").write_text('{"workload": "mine:train"}')
+    with pytest.raises(UsageError, match="is a run of the workload 'mine:train'; generate needs one of petnames"):
+        generate_names(run_dir, 1)
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"workload": "petnames"}')
+    with pytest.raises(UsageError, match="no checkpoint yet"):
+        generate_names(tmp_path, 1)
+
+
+@pytest.mark.parametrize("file_name", ["model.safetensors", "state.pt"])
+def test_a_damaged_checkpoint_is_named(run_dir: Path, file_name: str) -> None:
+    path = run_dir / "checkpoints" / "step-1" / file_name
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(UsageError, match=r"can't read the checkpoint .*step-1"):
+        generate_names(run_dir, 1)
+
+
+def test_a_run_without_its_names_needs_keep_known(run_dir: Path) -> None:
+    (run_dir / "artifacts" / "names.json").unlink()
+    with pytest.raises(UsageError, match=r"names.json: FileNotFoundError.*--keep-known"):
+        generate_names(run_dir, 1)
+    assert len(generate_names(run_dir, 1, keep_known=True).names) == 1

@@ -1,0 +1,176 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddptrain.errors import UsageError
+from ddptrain.workloads.petnames.alphabet import SYMBOLS, decode, display, encode, foreign_characters, normalise
+from ddptrain.workloads.petnames.names import clean_names, load_names, split_names
+
+SEATTLE = Path(__file__).parents[4] / "shared" / "data" / "seattle_pet_names.json"
+
+
+def test_alphabet_has_31_symbols() -> None:
+    assert SYMBOLS == "*+abcdefghijklmnopqrstuvwxyz-. "
+
+
+@given(st.text(SYMBOLS))
+def test_decoding_undoes_encoding(text: str) -> None:
+    assert decode(encode(text)) == text
+
+
+@given(st.text())
+def test_normalising_twice_changes_nothing(text: str) -> None:
+    assert normalise(normalise(text)) == normalise(text)
+
+
+def test_names_are_shown_as_people_write_them() -> None:
+    assert [display(name) for name in ("mr. whiskers", "lou-lou", "t-bone")] == ["Mr. Whiskers", "Lou-Lou", "T-Bone"]
+
+
+def test_builtin_list_is_large_clean_and_without_repeats() -> None:
+    clean = load_names("builtin")
+    assert len(clean.names) >= 1200
+    assert len(clean.names) == clean.n_source
+
+
+def test_left_out_names_are_counted_and_shown() -> None:
+    clean = clean_names([" Luna ", "LUNA", "josé", "r2d2", "", None, "mr.  whiskers", "x" * 65])
+    assert clean.names == ("luna", "mr. whiskers")
+    report = clean.report("list.txt")
+    assert report == (
+        "names: 2 of 8 from list.txt; left out: 2 with characters outside a-z, '-', '.' and space "
+        f"(such as 'jos\\xe9', 'r2d2'); 1 too long (such as '{'x' * 40}'); 2 empty; 1 repeated"
+    )
+
+
+def test_blank_and_stop_are_not_characters_of_a_name() -> None:
+    assert foreign_characters("*a+") == "*+"
+
+
+def test_repeats_stay_when_asked_for() -> None:
+    assert clean_names(["luna", "Luna"], unique=False).names == ("luna", "luna")
+
+
+@pytest.mark.parametrize(
+    ("file_name", "content", "options"),
+    [
+        ("names.json", '["Luna", "Max"]', {}),
+        ("names.json", '[{"pet": "Luna", "age": 1}, {"pet": "Max"}]', {"column": "pet"}),
+        ("names.txt", "Luna\r\nMax\n\n", {}),
+        ("names.csv", '\ufeffpet,age\r\n"Luna",3\r\nMax,\r\n', {"column": "pet"}),
+        ("names.data", "Luna\nMax", {"names_format": "text"}),
+    ],
+)
+def test_each_format_is_read(tmp_path: Path, file_name: str, content: str, options: dict[str, str]) -> None:
+    path = tmp_path / file_name
+    path.write_text(content, encoding="utf-8")
+    assert load_names(
+        str(path), names_format=options.get("names_format", "auto"), column=options.get("column")
+    ).names == (
+        "luna",
+        "max",
+    )
+
+
+def test_relative_paths_start_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "names.txt").write_text("luna")
+    monkeypatch.chdir(tmp_path)
+    assert load_names("names.txt").names == ("luna",)
+
+
+def test_compressed_lists_and_urls_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "names.json.gz"
+    path.write_bytes(gzip.compress(b'["luna"]'))
+    assert load_names(f"file://{path}").names == ("luna",)
+
+
+def test_other_file_systems_take_their_options() -> None:
+    import fsspec
+
+    with fsspec.open("memory://bucket/names.txt", "w") as file:
+        file.write("luna")
+    assert load_names("memory://bucket/names.txt", options={"skip_instance_cache": True}).names == ("luna",)
+
+
+@pytest.mark.parametrize(
+    ("file_name", "content", "column", "message"),
+    [
+        ("names.xml", "x", None, "can't tell the format of params.names .*names.xml.*params.names_format"),
+        ("names.json", "{", None, "not valid json"),
+        ("names.json", '{"a": 1}', None, "expected a JSON list of names, found a dict"),
+        ("names.json", '[["luna"]]', None, "entry 0 is a list"),
+        ("names.json", '[{"pet": "luna"}]', None, "entry 0 is an object with the columns 'pet'.*names_column"),
+        ("names.json", '[{"pet": "luna"}]', "pets", "entry 0 has no 'pets'.*did you mean 'pet'"),
+        ("names.csv", "pet,age\nluna,1", None, "the columns 'pet', 'age': say which with params.names_column"),
+        ("names.csv", "pet,age\nluna,1", "name", "no 'name' but the columns 'pet', 'age'"),
+        ("names.txt", "", None, "no usable name: names: 0 of 0"),
+        ("names.txt", "123\n", None, "no usable name.*'123'"),
+        ("names.json", "[" * 100_000, None, "not valid json"),
+    ],
+)
+def test_an_unusable_source_says_what_is_wrong(
+    tmp_path: Path, file_name: str, content: str, column: str | None, message: str
+) -> None:
+    path = tmp_path / file_name
+    path.write_text(content)
+    with pytest.raises(UsageError, match=message):
+        load_names(str(path), column=column)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"can't read params.names .*none.txt.*FileNotFoundError.*working directory"):
+        load_names(str(tmp_path / "none.txt"))
+
+
+def test_an_unknown_protocol_is_named() -> None:
+    with pytest.raises(UsageError, match=r"can't read params.names 'nosuch://x/names.txt'"):
+        load_names("nosuch://x/names.txt")
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_bytes(b"luna\n\xff")
+    with pytest.raises(UsageError, match=r"not UTF-8 text \(byte 5\)"):
+        load_names(str(tmp_path / "names.txt"))
+
+
+def test_a_password_in_a_url_is_not_repeated() -> None:
+    with pytest.raises(UsageError) as caught:
+        load_names("nosuch://me:hunter2@host/names.txt?token=hunter2")
+    assert "hunter2" not in str(caught.value)
+
+
+@given(st.lists(st.text("abc", min_size=1), min_size=2).filter(lambda names: len(set(names)) > 1), st.integers(0, 99))
+def test_no_held_out_name_is_trained_on(names: list[str], seed: int) -> None:
+    split = split_names(names, 0.3, seed)
+    assert set(split.train) | set(split.held_out) == set(names)
+    assert set(split.train).isdisjoint(split.held_out)
+    assert len(set(split.held_out)) == len(split.held_out) >= 1
+
+
+def test_the_split_depends_on_the_seed_but_not_on_the_order() -> None:
+    names = load_names("builtin").names
+    split = split_names(names, 0.1, 1)
+    assert set(split_names(names[::-1], 0.1, 1).held_out) == set(split.held_out)
+    assert set(split_names(names, 0.1, 2).held_out) != set(split.held_out)
+    assert len(split.held_out) == round(0.1 * len(names))
+
+
+def test_nothing_is_held_out_with_a_fraction_of_0() -> None:
+    assert split_names(["luna"], 0.0, 0).held_out == ()
+
+
+def test_holding_out_the_only_name_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"val_fraction is 0.1 and there are 1 distinct names"):
+        split_names(["luna", "luna"], 0.1, 0)
+
+
+@pytest.mark.skipif(not SEATTLE.exists(), reason=f"the Seattle names are not at {SEATTLE}")
+def test_real_licence_data_loads_and_cleans() -> None:
+    clean = load_names(str(SEATTLE))
+    assert clean.n_source == len(json.loads(SEATTLE.read_text())) == 54_780
+    assert len(clean.names) == 13_983
+    assert clean.n_repeated == 54_780 - 13_983
