@@ -35,6 +35,7 @@ _TICK_S = 0.05
 _SETTLE_S = 0.15  # after the first fault: an earlier one of another rank may still be on its way
 _CLEAN_UP_S = 2.0  # for a rank that has failed by itself to run its own clean-up, before it is stopped, too
 _VICTIM_SETTLE_S = 1.5  # after a fault of which another must be the cause
+_SCHEDULER_LOST_S = 3.0  # without a connection to the scheduler, before the run is given up
 _STOP_MARGIN_S = 3.0  # beyond grace_s, for the word of a rank's end to arrive
 
 
@@ -99,6 +100,7 @@ class Attempt:
         self.settle_until: float | None = None
         self.stop_until: float | None = None
         self.spare_until: float | None = None
+        self.connected_at = time.monotonic()
         self.errands = 0
 
     def _watched(self, spec: RankSpec, place: Place, home_log: Path) -> RankWatch:
@@ -284,6 +286,11 @@ class Attempt:
         if (text := self.worker_fault()) is not None:
             for address in self.workers:
                 self._on_worker_lost(address, text)
+        if self.gang.connected:
+            self.connected_at = now
+        elif now - self.connected_at > _SCHEDULER_LOST_S:
+            for address in self.workers:
+                self._on_worker_lost(address, "the Dask scheduler is gone")
         if self.settle_until is not None and now >= self.settle_until:
             self.settle_until = None
             if not self.stopping:

@@ -141,6 +141,11 @@ class Gang:
         if future.status == "error":
             self.inbox.put(TaskFailed(rank, str(future.exception())))
 
+    @property
+    def connected(self) -> bool:
+        """Whether the scheduler is there."""
+        return self.client.status == "running"
+
     def forget(self, worker: str) -> None:
         """A worker is lost: ask nothing of it any more, for that would only wait for a connection."""
         self._workers = [address for address in self._workers if address != worker]
@@ -171,7 +176,7 @@ class Gang:
             self._remove_spools,
             lambda: self.client.run_on_scheduler(_drop_topic, self._topic),
         )
-        for step in steps:
+        for step in steps if self.connected else ():
             with contextlib.suppress(Exception):  # the cluster may be gone: then there is nothing to give back
                 step()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 records.append(measured)
     took_s = time.monotonic() - began
     print("\n\n".join([report.table(results), report.legend(results)]))
-    print("\n" + report.method(machine, runs, took_s, source_of_names()))
+    print("\n" + report.method(machine, runs, took_s, source_of_names(), quick=options.quick))
     if options.json:
         options.json.write_text(json.dumps(report.raw(machine, runs, took_s, results, records), indent=1) + "\n")
     missed = [result for result in results if result.reached is False]
@@ -60,4 +61,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through all blocks that tidy up
     sys.exit(main())

@@ -46,9 +46,10 @@ def legend(results: Sequence[Result]) -> str:
     return "\n".join(textwrap.fill(text, _WIDTH, subsequent_indent="    ") for text in texts)
 
 
-def method(machine: Mapping[str, object], runs: int, took_s: float, names: str) -> str:
+def method(machine: Mapping[str, object], runs: int, took_s: float, names: str, *, quick: bool) -> str:
     """How it was measured, in a few lines."""
-    text = (
+    text = "Quick: with sizes too small for the figures to mean anything. " if quick else ""
+    text += (
         f"Medians of {runs} run{'s' if runs > 1 else ''} of each, in turns (ours, peer, ours, ...), each in processes "
         "of its own and after one run that does not count where starting is measured; in brackets the least and the "
         "most. Ratios are ours by the peer's, of the medians. Both sides run without the user's settings for malloc, "

@@ -32,14 +32,17 @@ class BenchError(Exception):
 class Sizes:
     """How much of everything is measured."""
 
-    steady_s: float = 3.0
-    petnames_steps: int = 4
+    steady_s: float = 2.0
+    petnames_steps: int = 8
     generated: int = 10_000
-    generated_one_by_one: int = 100
+    generated_one_by_one: int = 50
     burst_lines: int = 100_000
+    burst_lines_peer: int = 20_000
 
 
-QUICK = Sizes(steady_s=0.3, petnames_steps=1, generated=500, generated_one_by_one=5, burst_lines=5_000)
+QUICK = Sizes(
+    steady_s=0.3, petnames_steps=1, generated=500, generated_one_by_one=5, burst_lines=5_000, burst_lines_peer=1_000
+)
 
 
 @dataclass(frozen=True, slots=True)

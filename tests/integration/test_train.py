@@ -379,6 +379,21 @@ def test_slots_of_a_killed_driver_are_free_at_once(trainer: Trainer, up_cluster:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_killed_scheduler_ends_the_run_with_4_and_every_rank(trainer: Trainer, up_cluster: UpCluster) -> None:
+    up_cluster.add_worker(slots=2)
+    config = trainer.config("steps", params={"pause": 60.0})
+    running = trainer.cli.start("train", config, "--cluster", up_cluster.address)
+    running.wait_for("ddptrain: training")
+    began = time.monotonic()
+    up_cluster.processes[0].kill()
+    ended = running.finish()
+    assert time.monotonic() - began < 10
+    assert ended.rc == 4, ended.stderr
+    assert "the Dask scheduler is gone" in ended.stderr
+    assert trainer.record()["status"] == "failed"
+    up_cluster.processes[1].wait(15)  # the worker ends by itself, and the leak guard looks for its ranks
+
+
 def test_nobody_at_the_address_is_a_cluster_error(trainer: Trainer) -> None:
     ended = trainer.train("steps", "--cluster", "tcp://127.0.0.1:9", "--set", "cluster.start_timeout_s=2")
     assert ended.rc == 4

@@ -71,7 +71,7 @@ def _names(context: str) -> Row:
         peer_name="tutorial's loop",
         goal=Goal("ratio", ">=", _GOALS[context]),
         what=f"generate_names for 10,000 new names, context: {context}, in a process that has torch imported; "
-        "the tutorial's loop makes 100 from the same weights, both drop known and repeated names",
+        "the tutorial's loop makes 50 from the same weights, both drop known and repeated names",
     )
 
 
