@@ -126,7 +126,8 @@ class Attempt:
         self.gang.submit(self.ranks[0].spec, self.ranks[0].place.slot.worker)
         while not all(watch.over for watch in self.ranks):
             self._take_one()
-            self._tick()
+            self._watch_cluster()
+            self._watch_deadlines()
         self._drain()
         fault = cause.first_cause(self.faults) if self.faults else None
         return Outcome(self.ranks, fault, self.signum)
@@ -235,7 +236,7 @@ class Attempt:
         elif watch.fault is None and not self.stopping:
             watch.fault = cause.from_exit(ended)
             self._add_fault(watch.fault)
-        self.telling.rank_ended(watch.record(), ok=watch.finished)
+        self._tell_end(watch)
 
     def _why_lost(self, address: str) -> str:
         """Our own worker's exit status, which follows the end of its connection by a moment, or what Dask says."""
@@ -244,6 +245,10 @@ class Attempt:
                 return fault
             time.sleep(0.01)
         return f"its Dask worker {address} was lost"
+
+    def _tell_end(self, watch: RankWatch) -> None:
+        stopped = self.stopping and watch.fault is None and not watch.finished
+        self.telling.rank_ended(watch.record(), ok=watch.finished, stopped=stopped)
 
     def _on_worker_lost(self, address: str, text: str) -> None:
         self.gang.forget(address)
@@ -262,7 +267,7 @@ class Attempt:
         if not self.stopping and watch.fault is None:
             watch.fault = Fault(watch.spec.rank, kind, time.time_ns(), text)
             self._add_fault(watch.fault)
-        self.telling.rank_ended(watch.record(), ok=False)
+        self._tell_end(watch)
 
     def _add_fault(self, fault: Fault) -> None:
         self.faults.append(fault)
@@ -281,7 +286,8 @@ class Attempt:
         self.telling.status("stopping the ranks (again to kill them at once)")
         self._stop(None)
 
-    def _tick(self) -> None:
+    def _watch_cluster(self) -> None:
+        """Give up ranks whose worker or scheduler is gone: nobody else tells of them."""
         now = time.monotonic()
         if (text := self.worker_fault()) is not None:
             for address in self.workers:
@@ -291,6 +297,10 @@ class Attempt:
         elif now - self.connected_at > _SCHEDULER_LOST_S:
             for address in self.workers:
                 self._on_worker_lost(address, "the Dask scheduler is gone")
+
+    def _watch_deadlines(self) -> None:
+        """Go on with the stopping of the gang when its next moment has come."""
+        now = time.monotonic()
         if self.settle_until is not None and now >= self.settle_until:
             self.settle_until = None
             if not self.stopping:

@@ -75,10 +75,10 @@ class Telling:
         self._recorded("rank_started", {"rank": rank, "host": event.host, "pid": event.pid, "device": event.device})
         self.display.rank_started(rank, event.host, event.pid)
 
-    def rank_ended(self, record: RankRecord, *, ok: bool) -> None:
-        """A rank's process is over."""
-        self._recorded("rank_ended", {"ok": ok, **dataclasses.asdict(record)})
-        self.display.rank_ended(record.rank, ok)
+    def rank_ended(self, record: RankRecord, *, ok: bool, stopped: bool) -> None:
+        """A rank's process is over; `stopped` says that it was told to end."""
+        self._recorded("rank_ended", {"ok": ok, "stopped": stopped, **dataclasses.asdict(record)})
+        self.display.rank_ended(record.rank, ok, stopped)
 
     def fault(self, fault: Fault) -> None:
         """A rank has failed, be it the cause or a victim."""

@@ -47,7 +47,7 @@ class RankBar:
 
     rank: int
     host: str = ""
-    state: str = "waiting"  # then running, done or failed
+    state: str = "waiting"  # then running, done, stopped or failed
     loss: float | None = None
     redrawn: str = ""
     pace: Pace = field(default_factory=Pace)
@@ -58,8 +58,8 @@ class RankBar:
             case told.RankStarted(_, host, _):
                 self.host, self.state, self.loss = terminal.harmless(host, False), "running", None
                 self.redrawn, self.pace = "", Pace()
-            case told.RankEnded(_, ok):
-                self.state = "done" if ok else "failed"
+            case told.RankEnded(_, ok, stopped):
+                self.state = "done" if ok else "stopped" if stopped else "failed"
             case told.RankMetrics(_, event):
                 self.loss = event.values.get("train/loss", event.values.get("loss", self.loss))
             case told.RankProgress(_, event):
@@ -152,7 +152,7 @@ class Bars:
         rates = [bar.pace.rate for bar in bars if bar.pace.rate is not None]
         if rates:
             facts.append(f"{_number(sum(rates))} {_unit(bars[0])}/s in all")
-        for state in ("waiting", "done", "failed"):
+        for state in ("waiting", "done", "stopped", "failed"):
             count = sum(bar.state == state for bar in bars)
             if count:
                 facts.append(f"{count} {state}")

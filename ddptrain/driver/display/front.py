@@ -75,9 +75,9 @@ class Display:
         """The rank's process runs."""
         self._tell(told.RankStarted(rank, host, pid))
 
-    def rank_ended(self, rank: int, ok: bool) -> None:
-        """The rank's process has ended."""
-        self._tell(told.RankEnded(rank, ok))
+    def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
+        """The rank's process has ended: well, or because it was stopped, or else by a fault of its own."""
+        self._tell(told.RankEnded(rank, ok, stopped))
 
     def metrics(self, rank: int, event: Metrics) -> None:
         """The rank logged numbers."""

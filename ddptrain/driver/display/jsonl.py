@@ -65,7 +65,7 @@ class JsonRenderer:
                 )
             case told.RankStarted(rank, host, pid):
                 self._write({"event": "rank_started", "rank": rank, "time_s": now, "host": host, "pid": pid})
-            case told.RankEnded(rank, ok):
+            case told.RankEnded(rank, ok, _):
                 self._write({"event": "rank_ended", "rank": rank, "time_s": now, "ok": ok})
             case told.Notice(text, level):
                 self._write({"event": "notice", "time_s": now, "level": level, "message": text})

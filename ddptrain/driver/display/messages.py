@@ -25,6 +25,7 @@ class RankEnded:
 
     rank: int
     ok: bool
+    stopped: bool = False  # it was told to end, and so is no fault
 
 
 @dataclass(frozen=True, slots=True)
