@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from ddptrain import events
 from ddptrain.rank.context import RankContext
 from ddptrain.rank.emitter import Emitter
-from ddptrain.spec import RankSpec
+from tests.unit.specs import make_spec
 
 
 class Rank:
@@ -24,28 +23,9 @@ class Rank:
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.folder = folder
         self.file = (folder / "events").open("ab", buffering=0)
-        spec = RankSpec(
-            run_id="r-1",
-            attempt=1,
-            rank=0,
-            world_size=2,
-            local_rank=0,
-            local_world_size=2,
-            node_rank=0,
-            slot=0,
-            workload="m:f",
-            params={},
-            dist_backend="gloo",
-            dist_timeout_s=60.0,
-            grace_s=1.0,
-            every_epochs=1,
-            workdir="/",
-            staging=str(folder / "staging"),
-        )
+        spec = make_spec(**{"staging": str(folder / "staging"), **changes})
         (folder / "staging").mkdir()
-        self.context = RankContext(
-            dataclasses.replace(spec, **changes), Emitter(self.file.fileno()), torch.device("cpu")
-        )
+        self.context = RankContext(spec, Emitter(self.file.fileno()), torch.device("cpu"))
 
     def events(self) -> list[events.Event]:
         return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ddptrain.spec import RankSpec
 from ddptrain.worker import environment
-
-SPEC = RankSpec(
-    run_id="r-1",
-    attempt=1,
-    rank=3,
-    world_size=4,
-    local_rank=1,
-    local_world_size=2,
-    node_rank=1,
-    slot=1,
-    workload="m:f",
-    params={},
-    dist_backend="gloo",
-    dist_timeout_s=60.0,
-    grace_s=1.0,
-    every_epochs=1,
-    workdir="/",
-    master_addr="10.0.0.1",
-    master_port=1234,
-)
+from tests.unit.specs import make_spec
 
 
-def completed(environ: Mapping[str, str], *, gpu: str | None = None, cpus: int = 8, **spec: Any) -> RankSpec:
-    return environment.complete(
-        dataclasses.replace(SPEC, **spec),
-        environ,
-        gpu=gpu,
-        cpus=cpus,
-        staging="/s",
-    )
+def completed(environ: Mapping[str, str], *, gpu: str | None = None, cpus: int = 8, **changes: Any) -> RankSpec:
+    spec = make_spec(**{"rank": 3, "local_rank": 1, "node_rank": 1, "slot": 1, **changes})
+    return environment.complete(spec, environ, gpu=gpu, cpus=cpus, staging="/s")
 
 
 def test_torchruns_contract_is_complete() -> None:
