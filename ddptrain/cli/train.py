@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ddptrain.configfile import LoadedConfig
 
 
 class Output(StrEnum):
@@ -36,9 +40,9 @@ def train(
     output: Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")] = Output.AUTO,
 ) -> None:
     """Train what a YAML file describes, on a local cluster or one that is up."""
-    from ddptrain.configfile import dump_config, load_config
+    from ddptrain.configfile import dump_config
 
-    loaded = load_config(config, [*(overrides or ()), *_options(ranks, cluster, runs_dir)])
+    loaded = _load(config, overrides or [], _options(ranks, cluster, runs_dir))
     if dry_run:
         typer.echo(dump_config(loaded.config), nl=False)
         return
@@ -48,15 +52,29 @@ def train(
     raise typer.Exit(launch(loaded, LaunchOptions(run_id=run_id, output=output.value)))
 
 
-def _options(ranks: int | None, cluster: str | None, runs_dir: Path | None) -> list[str]:
-    """Options that stand for configuration fields, as --set texts: they are checked the same way."""
+def _options(ranks: int | None, cluster: str | None, runs_dir: Path | None) -> dict[str, str]:
+    """Options that stand for configuration fields: `--set` text -> the option as it was typed."""
     import json
 
-    fields: dict[str, object] = {}
+    options: dict[str, str] = {}
     if ranks is not None:
-        fields["cluster.ranks"] = ranks
+        options[f"cluster.ranks={ranks}"] = f"--ranks {ranks}"
     if cluster is not None:
-        fields |= {"cluster.backend": "address", "cluster.address": cluster}
+        options["cluster.backend=address"] = f"--cluster {cluster}"
+        options[f"cluster.address={json.dumps(cluster)}"] = f"--cluster {cluster}"
     if runs_dir is not None:
-        fields["results.dir"] = str(runs_dir)
-    return [f"{key}={json.dumps(value)}" for key, value in fields.items()]
+        options[f"results.dir={json.dumps(str(runs_dir))}"] = f"--runs-dir {runs_dir}"
+    return options
+
+
+def _load(config: str, overrides: list[str], options: dict[str, str]) -> LoadedConfig:
+    """The configuration with the command line's changes, all checked the same way; errors name the option typed."""
+    from ddptrain.configfile import load_config
+    from ddptrain.errors import ConfigError
+
+    try:
+        return load_config(config, [*overrides, *options])
+    except ConfigError as error:
+        typed = {f"--set {text}": option for text, option in options.items()}
+        problems = [replace(problem, where=typed.get(problem.where, problem.where)) for problem in error.problems]
+        raise ConfigError(problems) from None

@@ -153,7 +153,9 @@ class RankServer:
         elif inbox is not None:
             inbox.put(report)
         elif report["report"] == "broken":
-            self._mark_lost(f"the rank server ({sys.executable}) could not start:\n{report['message']}")
+            trace = report["message"].strip()
+            last = trace.splitlines()[-1]
+            self._mark_lost(f"the rank server ({sys.executable}) could not start: {last}\n{trace}")
 
     def _mark_lost(self, message: str) -> None:
         """Tell everyone who waits, and end the ranks' groups, which nobody watches any more."""

@@ -254,3 +254,11 @@ def test_import_that_fails_names_python_and_path(bench: Bench) -> None:
     assert ended.rc == 1
     assert "no module 'no_such_module'" in bench.record["failure"]["message"]
     assert "likewise rank" in ended.stderr
+
+
+def test_torch_that_does_not_import_is_a_cluster_failure_with_its_reason(bench: Bench) -> None:
+    (bench.folder / "broken").mkdir()
+    (bench.folder / "broken" / "torch.py").write_text("raise ImportError('libcudart.so: cannot open')\n")
+    ended = bench.cli("train", "run.yaml", env={"PYTHONPATH": str(bench.folder / "broken")})
+    assert ended.rc == 4
+    assert "could not start: ImportError: libcudart.so: cannot open" in ended.stderr

@@ -1,0 +1,29 @@
+"""The options of `ddptrain train` that stand for fields of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.cli import train
+from ddptrain.config import RunConfig
+from ddptrain.errors import ConfigError
+
+
+def load(tmp_path: Path, **options: Any) -> RunConfig:
+    (tmp_path / "c.yaml").write_text("workload: json:dumps\ncluster: {ranks: 2}\n")
+    chosen = {"ranks": None, "cluster": None, "runs_dir": None, **options}
+    return train._load(str(tmp_path / "c.yaml"), ["cluster.start_timeout_s=5"], train._options(**chosen)).config
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    config = load(tmp_path, ranks=3, cluster="tcp://host:1", runs_dir=tmp_path / "else where")
+    assert (config.cluster.ranks, config.cluster.backend, config.cluster.address) == (3, "address", "tcp://host:1")
+    assert (config.cluster.start_timeout_s, config.results.dir) == (5.0, str(tmp_path / "else where"))
+
+
+def test_wrong_option_is_named_as_it_was_typed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--ranks 0: cluster\.ranks: expected 'auto' or at least 1, got 0"):
+        load(tmp_path, ranks=0)
