@@ -113,6 +113,11 @@ def resolved_params(config: RunConfig) -> dict[str, Any]:
     return _fill(model, config.params).model_dump(mode="json") if model else dict(config.params)
 
 
+def resolved_config(config: RunConfig) -> RunConfig:
+    """The configuration with every default filled in, the workload's own included: what config.yaml records."""
+    return config.model_copy(update={"params": resolved_params(config)})
+
+
 def _override(root: Node, number: int, option: str) -> list[Located]:
     """Puts the value of one `key=value` into the tree, and makes mappings on the way."""
     key, equals, text = option.partition("=")

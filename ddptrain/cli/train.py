@@ -40,11 +40,11 @@ def train(
     output: Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")] = Output.AUTO,
 ) -> None:
     """Train what a YAML file describes, on a local cluster or one that is up."""
-    from ddptrain.configfile import dump_config
+    from ddptrain.configfile import dump_config, resolved_config
 
     loaded = _load(config, overrides or [], _options(ranks, cluster, runs_dir))
     if dry_run:
-        typer.echo(dump_config(loaded.config), nl=False)
+        typer.echo(dump_config(resolved_config(loaded.config)), nl=False)
         return
     from ddptrain.driver.launch import LaunchOptions
     from ddptrain.driver.launch import train as launch

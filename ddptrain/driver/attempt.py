@@ -205,7 +205,7 @@ class Attempt:
             case events.Entered():
                 watch.entered = True
                 if all(other.entered for other in self.ranks):
-                    self.telling.status("training")
+                    self.telling.training(tuple(other.record() for other in self.ranks))
             case events.Finished():
                 watch.finished = True
             case events.CheckpointSaved() | events.FileSaved():

@@ -16,7 +16,7 @@ from ddptrain.clusters.address import AddressCluster
 from ddptrain.clusters.local import LocalCluster
 from ddptrain.clusters.protocol import Cluster
 from ddptrain.config import RunConfig
-from ddptrain.configfile import LoadedConfig, dump_config
+from ddptrain.configfile import LoadedConfig, dump_config, resolved_config
 from ddptrain.driver import summary
 from ddptrain.driver import verdict as verdicts
 from ddptrain.driver.display import Display, open_display
@@ -60,7 +60,9 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
     run_id = options.run_id or new_run_id(config.name)
     runs_dir = Path(config.results.dir)
     with (
-        RunWriter.create(runs_dir, run_id, config.name, dump_config(config), config.workload) as writer,
+        RunWriter.create(
+            runs_dir, run_id, config.name, dump_config(resolved_config(config)), config.workload
+        ) as writer,
         signals_to(inbox) as signals,
     ):
         return _Run(loaded, options, writer, inbox, signals, machine).run()

@@ -35,6 +35,12 @@ class Telling:
         """What is being waited for."""
         self.display.status(text)
 
+    def training(self, ranks: tuple[RankRecord, ...]) -> None:
+        """Every rank has entered the workload: where each runs stands in run.json from now on."""
+        attempts = self.writer.record.attempts
+        self.writer.update(attempts=(*attempts[:-1], dataclasses.replace(attempts[-1], ranks=ranks)))
+        self.display.status("training")
+
     def warn(self, text: str) -> None:
         """Something that the person should know."""
         self._recorded("warning", {"message": text})

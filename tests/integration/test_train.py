@@ -266,6 +266,23 @@ def test_run_id_that_is_running_is_refused_with_6_and_a_finished_one_with_2(trai
     assert trainer.record()["status"] == "succeeded"
 
 
+def test_run_that_is_under_way_can_be_looked_at(trainer: Trainer) -> None:
+    running = trainer.cli.start("train", trainer.config("steps", params={"epochs": 3, "pause": 1.0}))
+    running.wait_for("ddptrain: training")
+    shown = json.loads(trainer.cli("results", "show", "latest", "--json").stdout)
+    assert shown["status"] == "running"
+    assert [rank["host"] != "" and rank["pid"] > 0 for rank in shown["attempts"][0]["ranks"]] == [True, True]
+    followed = trainer.cli("results", "logs", "latest", "--rank", "1", "--follow")
+    assert "sum 3 of 2" in followed.stdout
+    assert running.finish().rc == 0
+
+
+def test_configuration_is_kept_with_the_workloads_defaults(trainer: Trainer) -> None:
+    ended = trainer.cli("train", "petnames", "--dry-run", "--set", "params.epochs=3")
+    assert "epochs: 3" in ended.stdout
+    assert "skip_blanks: true" in ended.stdout
+
+
 def test_dry_run_starts_nothing(trainer: Trainer) -> None:
     ended = trainer.train("steps", "--dry-run", "--set", "params.epochs=7")
     assert ended.rc == 0
