@@ -42,6 +42,12 @@ def _variable_name(name: str) -> str:
     return _without_nul(name)
 
 
+def _scheduler_address(text: str) -> str:
+    if not re.fullmatch(r"((tcp|tls|ws|wss|ucx)://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", text):
+        raise ValueError("is no scheduler's address: expected something like tcp://host:8786")
+    return text
+
+
 SystemText = Annotated[str, AfterValidator(_without_nul)]
 # The length comes first, so that an error speaks of characters.
 FilledText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
@@ -60,7 +66,7 @@ class ClusterConfig(_Strict):
         default="local",
         description="Where workers come from: local starts them here, address uses a cluster that is up.",
     )
-    address: FilledText | None = Field(
+    address: Annotated[SystemText, AfterValidator(_scheduler_address)] | None = Field(
         default=None,
         description="The scheduler of a cluster that is up, as tcp://host:8786; for backend address only.",
     )

@@ -23,6 +23,7 @@ _SCHEDULER_CONFIG = {
     "distributed.scheduler.http.routes": [],
     "distributed.scheduler.work-stealing": False,
     "distributed.admin.system-monitor.interval": "5s",
+    "distributed.admin.tick.interval": "1s",
     "distributed.comm.timeouts.tcp": "15s",
     "distributed.diagnostics.nvml": False,
 }

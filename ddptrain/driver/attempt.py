@@ -31,7 +31,7 @@ from ddptrain.results.record import RankRecord
 from ddptrain.spec import RankExit, RankSpec, describe_status
 from ddptrain.worker.spool import rank_spool
 
-_TICK_S = 0.05
+_TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection
 _SETTLE_S = 0.15  # after the first fault: an earlier one of another rank may still be on its way
 _CLEAN_UP_S = 2.0  # for a rank that has failed by itself to run its own clean-up, before it is stopped, too
 _VICTIM_SETTLE_S = 1.5  # after a fault of which another must be the cause
@@ -133,8 +133,10 @@ class Attempt:
         return Outcome(self.ranks, fault, self.signum)
 
     def _take_one(self) -> None:
+        deadlines = (self.settle_until, self.spare_until, self.stop_until)
+        nearest = min((until - time.monotonic() for until in deadlines if until is not None), default=_TICK_S)
         try:
-            message = self.inbox.get(timeout=_TICK_S)
+            message = self.inbox.get(timeout=max(0.0, min(_TICK_S, nearest)))
         except queue.Empty:
             return
         self._handle(message)
@@ -247,6 +249,8 @@ class Attempt:
         return f"its Dask worker {address} was lost"
 
     def _tell_end(self, watch: RankWatch) -> None:
+        if watch.mirror.refused:
+            self.telling.warn(f"rank {watch.spec.rank} wrote {watch.mirror.refused} lines that are no events; left out")
         stopped = self.stopping and watch.fault is None and not watch.finished
         self.telling.rank_ended(watch.record(), ok=watch.finished, stopped=stopped)
 

@@ -48,17 +48,28 @@ _LOST_PEER_WORDS = (
 )
 
 
+_COLD = (
+    "ranks start cold, some seconds slower: the environment sets variables that only a fresh program reads "
+    "(MALLOC_*, LD_*, PYTHON*, ...), or importing torch started threads"
+)
+
+
 def read_spec(fd: int) -> RankSpec:
     """The order that the worker wrote into the file behind `fd`."""
     with open(fd, encoding="utf-8", closefd=False) as file:
         return RankSpec.from_json(file.read())
 
 
-def run_rank(spec: RankSpec, log_fd: int, events_fd: int) -> int:
-    """Be the rank: run the workload to its end and return the exit code. Called once, in a process of its own."""
+def run_rank(spec: RankSpec, log_fd: int, events_fd: int, *, cold: bool = False) -> int:
+    """Be the rank: run the workload to its end and return the exit code. Called once, in a process of its own.
+
+    `cold` says that this is a fresh program, not a fork of the warm rank server; the person is told why.
+    """
     procs.name_process(f"ddptrain-rank{spec.rank}")
     _redirect_output(log_fd)
     emitter = Emitter(events_fd)
+    if cold and spec.rank == 0:
+        emitter.emit(events.Note(time.time_ns(), _COLD))
     _enter_environment(spec)
     try:
         code = _Rank(spec, emitter).run()
@@ -319,7 +330,7 @@ def main() -> None:
     procs.die_with_parent()
     code = 70
     try:
-        code = run_rank(read_spec(spec_fd), log_fd, events_fd)
+        code = run_rank(read_spec(spec_fd), log_fd, events_fd, cold=True)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -86,6 +86,7 @@ def _import_dask() -> None:
         {
             "distributed.worker.profile.enabled": False,  # samples every thread 100 times a second
             "distributed.admin.system-monitor.interval": "5s",
+            "distributed.admin.tick.interval": "1s",  # 50 wake-ups a second otherwise
             "distributed.diagnostics.nvml": False,
             "distributed.comm.timeouts.connect": "15s",
             "distributed.comm.timeouts.tcp": "15s",

@@ -16,7 +16,8 @@ from ddptrain.spec import RankExit, RankSpec
 from ddptrain.worker import environment, spool
 from ddptrain.worker.host import RankHost, rank_host
 
-POLL_S = 0.02  # how soon the driver hears that a rank has printed something
+POLL_S = 0.02  # how soon the driver hears that a busy rank has printed something
+_IDLE_POLL_S = 0.1  # of one that has been silent for a while: each look costs the training some microseconds
 _NOTICE_BYTES = 12 * 1024  # of log or events in one message: the scheduler keeps the last thousand of a topic
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; what is over it the driver fetches from the spool
 
@@ -78,25 +79,26 @@ class _RankTask:
         return dataclasses.replace(self.spec, master_port=port)
 
     def _watch(self) -> str:
-        while True:
-            report = self.host.server.wait_exit(self.spec.key, POLL_S)
-            self._tell_growth()
-            if report is not None:
-                break
+        pause_s = POLL_S
+        while (report := self.host.server.wait_exit(self.spec.key, pause_s)) is None:
+            pause_s = POLL_S if self._tell_growth() else min(2 * pause_s, _IDLE_POLL_S)
+        self._tell_growth()
         log_size, events_size = self.spool.sizes()
         ended = RankExit(self.spec.rank, report["pid"], report["status"], report["time_ns"], log_size, events_size)
         self._notify(exit=ended.to_json())
         return ended.to_json()
 
-    def _tell_growth(self) -> None:
+    def _tell_growth(self) -> bool:
+        """Tell the driver how far the files are; whether they have grown."""
         sizes = dict(zip(("log", "events"), self.spool.sizes(), strict=True))
         if sizes == self.told:
-            return
+            return False
         if self.spec.shared:
             self._notify(sizes=sizes)
         else:
             self._send_bytes(sizes)
         self.told = sizes
+        return True
 
     def _send_bytes(self, sizes: dict[str, int]) -> None:
         """Send what is new, up to the rate; the driver fetches what is left out."""

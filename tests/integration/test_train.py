@@ -233,6 +233,7 @@ def test_users_environment_reaches_the_ranks_and_wins(trainer: Trainer) -> None:
     assert ended.rc == 0, ended.stderr
     # MALLOC_ARENA_MAX is read when a program starts: these ranks were started cold.
     assert "value from config tuned 3" in trainer.log(0)
+    assert "rank 0: ranks start cold" in ended.stderr
     assert f"cwd {trainer.folder}" in trainer.log(1)
     assert trainer.record()["rank_environment"]["OMP_NUM_THREADS"] == {"value": "2", "source": "user"}
 

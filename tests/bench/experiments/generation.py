@@ -16,8 +16,8 @@ from tests.bench.stage import DDPTRAIN, REPOSITORY, BenchError, Stage
 _GOALS = {"window": 12.0, "full": 60.0}
 _CONFIG = REPOSITORY / "configs" / "petnames-tutorial.yaml"
 # Enough for names to have the lengths and beginnings of names.
-_TRAINING = {"epochs": 8, "batch_size": 128, "learning_rate": 0.005}
-_FULL = {"epochs": 25, "batch_size": 32, "context": "full"}
+_TRAINING = {"epochs": 6, "batch_size": 128, "learning_rate": 0.005}
+_FULL = {"epochs": 16, "batch_size": 32, "context": "full"}
 
 
 def _train(stage: Stage, context: str) -> Path:
