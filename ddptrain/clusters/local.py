@@ -142,5 +142,7 @@ async def _new_scheduler() -> Scheduler:
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver tells what happens
     with dask.config.set(_SCHEDULER_CONFIG):
-        scheduler: Scheduler = await Scheduler(host="127.0.0.1", port=0, dashboard=False)
+        scheduler: Scheduler = await Scheduler(
+            host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0"
+        )
         return scheduler

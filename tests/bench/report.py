@@ -50,7 +50,7 @@ def method(machine: Mapping[str, object], runs: int, took_s: float, names: str, 
     """How it was measured, in a few lines."""
     text = "Quick: with sizes too small for the figures to mean anything. " if quick else ""
     text += (
-        f"Medians of {runs} run{'s' if runs > 1 else ''} of each, in turns (ours, peer, ours, ...), each in processes "
+        f"Medians of {runs} run{'s' if runs > 1 else ''} of each, in turns (peer, ours, peer, ...), each in processes "
         "of its own and after one run that does not count where starting is measured; in brackets the least and the "
         "most. Ratios are ours by the peer's, of the medians. Both sides run without the user's settings for malloc, "
         f"OpenMP and torch. Pet names: {names}. It took {took_s / 60:.1f} minutes on "

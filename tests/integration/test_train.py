@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -276,6 +277,23 @@ def test_run_that_is_under_way_can_be_looked_at(trainer: Trainer) -> None:
     followed = trainer.cli("results", "logs", "latest", "--rank", "1", "--follow")
     assert "sum 3 of 2" in followed.stdout
     assert running.finish().rc == 0
+
+
+def test_embedded_cluster_listens_on_loopback_only(trainer: Trainer) -> None:
+    running = trainer.cli.start("train", trainer.config("steps", params={"epochs": 3, "pause": 1.0}))
+    running.wait_for("ddptrain: training")
+    driver = psutil.Process(running.popen.pid)
+    sockets = [
+        connection
+        for process in (driver, *driver.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(sockets) >= 3
+    assert {connection.laddr.ip for connection in sockets} == {"127.0.0.1"}
+    ended = running.finish()
+    assert ended.rc == 0
+    assert "Warning" not in ended.stderr
 
 
 def test_configuration_is_kept_with_the_workloads_defaults(trainer: Trainer) -> None:
