@@ -16,7 +16,7 @@ from ddptrain.workloads.petnames.params import PetnamesParams
 
 State = tuple[Tensor, Tensor]
 
-_BLANK_COPIES = 16
+_BLANK_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,6 @@ class PetnamesParams(BaseModel):
     loss_microbatch: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto",
         description="Rows of one forward and backward; a step sums them up, its gradient stays the same. "
-        "0 takes the whole batch; auto is 256 on a CPU, where caches are small, and 0 on a GPU.",
+        "0 takes the whole batch; auto is 512 on a CPU, where caches are small, and 0 on a GPU.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the split, the weights, the order and the dropout.")
