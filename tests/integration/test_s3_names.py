@@ -28,18 +28,8 @@ def s3(tmp_path: Path) -> Iterator[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        RCLONE,
-        "serve",
-        "s3",
-        "--addr",
-        f"127.0.0.1:{port}",
-        "--auth-key",
-        "key,secret",
-        "--config",
-        "",
-        tmp_path,
-    ]
+    options = f"--addr 127.0.0.1:{port} --auth-key key,secret --config".split()
+    command = [str(RCLONE), "serve", "s3", *options, "", str(tmp_path)]
     with (tmp_path / "rclone.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     deadline = time.monotonic() + 20
