@@ -296,6 +296,13 @@ def test_embedded_cluster_listens_on_loopback_only(trainer: Trainer) -> None:
     assert "Warning" not in ended.stderr
 
 
+def test_fewer_held_out_names_than_ranks_still_have_a_loss(trainer: Trainer) -> None:
+    (trainer.folder / "few.txt").write_text("rex\nbella\nmax\nluna\ncoco\nmilo\nruby\notis\nnala\nfinn\n")
+    ended = trainer.cli("train", "petnames", "--set", "params.names=few.txt", "--set", "params.epochs=1")
+    assert ended.rc == 0, ended.stderr
+    assert trainer.record()["last_metrics"]["val/loss"] > 0
+
+
 def test_configuration_is_kept_with_the_workloads_defaults(trainer: Trainer) -> None:
     ended = trainer.cli("train", "petnames", "--dry-run", "--set", "params.epochs=3")
     assert "epochs: 3" in ended.stdout

@@ -21,7 +21,7 @@ def mean_nll(model: CharacterModel, rows: Rows, rank: int, world_size: int) -> f
     model.eval()
     own = rows.lengths.argsort(stable=True)[rank::world_size]  # by length: little padding
     total = torch.zeros(1, dtype=torch.float64)
-    for index in own.split(_ROWS_AT_ONCE):
+    for index in own.split(_ROWS_AT_ONCE) if len(own) else ():  # more ranks than names: nothing to add
         inputs, targets = rows.batch(index)
         total += summed_nll(model(inputs), targets).double().cpu()
     total = total.to(rows.symbols.device)
