@@ -91,12 +91,6 @@ class TrainingFailed(DdptrainError):
     exit_code = ExitCode.TRAINING_FAILED
 
 
-class HangDetected(DdptrainError):
-    """No progress was made in time."""
-
-    exit_code = ExitCode.HANG
-
-
 class Interrupted(DdptrainError):
     """The user or the system asked the driver to stop."""
 
