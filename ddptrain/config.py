@@ -5,13 +5,29 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, model_validator
 
-NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
-# Longer waits overflow timedelta and poll() further down.
-_A_YEAR_S = 31_536_000
-_MOST_RANKS = 65_536
+from ddptrain import registry
+from ddptrain.clusters.settings import (
+    KubernetesSettings,
+    SaturnSettings,
+    SlurmSettings,
+    SshSettings,
+    TlsSettings,
+)
+from ddptrain.configtypes import (
+    MOST_RANKS,
+    NAME_PATTERN,
+    FilledText,
+    Ranks,
+    SchedulerAddress,
+    Seconds,
+    Strict,
+    SystemText,
+    VariableName,
+    wrong_field,
+)
+from ddptrain.wording import did_you_mean, seen
 
 
 def slug(text: str) -> str:
@@ -25,79 +41,125 @@ def default_name(workload: str, stem: str = "") -> str:
     return slug(stem if module and slug(stem) else function) or "run"
 
 
-def wrong_field(field: str, message: str, hint: str) -> PydanticCustomError:
-    """An error of a check over several fields; `field` is the dotted key, below the model, that is blamed."""
-    return PydanticCustomError("wrong_field", "{message}", {"field": field, "message": message, "hint": hint})
+def _known_backend(name: str) -> str:
+    if name in registry.BACKENDS or name in (known := registry.backends()):
+        return name
+    raise wrong_field("", f"there is no such cluster backend, got {seen(name)}", did_you_mean(name, known))
 
 
-def _without_nul(text: str) -> str:
-    if "\0" in text:
-        raise ValueError("holds a NUL character, which the system does not take")
-    return text
+_SECTIONS = ("ssh", "slurm", "saturn", "kubernetes")
+_IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")} | {"scheduler_file": "address"}
+_REQUIRED = {"ssh": "hosts", "kubernetes": "image"}
 
 
-def _variable_name(name: str) -> str:
-    if not name or "=" in name:
-        raise ValueError('is no name for an environment variable: it is empty or holds "="')
-    return _without_nul(name)
-
-
-def _scheduler_address(text: str) -> str:
-    if not re.fullmatch(r"((tcp|tls|ws|wss|ucx)://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", text):
-        raise ValueError("is no scheduler's address: expected something like tcp://host:8786")
-    return text
-
-
-SystemText = Annotated[str, AfterValidator(_without_nul)]
-# The length comes first, so that an error speaks of characters.
-FilledText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
-VariableName = Annotated[str, AfterValidator(_variable_name)]
-Seconds = Annotated[float, Field(le=_A_YEAR_S)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class ClusterConfig(_Strict):
+class ClusterConfig(Strict):
     """Where the ranks run, and how many there are."""
 
-    backend: Literal["local", "address"] = Field(
-        default="local",
-        description="Where workers come from: local starts them here, address uses a cluster that is up.",
+    name: Annotated[str, Field(pattern=NAME_PATTERN)] | None = Field(
+        default=None, description="A cluster that `ddptrain cluster up` has started, or will start under this name."
     )
-    address: Annotated[SystemText, AfterValidator(_scheduler_address)] | None = Field(
+    backend: Annotated[str, AfterValidator(_known_backend)] = Field(
+        default="local",
+        description="Where workers come from: local, address, ssh, slurm, saturn, kubernetes, class, or another name.",
+        json_schema_extra={"examples": [*registry.BACKENDS]},
+    )
+    address: SchedulerAddress | None = Field(
         default=None,
         description="The scheduler of a cluster that is up, as tcp://host:8786; for backend address only.",
     )
-    ranks: Literal["auto"] | Annotated[int, Field(ge=1, le=_MOST_RANKS)] = Field(
+    scheduler_file: FilledText | None = Field(
+        default=None, description="The file that `dask scheduler --scheduler-file` wrote; for backend address only."
+    )
+    tls: TlsSettings | None = Field(
+        default=None, description="Certificate for the cluster of backend address; by default Dask's own configuration."
+    )
+    ranks: Literal["auto"] | Ranks = Field(
         default="auto",
         description="Training processes; auto is one per GPU, or one per 2 CPU cores and at least 2.",
     )
-    gpus: Literal["auto"] | Annotated[int, Field(ge=0, le=_MOST_RANKS)] = Field(
+    gpus: Literal["auto"] | Annotated[int, Field(ge=0, le=MOST_RANKS)] = Field(
         default="auto", description="GPUs to use; auto is all there are, 0 trains on the CPU."
     )
     start_timeout_s: Seconds = Field(default=60.0, gt=0, description="Seconds that the cluster may take to start.")
-    wait_s: Seconds = Field(default=0.0, ge=0, description="Seconds to wait for free slots; 0 fails at once.")
+    wait_s: Seconds = Field(default=0.0, ge=0, description="Seconds to wait in line for free slots; 0 fails at once.")
+    idle_timeout_s: Seconds = Field(
+        default=0.0, ge=0, description="Seconds without a run after which a cluster ends by itself; 0 is never."
+    )
+    ssh: SshSettings | None = Field(default=None, description="For backend ssh.")
+    slurm: SlurmSettings | None = Field(default=None, description="For backend slurm.")
+    saturn: SaturnSettings | None = Field(default=None, description="For backend saturn.")
+    kubernetes: KubernetesSettings | None = Field(default=None, description="For backend kubernetes.")
+    class_: FilledText | None = Field(
+        default=None,
+        alias="class",
+        description="For backend class: any distributed.deploy.Cluster, as package.Cluster.",
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="For backend class: the arguments of that class.")
+    options: dict[str, Any] = Field(default_factory=dict, description="For a backend of another package.")
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the cluster is up already, and is left as it was found."""
+        return self.name is not None or self.backend == "address"
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the driver itself holds the cluster, for the length of the run."""
+        return self.name is None and self.backend == "local"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _backend_follows_from_its_section(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "backend" not in data:
+            implied = [backend for field, backend in _IMPLIED.items() if data.get(field) is not None]
+            return {**data, "backend": implied[0]} if implied else data
+        return data
 
     @model_validator(mode="after")
     def _address_goes_with_its_backend(self) -> Self:
-        if self.backend == "address" and self.address is None:
+        given = {"address": self.address, "scheduler_file": self.scheduler_file, "tls": self.tls}
+        if self.backend != "address":
+            for field, value in given.items():
+                if value is not None:
+                    raise _misplaced(field, self.backend, "address")
+        elif self.address is None and self.scheduler_file is None:
             raise wrong_field(
                 "address",
                 "is required, as cluster.backend is address",
-                "give the scheduler's address, as tcp://host:8786",
+                "give the scheduler's address, as tcp://host:8786, or a scheduler_file",
             )
-        if self.backend != "address" and self.address is not None:
+        elif self.address is not None and self.scheduler_file is not None:
+            raise wrong_field("scheduler_file", "is given, and so is cluster.address", "leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _section_goes_with_its_backend(self) -> Self:
+        for field in _SECTIONS:
+            if getattr(self, field) is not None and self.backend != field:
+                raise _misplaced(field, self.backend, field)
+        if self.backend in _REQUIRED and getattr(self, self.backend) is None:
+            field = f"{self.backend}.{_REQUIRED[self.backend]}"
+            raise wrong_field(field, f"is required, as cluster.backend is {self.backend}", f"write cluster.{field}")
+        if self.class_ is not None and self.backend != "class":
+            raise _misplaced("class", self.backend, "class")
+        if self.backend == "class" and self.class_ is None:
+            raise wrong_field("class", "is required, as cluster.backend is class", "name it as package.Cluster")
+        if self.kwargs and self.backend != "class":
+            raise _misplaced("kwargs", self.backend, "class")
+        if self.options and self.backend in registry.BACKENDS:
             raise wrong_field(
-                "address",
-                f"is given, but cluster.backend is {self.backend}",
-                "write cluster.backend: address, or leave the address out",
+                "options", f"is given, but cluster.backend is {self.backend}", "it is for other packages' backends"
             )
         return self
 
 
-class DistConfig(_Strict):
+def _misplaced(field: str, backend: str, wanted: str) -> Exception:
+    return wrong_field(
+        field, f"is given, but cluster.backend is {backend}", f"write cluster.backend: {wanted}, or leave it out"
+    )
+
+
+class DistConfig(Strict):
     """The process group of the ranks."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
@@ -106,7 +168,7 @@ class DistConfig(_Strict):
     timeout_s: Seconds = Field(default=300.0, gt=0, description="Seconds that a collective operation may take.")
 
 
-class CheckpointConfig(_Strict):
+class CheckpointConfig(Strict):
     """When checkpoints are written, and which are kept."""
 
     every_epochs: int = Field(default=1, ge=1, description="Epochs from one checkpoint to the next.")
@@ -117,19 +179,19 @@ class CheckpointConfig(_Strict):
     mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest metric is best.")
 
 
-class FailureConfig(_Strict):
+class FailureConfig(Strict):
     """What happens when a rank fails."""
 
     grace_s: Seconds = Field(default=30.0, ge=0, description="Seconds from SIGTERM to SIGKILL when ranks are stopped.")
 
 
-class ResultsConfig(_Strict):
+class ResultsConfig(Strict):
     """Where results go."""
 
     dir: FilledText = Field(default="runs", description="Folder that holds a folder for each run.")
 
 
-class RunConfig(_Strict):
+class RunConfig(Strict):
     """One training run."""
 
     workload: FilledText = Field(description="What is trained: a built-in workload's name, or package.module:function.")
@@ -159,3 +221,9 @@ class RunConfig(_Strict):
                 "write dist.backend: gloo, or leave it at auto",
             )
         return self
+
+
+class ClusterFile(Strict):
+    """A file that describes a cluster and no run."""
+
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run, and how many there are.")

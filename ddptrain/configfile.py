@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ddptrain import registry
-from ddptrain.config import RunConfig, default_name
+from ddptrain.config import ClusterConfig, ClusterFile, RunConfig, default_name
 from ddptrain.configcheck import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.errors import ConfigError, Problem
 from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret, is_secret_name, is_secret_option
@@ -40,6 +40,36 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> LoadedConf
 
     Raises: ConfigError with every problem found, in file order, those of the overrides last.
     """
+    path, text, root, problems = _read(source)
+    problems += _overridden(root, overrides)
+    config = _validate(root, path, problems)
+    if problems or config is None:
+        raise ConfigError(_in_order(problems, shown(str(path), 300)))
+    return LoadedConfig(config, path, text)
+
+
+def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> ClusterConfig:
+    """The `cluster:` section of a file (a run's, or one that holds nothing else), changed by `overrides`.
+
+    Without a file the overrides say it all. Raises: ConfigError with every problem found.
+    """
+    if source is not None:
+        path, _, root, problems = _read(source)
+    else:
+        path, root, problems = Path("--set"), Node(Place(0, 0, 0, "--set"), {}), []
+    problems += _overridden(root, overrides)
+    if "workload" in root.value:
+        run = _validate(root, path, problems)
+        found = run.cluster if run else None
+    else:
+        found = _validate_cluster(root, problems)
+    if problems or found is None:
+        raise ConfigError(_in_order(problems, shown(str(path), 300)))
+    return found
+
+
+def _read(source: Path | str) -> tuple[Path, str, Node, list[Located]]:
+    """A file's path, text, tree (a mapping) and the problems found so far."""
     path = _find(source)
     text = read_text(path)
     name = shown(str(path), 300)
@@ -50,13 +80,19 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> LoadedConf
     if not isinstance(document.root.value, dict):
         got = f"expected a mapping, as workload: petnames, got {seen(document.root.value)}"
         raise ConfigError([Problem(document.root.place.text, "", got)])
-    problems = document.problems
-    for number, option in enumerate(overrides, 1):
-        problems += _override(document.root, number, option)
-    config = _validate(document.root, path, problems)
-    if problems or config is None:
-        raise ConfigError(_in_order(problems, name))
-    return LoadedConfig(config, path, text)
+    return path, text, document.root, document.problems
+
+
+def _overridden(root: Node, overrides: Sequence[str]) -> list[Located]:
+    return [problem for number, option in enumerate(overrides, 1) for problem in _override(root, number, option)]
+
+
+def _validate_cluster(root: Node, problems: list[Located]) -> ClusterConfig | None:
+    try:
+        return ClusterFile.model_validate(plain(root)).cluster
+    except ValidationError as error:
+        problems += explain(error, root, Schema(ClusterFile, None))
+        return None
 
 
 def _in_order(problems: list[Located], name: str) -> list[Problem]:

@@ -1,18 +1,19 @@
-"""The workloads by name: the built-in ones, those of installed packages, and any package.module:function."""
+"""Workloads and cluster backends by name: the built-in ones, those of installed packages, and the user's own."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ddptrain.errors import ConfigError, Problem
+from ddptrain.errors import ConfigError, Problem, UsageError
 from ddptrain.wording import did_you_mean, shown
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 ENTRY_POINT_GROUP = "ddptrain.workloads"
+BACKEND_GROUP = "ddptrain.clusters"
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -31,6 +32,17 @@ BUILT_IN = {
     "petnames": BuiltIn("ddptrain.workloads.petnames.train:train", "ddptrain.workloads.petnames.params:PetnamesParams"),
 }
 
+# Cluster backend -> its provider, which starts clusters that outlive the command; "" where there is nothing to start.
+BACKENDS = {
+    "local": "ddptrain.clusters.localhost:LocalProvider",
+    "address": "",
+    "ssh": "ddptrain.clusters.ssh:SshProvider",
+    "slurm": "ddptrain.clusters.slurm:SlurmProvider",
+    "saturn": "ddptrain.clusters.saturn:SaturnProvider",
+    "kubernetes": "ddptrain.clusters.kubernetes:KubernetesProvider",
+    "class": "ddptrain.clusters.deploy:DeployProvider",
+}
+
 
 def workload_target(name: str) -> str:
     """The module:attr of the workload's function, which is not imported.
@@ -41,7 +53,7 @@ def workload_target(name: str) -> str:
         return BUILT_IN[name].target
     if _TARGET.fullmatch(name):
         return name
-    installed = _installed()
+    installed = _installed(ENTRY_POINT_GROUP)
     if name in installed:
         return installed[name]
     raise ConfigError([_unknown(name, [*BUILT_IN, *installed])])
@@ -61,11 +73,33 @@ def params_model(name: str) -> type[BaseModel] | None:
     return cast("type[BaseModel]", getattr(import_module(module), attribute))
 
 
-def _installed() -> dict[str, str]:
-    """Workloads that installed packages offer, by name."""
+def backends() -> list[str]:
+    """Names of all cluster backends, those of installed packages included."""
+    return [*BACKENDS, *_installed(BACKEND_GROUP)]
+
+
+def provider_class(name: str) -> type[Any]:
+    """The class that starts clusters of a backend (`clusters.protocol.Provider`), imported.
+
+    Raises: UsageError where the backend starts none, or can't be imported.
+    """
+    from importlib import import_module
+
+    target = BACKENDS[name] if name in BACKENDS else _installed(BACKEND_GROUP)[name]
+    if not target:
+        raise UsageError(f"cluster.backend {name} uses a cluster that is up: there is nothing to start or to end")
+    module, _, attribute = target.partition(":")
+    try:
+        return cast("type[Any]", getattr(import_module(module), attribute))
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"cluster.backend {name} ({target}) can't be used: {error}") from error
+
+
+def _installed(group: str) -> dict[str, str]:
+    """What installed packages offer in a group of entry points: name -> module:attr."""
     from importlib.metadata import entry_points
 
-    return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=ENTRY_POINT_GROUP)}
+    return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=group)}
 
 
 def _unknown(name: str, known: list[str]) -> Problem:

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 SLOT_RESOURCE = "slot"  # Dask's abstract resource: room for one rank on a worker
+WORKER_METRIC = "ddptrain"  # what our own workers tell of themselves with each heartbeat
 GPU_RESOURCE = "GPU"  # how many of a worker's slots have a device
+
+
+def attached_plugin(run_id: str) -> str:
+    """Name of the worker plugin that stands for a run on its workers; with it goes all that the run has left there."""
+    return f"ddptrain-{run_id}"
+
+
+def key_prefix(run_id: str) -> str:
+    """What the Dask keys of all of a run's ranks begin with."""
+    return f"ddptrain/{run_id}/"
 
 
 class _Message:
@@ -62,7 +73,7 @@ class RankSpec(_Message):
     @property
     def key(self) -> str:
         """The Dask key of the rank's task; unique for every attempt of every run."""
-        return f"ddptrain/{self.run_id}/{self.attempt}/{self.rank}"
+        return f"{key_prefix(self.run_id)}{self.attempt}/{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)

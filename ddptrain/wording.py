@@ -53,3 +53,8 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """A hint for an unknown name: the nearest one, or else all there are."""
     match = nearest(name, known)
     return f"did you mean {match}?" if match else f"known are: {', '.join(sorted(known))}" if known else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """As "1 slot" or "2 slots"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -16,6 +16,7 @@ import typer
 from typer.main import get_command
 
 from ddptrain import __version__
+from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.generate import generate
 from ddptrain.cli.results import app as results
 from ddptrain.cli.schema import schema
@@ -60,6 +61,7 @@ def _root(
 
 # One line each in the list of commands; their own help says the rest.
 app.command("train", short_help="Train what a YAML file describes.")(train)
+app.add_typer(cluster, name="cluster")
 app.command("generate", short_help="Make new pet names with a trained run.")(generate)
 app.add_typer(results, name="results")
 app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)

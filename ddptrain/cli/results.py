@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ddptrain.cli.printing import write
 
 if TYPE_CHECKING:
     from ddptrain.results.chart import Style
@@ -43,7 +45,8 @@ def list_(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> N
 @app.command()
 def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = False) -> None:
     """Show everything about a run: how it went, what failed, its ranks, metrics, checkpoints and files."""
-    from ddptrain.results.render import plain_sections, print_sections, sections
+    from ddptrain.results.render import print_sections, sections
+    from ddptrain.tables import plain_sections
 
     view = _view(ctx, runs_dir, run)
     if json:
@@ -55,7 +58,7 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = Fa
 
         print_sections(sections(view), Console())
     else:
-        _write([plain_sections(sections(view))])
+        write([plain_sections(sections(view))])
 
 
 @app.command()
@@ -72,7 +75,7 @@ def logs(
 
     view = _view(ctx, runs_dir, run)
     try:
-        _write(follow_logs(view, rank, lines, wait=_wait_for_reader()) if follow else show_logs(view, rank, lines))
+        write(follow_logs(view, rank, lines, wait=_wait_for_reader()) if follow else show_logs(view, rank, lines))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -105,12 +108,13 @@ def plot(
         _print_json({"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)})
         return
     charts = [] if no_terminal else [terminal_charts(drawing, _chart_style()), ""]
-    _write([*charts, f"picture: {picture}"])
+    write([*charts, f"picture: {picture}"])
 
 
 def _list(runs_dir: Path, *, as_json: bool) -> None:
     from ddptrain.results.find import list_runs
-    from ddptrain.results.render import HEADER, plain_table, print_table, rows
+    from ddptrain.results.render import HEADER, print_table, rows
+    from ddptrain.tables import plain_table
 
     views = list_runs(runs_dir)
     if as_json:
@@ -122,7 +126,7 @@ def _list(runs_dir: Path, *, as_json: bool) -> None:
 
         print_table(views, Console())
     else:
-        _write([plain_table([HEADER, *rows(views)])])
+        write([plain_table([HEADER, *rows(views)])])
 
 
 def _folder(ctx: typer.Context, runs_dir: Path | None) -> Path:
@@ -141,15 +145,7 @@ def _print_json(data: object) -> None:
 
     from ddptrain.results.record import plain
 
-    _write([json.dumps(plain(data), indent=2, allow_nan=False)])
-
-
-def _write(lines: Iterable[str]) -> None:
-    """Print lines as they come. Raises BrokenPipeError when the reader has gone, as `head` does."""
-    encoding = sys.stdout.encoding
-    for line in lines:
-        sys.stdout.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-        sys.stdout.flush()
+    write([json.dumps(plain(data), indent=2, allow_nan=False)])
 
 
 def _wait_for_reader() -> Callable[[float], None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ddptrain.cli.options import checked
 
 if TYPE_CHECKING:
     from ddptrain.configfile import LoadedConfig
@@ -30,7 +32,11 @@ def train(
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Training processes (cluster.ranks).")] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Scheduler of a Dask cluster that is up, as tcp://host:8786.")
+        str | None,
+        typer.Option(
+            metavar="NAME|ADDRESS|FILE",
+            help="A cluster that is up: its name, its scheduler's address, or scheduler file.",
+        ),
     ] = None,
     runs_dir: Annotated[Path | None, typer.Option(help="Folder for run directories (results.dir).")] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")] = None,
@@ -39,7 +45,7 @@ def train(
     ] = False,
     output: Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")] = Output.AUTO,
 ) -> None:
-    """Train what a YAML file describes, on a local cluster or one that is up."""
+    """Train what a YAML file describes: on this machine, on a cluster that is up, or on one that comes for the run."""
     from ddptrain.configfile import dump_config, resolved_config
 
     loaded = _load(config, overrides or [], _options(ranks, cluster, runs_dir))
@@ -60,21 +66,36 @@ def _options(ranks: int | None, cluster: str | None, runs_dir: Path | None) -> d
     if ranks is not None:
         options[f"cluster.ranks={ranks}"] = f"--ranks {ranks}"
     if cluster is not None:
-        options["cluster.backend=address"] = f"--cluster {cluster}"
-        options[f"cluster.address={json.dumps(cluster)}"] = f"--cluster {cluster}"
+        options |= dict.fromkeys(_cluster_fields(cluster), f"--cluster {cluster}")
     if runs_dir is not None:
         options[f"results.dir={json.dumps(str(runs_dir))}"] = f"--runs-dir {runs_dir}"
     return options
 
 
+def _cluster_fields(cluster: str) -> list[str]:
+    """What `--cluster` changes: a name, an address (it has a port) or a scheduler's file, instead of what is set."""
+    import json
+    import re
+
+    if re.fullmatch(r"(\w+://)?[^/]+:\d+", cluster):
+        field = "address"
+    elif "/" in cluster or cluster.endswith(".json"):
+        field = "scheduler_file"
+    else:
+        return [f"cluster.name={json.dumps(cluster)}"]
+    others = ["name", "ssh", "slurm", "saturn", "kubernetes", "class", "address", "scheduler_file"]
+    cleared = [f"cluster.{other}=null" for other in others if other != field]
+    return [
+        *cleared,
+        "cluster.kwargs={}",
+        "cluster.options={}",
+        "cluster.backend=address",
+        f"cluster.{field}={json.dumps(cluster)}",
+    ]
+
+
 def _load(config: str, overrides: list[str], options: dict[str, str]) -> LoadedConfig:
     """The configuration with the command line's changes, all checked the same way; errors name the option typed."""
     from ddptrain.configfile import load_config
-    from ddptrain.errors import ConfigError
 
-    try:
-        return load_config(config, [*overrides, *options])
-    except ConfigError as error:
-        typed = {f"--set {text}": option for text, option in options.items()}
-        problems = [replace(problem, where=typed.get(problem.where, problem.where)) for problem in error.problems]
-        raise ConfigError(problems) from None
+    return checked(partial(load_config, config), overrides, options)

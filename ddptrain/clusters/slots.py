@@ -1,104 +1,270 @@
-"""The scheduler's book of slots: a gang gets all the slots it asks for, or none.
+"""The scheduler's book of slots: a gang gets all the slots it asks for, or none, and waits in line for them.
 
 A scheduler plugin, so that two drivers asking at once are answered one after the other, and so that the slots of a
-driver that dies are free again the moment the scheduler sees its connection end.
+driver that dies are free again the moment the scheduler sees its connection end. It comes with the first run and goes
+with the last: a cluster of others is left as it was found.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from distributed import Scheduler, SchedulerPlugin
 
-from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE
+from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, WORKER_METRIC, attached_plugin
 
 PLUGIN_NAME = "ddptrain-slots"
+_FORGET_WAITER_S = 30.0  # without a word from a driver that waits: it must not hold up the line
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Room for one rank: a worker's address and host, and which of its slots; `gpu` says whether it has a device."""
+    """Room for one rank: a worker's address and host, and which of its slots; `gpu` says whether it has a device.
+
+    `counted` says that Dask counts it as well, as a resource of the worker.
+    """
 
     worker: str
     host: str
     index: int
     gpu: bool
+    counted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a driver asks for: `count` slots (None: all there are), those with a device only if `gpus_only`."""
+
+    client: str
+    run_id: str
+    count: int | None
+    gpus_only: bool = False
+
+
+@dataclass(slots=True)
+class Waiter:
+    """A driver in the line; monotonic seconds."""
+
+    request: Request
+    since: float
+    heard_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why there are no slots yet; `place` is 1 for the next in line, 0 for who does not stand in it."""
+
+    asked: int
+    free: int
+    total: int
+    place: int
+    holders: tuple[str, ...]
+    hosts: Mapping[str, int] = field(default_factory=dict)
 
 
 class SlotBook(SchedulerPlugin):
-    """Who holds which slot of which worker."""
+    """Who holds which slot of which worker, and who waits."""
 
     name = PLUGIN_NAME
-    idempotent = True  # a second driver must find the first one's reservations, not replace them
 
-    def __init__(self) -> None:
-        self.holders: dict[Slot, tuple[str, str]] = {}  # slot -> (client id, run id)
-
-    async def start(self, scheduler: Scheduler) -> None:
-        """Called by Dask when the plugin is registered."""
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-
-    def free(self) -> list[Slot]:
-        """Free slots, hosts together, the emptiest hosts first so that a gang spreads over as few as possible."""
-        slots = [slot for slot in self.all() if slot not in self.holders]
-        room = {host: sum(slot.host == host for slot in slots) for host in {slot.host for slot in slots}}
-        return sorted(slots, key=lambda slot: (-room[slot.host], slot.host, slot.worker, slot.index))
+        self.holders: dict[Slot, Request] = {}
+        self.line: list[Waiter] = []
+        self.offers: dict[str, tuple[int, int]] = {}  # workers of others -> slots, GPUs
+        self._errands: set[asyncio.Future[Any]] = set()
 
     def all(self) -> list[Slot]:
-        """Every slot of every worker that is up."""
-        found = []
-        for address, state in self.scheduler.workers.items():
-            if state.status.name != "running":
-                continue
-            gpus = int(state.resources.get(GPU_RESOURCE, 0))
-            count = int(state.resources.get(SLOT_RESOURCE, 0))
-            found += [Slot(address, state.host, index, index < gpus) for index in range(count)]
-        return found
+        """Every slot of every worker that is up and known."""
+        return [slot for address in self._running() for slot in self._slots_of(address)]
 
-    def reserve(self, client: str, run_id: str, count: int) -> list[Slot] | None:
-        """`count` slots for a client, or None: never a part of them."""
-        free = self.free()
-        if len(free) < count:
-            return None
-        chosen = free[:count]
-        self.holders.update(dict.fromkeys(chosen, (client, run_id)))
-        return chosen
+    def unknown(self) -> list[str]:
+        """Workers of which nobody has told yet what they offer."""
+        return [
+            address
+            for address, state in self._running().items()
+            if SLOT_RESOURCE not in state.resources and address not in self.offers
+        ]
+
+    def free(self, *, gpus_only: bool = False) -> list[Slot]:
+        """Free slots, hosts together, the emptiest hosts first so that a gang spreads over as few as possible."""
+        slots = [slot for slot in self.all() if slot not in self.holders and (slot.gpu or not gpus_only)]
+        room = Counter(slot.host for slot in slots)
+        return sorted(slots, key=lambda slot: (-room[slot.host], slot.host, slot.worker, slot.index))
+
+    def reserve(self, request: Request, *, in_line: bool) -> list[Slot] | Refusal:
+        """All the slots that are asked for, or a refusal; who asks for it then stands `in_line`."""
+        self._forget_the_silent()
+        everything = [slot for slot in self.all() if slot.gpu or not request.gpus_only]
+        asked = request.count if request.count is not None else max(1, len(everything))
+        free = self.free(gpus_only=request.gpus_only)
+        runs = [waiter.request.run_id for waiter in self.line]
+        is_next = not runs or runs[0] == request.run_id
+        if is_next and len(free) >= asked:
+            self._leave_line(request.run_id)
+            self.holders.update(dict.fromkeys(free[:asked], request))
+            return free[:asked]
+        place = 0
+        if asked > len(everything):
+            self._leave_line(request.run_id)  # it would hold up those for whom there is room
+        elif in_line:
+            place = self._stand_in_line(request)
+        hosts = Counter(slot.host for slot in everything)
+        holders = sorted({holder.run_id for holder in self.holders.values()})
+        return Refusal(asked, len(free), len(everything), place, tuple(holders), dict(hosts))
 
     def release(self, run_id: str) -> None:
-        """Give back what a run holds."""
-        self.holders = {slot: holder for slot, holder in self.holders.items() if holder[1] != run_id}
+        """Give back what a run holds, and its place in the line."""
+        self._drop(lambda request: request.run_id == run_id)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """The driver is gone: its slots are free."""
-        self.holders = {slot: holder for slot, holder in self.holders.items() if holder[0] != client}
+        self._drop(lambda request: request.client == client)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """The worker is gone, and its slots with it."""
+        self.offers.pop(worker, None)
         self.holders = {slot: holder for slot, holder in self.holders.items() if slot.worker != worker}
+
+    def _running(self) -> dict[str, Any]:
+        workers = self.scheduler.workers.items()
+        return {address: state for address, state in workers if state.status.name == "running"}
+
+    def _slots_of(self, address: str) -> list[Slot]:
+        state = self.scheduler.workers[address]
+        counted = SLOT_RESOURCE in state.resources
+        if counted:
+            count, gpus = (int(state.resources.get(name, 0)) for name in (SLOT_RESOURCE, GPU_RESOURCE))
+        else:
+            count, gpus = self.offers.get(address, (0, 0))
+        return [Slot(address, state.host, index, index < gpus, counted) for index in range(count)]
+
+    def _stand_in_line(self, request: Request) -> int:
+        now = time.monotonic()
+        for place, waiter in enumerate(self.line, 1):
+            if waiter.request.run_id == request.run_id:
+                waiter.heard_at = now
+                return place
+        self.line.append(Waiter(request, now, now))
+        return len(self.line)
+
+    def _leave_line(self, run_id: str) -> None:
+        self.line = [waiter for waiter in self.line if waiter.request.run_id != run_id]
+
+    def _forget_the_silent(self) -> None:
+        limit = time.monotonic() - _FORGET_WAITER_S
+        self.line = [waiter for waiter in self.line if waiter.heard_at > limit]
+
+    def _drop(self, leaves: Any) -> None:
+        gone = {slot: holder for slot, holder in self.holders.items() if leaves(holder)}
+        for run_id in {holder.run_id for holder in gone.values()}:
+            self._detach(run_id, {slot.worker for slot, holder in gone.items() if holder.run_id == run_id})
+        self.holders = {slot: holder for slot, holder in self.holders.items() if slot not in gone}
+        self.line = [waiter for waiter in self.line if not leaves(waiter.request)]
+        if not self.holders and not self.line and self.scheduler.plugins.get(PLUGIN_NAME) is self:
+            self.scheduler.remove_plugin(PLUGIN_NAME)
+
+    def _detach(self, run_id: str, workers: set[str]) -> None:
+        """Take away what the run has put on its workers; that ends what is left of it there."""
+        there = [address for address in workers if address in self.scheduler.workers]
+        if not there:
+            return
+        order = {"op": "plugin-remove", "name": attached_plugin(run_id)}
+        errand = asyncio.ensure_future(self.scheduler.broadcast(msg=order, workers=there, on_error="ignore"))
+        self._errands.add(errand)
+        errand.add_done_callback(self._errands.discard)
 
 
 def _book(scheduler: Scheduler) -> SlotBook:
+    """The scheduler's book; the first who asks brings it along."""
+    if PLUGIN_NAME not in scheduler.plugins:
+        scheduler.add_plugin(SlotBook(scheduler), name=PLUGIN_NAME)
     return cast(SlotBook, scheduler.plugins[PLUGIN_NAME])
 
 
-def reserve(client: str, run_id: str, count: int | None, dask_scheduler: Scheduler) -> dict[str, Any]:
-    """For run_on_scheduler: {"slots": [[worker, host, index, gpu], ...] or None, "asked", "free", "total", "holders"}.
+def reserve(
+    client: str,
+    run_id: str,
+    count: int | None,
+    dask_scheduler: Scheduler,
+    *,
+    gpus_only: bool = False,
+    in_line: bool = False,
+) -> dict[str, Any]:
+    """For run_on_scheduler: slots for a run, or a place `in_line`; `count` None asks for every slot of the cluster.
 
-    `count` None asks for every slot of the cluster.
+    Returns {"unknown": addresses} where workers have not told what they offer (tell it with `learn`, ask again),
+    {"slots": [[worker, host, index, gpu, counted], ...]}, or a Refusal's fields under "refusal".
     """
     book = _book(dask_scheduler)
-    asked = count if count is not None else max(1, len(book.all()))
-    slots = book.reserve(client, run_id, asked)
-    return {
-        "asked": asked,
-        "slots": [[slot.worker, slot.host, slot.index, slot.gpu] for slot in slots] if slots is not None else None,
-        "free": len(book.free()),
-        "total": len(book.all()),
-        "holders": sorted({run for _, run in book.holders.values()}),
-    }
+    if unknown := book.unknown():
+        return {"unknown": unknown}
+    answer = book.reserve(Request(client, run_id, count, gpus_only), in_line=in_line)
+    if isinstance(answer, Refusal):
+        return {"refusal": {name: getattr(answer, name) for name in Refusal.__slots__}}
+    return {"slots": [[slot.worker, slot.host, slot.index, slot.gpu, slot.counted] for slot in answer]}
+
+
+def learn(offers: Mapping[str, tuple[int, int]], dask_scheduler: Scheduler) -> None:
+    """For run_on_scheduler: how many slots and GPUs workers of others offer, by address."""
+    _book(dask_scheduler).offers.update({worker: (int(slots), int(gpus)) for worker, (slots, gpus) in offers.items()})
 
 
 def release(run_id: str, dask_scheduler: Scheduler) -> None:
     """For run_on_scheduler: give back what a run holds."""
-    _book(dask_scheduler).release(run_id)
+    if PLUGIN_NAME in dask_scheduler.plugins:
+        _book(dask_scheduler).release(run_id)
+
+
+def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
+    """For run_on_scheduler: who is there, who holds what, and who waits.
+
+    {"workers": [{"address", "name", "host", "slots", "gpus", "held", "last_seen_s", "warm"}],
+     "runs": [{"run_id", "slots", "hosts"}], "waiting": [{"run_id", "asked", "waited_s"}]}; `warm` is None for workers
+    that are not ours, their slots 1 until a run has asked them.
+    """
+    found = dask_scheduler.plugins.get(PLUGIN_NAME)
+    book = cast(SlotBook, found) if found is not None else SlotBook(dask_scheduler)
+    held = Counter(slot.worker for slot in book.holders)
+    workers = []
+    for address, state in dask_scheduler.workers.items():
+        slots = book._slots_of(address)  # noqa: SLF001  # the book's own module
+        metric = state.metrics.get(WORKER_METRIC)
+        workers.append(
+            {
+                "address": address,
+                "name": str(state.name),
+                "host": state.host,
+                "slots": len(slots) if slots or SLOT_RESOURCE in state.resources else 1,
+                "gpus": sum(slot.gpu for slot in slots),
+                "held": held[address],
+                "last_seen_s": round(max(0.0, time.time() - state.last_seen), 3),
+                "warm": metric.get("warm") if isinstance(metric, dict) else None,
+            }
+        )
+    by_run: dict[str, list[Slot]] = {}
+    for slot, holder in book.holders.items():
+        by_run.setdefault(holder.run_id, []).append(slot)
+    now = time.monotonic()
+    return {
+        "workers": sorted(workers, key=lambda worker: (worker["host"], worker["address"])),
+        "runs": [
+            {"run_id": run_id, "slots": len(slots), "hosts": sorted({slot.host for slot in slots})}
+            for run_id, slots in sorted(by_run.items())
+        ],
+        "waiting": [
+            {"run_id": waiter.request.run_id, "asked": waiter.request.count, "waited_s": round(now - waiter.since, 1)}
+            for waiter in book.line
+        ],
+    }
+
+
+def is_busy(dask_scheduler: Scheduler) -> bool:
+    """Whether a run holds slots or waits for them."""
+    found = dask_scheduler.plugins.get(PLUGIN_NAME)
+    return found is not None and bool(cast(SlotBook, found).holders or cast(SlotBook, found).line)

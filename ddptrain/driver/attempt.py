@@ -36,6 +36,8 @@ _SETTLE_S = 0.15  # after the first fault: an earlier one of another rank may st
 _CLEAN_UP_S = 2.0  # for a rank that has failed by itself to run its own clean-up, before it is stopped, too
 _VICTIM_SETTLE_S = 1.5  # after a fault of which another must be the cause
 _SCHEDULER_LOST_S = 3.0  # without a connection to the scheduler, before the run is given up
+_SILENCE_S = 15.0  # without a word from a rank's worker, which speaks every 2 s: it is gone, or cut off
+_STOPPED_S = 3.0  # between two looks of ours: this process was suspended itself, and has heard nobody
 _STOP_MARGIN_S = 3.0  # beyond grace_s, for the word of a rank's end to arrive
 
 
@@ -52,6 +54,7 @@ class RankWatch:
     fault: Fault | None = None
     ended: RankExit | None = None
     given_up: bool = False
+    heard_at: float = 0.0  # monotonic seconds; 0 before it was started
 
     @property
     def over(self) -> bool:
@@ -64,7 +67,7 @@ class RankWatch:
             rank=self.spec.rank,
             local_rank=self.spec.local_rank,
             node_rank=self.spec.node_rank,
-            host=self.started.host if self.started else self.place.slot.host,
+            host=self.started.host if self.started else self.place.hostname,
             pid=self.started.pid if self.started else (self.ended.pid if self.ended else None),
             gpu=self.started.device if self.started and self.started.device != "cpu" else None,
             exit=self.ended.status if self.ended else None,
@@ -100,7 +103,7 @@ class Attempt:
         self.settle_until: float | None = None
         self.stop_until: float | None = None
         self.spare_until: float | None = None
-        self.connected_at = time.monotonic()
+        self.connected_at = self.looked_at = time.monotonic()
         self.errands = 0
 
     def _watched(self, spec: RankSpec, place: Place, home_log: Path) -> RankWatch:
@@ -123,7 +126,7 @@ class Attempt:
 
     def run(self) -> Outcome:
         """Start rank 0, the others once its store is open, and watch until every rank is over."""
-        self.gang.submit(self.ranks[0].spec, self.ranks[0].place.slot.worker)
+        self._submit(self.ranks[0])
         while not all(watch.over for watch in self.ranks):
             self._take_one()
             self._watch_cluster()
@@ -163,6 +166,7 @@ class Attempt:
         watch = self.ranks[int(str(fields["rank"]))]
         if fields.get("attempt") != watch.spec.attempt:
             return
+        watch.heard_at = time.monotonic()
         if "store_port" in fields:
             self._start_others(int(str(fields["store_port"])))
         if "data" in fields:
@@ -182,7 +186,11 @@ class Attempt:
             return
         for watch in self.ranks[1:]:
             watch.spec = dataclasses.replace(watch.spec, master_port=port)
-            self.gang.submit(watch.spec, watch.place.slot.worker)
+            self._submit(watch)
+
+    def _submit(self, watch: RankWatch) -> None:
+        watch.heard_at = time.monotonic()
+        self.gang.submit(watch.spec, watch.place.slot)
 
     def _advance(self, watch: RankWatch, log_size: int, events_size: int) -> None:
         try:
@@ -246,7 +254,10 @@ class Attempt:
             if (fault := self.worker_fault()) is not None:
                 return fault
             time.sleep(0.01)
-        return f"its Dask worker {address} was lost"
+        hosts = [watch.place.host for watch in self.ranks if watch.place.slot.worker == address]
+        return (
+            f"the Dask worker {address} of host {hosts[0]} was lost" if hosts else f"the Dask worker {address} was lost"
+        )
 
     def _tell_end(self, watch: RankWatch) -> None:
         if watch.mirror.refused:
@@ -301,6 +312,23 @@ class Attempt:
         elif now - self.connected_at > _SCHEDULER_LOST_S:
             for address in self.workers:
                 self._on_worker_lost(address, "the Dask scheduler is gone")
+        self._watch_silence(now)
+
+    def _watch_silence(self, now: float) -> None:
+        """A cut cable sends no message: give up workers that have said nothing for too long, once all is read."""
+        if now - self.looked_at > _STOPPED_S:
+            for watch in self.ranks:
+                watch.heard_at = watch.heard_at and now
+        self.looked_at = now
+        if not self.inbox.empty():
+            return
+        running = [watch for watch in self.ranks if watch.heard_at and not watch.over]
+        silent = [watch for watch in running if now - watch.heard_at > _SILENCE_S]
+        alone = len(silent) < len(running) or len({watch.place.slot.host for watch in running}) == 1
+        for watch in silent:
+            host = f"host {watch.place.host}" if alone else "the cluster"
+            text = f"nothing was heard from {host} for {_SILENCE_S:.0f} s: is it down, or the network to it?"
+            self._on_worker_lost(watch.place.slot.worker, text)
 
     def _watch_deadlines(self) -> None:
         """Go on with the stopping of the gang when its next moment has come."""

@@ -21,6 +21,7 @@ from ddptrain.worker import task
 
 _ALL_TOPIC = "all"  # where the scheduler tells of workers that come and go
 _PING_S = 0.05
+_QUIET_S = 1.0  # of waiting before it is worth a word
 _ORDER_TIMEOUT_S = 5.0
 
 
@@ -33,8 +34,43 @@ class Place:
     local_world_size: int
     node_rank: int
     slot: slots.Slot
+    hostname: str
     scratch: Path
     shared: bool
+
+    @property
+    def host(self) -> str:
+        """The host in words: its name, and the address that the cluster knows it by."""
+        known = self.slot.host
+        return self.hostname if known in {self.hostname, "127.0.0.1", "::1"} else f"{self.hostname} ({known})"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The slots that a run asks for, and how long it waits.
+
+    `ranks` None asks for every slot there is; `start_timeout_s` is for workers to appear, `wait_s` for slots that other
+    runs hold (0: not at all).
+    """
+
+    ranks: int | None
+    gpus_only: bool
+    start_timeout_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """Who is asked, and told, while a run waits for its slots.
+
+    `check` raises ClusterError where workers of others can't run this (their addresses; none asks about the scheduler
+    alone); `worker_fault` tells of a worker that will never appear, `last_words` what the failed ones have logged.
+    """
+
+    check: Callable[[Sequence[str]], None] | None
+    worker_fault: Callable[[], str | None]
+    last_words: Callable[[], str]
+    tell: Callable[[str], None]
 
 
 class Gang:
@@ -48,6 +84,7 @@ class Gang:
         self._echo: set[str] = set()
         self._topic = task.topic(run_id)
         self._workers: list[str] = []
+        self._closing = False
 
     def __enter__(self) -> Self:
         return self
@@ -55,44 +92,60 @@ class Gang:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def reserve(
-        self,
-        ranks: int | None,
-        *,
-        start_timeout_s: float,
-        wait_s: float,
-        worker_fault: Callable[[], str | None],
-    ) -> list[Place]:
-        """Get slots for all ranks (None: for as many as there are) or raise ClusterError, after the waits allowed.
-
-        `start_timeout_s` is for workers to appear, `wait_s` for slots that other runs hold; `worker_fault` tells of a
-        worker that will never appear.
-        """
-        self.client.register_plugin(slots.SlotBook())
-        started = time.monotonic()
+    def reserve(self, wish: Wish, watchers: Watchers) -> list[Place]:
+        """Get slots for all ranks, or raise ClusterError after the waits allowed."""
+        checked = list(self.client.nthreads())
+        if watchers.check is not None:
+            watchers.check(checked)
+        queue = _Queue(wish, watchers)
         while True:
-            answer = self.client.run_on_scheduler(slots.reserve, self.client.id, self.run_id, ranks)
-            if answer["slots"] is not None:
+            answer = self.client.run_on_scheduler(
+                slots.reserve,
+                self.client.id,
+                self.run_id,
+                wish.ranks,
+                gpus_only=wish.gpus_only,
+                in_line=wish.wait_s > 0,
+            )
+            if "unknown" in answer:
+                new = [worker for worker in answer["unknown"] if worker not in checked]
+                if watchers.check is not None and new:
+                    watchers.check(new)
+                self._learn(answer["unknown"])
+            elif "slots" in answer:
                 return self._placed([slots.Slot(*item) for item in answer["slots"]])
-            if (fault := worker_fault()) is not None:
-                raise ClusterError(fault)
-            waited = time.monotonic() - started
-            enough = answer["total"] >= answer["asked"]
-            if waited >= (wait_s if enough else start_timeout_s):
-                raise ClusterError(_shortage(answer, waited))
-            time.sleep(0.01 if waited < 5.0 else 0.2)
+            else:
+                queue.wait(slots.Refusal(**answer["refusal"]))
+
+    def _learn(self, workers: list[str]) -> None:
+        """Ask workers that are not ours what they offer, and tell the book."""
+        about = self.client.run(task.offer, workers=workers, on_error="ignore")
+        offers = dict.fromkeys(workers, (0, 0))  # who does not answer offers nothing
+        offers |= {worker: (offer["slots"], offer["gpus"]) for worker, offer in about.items()}
+        self.client.run_on_scheduler(slots.learn, offers)
 
     def _placed(self, chosen: Sequence[slots.Slot]) -> list[Place]:
         hosts = list(dict.fromkeys(slot.host for slot in chosen))
         size = Counter(slot.host for slot in chosen)
         self._workers = sorted({slot.worker for slot in chosen})
-        about = self.client.run(task.describe_host, workers=self._workers)
+        about = self.client.run(task.describe_host, self.run_id, workers=self._workers)
         seen: Counter[str] = Counter()
         places = []
         for rank, slot in enumerate(chosen):
-            scratch = Path(about[slot.worker]["scratch"])
-            shared = _same_token(scratch / "token", about[slot.worker]["token"])
-            places.append(Place(rank, seen[slot.host], size[slot.host], hosts.index(slot.host), slot, scratch, shared))
+            of_worker = about[slot.worker]
+            scratch = Path(of_worker["scratch"])
+            places.append(
+                Place(
+                    rank=rank,
+                    local_rank=seen[slot.host],
+                    local_world_size=size[slot.host],
+                    node_rank=hosts.index(slot.host),
+                    slot=slot,
+                    hostname=of_worker["hostname"],
+                    scratch=scratch,
+                    shared=_same_token(scratch / "token", of_worker["token"]),
+                )
+            )
             seen[slot.host] += 1
         return places
 
@@ -122,15 +175,15 @@ class Gang:
         if isinstance(message, Mapping) and message.get("action") == "remove-worker":
             self.inbox.put(WorkerLost(str(message.get("worker"))))
 
-    def submit(self, spec: RankSpec, worker: str) -> None:
-        """Start one rank on its worker."""
+    def submit(self, spec: RankSpec, slot: slots.Slot) -> None:
+        """Start one rank in its slot."""
         future = self.client.submit(
             task.run_rank,
             spec.to_json(),
             key=spec.key,
-            workers=[worker],
+            workers=[slot.worker],
             allow_other_workers=False,
-            resources={SLOT_RESOURCE: 1},
+            resources={SLOT_RESOURCE: 1} if slot.counted else None,
             pure=False,
             retries=0,
         )
@@ -140,6 +193,8 @@ class Gang:
     def _on_done(self, rank: int, future: Future[str]) -> None:
         if future.status == "error":
             self.inbox.put(TaskFailed(rank, str(future.exception())))
+        elif future.status == "cancelled" and not self._closing:
+            self.inbox.put(TaskFailed(rank, "the Dask scheduler is gone, or the connection to it broke"))
 
     @property
     def connected(self) -> bool:
@@ -156,33 +211,29 @@ class Gang:
         if not keys or not self._workers:
             return
         with contextlib.suppress(Exception):  # a worker that is gone has no ranks to stop
-            self.client.run(task.stop_ranks, keys, grace_s, workers=self._workers, wait=False)
+            self.client.run(task.stop_ranks, self.run_id, keys, grace_s, workers=self._workers, wait=False)
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
         """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError where they can't be had."""
         try:
-            answer = self.client.run(task.read_spool, str(path), offset, size_bytes, workers=[worker])
+            answer = self.client.run(task.read_spool, self.run_id, str(path), offset, size_bytes, workers=[worker])
             return bytes(answer[worker])
         except Exception as error:
             raise ClusterError(f"could not read {path} from the worker {worker}: {error}") from error
 
     def close(self) -> None:
         """Give the slots back, let the keys go (which ends whatever still runs), and forget the topic."""
+        self._closing = True
         steps = (
             lambda: self.client.unsubscribe_topic(_ALL_TOPIC),
             lambda: self.client.unsubscribe_topic(self._topic),
             self._release_futures,
-            lambda: self.client.run_on_scheduler(slots.release, self.run_id),
-            self._remove_spools,
+            lambda: self.client.run_on_scheduler(slots.release, self.run_id),  # which clears up on the workers, too
             lambda: self.client.run_on_scheduler(_drop_topic, self._topic),
         )
         for step in steps if self.connected else ():
             with contextlib.suppress(Exception):  # the cluster may be gone: then there is nothing to give back
                 step()
-
-    def _remove_spools(self) -> None:
-        if self._workers:
-            self.client.run(task.remove_spool, self.run_id, workers=self._workers, on_error="ignore")
 
     def _release_futures(self) -> None:
         self.client.cancel(list(self.futures.values()), force=True)
@@ -196,12 +247,50 @@ def _same_token(path: Path, token: str) -> bool:
         return False
 
 
-def _shortage(answer: Mapping[str, Any], waited_s: float) -> str:
-    holders = f"; held by {', '.join(answer['holders'])}" if answer["holders"] else ""
+class _Queue:
+    """The wait for slots: tells what it waits for when that changes, and ends it in time."""
+
+    def __init__(self, wish: Wish, watchers: Watchers) -> None:
+        self.wish, self.watchers = wish, watchers
+        self.started = time.monotonic()
+        self.told = ""
+
+    def wait(self, refusal: slots.Refusal) -> None:
+        """Wait a moment after a refusal. Raises ClusterError where there is no use in waiting any longer."""
+        if (fault := self.watchers.worker_fault()) is not None:
+            raise ClusterError(fault)
+        waited_s = time.monotonic() - self.started
+        enough = refusal.total >= refusal.asked
+        if waited_s >= (self.wish.wait_s if enough else self.wish.start_timeout_s):
+            raise ClusterError(_held(refusal, waited_s) if enough else self._shortage(refusal, waited_s))
+        if waited_s > _QUIET_S:
+            self._tell(refusal, enough=enough)
+        time.sleep(0.01 if waited_s < 5.0 else 0.2)
+
+    def _tell(self, refusal: slots.Refusal, *, enough: bool) -> None:
+        if enough:
+            text = f"waiting for {refusal.asked} slots, {refusal.free} of {refusal.total} are free"
+            text += f": number {refusal.place} in line, held by {', '.join(refusal.holders) or 'nobody'}"
+        else:
+            text = f"waiting for workers: {refusal.total} of {refusal.asked} slots are there"
+        if text != self.told:
+            self.told = text
+            self.watchers.tell(text)
+
+    def _shortage(self, refusal: slots.Refusal, waited_s: float) -> str:
+        kind = "slots with a GPU" if self.wish.gpus_only else "slots"
+        came = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items()) or "from nowhere"
+        text = f"{refusal.asked} {kind} were asked for, {refusal.total} came within {waited_s:.0f} s ({came}). "
+        words = self.watchers.last_words()
+        return text + "Ask for fewer with --ranks, or start more workers" + (f"\n{words}" if words else "")
+
+
+def _held(refusal: slots.Refusal, waited_s: float) -> str:
+    holders = f", held by {', '.join(refusal.holders)}" if refusal.holders else ""
+    ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""
     return (
-        f"{answer['asked']} slots were asked for, {answer['free']} of {answer['total']} are free after "
-        f"{waited_s:.0f} s{holders}. Ask for fewer with --ranks, or start more "
-        "workers (python -m ddptrain.worker --scheduler ADDRESS --slots N)"
+        f"{refusal.asked} slots were asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
+        f"{holders}{ahead}. Wait in line with cluster.wait_s, or ask for fewer with --ranks"
     )
 
 

@@ -6,24 +6,25 @@ import dataclasses
 import os
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddptrain.clusters.address import AddressCluster
-from ddptrain.clusters.local import LocalCluster
+from ddptrain.clusters import state
+from ddptrain.clusters.attached import AttachedCluster
+from ddptrain.clusters.embedded import EmbeddedCluster
 from ddptrain.clusters.protocol import Cluster
 from ddptrain.config import RunConfig
 from ddptrain.configfile import LoadedConfig, dump_config, resolved_config
 from ddptrain.driver import summary
 from ddptrain.driver import verdict as verdicts
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import open_display
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.machine import Offer, offer
 from ddptrain.driver.signals import Signals, signals_to
-from ddptrain.errors import ClusterError, DdptrainError
+from ddptrain.errors import DdptrainError
 from ddptrain.registry import workload_target
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.layout import new_run_id
@@ -34,7 +35,8 @@ from ddptrain.spec import RankSpec
 if TYPE_CHECKING:
     from distributed import Client
 
-    from ddptrain.driver.gang import Gang, Place
+    from ddptrain.clusters.find import Target
+    from ddptrain.driver.gang import Gang, Place, Watchers, Wish
 
 _PORTER_DEADLINE_S = 600.0
 _FIRST_ATTEMPT = 1
@@ -55,7 +57,9 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
         UsageError, RunLocked, ClusterError: the run could not be begun; nothing was started.
     """
     config = loaded.config
-    machine = offer(config.cluster, os.environ) if config.cluster.backend == "local" else None
+    if config.cluster.name is not None:
+        state.find(config.cluster.name)
+    machine = offer(config.cluster, os.environ) if config.cluster.is_embedded else None
     inbox: Inbox = queue.SimpleQueue()
     run_id = options.run_id or new_run_id(config.name)
     runs_dir = Path(config.results.dir)
@@ -84,14 +88,18 @@ class _Run:
         self.config: RunConfig = loaded.config
         self.machine = machine
         self.cluster = self._cluster()
-        self.display: Display | None = None
+        self.display = open_display(options.output, writer.layout.logs_dir, 0, writer.run_id)
         self.began = time.monotonic()
 
     def _cluster(self) -> Cluster:
-        if self.machine is None:
-            return AddressCluster(str(self.config.cluster.address))
-        scratch = self.writer.layout.scratch_dir
-        return LocalCluster(self.machine.ranks, self.machine.gpus, scratch, os.environ)
+        if self.machine is not None:
+            scratch = self.writer.layout.scratch_dir
+            return EmbeddedCluster(self.machine.ranks, self.machine.gpus, scratch, os.environ)
+        if self.config.cluster.is_attached:
+            return AttachedCluster(self.config.cluster)
+        from ddptrain.clusters.forrun import RunCluster
+
+        return RunCluster(self.config.cluster, self.display.notice)
 
     def run(self) -> int:
         """Train, write how it ended, and tell it. Raises what is a bug of ours, once run.json is true."""
@@ -110,58 +118,63 @@ class _Run:
         with ExitStack() as stack:
             stack.callback(self.cluster.close)
             self.cluster.begin()  # first of all: everything below imports while torch is being imported there
-            if self.machine is not None:
-                self._open_display(self.machine.ranks)
+            self._greet()
             # All of Dask, before anything may be interrupted.
+            from ddptrain.driver.connect import connected
             from ddptrain.driver.gang import Gang
 
             with self.signals.interrupting():
-                client = stack.enter_context(self._connected())
-                gang = stack.enter_context(Gang(client, self.writer.run_id, self.inbox))
-                places = gang.reserve(
-                    self._ranks_asked(),
-                    start_timeout_s=self.config.cluster.start_timeout_s,
-                    wait_s=self.config.cluster.wait_s,
-                    worker_fault=self.cluster.worker_fault,
+                target = self.cluster.connect()
+                client = stack.enter_context(
+                    connected(target, self.config.cluster.start_timeout_s, self.display.status)
                 )
+                gang = stack.enter_context(Gang(client, self.writer.run_id, self.inbox))
+                places = gang.reserve(self._wish(), self._watchers(client, target))
                 gang.subscribe()
-            if self.display is None:
-                self._open_display(len(places))
             return self._attempt(gang, places)
 
-    def _ranks_asked(self) -> int | None:
+    def _wish(self) -> Wish:
+        from ddptrain.driver.gang import Wish
+
+        cluster = self.config.cluster
+        ranks = None if cluster.ranks == "auto" else int(cluster.ranks)
+        gpus = 0 if cluster.gpus == "auto" else int(cluster.gpus)
         if self.machine is not None:
-            return self.machine.ranks
-        ranks = self.config.cluster.ranks
-        return None if ranks == "auto" else int(ranks)
+            return Wish(self.machine.ranks, False, cluster.start_timeout_s, cluster.wait_s)
+        return Wish(ranks or gpus or None, gpus > 0, cluster.start_timeout_s, cluster.wait_s)
 
-    def _open_display(self, world_size: int) -> None:
-        logs = self.writer.layout.logs_dir
-        self.display = open_display(self.options.output, logs, world_size, self.writer.run_id)
-        where = "a local cluster" if self.machine is not None else str(self.config.cluster.address)
+    def _watchers(self, client: Client, target: Target) -> Watchers:
+        from ddptrain.driver.gang import Watchers
+
+        return Watchers(
+            check=self._check_of(client) if target.foreign else None,
+            worker_fault=self.cluster.worker_fault,
+            last_words=self.cluster.last_words,
+            tell=self.display.status,
+        )
+
+    def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
+        from ddptrain.clusters.check import Needs, check_cluster
+
+        needs = Needs(workload=workload_target(self.config.workload), sys_path=self._sys_path())
+        return lambda workers: check_cluster(client, workers, needs)
+
+    def _greet(self) -> None:
         self.display.notice(f"run {self.writer.run_id} in {self.writer.layout.root}")
-        self.display.status(f"starting {world_size} ranks on {where}")
-
-    def _bare_display(self) -> Display:
-        """For the last words of a run that got no ranks."""
-        return open_display(self.options.output, self.writer.layout.logs_dir, 0, self.writer.run_id)
-
-    def _connected(self) -> Client:
-        from distributed import Client
-
-        address = self.cluster.connect()
-        timeout_s = self.config.cluster.start_timeout_s
-        try:
-            return Client(address, timeout=timeout_s, set_as_default=False, name="ddptrain")
-        except (OSError, TimeoutError) as error:
-            raise ClusterError(f"no Dask scheduler answers at {address} within {timeout_s:g} s: {error}") from error
+        if self.machine is not None:
+            self.display.expect(self.machine.ranks)
+            self.display.status(f"starting {self.machine.ranks} ranks on a local cluster")
+        else:
+            self.display.status(f"connecting to {self.cluster.words}")
 
     def _attempt(self, gang: Gang, places: Sequence[Place]) -> verdicts.Verdict:
         from ddptrain.driver.attempt import Attempt
         from ddptrain.driver.porter import Porter
         from ddptrain.driver.telling import Telling
 
-        assert self.display is not None
+        if self.machine is None:
+            self.display.expect(len(places))
+            self.display.status(f"starting {len(places)} ranks on {self.cluster.words}")
         telling = Telling(self.writer, self.display)
         specs = [(self._spec(place, places), place, self.writer.layout.log(place.rank)) for place in places]
         telling.event(
@@ -200,17 +213,21 @@ class _Run:
             grace_s=config.failure.grace_s,
             every_epochs=config.checkpoint.every_epochs,
             workdir=os.getcwd(),
-            sys_path=(str(self.loaded.path.resolve().parent), os.getcwd()),
+            sys_path=self._sys_path(),
             master_addr=places[0].slot.host,
             shared=place.shared,
             env=dict(config.env),
         )
 
+    def _sys_path(self) -> tuple[str, ...]:
+        return (str(self.loaded.path.resolve().parent), os.getcwd())
+
     def _dist_backend(self, places: Sequence[Place]) -> str:
         chosen = self.config.dist.backend
         if chosen != "auto":
             return chosen
-        return "nccl" if all(place.slot.gpu for place in places) else "gloo"
+        on_gpus = self.config.cluster.gpus != 0 and all(place.slot.gpu for place in places)
+        return "nccl" if on_gpus else "gloo"
 
     def _end(self, verdict: verdicts.Verdict) -> None:
         """Write the end into run.json, then show it: whoever sees the last line finds the file true."""
@@ -218,7 +235,7 @@ class _Run:
         duration_s = time.monotonic() - self.began
         last_event = summary.last_event(self.writer, verdict, duration_s)
         self.writer.event(last_event)
-        display = self.display or self._bare_display()
+        display = self.display
         if verdict.cause:
             display.notice(f"run {self.writer.run_id} {verdict.status}: {verdict.cause}", level="error")
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddptrain.clusters.gpus import visible_gpus
 from ddptrain.config import ClusterConfig
 from ddptrain.errors import ClusterError
+from ddptrain.gpus import default_slots, visible_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ def offer(cluster: ClusterConfig, environ: Mapping[str, str]) -> Offer:
             f"cluster.gpus is {wanted}, but this machine offers {len(present)}: set it to auto, or to 0 for the CPU"
         )
     if cluster.ranks == "auto":
-        return Offer(wanted or max(2, (os.cpu_count() or 2) // 2), present[:wanted])
+        return Offer(default_slots(present[:wanted]), present[:wanted])
     ranks = int(cluster.ranks)
     if wanted and ranks > wanted:
         raise ClusterError(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from ddptrain.results.find import RunView, moment
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.spec import describe_status
+from ddptrain.tables import Section, clean
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Section = tuple[str, list[tuple[str, str]]]
 HEADER = ("RUN", "STATUS", "STARTED (UTC)", "DURATION", "RANKS", "RESULT")
 _STATUS_STYLE = {
     RunStatus.RUNNING: "cyan",
@@ -121,12 +121,6 @@ def _rank(rank: RankRecord) -> str:
     return where + gpu + (f", {describe_status(rank.exit)}" if rank.exit is not None else "")
 
 
-def clean(text: str) -> str:
-    """The text without what would move a terminal's cursor or change its colours."""
-    kept = text.replace("\t", "    ")
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in kept)
-
-
 def number(value: float | None) -> str:
     """Four significant digits, or "-" for none."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
@@ -154,25 +148,6 @@ def size(size_bytes: int) -> str:
 def _time(text: str) -> str:
     parsed = moment(text)
     return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else "-"
-
-
-def plain_table(table: Sequence[Sequence[str]]) -> str:
-    """Columns aligned with blanks, for people and for awk."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    padded = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
-    return "\n".join(padded)
-
-
-def plain_sections(parts: Sequence[Section]) -> str:
-    """Titles, and under each its names and values; a value of several lines is indented."""
-    blocks = []
-    for title, lines in parts:
-        width = max(len(name) for name, _ in lines)
-        indent = "\n" + " " * (width + 4)
-        blocks.append(
-            "\n".join([title, *(f"  {name:{width}}  {value.replace(chr(10), indent)}" for name, value in lines)])
-        )
-    return "\n\n".join(blocks)
 
 
 def print_table(views: Sequence[RunView], console: Console) -> None:

@@ -1,6 +1,7 @@
 """`python -m ddptrain.worker`: a light Dask worker with slots for ranks and a warm rank server.
 
-    python -m ddptrain.worker --scheduler tcp://127.0.0.1:8786 --slots 2 --scratch DIR
+    python -m ddptrain.worker --scheduler tcp://127.0.0.1:8786 --slots 2
+    python -m ddptrain.worker --scheduler-file scheduler.json --tls-dir DIR
 
 With `--scheduler -` the address comes as a line on stdin (the driver starts this process before it has a scheduler),
 and the end of stdin ends the process: it belongs to whoever holds the other end.
@@ -10,68 +11,147 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from ddptrain.errors import ClusterError
+from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.worker import environment
-from ddptrain.worker.server import RankServer
+from ddptrain.worker.server import OwnRankServer
 
 if TYPE_CHECKING:
-    from distributed import Worker
+    from distributed import Security, Worker
 
-_SCHEDULER_TIMEOUT_S = 60.0
+    from ddptrain.worker.host import RankHost
+
+_FILE_POLL_S = 0.05
+_END_TIMEOUT_S = 8.0  # for the rank server: its ranks' last grace, and a margin
 
 
 def main(argv: list[str] | None = None) -> None:
     """Serve until the scheduler, the parent or a signal ends it; leave nothing behind."""
     options = _parser().parse_args(argv)
-    scratch = Path(options.scratch or tempfile.mkdtemp(prefix="ddptrain-worker-"))
-    scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-    gpus = tuple(options.gpus.split(",")) if options.gpus else ()
-    slots = options.slots or len(gpus) or 1
-    # First of all: it imports torch for two seconds while this process imports Dask.
-    server = RankServer(environment.server_environment(os.environ), scratch / "rank-server.log")
-    own = options.scheduler == "-"
+    owned = options.scheduler == "-"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # The driver answers Ctrl-C for the worker that it owns.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if owned else lambda *_: sys.exit(0))
+    scratch = _scratch(options.scratch, owned=owned)
+    servers = _Servers(scratch)
+    servers.start()  # first of all: it imports torch for two seconds while this process imports Dask
     code = 0
     try:
-        _import_dask()
-        address = sys.stdin.readline().strip() if own else options.scheduler
-        if address:
-            host = options.host or ("127.0.0.1" if "//127.0.0.1:" in address else None)
-            import asyncio
-
-            asyncio.run(_serve(address, host, server, slots, gpus, scratch, own=own))
+        _serve(options, servers, owned=owned)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        code = int(error.exit_code)
     except BaseException:
         traceback.print_exc()
         code = 1
-    _tidy_up(server, scratch, keep=bool(options.scratch) and not own)
+    _tidy_up(servers)
     os._exit(code)  # threads of tasks may still wait for a rank's end
 
 
-def _tidy_up(server: RankServer, scratch: Path, *, keep: bool) -> None:
-    """End the ranks and their server, and delete what they wrote unless the folder is the user's own."""
-    server.close()
-    if server.wait(timeout_s=8.0) and not keep:
-        shutil.rmtree(scratch, ignore_errors=True)
+class _Servers:
+    """The rank server, and any that takes the place of one that has died; `scratch` is deleted with the last."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.all: list[OwnRankServer] = []
+
+    def start(self) -> OwnRankServer:
+        """Start a rank server, which imports while the caller goes on."""
+        env = environment.server_environment(os.environ)
+        self.all.append(OwnRankServer(env, self.scratch / "rank-server.log"))
+        return self.all[-1]
+
+    def close(self) -> None:
+        """End every rank, and the servers."""
+        for server in self.all:
+            server.close()
+
+
+class _LazyThreadPoolExecutor(ThreadPoolExecutor):
+    """Makes threads as they are needed; nobody waits for them at the end, for ranks end by other ways."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ddptrain.worker", description="A Dask worker with slots for ranks."
     )
-    parser.add_argument("--scheduler", required=True, help="address of the scheduler, or - to read it from stdin")
-    parser.add_argument("--slots", type=int, default=0, help="ranks that fit here (default: one per GPU, else 1)")
-    parser.add_argument("--gpus", default="", help="comma-separated devices, one per slot (default: none)")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--scheduler", help="address of the scheduler, or - to read it from stdin")
+    where.add_argument(
+        "--scheduler-file", type=Path, help="JSON file with the scheduler's address, which is waited for"
+    )
+    parser.add_argument("--tls-dir", type=Path, help="folder with cert.pem and key.pem (default: no TLS)")
+    parser.add_argument("--slots", type=int, default=0, help="ranks that fit (default: one per GPU, else per 2 cores)")
+    parser.add_argument("--gpus", default="auto", help="auto, none, or devices as 0,1, one a slot (default: auto)")
     parser.add_argument("--host", default="", help="address to listen on (default: the one that reaches the scheduler)")
-    parser.add_argument("--scratch", default="", help="folder for ranks' output (default: a temporary one)")
+    parser.add_argument("--name", default="", help="what the scheduler calls this worker (default: its address)")
+    parser.add_argument("--scratch", default="", help="folder below which ranks write (default: the temporary one)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the scheduler (default: 60)")
     return parser
+
+
+def _scratch(folder: str, *, owned: bool) -> Path:
+    """A folder of this process, deleted at its end; the driver hands its own one over to a worker that it owns."""
+    if not owned or not folder:
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        return Path(tempfile.mkdtemp(prefix="ddptrain-worker-", dir=folder or None))
+    scratch = Path(folder)
+    scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return scratch
+
+
+def _tidy_up(servers: _Servers) -> None:
+    """End the ranks and their server, and delete what they wrote."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(number, signal.SIG_IGN)
+    servers.close()
+    if all(server.wait(_END_TIMEOUT_S) for server in servers.all):
+        shutil.rmtree(servers.scratch, ignore_errors=True)
+
+
+def _serve(options: argparse.Namespace, servers: _Servers, *, owned: bool) -> None:
+    gpus = _gpus(options.gpus)
+    slots = options.slots or default_slots(gpus)
+    _import_dask()
+    import asyncio
+
+    from ddptrain.worker.host import RankHost, slot_resources
+
+    resources = slot_resources(slots, gpus)
+    address = _address(options)
+    if not address:
+        return  # whoever owns this worker is gone already
+    environ = environment.without_nanny(os.environ, {})
+    host = RankHost(servers.all[0], servers.start, environ, gpus, servers.scratch)
+    if owned:
+        threading.Thread(target=_wait_for_parent, args=(servers,), daemon=True).start()
+    asyncio.run(_live(options, address, host, resources))
+
+
+def _gpus(words: str) -> tuple[str, ...]:
+    if words == "auto":
+        return visible_gpus(os.environ)
+    return tuple(name.strip() for name in words.split(",") if name.strip()) if words != "none" else ()
 
 
 def _import_dask() -> None:
@@ -94,46 +174,60 @@ def _import_dask() -> None:
     )
 
 
-async def _serve(
-    address: str,
-    listen: str | None,
-    server: RankServer,
-    slots: int,
-    gpus: tuple[str, ...],
-    scratch: Path,
-    own: bool,
-) -> None:
+def _address(options: argparse.Namespace) -> str:
+    """The scheduler's address, once it is known; "" where nobody will tell it. Raises ClusterError."""
+    if options.scheduler_file is None:
+        return sys.stdin.readline().strip() if options.scheduler == "-" else str(options.scheduler)
+    deadline = time.monotonic() + options.timeout
+    while True:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not there, or half written
+            return str(json.loads(options.scheduler_file.read_text())["address"])
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{options.scheduler_file} has told no scheduler's address within {options.timeout:g} s")
+        time.sleep(_FILE_POLL_S)
+
+
+def _security(tls_dir: Path | None) -> Security | None:
+    """TLS with the cluster's one certificate, which is its own authority."""
+    from distributed import Security
+
+    if tls_dir is None:
+        return None
+    certificate, key = str(tls_dir / "cert.pem"), str(tls_dir / "key.pem")
+    return Security(require_encryption=True, tls_ca_file=certificate, tls_worker_cert=certificate, tls_worker_key=key)
+
+
+async def _live(options: argparse.Namespace, address: str, host: RankHost, resources: dict[str, float]) -> None:
+    """Be a Dask worker until the scheduler or a signal ends it. Raises ClusterError where no scheduler answers."""
     import asyncio
 
     from distributed import Worker
 
-    from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE
-    from ddptrain.worker.host import RankHost
+    from ddptrain.worker.host import MOST_SLOTS
 
-    environ = environment.without_nanny(os.environ, {})
-    host = RankHost(server, environ, gpus, scratch)
-    resources = {SLOT_RESOURCE: float(slots)} | ({GPU_RESOURCE: float(len(gpus))} if gpus else {})
     worker = Worker(
         address,
-        nthreads=slots,
+        name=options.name or None,
+        nthreads=MOST_SLOTS,  # the resources alone say how many ranks fit, so that they can grow
+        executor=_LazyThreadPoolExecutor(MOST_SLOTS, "ddptrain-task"),
         resources=resources,
-        host=listen,
-        local_directory=str(scratch),
+        host=options.host or ("127.0.0.1" if "//127.0.0.1:" in address else None),
+        security=_security(options.tls_dir),
+        local_directory=str(host.scratch),
         plugins=(host,),
         memory_limit=0,
         dashboard=False,
-        death_timeout=_SCHEDULER_TIMEOUT_S,
+        death_timeout=options.timeout,
     )
+    worker.metrics[host.name] = host.metric
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver answers Ctrl-C
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    if own:
-        threading.Thread(target=_wait_for_parent, args=(server, scratch), daemon=True).start()
-    life = asyncio.ensure_future(_live(worker))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    life = asyncio.ensure_future(_joined(worker, address))
     told_to_stop = asyncio.ensure_future(stop.wait())
     await asyncio.wait((life, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
-    server.close()
+    host.server.close()
     told_to_stop.cancel()
     if life.done():
         life.result()  # raises what ended it
@@ -142,17 +236,21 @@ async def _serve(
             await asyncio.wait_for(worker.close(timeout=2.0, executor_wait=False, nanny=False), 3.0)
 
 
-async def _live(worker: Worker) -> None:
-    await worker
+async def _joined(worker: Worker, address: str) -> None:
+    try:
+        await worker
+    except (OSError, TimeoutError, RuntimeError) as error:
+        cause = error.__cause__ or error  # Dask's RuntimeError says only that something failed
+        raise ClusterError(f"this worker could not join the Dask scheduler at {address}: {cause}") from error
     await worker.finished()
 
 
-def _wait_for_parent(server: RankServer, scratch: Path) -> None:
+def _wait_for_parent(servers: _Servers) -> NoReturn:
     """Block until stdin ends: then nobody is left to serve, or to tidy up after this process."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
-    _tidy_up(server, scratch, keep=False)
+    _tidy_up(servers)
     os._exit(0)
 
 

@@ -7,9 +7,9 @@ has set nothing, the configuration's `env`, and the variables of the torchrun co
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ddptrain.spec import RankSpec
 
@@ -38,15 +38,31 @@ def without_nanny(environ: Mapping[str, str], nanny: Mapping[str, object]) -> di
     return ours
 
 
-def complete(spec: RankSpec, environ: Mapping[str, str], *, gpu: str | None, cpus: int, staging: str) -> RankSpec:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank gets from its worker.
+
+    `gpu` is the entry for CUDA_VISIBLE_DEVICES, None on the CPU; `cpus` how many cores the host's ranks share;
+    `interface` the network interface that carries the worker's address, None where there is none.
+    """
+
+    gpu: str | None
+    cpus: int
+    interface: str | None
+    staging: str
+
+
+def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSpec:
     """The spec with its full environment, device, threads and staging folder, ready for the rank server.
 
-    `environ` is the worker's, without the nanny's additions; `cpus` is how many cores the host's ranks share.
+    `environ` is the worker's, without the nanny's additions.
     """
     chosen = {**environ, **spec.env}
-    threads = max(1, cpus // spec.local_world_size)
+    threads = max(1, place.cpus // spec.local_world_size)
     tuned = {**tuned_defaults(), "OMP_NUM_THREADS": str(threads)}
-    env = {**tuned, **chosen, **_contract(spec, gpu)}
+    if place.interface is not None:
+        tuned["GLOO_SOCKET_IFNAME"] = place.interface  # gloo asks the host's name otherwise: often a wrong address
+    env = {**tuned, **chosen, **_contract(spec, place.gpu)}
     report = {
         name: {"value": env[name], "source": "user" if name in chosen else "ddptrain"}
         for name in (*tuned, *_THREAD_VARIABLES)
@@ -54,7 +70,19 @@ def complete(spec: RankSpec, environ: Mapping[str, str], *, gpu: str | None, cpu
     }
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
-    return dataclasses.replace(spec, env=env, gpu=gpu, cpu_threads=threads, staging=staging, environment=report)
+    return dataclasses.replace(
+        spec, env=env, gpu=place.gpu, cpu_threads=threads, staging=place.staging, environment=report
+    )
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface that carries an IP address of this machine; None where none does."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == host for address in addresses):
+            return str(name)
+    return "lo" if host.startswith("127.") and "lo" in psutil.net_if_addrs() else None
 
 
 def _contract(spec: RankSpec, gpu: str | None) -> dict[str, str]:
@@ -74,6 +102,4 @@ def _contract(spec: RankSpec, gpu: str | None) -> dict[str, str]:
         "DDPTRAIN_RUN_ID": spec.run_id,
         "CUDA_VISIBLE_DEVICES": gpu if gpu is not None else "",
     }
-    if spec.master_addr == "127.0.0.1" and os.path.isdir("/sys/class/net/lo"):
-        variables["GLOO_SOCKET_IFNAME"] = spec.env.get("GLOO_SOCKET_IFNAME", "lo")
     return {name: str(value) for name, value in variables.items()}

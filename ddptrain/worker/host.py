@@ -1,55 +1,122 @@
-"""The worker plugin: it keeps the rank server, knows the worker's slots, and stops ranks whose keys are released."""
+"""The worker plugins: one keeps a rank server and stops ranks whose keys are released, one stands for a run."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import socket
 import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from distributed import Worker, WorkerPlugin
+from distributed.comm.addressing import get_address_host
 
-from ddptrain.worker.server import RankServer
+from ddptrain.errors import ClusterError
+from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin, key_prefix
+from ddptrain.worker import environment
+from ddptrain.worker.server import RankServer, RankServerLost
 
 PLUGIN_NAME = "ddptrain"
+MOST_SLOTS = 1024
+RELEASED_GRACE_S = 5.0  # for a rank whose driver is gone: others wait for its slot
+END_TIMEOUT_S = 5.0  # for ranks to end once their rank server was told to: SIGKILL comes after 2 s
 _GONE_STATES = frozenset({"released", "forgotten", "cancelled", "error"})
 
 
-def rank_host(worker: Worker) -> RankHost:
-    """The plugin of this worker."""
-    return cast(RankHost, worker.plugins[PLUGIN_NAME])
+def rank_host(worker: Worker, run_id: str) -> RankHost:
+    """The host of a run's ranks on this worker: the worker's own, or the one attached for the run.
+
+    Raises RankServerLost where the run has been removed from this worker, or was never there.
+    """
+    host = own_host(worker) or worker.plugins.get(attached_plugin(run_id))
+    if host is None:
+        raise RankServerLost(f"the worker {worker.address} knows nothing of run {run_id} (any more)")
+    return cast(RankHost, host)
+
+
+def own_host(worker: Worker) -> RankHost | None:
+    """The host of a worker that ddptrain has started; None on a worker of others."""
+    return cast("RankHost | None", worker.plugins.get(PLUGIN_NAME))
+
+
+def slot_resources(slots: int, gpus: Sequence[str]) -> dict[str, float]:
+    """Dask's abstract resources for so many slots. Raises ClusterError where they are too many, or none."""
+    if not 1 <= slots <= MOST_SLOTS:
+        raise ClusterError(f"{slots} slots were asked for: a worker has from 1 to {MOST_SLOTS}")
+    if gpus and slots > len(gpus):
+        raise ClusterError(f"{slots} slots were asked for, but there are {len(gpus)} GPUs here, one a rank")
+    return {SLOT_RESOURCE: float(slots)} | ({GPU_RESOURCE: float(slots)} if gpus else {})
 
 
 class RankHost(WorkerPlugin):
-    """A host of ranks: one of these lives in every Dask worker that ranks run on."""
+    """A host of ranks: one of these lives in every Dask worker that ranks run on.
+
+    `server` is its rank server and `renew` makes another one where that has died; `environ` is what ranks inherit,
+    `gpus` the device of each slot (none on the CPU), `scratch` the folder for what ranks write.
+    """
 
     name = PLUGIN_NAME
 
-    def __init__(self, server: RankServer, environ: dict[str, str], gpus: tuple[str, ...], scratch: Path) -> None:
+    def __init__(
+        self,
+        server: RankServer,
+        renew: Callable[[], RankServer],
+        environ: dict[str, str],
+        gpus: tuple[str, ...],
+        scratch: Path,
+    ) -> None:
         self.server = server
+        self._renew = renew
         self.environ = environ
         self.gpus = gpus
         self.scratch = scratch
+        # Left in the scratch folder: a driver that can read it shares this file system.
         self.token = os.urandom(16).hex()
+        self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self.scratch / "token").write_text(self.token)
         # Task key -> its children (a rank, and a store where it opened one) and how long each may take to end.
         self._children: dict[str, dict[str, float]] = {}
         self._lock = threading.Lock()
+        self._mending = threading.Lock()
 
     def setup(self, worker: Worker) -> None:
-        """Leave a token in the scratch folder: a driver that can read it shares this file system."""
+        """Hear from the rank server from now on."""
         self.worker = worker
-        self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self.scratch / "token").write_text(self.token)
         self.server.listen()
 
-    def teardown(self, worker: Worker) -> None:
+    async def teardown(self, worker: Worker) -> None:
         """End the rank server, and so every rank."""
         self.server.close()
 
+    def mend(self) -> None:
+        """Start another rank server where the last one is lost: a run may come that has nothing to do with that."""
+        with self._mending:
+            if self.server.fault is not None and not self.server.closed:
+                server = self._renew()
+                server.listen()
+                self.server = server
+
+    def metric(self, worker: Worker) -> dict[str, Any]:
+        """What the worker's heartbeats tell: whether ranks start warm, and how many there are."""
+        return {"warm": self.server.ready.is_set() and self.server.fault is None, "ranks": self.server.ranks}
+
+    @property
+    def interface(self) -> str | None:
+        """The network interface that carries the worker's address."""
+        return environment.interface_of(get_address_host(self.worker.address))
+
     def gpu_of(self, slot: int) -> str | None:
         """The device of a slot (an entry for CUDA_VISIBLE_DEVICES), or None on the CPU."""
-        return self.gpus[slot % len(self.gpus)] if self.gpus else None
+        return self.gpus[slot] if slot < len(self.gpus) else None
+
+    def place_of(self, slot: int) -> str:
+        """What only one rank may hold at a time, as the rank server knows it: the GPU, or the slot of this worker."""
+        gpu = self.gpu_of(slot)
+        return f"GPU {gpu}" if gpu is not None else f"{self.worker.name} slot {slot}"
 
     def hold(self, key: str, child_id: str, grace_s: float) -> None:
         """Tie a child's life to a task key: when Dask lets go of the key, the child is stopped."""
@@ -73,11 +140,49 @@ class RankHost(WorkerPlugin):
         if own_grace_s is not None:
             self.server.stop(key, own_grace_s if grace_s is None else grace_s)
 
-    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
-        """Dask has let go of a key (the driver is gone, or is done with it): its children end."""
-        if finish not in _GONE_STATES:
-            return
+    def let_go(self, key: str) -> None:
+        """Nobody waits for the ranks of `key` any more: its children end soon."""
         with self._lock:
             children = self._children.pop(key, {})
         for child_id, grace_s in children.items():
-            self.server.stop(child_id, grace_s)
+            self.server.stop(child_id, min(grace_s, RELEASED_GRACE_S))
+
+    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
+        """Dask has let go of a key (the driver is gone, or is done with it): its children end."""
+        if finish in _GONE_STATES:
+            self.let_go(key)
+
+    def remove_run(self, run_id: str) -> None:
+        """End what is left of a run's ranks, and delete what they wrote. Takes seconds where ranks are left."""
+        with self._lock:
+            keys = [key for key in self._children if key.startswith(key_prefix(run_id))]
+        for key in keys:
+            self.let_go(key)
+        deadline = time.monotonic() + RELEASED_GRACE_S + 1.0
+        while any(self.server.has(key) for key in keys) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        shutil.rmtree(self.scratch / run_id, ignore_errors=True)
+
+
+class RunGuest(WorkerPlugin):
+    """A run on a worker of ours: when it is removed, what the run has left there goes."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.name = attached_plugin(run_id)
+
+    async def teardown(self, worker: Worker) -> None:
+        """The run is over, or its driver is gone."""
+        host = own_host(worker)
+        if host is not None:
+            await asyncio.to_thread(host.remove_run, self.run_id)
+
+
+class AttachedHost(RankHost):
+    """The host of one run's ranks on a worker of others, which is left as it was found."""
+
+    async def teardown(self, worker: Worker) -> None:
+        """End the run's ranks, leave the rank server to others, and delete what the run wrote."""
+        self.server.close()
+        await asyncio.to_thread(self.server.wait, END_TIMEOUT_S)
+        await asyncio.to_thread(shutil.rmtree, self.scratch, ignore_errors=True)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import os
 import shutil
+import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from dask.system import cpu_count
 from distributed import Worker, get_worker
 
-from ddptrain.spec import RankExit, RankSpec
+from ddptrain.errors import ClusterError
+from ddptrain.spec import GPU_RESOURCE, RankExit, RankSpec
 from ddptrain.worker import environment, spool
-from ddptrain.worker.host import RankHost, rank_host
+from ddptrain.worker.attach import attach, offered
+from ddptrain.worker.host import RankHost, own_host, rank_host, slot_resources
+from ddptrain.worker.server import RankServerLost
 
 POLL_S = 0.02  # how soon the driver hears that a busy rank has printed something
 _IDLE_POLL_S = 0.1  # of one that has been silent for a while: each look costs the training some microseconds
+_ALIVE_S = 2.0  # without a word, before the driver is told that all is well
 _NOTICE_BYTES = 12 * 1024  # of log or events in one message: the scheduler keeps the last thousand of a topic
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; what is over it the driver fetches from the spool
 
@@ -30,7 +38,7 @@ def run_rank(spec_json: str) -> str:
     """
     spec = RankSpec.from_json(spec_json)
     worker = get_worker()
-    return _RankTask(worker, rank_host(worker), spec).run()
+    return _RankTask(worker, rank_host(worker, spec.run_id), spec).run()
 
 
 def topic(run_id: str) -> str:
@@ -44,9 +52,11 @@ class _RankTask:
     def __init__(self, worker: Worker, host: RankHost, spec: RankSpec) -> None:
         self.worker = worker
         self.host = host
+        self.server = host.server  # this one, to the end, even if the host gets another one
         self.spec = spec
         self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
         self.told = {"log": 0, "events": 0}
+        self.told_at = time.monotonic()
 
     def run(self) -> str:
         self.spool.create()
@@ -55,20 +65,19 @@ class _RankTask:
         append = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         log_fd, events_fd = os.open(self.spool.log, append), os.open(self.spool.events, append)
         try:
-            self.host.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd)
+            self.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd, self.host.place_of(spec.slot))
         finally:
             os.close(log_fd)
             os.close(events_fd)
         return self._watch()
 
     def _completed(self) -> RankSpec:
-        return environment.complete(
-            self._with_rendezvous(),
-            self.host.environ,
-            gpu=self.host.gpu_of(self.spec.slot),
-            cpus=cpu_count(),
-            staging=str(self.spool.staging),
-        )
+        spec = self._with_rendezvous()
+        if not os.path.isdir(spec.workdir):  # the driver's folder, on a host that doesn't have it
+            spec = dataclasses.replace(spec, workdir=str(self.spool.folder))
+        gpu = self.host.gpu_of(spec.slot)
+        place = environment.Place(gpu, cpu_count(), self.host.interface, str(self.spool.staging))
+        return environment.complete(spec, self.host.environ, place)
 
     def _with_rendezvous(self) -> RankSpec:
         """Rank 0's task opens the gang's store and publishes its port; the others were told it."""
@@ -80,8 +89,10 @@ class _RankTask:
 
     def _watch(self) -> str:
         pause_s = POLL_S
-        while (report := self.host.server.wait_exit(self.spec.key, pause_s)) is None:
+        while (report := self.server.wait_exit(self.spec.key, pause_s)) is None:
             pause_s = POLL_S if self._tell_growth() else min(2 * pause_s, _IDLE_POLL_S)
+            if time.monotonic() - self.told_at > _ALIVE_S:
+                self._notify(alive=True)
         self._tell_growth()
         log_size, events_size = self.spool.sizes()
         ended = RankExit(self.spec.rank, report["pid"], report["status"], report["time_ns"], log_size, events_size)
@@ -115,35 +126,93 @@ class _RankTask:
     def _notify(self, **fields: Any) -> None:
         message = {"attempt": self.spec.attempt, "rank": self.spec.rank, **fields}
         self.worker.log_event(topic(self.spec.run_id), message)
+        self.told_at = time.monotonic()
 
 
-def describe_host(dask_worker: Worker) -> dict[str, str]:
-    """For client.run: where this worker's spool is, and the token by which a driver knows its file system."""
-    host = rank_host(dask_worker)
-    return {"scratch": str(host.scratch), "token": host.token, "pid": str(os.getpid())}
+async def describe_host(run_id: str, dask_worker: Worker) -> dict[str, str]:
+    """For client.run: make the worker a host of the run's ranks, where it is none, and say where its spool is.
+
+    "token" is that of the file of this name in "scratch", by which a driver knows that it sees the same files.
+    Raises RankServerLost, ClusterError.
+    """
+    host = await attach(dask_worker, run_id)
+    return {
+        "scratch": str(host.scratch),
+        "token": host.token,
+        "pid": str(os.getpid()),
+        "hostname": socket.gethostname(),
+        "interface": host.interface or "",
+    }
 
 
-async def stop_ranks(keys: list[str], grace_s: float | None, dask_worker: Worker) -> None:
+async def stop_ranks(run_id: str, keys: list[str], grace_s: float | None, dask_worker: Worker) -> None:
     """For client.run: stop the ranks of these keys; those of other workers are passed over.
 
     A coroutine, for Dask starts only those without waiting for them.
     """
-    host = rank_host(dask_worker)
-    for key in keys:
-        host.stop(key, grace_s)
+    with contextlib.suppress(RankServerLost):  # then it has no ranks any more
+        host = rank_host(dask_worker, run_id)
+        for key in keys:
+            host.stop(key, grace_s)
 
 
-def read_spool(path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
-    """For client.run: bytes of a file below this worker's scratch folder. Raises PermissionError for any other."""
-    host = rank_host(dask_worker)
+async def read_spool(run_id: str, path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
+    """For client.run: bytes of a file below the run's scratch folder. Raises PermissionError for any other."""
+    host = rank_host(dask_worker, run_id)
+    return await asyncio.to_thread(_read_below, host.scratch, path, offset, size_bytes)
+
+
+def _read_below(scratch: Path, path: str, offset: int, size_bytes: int) -> bytes:
     real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(host.scratch)):
-        raise PermissionError(f"{path} is outside of the scratch folder {host.scratch}")
+    if not real.is_relative_to(os.path.realpath(scratch)):
+        raise PermissionError(f"{path} is outside of the scratch folder {scratch}")
     return spool.read_chunk(real, offset, size_bytes)
 
 
-def remove_spool(run_id: str, dask_worker: Worker) -> None:
+async def remove_spool(run_id: str, dask_worker: Worker) -> None:
     """For client.run: delete what a run has left in this worker's scratch folder (in a thread: it may be large)."""
-    host = rank_host(dask_worker)
-    folder = host.scratch / run_id
-    threading.Thread(target=shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}).start()
+    with contextlib.suppress(RankServerLost):
+        folder = rank_host(dask_worker, run_id).scratch / run_id
+        threading.Thread(target=shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}).start()
+
+
+async def offer(dask_worker: Worker) -> dict[str, Any]:
+    """For client.run: {"slots", "gpus", "hostname", "ours"}: what this worker has for ranks; `gpus` is a number."""
+    slots, gpus = await asyncio.to_thread(offered, dask_worker)
+    ours = own_host(dask_worker) is not None
+    return {"slots": slots, "gpus": len(gpus), "hostname": socket.gethostname(), "ours": ours}
+
+
+async def await_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:
+    """For client.run, answered once ranks start warm here, or never will: {"ours", "warm", "slots", "gpus", ...}.
+
+    With "hostname" and "fault". A worker of others answers at once: it has no rank server until a run comes.
+    """
+    host = own_host(dask_worker)
+    deadline = time.monotonic() + timeout_s
+    while host is not None and not host.server.ready.is_set() and host.server.fault is None:
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(POLL_S)
+    slots, gpus = await asyncio.to_thread(offered, dask_worker)
+    return {
+        "ours": host is not None,
+        "warm": host is not None and host.metric(dask_worker)["warm"],
+        "slots": slots,
+        "gpus": list(gpus),
+        "hostname": socket.gethostname(),
+        "fault": host.server.fault if host is not None else None,
+    }
+
+
+async def set_slots(n: int, dask_worker: Worker) -> dict[str, int]:
+    """For client.run: from now on `n` ranks fit on this worker; return its slots and GPUs. What runs there runs on.
+
+    Raises ClusterError where it is not ours, or has fewer GPUs.
+    """
+    host = own_host(dask_worker)
+    if host is None:
+        raise ClusterError(f"the worker {dask_worker.address} was not started by ddptrain: its slots can't be changed")
+    resources = slot_resources(n, host.gpus)
+    await dask_worker.set_resources(**resources)
+    return {"slots": n, "gpus": int(resources.get(GPU_RESOURCE, 0))}

@@ -143,7 +143,7 @@ ALL_AT_ONCE = """\
 c.yaml:3: cluster.ranks: expected 'auto' or at least 1, got -2
 c.yaml:4: cluster.gpus: expected 'auto' or a whole number, got the text "3" (write the number without \
 quotes, commas or underscores)
-c.yaml:5: cluster.backend: expected 'local' or 'address', got the text "adress" (did you mean address?)
+c.yaml:5: cluster.backend: there is no such cluster backend, got the text "adress" (did you mean address?)
 c.yaml:8: params.epochs: is given twice: on line 7 and on line 8 (keep one of them)
 c.yaml:9: params.amp: expected true or false, got the text "yes" (write true or false, without quotes)
 c.yaml:10: params.lr: expected a finite number, got nan
@@ -189,7 +189,7 @@ def test_thousands_of_problems_are_cut_short(refuse: Refuse) -> None:
     ("text", "problem"),
     [
         ("cluster: {backend: address}", "cluster.address: is required, as cluster.backend is address"),
-        ("cluster: {address: 'tcp://h:1'}", "cluster.address: is given, but cluster.backend is local"),
+        ("cluster: {backend: local, address: 'tcp://h:1'}", "cluster.address: is given, but cluster.backend is local"),
         ("cluster: {gpus: 0}\ndist: {backend: nccl}", "dist.backend: is nccl, which needs GPUs"),
         ("cluster: {ranks: 0}", "cluster.ranks: expected 'auto' or at least 1, got 0"),
         ("cluster: {ranks: true}", "cluster.ranks: expected 'auto' or a whole number, got true"),

@@ -13,8 +13,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddptrain.config import NAME_PATTERN, RunConfig
+from ddptrain.config import RunConfig
 from ddptrain.configfile import dump_config, load_config, without_secrets
+from ddptrain.configtypes import NAME_PATTERN
 from ddptrain.errors import ConfigError
 
 Refuse = Callable[[str | bytes], str]

@@ -69,10 +69,10 @@ class RankBar:
 class Bars:
     """The state of all ranks, and how it looks."""
 
-    def __init__(self, run_id: str, world_size: int, glyphs: Glyphs) -> None:
+    def __init__(self, run_id: str, glyphs: Glyphs) -> None:
         self.status = ""
         self._run_id = run_id
-        self._ranks = {rank: RankBar(rank) for rank in range(world_size)}
+        self._ranks: dict[int, RankBar] = {}
         self._glyphs = glyphs
         self._widths: dict[str, int] = {}  # of columns: they only grow, so that bars don't jump about
         self._fitted_to = 0
@@ -82,6 +82,9 @@ class Bars:
         match message:
             case told.Status(text):
                 self.status = terminal.harmless(" ".join(text.split()), False)
+            case told.Expected(world_size):
+                for rank in range(world_size):
+                    self._rank(rank)
             case told.Redrawn(rank, text):
                 self._rank(rank).redrawn = text
             case told.RankStarted() | told.RankEnded() | told.RankMetrics() | told.RankProgress():

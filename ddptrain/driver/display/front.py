@@ -49,11 +49,12 @@ class Display:
         renderer: told.Renderer,
         stdout: Stream,
         stderr: Stream,
-        tails: Mapping[int, LogTail],
+        logs_dir: Path,
         aborted: threading.Event,
     ) -> None:
         self._renderer, self._stdout, self._stderr = renderer, stdout, stderr
-        self._tails = tails
+        self._logs_dir = logs_dir
+        self._tails: Mapping[int, LogTail] = {}
         self._inbox: deque[told.Message] = deque()
         self._dropped = self._dropped_told = 0
         self._wake, self._aborted = threading.Event(), aborted
@@ -70,6 +71,11 @@ class Display:
         """Start the display's thread."""
         self._thread.start()
         return self
+
+    def expect(self, world_size: int) -> None:
+        """So many ranks there will be: follow their logs."""
+        self._tails = {rank: LogTail(self._logs_dir / f"rank-{rank}.log") for rank in range(world_size)}
+        self._tell(told.Expected(world_size))
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
         """The rank's process runs."""
@@ -165,10 +171,7 @@ class Display:
     def _give_up(self, deadline_s: float) -> None:
         self._aborted.set()
         self._thread.join(2 * POLL_S)
-        self._last_word(f"nobody has read the output for {deadline_s:g} s; the rest is in {self._logs_dir()}")
-
-    def _logs_dir(self) -> str:
-        return str(next(iter(self._tails.values())).path.parent) if self._tails else "the run directory"
+        self._last_word(f"nobody has read the output for {deadline_s:g} s; the rest is in {self._logs_dir}")
 
     def _last_word(self, text: str) -> None:
         self._stderr.write_within(format_notice(text), _LAST_WORD_S)
@@ -181,7 +184,7 @@ class Display:
             self._finish()
         except Exception as error:  # whatever goes wrong here, the training goes on
             self._failed = f"{type(error).__name__}: {error}"
-            self._last_word(f"the display failed ({self._failed}); the run goes on, its logs are in {self._logs_dir()}")
+            self._last_word(f"the display failed ({self._failed}); the run goes on, its logs are in {self._logs_dir}")
         finally:
             for tail in self._tails.values():
                 tail.close()
@@ -246,7 +249,7 @@ class Display:
             self._renderer.tell(self._close.message)
         if self._stdout.broken:
             text = f"stdout can't be written any more ({self._stdout.broken}); the run goes on silently"
-            self._last_word(f"{text}, its logs are in {self._logs_dir()}")
+            self._last_word(f"{text}, its logs are in {self._logs_dir}")
 
     def _finish_log(self, rank: int, tail: LogTail) -> None:
         if lines := tail.finish():
@@ -268,13 +271,13 @@ def open_display(
 ) -> Display:
     """A display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
-    "live" needs a terminal, and falls back to "plain" without one. Raises UsageError for an unknown mode.
+    `world_size` is 0 while it is not known: `expect` tells it later. "live" needs a terminal, and falls back to "plain"
+    without one. Raises UsageError for an unknown mode.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
     out = Stream(stdout or sys.stdout, aborted.is_set)
     err = Stream(stderr or sys.stderr, aborted.is_set)
-    tails = {rank: LogTail(logs_dir / f"rank-{rank}.log") for rank in range(world_size)}
     colour = terminal.wants_colour(out.is_terminal, environ)
     renderer: told.Renderer
     match terminal.choose_mode(mode, out.is_terminal, environ):
@@ -284,5 +287,8 @@ def open_display(
             renderer = PlainRenderer(out, err, colour)
         case _:
             size = functools.partial(terminal.terminal_size, out.fd, environ)
-            renderer = LiveRenderer(out, size, colour, run_id, world_size)
-    return Display(renderer, out, err, tails, aborted).start()
+            renderer = LiveRenderer(out, size, colour, run_id)
+    display = Display(renderer, out, err, logs_dir, aborted)
+    if world_size:
+        display.expect(world_size)
+    return display.start()

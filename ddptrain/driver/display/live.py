@@ -24,11 +24,9 @@ class LiveRenderer:
 
     redraw_every_s = 0.1
 
-    def __init__(
-        self, stdout: Stream, size: Callable[[], tuple[int, int]], colour: bool, run_id: str, world_size: int
-    ) -> None:
+    def __init__(self, stdout: Stream, size: Callable[[], tuple[int, int]], colour: bool, run_id: str) -> None:
         glyphs = bars.UNICODE_GLYPHS if stdout.is_unicode else bars.ASCII_GLYPHS
-        self._bars = bars.Bars(run_id, world_size, glyphs)
+        self._bars = bars.Bars(run_id, glyphs)
         self._stdout, self._size, self._colour = stdout, size, colour
         self._above: list[str] = []  # what is to be printed above the bars with the next frame
         self._drawn: list[bars.Row] = []

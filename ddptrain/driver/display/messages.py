@@ -11,6 +11,13 @@ from ddptrain.events import Metrics, Progress
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """So many ranks there will be."""
+
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankStarted:
     """The rank's process runs."""
 
@@ -82,7 +89,9 @@ class Closing:
     last_event: Mapping[str, Any]
 
 
-Message = RankStarted | RankEnded | RankMetrics | RankProgress | Redrawn | Status | Notice | RawEvent | Closing
+Message = (
+    Expected | RankStarted | RankEnded | RankMetrics | RankProgress | Redrawn | Status | Notice | RawEvent | Closing
+)
 
 
 class Renderer(Protocol):

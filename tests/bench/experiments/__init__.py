@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from tests.bench.experiments import burst, first_step, generation, help_text, petnames, steady
+from tests.bench.experiments import burst, clusters, first_step, generation, help_text, petnames, steady
 from tests.bench.measure import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     help_text.EXPERIMENT,
     first_step.EXPERIMENT,
+    clusters.UP,
+    clusters.GANGS,
     steady.EXPERIMENT,
     petnames.EXPERIMENT,
     generation.EXPERIMENT,

@@ -2,93 +2,231 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.clusters import slots
 from ddptrain.clusters.slots import SlotBook
 
+LOOP = asyncio.new_event_loop()  # of the scheduler, which sends orders to workers in it
 
-def scheduler(**workers: int) -> Any:
-    """Workers by name: how many slots each has; a worker's host is the first letter of its name."""
-    states = {
-        f"tcp://{name}": SimpleNamespace(
-            host=name[0], status=SimpleNamespace(name="running"), resources={"slot": float(count)}
-        )
-        for name, count in workers.items()
-    }
-    found = SimpleNamespace(workers=states, plugins={})
-    book = SlotBook()
-    book.scheduler = found  # type: ignore[assignment]
-    found.plugins[slots.PLUGIN_NAME] = book
-    return found
+
+class FakeScheduler:
+    """Workers by name: how many slots each has (None: a worker of others); its host is the name's first letter."""
+
+    def __init__(self, **workers: int | None) -> None:
+        self.plugins: dict[str, Any] = {}
+        self.orders: list[tuple[str, list[str]]] = []
+        self.workers = {f"tcp://{name}": worker(name, count) for name, count in workers.items()}
+
+    def add_plugin(self, plugin: Any, name: str) -> None:
+        self.plugins[name] = plugin
+
+    def remove_plugin(self, name: str) -> None:
+        del self.plugins[name]
+
+    def broadcast(self, msg: dict[str, Any], workers: list[str], on_error: str) -> asyncio.Future[None]:
+        self.orders.append((msg["name"], sorted(workers)))
+        answered: asyncio.Future[None] = LOOP.create_future()
+        answered.set_result(None)
+        return answered
+
+    @property
+    def book(self) -> SlotBook:
+        return cast(SlotBook, self.plugins[slots.PLUGIN_NAME])
+
+
+def worker(name: str, count: int | None) -> Any:
+    resources = {} if count is None else {"slot": float(count)}
+    return SimpleNamespace(
+        host=name[0],
+        name=name,
+        status=SimpleNamespace(name="running"),
+        resources=resources,
+        metrics={} if count is None else {"ddptrain": {"warm": True}},
+        last_seen=0.0,
+    )
+
+
+def scheduler(**workers: int | None) -> Any:
+    return FakeScheduler(**workers)
+
+
+def ask(there: Any, run: str, count: int | None = 1, **options: bool) -> Any:
+    return slots.reserve(f"client-{run}", run, count, there, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def event_loop() -> Iterator[None]:
+    yield
+    LOOP.close()
 
 
 def test_gang_gets_all_its_slots_or_none() -> None:
     there = scheduler(a=2, b=1)
-    assert slots.reserve("c1", "r1", 4, there)["slots"] is None
-    assert slots.reserve("c1", "r1", 3, there)["free"] == 0
+    assert "refusal" in ask(there, "r1", 4)
+    assert len(ask(there, "r1", 3)["slots"]) == 3
 
 
 def test_second_gang_is_told_who_holds_the_slots() -> None:
     there = scheduler(a=2)
-    slots.reserve("c1", "r1", 2, there)
-    answer = slots.reserve("c2", "r2", 1, there)
-    assert (answer["slots"], answer["free"], answer["total"], answer["holders"]) == (None, 0, 2, ["r1"])
+    ask(there, "r1", 2)
+    refusal = ask(there, "r2", 1)["refusal"]
+    assert (refusal["free"], refusal["total"], refusal["holders"], refusal["place"]) == (0, 2, ("r1",), 0)
 
 
 def test_gang_stays_on_one_host_where_it_fits() -> None:
     there = scheduler(a1=2, b1=2, b2=2)
-    hosts = {slot[1] for slot in slots.reserve("c1", "r1", 4, there)["slots"]}
-    assert hosts == {"b"}
+    assert {slot[1] for slot in ask(there, "r1", 4)["slots"]} == {"b"}
 
 
 def test_ranks_of_a_host_stand_together() -> None:
     there = scheduler(a1=1, b1=1, a2=1, b2=1)
-    hosts = [slot[1] for slot in slots.reserve("c1", "r1", 4, there)["slots"]]
+    hosts = [slot[1] for slot in ask(there, "r1", 4)["slots"]]
     assert hosts in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
 
 
 def test_no_number_asks_for_every_slot() -> None:
-    assert slots.reserve("c1", "r1", None, scheduler(a=2, b=3))["asked"] == 5
+    assert len(ask(scheduler(a=2, b=3), "r1", None)["slots"]) == 5
 
 
 def test_slots_of_a_driver_that_died_are_free() -> None:
     there = scheduler(a=2)
-    slots.reserve("c1", "r1", 2, there)
-    there.plugins[slots.PLUGIN_NAME].remove_client(there, "c1")
-    assert slots.reserve("c2", "r2", 2, there)["slots"] is not None
+    ask(there, "r1", 2)
+    there.book.remove_client(there, "client-r1")
+    assert "slots" in ask(there, "r2", 2)
 
 
 def test_slots_of_a_lost_worker_are_gone() -> None:
     there = scheduler(a=1, b=1)
-    slots.reserve("c1", "r1", 2, there)
+    ask(there, "r1", 2)
     there.workers.pop("tcp://a")
-    there.plugins[slots.PLUGIN_NAME].remove_worker(there, "tcp://a")
-    assert slots.reserve("c2", "r2", 1, there)["total"] == 1
-    assert all(slot.worker == "tcp://b" for slot in there.plugins[slots.PLUGIN_NAME].holders)
+    there.book.remove_worker(there, "tcp://a")
+    assert ask(there, "r2", 2)["refusal"]["total"] == 1
+    assert all(slot.worker == "tcp://b" for slot in there.book.holders)
+
+
+def test_line_is_served_in_order() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 2)
+    assert [ask(there, run, 1, in_line=True)["refusal"]["place"] for run in ("r2", "r3", "r2")] == [1, 2, 1]
+    slots.release("r1", there)
+    assert "refusal" in ask(there, "r3", 1, in_line=True)  # r2 comes first, and r3 waits for it
+    assert "slots" in ask(there, "r2", 1, in_line=True)
+    assert "slots" in ask(there, "r3", 1, in_line=True)
+
+
+def test_who_does_not_wait_does_not_pass_those_who_do() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 1)
+    ask(there, "large", 2, in_line=True)
+    refusal = ask(there, "r2", 1)["refusal"]
+    assert (refusal["free"], refusal["place"]) == (1, 0)
+
+
+def test_request_that_can_never_be_met_holds_up_nobody() -> None:
+    there = scheduler(a=2)
+    assert ask(there, "huge", 9, in_line=True)["refusal"]["place"] == 0
+    assert "slots" in ask(there, "r2", 2)
+
+
+def test_driver_that_died_leaves_the_line() -> None:
+    there = scheduler(a=1)
+    ask(there, "r1", 1)
+    ask(there, "r2", 1, in_line=True)
+    assert ask(there, "r3", 1, in_line=True)["refusal"]["place"] == 2
+    there.book.remove_client(there, "client-r2")
+    assert ask(there, "r3", 1, in_line=True)["refusal"]["place"] == 1
+
+
+def test_waiter_that_says_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = scheduler(a=1)
+    ask(there, "r1", 1)
+    ask(there, "silent", 1, in_line=True)
+    slots.release("r1", there)
+    later = time.monotonic() + 60.0
+    monkeypatch.setattr("ddptrain.clusters.slots.time.monotonic", lambda: later)
+    assert "slots" in ask(there, "r2", 1)
+
+
+def test_worker_of_others_is_asked_first_what_it_offers() -> None:
+    there = scheduler(a=None, b=None)
+    assert ask(there, "r1", None)["unknown"] == ["tcp://a", "tcp://b"]
+    slots.learn({"tcp://a": (1, 1), "tcp://b": (1, 0)}, there)
+    assert ask(there, "r1", None)["slots"] == [["tcp://a", "a", 0, True, False], ["tcp://b", "b", 0, False, False]]
+
+
+def test_only_slots_with_a_gpu_are_given_where_they_are_asked_for() -> None:
+    there = scheduler(a=None, b=None)
+    slots.learn({"tcp://a": (1, 0), "tcp://b": (1, 1)}, there)
+    assert [slot[0] for slot in ask(there, "r1", 1, gpus_only=True)["slots"]] == ["tcp://b"]
+    assert ask(there, "r2", 2, gpus_only=True)["refusal"]["total"] == 1
+
+
+def test_last_run_takes_the_book_along() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 1)
+    ask(there, "r2", 1)
+    slots.release("r1", there)
+    assert slots.is_busy(there)
+    there.book.remove_client(there, "client-r2")
+    assert there.plugins == {} and not slots.is_busy(there)
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_run_that_leaves_takes_its_plugin_from_its_workers(died: bool) -> None:
+    there = scheduler(a=1, b=1)
+    ask(there, "r1", 1)
+
+    worker_of_r1 = next(iter(there.book.holders)).worker
+    if died:
+        there.book.remove_client(there, "client-r1")
+    else:
+        slots.release("r1", there)
+    assert there.orders == [("ddptrain-r1", [worker_of_r1])]
+
+
+def test_overview_tells_who_holds_what_and_who_waits() -> None:
+    there = scheduler(a=2, b=None)
+    slots.learn({"tcp://b": (1, 0)}, there)
+    ask(there, "r1", 2)
+    ask(there, "r2", 2, in_line=True)
+    seen = slots.overview(there)
+    assert [(each["address"], each["slots"], each["held"], each["warm"]) for each in seen["workers"]] == [
+        ("tcp://a", 2, 2, True),
+        ("tcp://b", 1, 0, None),
+    ]
+    assert seen["runs"] == [{"run_id": "r1", "slots": 2, "hosts": ["a"]}]
+    assert [(each["run_id"], each["asked"]) for each in seen["waiting"]] == [("r2", 2)]
 
 
 @settings(derandomize=True, max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.booleans()), max_size=30))
-def test_no_order_of_requests_gives_a_slot_twice(requests: list[tuple[str, int, bool]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.sampled_from(["ask", "wait", "leave"])), max_size=30
+    )
+)
+def test_no_order_of_requests_gives_a_slot_twice(requests: list[tuple[str, int, str]]) -> None:
     there = scheduler(a=3, b=3, c=1)
-    book = there.plugins[slots.PLUGIN_NAME]
     held: Counter[str] = Counter()
-    for run, count, releases in requests:
-        if releases:
+    for run, count, what in requests:
+        if what == "leave":
             slots.release(run, there)
             held.pop(run, None)
             continue
-        before = set(book.holders)
-        answer = slots.reserve(f"client-{run}", run, count, there)
-        if answer["slots"] is not None:
-            got = {tuple(slot) for slot in answer["slots"]}
-            assert len(got) == count
-            assert not got & {(slot.worker, slot.host, slot.index, slot.gpu) for slot in before}
+        before = set(there.book.holders) if there.plugins else set()
+        answer = ask(there, run, count, in_line=what == "wait")
+        if "slots" in answer:
+            got = {slots.Slot(*slot) for slot in answer["slots"]}
+            assert len(got) == count and not got & before
             held[run] += count
-    assert len(book.holders) == sum(held.values()) <= 7
+    assert sum(held.values()) <= 7
+    assert (len(there.book.holders) if there.plugins else 0) == sum(held.values())

@@ -49,7 +49,7 @@ def test_more_gpus_than_there_are_are_refused() -> None:
 
 
 def test_machine_without_gpus_gets_at_least_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("ddptrain.gpus.usable_cores", lambda: 2)
     assert machine.offer(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == Offer(2, ())
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("ddptrain.gpus.usable_cores", lambda: 16)
     assert machine.offer(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == Offer(8, ())

@@ -7,7 +7,8 @@ import pytest
 from ddptrain.results.find import RunView
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.record import BestRecord, FailureRecord, RunRecord
-from ddptrain.results.render import clean, duration, plain_sections, plain_table, rows, sections, size
+from ddptrain.results.render import duration, rows, sections, size
+from ddptrain.tables import clean, plain_sections, plain_table
 
 
 @pytest.mark.parametrize(

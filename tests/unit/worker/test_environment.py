@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
+
 from ddptrain.spec import RankSpec
 from ddptrain.worker import environment
 from tests.unit.specs import make_spec
 
 
-def completed(environ: Mapping[str, str], *, gpu: str | None = None, cpus: int = 8, **changes: Any) -> RankSpec:
+def completed(
+    environ: Mapping[str, str],
+    *,
+    gpu: str | None = None,
+    cpus: int = 8,
+    interface: str | None = "eth7",
+    **changes: Any,
+) -> RankSpec:
     spec = make_spec(**{"rank": 3, "local_rank": 1, "node_rank": 1, "slot": 1, **changes})
-    return environment.complete(spec, environ, gpu=gpu, cpus=cpus, staging="/s")
+    return environment.complete(spec, environ, environment.Place(gpu, cpus, interface, staging="/s"))
 
 
 def test_torchruns_contract_is_complete() -> None:
@@ -54,6 +63,23 @@ def test_contract_wins_over_everything() -> None:
 def test_rank_sees_its_one_gpu_or_none() -> None:
     assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}, gpu="1").env["CUDA_VISIBLE_DEVICES"] == "1"
     assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}).env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_gloo_is_told_the_workers_interface_unless_the_user_has_chosen_one() -> None:
+    spec = completed({})
+    assert spec.env["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert spec.environment["GLOO_SOCKET_IFNAME"] == {"value": "eth7", "source": "ddptrain"}
+    chosen = completed({"GLOO_SOCKET_IFNAME": "ib0"})
+    assert chosen.environment["GLOO_SOCKET_IFNAME"] == {"value": "ib0", "source": "user"}
+    assert completed({}, env={"GLOO_SOCKET_IFNAME": "ib1"}).env["GLOO_SOCKET_IFNAME"] == "ib1"
+    assert "GLOO_SOCKET_IFNAME" not in completed({}, interface=None).env
+
+
+def test_interface_is_the_one_that_carries_the_address() -> None:
+    lo = environment.interface_of("127.0.0.1")
+    assert lo in psutil.net_if_addrs()
+    assert environment.interface_of("127.0.0.77") == lo
+    assert environment.interface_of("203.0.113.1") is None
 
 
 def test_what_a_nanny_exported_is_left_out_and_what_the_user_set_stays() -> None:

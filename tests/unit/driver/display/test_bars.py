@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddptrain.driver.display import messages as told
-from ddptrain.driver.display.bars import ASCII_GLYPHS, UNICODE_GLYPHS, Bars
+from ddptrain.driver.display.bars import ASCII_GLYPHS, UNICODE_GLYPHS, Bars, Glyphs
 from ddptrain.driver.display.terminal import cells
 from ddptrain.events import Metrics, Progress
 
@@ -14,8 +14,14 @@ def drawn(bars: Bars, columns: int = 120, rows: int = 24) -> list[str]:
     return ["".join(piece.text for piece in row) for row in bars.block(65.0, columns, rows)]
 
 
+def fresh(ranks: int, glyphs: Glyphs) -> Bars:
+    bars = Bars("run-1", glyphs)
+    bars.tell(told.Expected(ranks))
+    return bars
+
+
 def running(ranks: int, host: str = "node") -> Bars:
-    bars = Bars("run-1", ranks, ASCII_GLYPHS)
+    bars = fresh(ranks, ASCII_GLYPHS)
     bars.tell(told.Status("training"))
     for rank in range(ranks):
         bars.tell(told.RankStarted(rank, host.format(rank), 100 + rank))
@@ -99,7 +105,7 @@ def test_progress_bar_of_a_rank_stands_below_its_own() -> None:
 
 
 def test_unknown_total_shows_what_is_known() -> None:
-    bars = Bars("run-1", 1, UNICODE_GLYPHS)
+    bars = fresh(1, UNICODE_GLYPHS)
     bars.tell(told.RankProgress(0, Progress(0, 7.0, None, "steps")))
     assert drawn(bars)[0] == f"rank 0  {'─' * 40}  7  waiting"
 

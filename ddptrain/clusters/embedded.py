@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddptrain.clusters.find import Target
 from ddptrain.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _SCHEDULER_CONFIG = {
 _WORKER_END_S = 6.0  # the ranks' last grace and the worker's own clean-up
 
 
-class LocalCluster:
+class EmbeddedCluster:
     """Slots on this machine: one per GPU in `gpus`, or `slots` on the CPU. Nothing of it outlives the driver."""
 
     def __init__(self, slots: int, gpus: tuple[str, ...], scratch: Path, environ: Mapping[str, str]) -> None:
@@ -59,11 +60,16 @@ class LocalCluster:
             )
 
     @property
+    def words(self) -> str:
+        """What it is, for messages."""
+        return "a local cluster"
+
+    @property
     def worker_log(self) -> Path:
         """What the worker itself says; nothing, as long as all is well."""
         return self.scratch / "worker.log"
 
-    def connect(self) -> str:
+    def connect(self) -> Target:
         """Start the scheduler in a thread and give its address to the worker. Raises ClusterError."""
         assert self._worker is not None and self._worker.stdin is not None
         address = self._start_scheduler()
@@ -72,7 +78,7 @@ class LocalCluster:
             self._worker.stdin.flush()
         except OSError as error:
             raise ClusterError(f"the local Dask worker has ended: {self.worker_fault() or error}") from error
-        return address
+        return Target(address, foreign=False)
 
     def worker_fault(self) -> str | None:
         """What became of the worker, if it has ended; None while it runs."""
@@ -86,6 +92,10 @@ class LocalCluster:
         return f"the Dask worker (pid {self._worker.pid}) ended: {describe_status(status)}" + (
             f"; its last words: {words[-500:]}" if words else ""
         )
+
+    def last_words(self) -> str:
+        """Nothing but what `worker_fault` tells."""
+        return ""
 
     def close(self) -> None:
         """End the worker and its ranks, then the scheduler; delete the scratch folder."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.clusters import gpus
+from ddptrain import gpus
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""Which NVIDIA GPUs this machine offers, asked without torch and without touching CUDA."""
+"""What this machine offers to ranks: its NVIDIA GPUs, asked without torch and without touching CUDA, or its cores."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -16,6 +16,17 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
         return present
     names = tuple(name.strip() for name in chosen.split(",") if name.strip())
     return tuple(name for name in names if name != "-1") if present else ()
+
+
+def default_slots(gpus: Sequence[str]) -> int:
+    """How many ranks fit where nobody says: one per GPU, else one per 2 cores and at least 2."""
+    return len(gpus) or max(2, usable_cores() // 2)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: a batch system gives it a part of the machine."""
+    present = os.cpu_count() or 1
+    return min(present, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else present
 
 
 def _listed() -> tuple[str, ...]:

@@ -1,0 +1,214 @@
+"""`ddptrain cluster`: start a cluster that outlives the command, look at it, change its size, end it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddptrain.cli.options import checked
+from ddptrain.cli.printing import write
+
+if TYPE_CHECKING:
+    from ddptrain.clusters.look import View
+
+app = typer.Typer(
+    name="cluster", help="Start a cluster that stays up; look at it, scale it, end it.", no_args_is_help=True
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster's name.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+_AUTO_OR_NUMBER = frozenset({"gpus", "ssh.ranks_per_host"})
+
+
+@app.command(short_help="Start a cluster, and wait until it is warm.")
+def up(
+    config: Annotated[
+        str | None, typer.Argument(help="YAML file whose cluster section counts, or an example's name.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Its name (cluster.name); by default the backend's.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="local, ssh, slurm, saturn, kubernetes, class (cluster.backend).")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Slots, one for each training process (cluster.ranks).")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="auto|N", help="GPUs to use; 0 is the CPU (cluster.gpus).")
+    ] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="A host, as ssh knows it (cluster.ssh.hosts); repeatable.")
+    ] = None,
+    ranks_per_host: Annotated[
+        str | None, typer.Option(metavar="auto|N", help="Slots on each host (cluster.ssh.ranks_per_host).")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set cluster.ssh.python=/opt/bin/python."),
+    ] = None,
+    idle_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="End it after that long without a run.")
+    ] = None,
+    start_timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long the start may take.")] = None,
+    tls: Annotated[
+        bool | None, typer.Option("--tls/--no-tls", help="Encryption; by default everywhere but on this machine alone.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Start a cluster that outlives this command, and wait until all its workers are warm."""
+    from functools import partial
+
+    from ddptrain.clusters import manage
+    from ddptrain.clusters.interrupts import interruptible
+    from ddptrain.configfile import load_cluster
+
+    options = {
+        "--name": ("name", name),
+        "--backend": ("backend", backend),
+        "--ranks": ("ranks", ranks),
+        "--gpus": ("gpus", gpus),
+        "--host": ("ssh.hosts", host or None),
+        "--ranks-per-host": ("ssh.ranks_per_host", ranks_per_host),
+        "--idle-timeout": ("idle_timeout_s", idle_timeout),
+        "--start-timeout": ("start_timeout_s", start_timeout),
+    }
+    loaded = checked(partial(load_cluster, config), overrides or [], _as_overrides(options))
+    with interruptible():
+        view = manage.up(loaded, manage.default_name(loaded), _tell, tls=tls)
+    _print_view(view, as_json=json)
+
+
+@app.command("list", short_help="List the clusters, and whether they are up.")
+def list_(json: Json = False) -> None:
+    """List the clusters of this user, and whether they are up."""
+    from ddptrain.clusters import look
+
+    views = look.every()
+    if json:
+        _print_json([view.as_dict() for view in views])
+    elif views:
+        from ddptrain.clusters.words import HEADER, row
+        from ddptrain.tables import plain_table
+
+        write([plain_table([HEADER, *(row(view) for view in views)])])
+    else:
+        typer.echo("no clusters; ddptrain cluster up starts one", err=True)
+
+
+@app.command(short_help="Show a cluster, and who uses it.")
+def status(name: Name, json: Json = False) -> None:
+    """Show a cluster: its hosts, who holds which slots, who waits, what it is made of. Exit code 4 if it is not up."""
+    from ddptrain.clusters import look, state
+    from ddptrain.errors import ExitCode
+
+    view = look.at(state.find(name))
+    _print_view(view, as_json=json)
+    if view.state == look.State.GONE:
+        raise typer.Exit(ExitCode.CLUSTER)
+
+
+@app.command(short_help="Print the last lines of its processes.")
+def logs(
+    name: Name,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="So many last lines of each.")] = 50,
+    source: Annotated[str | None, typer.Option(help="Only this one: scheduler, worker, a host.")] = None,
+    json: Json = False,
+) -> None:
+    """Print the last lines of what scheduler and workers have written, also those that have ended."""
+    from ddptrain.clusters import manage
+
+    found = manage.logs(name, lines, source)
+    if json:
+        _print_json(found)
+        return
+    from ddptrain.tables import clean
+
+    write(f"==> {each} <==\n{clean(text).rstrip()}".rstrip() + "\n" for each, text in found.items())
+
+
+@app.command(short_help="Change how many slots it has.")
+def scale(
+    name: Name,
+    slots: Annotated[int, typer.Argument(metavar="SLOTS", min=1, help="How many slots it shall have.")],
+    json: Json = False,
+) -> None:
+    """Change how many slots a cluster has. Slots that a run holds go when it ends."""
+    from ddptrain.clusters import manage
+    from ddptrain.clusters.interrupts import interruptible
+
+    with interruptible():
+        view = manage.scale(name, slots, _tell)
+    _print_view(view, as_json=json)
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A cluster's name.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Also one that runs are on; they fail.")] = False,
+    json: Json = False,
+) -> None:
+    """End a cluster, and all that belongs to it."""
+    from ddptrain.clusters import manage, state
+    from ddptrain.clusters.interrupts import interruptible
+    from ddptrain.errors import DdptrainError, UsageError
+
+    if (name is None) != all_:
+        raise UsageError("name one cluster, or --all")
+    failed: dict[str, DdptrainError] = {}
+    names = [name] if name is not None else [each.name for each in state.every()]
+    with interruptible():
+        for each in names:
+            try:
+                manage.down(each, _tell, now=now)
+            except DdptrainError as error:
+                failed[each] = error
+    ended = [each for each in names if each not in failed]
+    if json:
+        _print_json({"ended": ended, "failed": {each: str(error) for each, error in failed.items()}})
+    for each in ended if not json else ():
+        typer.echo(f"cluster {each} is down")
+    if not names:
+        typer.echo("no clusters", err=True)
+    _raise_all(list(failed.values()))
+
+
+def _raise_all(errors: Sequence[Exception]) -> None:
+    """Tell every error but the first, and raise that one."""
+    for error in errors[1:]:
+        typer.echo(f"ddptrain: error: {error}", err=True)
+    if errors:
+        raise errors[0]
+
+
+def _as_overrides(options: Mapping[str, tuple[str, object]]) -> dict[str, str]:
+    """From options with their fields and values: `--set` text -> the option as it was typed."""
+    import json
+
+    typed = {}
+    for option, (field, value) in options.items():
+        if value is not None:
+            # A number that came as text, as --gpus 2, is one in YAML.
+            text = value if field in _AUTO_OR_NUMBER else json.dumps(value)
+            values = value if isinstance(value, list) else [value]
+            typed[f"cluster.{field}={text}"] = " ".join(f"{option} {each}" for each in values)
+    return typed
+
+
+def _print_view(view: View, *, as_json: bool) -> None:
+    if as_json:
+        _print_json(view.as_dict())
+        return
+    from ddptrain.clusters.words import sections
+    from ddptrain.tables import plain_sections
+
+    write([plain_sections(sections(view))])
+
+
+def _print_json(data: object) -> None:
+    import json
+
+    write([json.dumps(data, indent=2)])
+
+
+def _tell(text: str) -> None:
+    typer.echo(f"ddptrain: {text}", err=True)

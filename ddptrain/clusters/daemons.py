@@ -1,0 +1,199 @@
+"""Processes of this host that outlive the command that starts them; also for other hosts, over ssh.
+
+    python -m ddptrain.clusters.daemons start|stop|alive|tail < JSON
+
+reads the arguments of the function of that name as a JSON object, and prints {"result": ...} or {"error": "..."}. It
+imports little, for it is called on every host of a cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ddptrain.errors import ClusterError
+
+FOLDER = "{folder}"
+_POLL_S = 0.02
+_KILLED_S = 5.0  # for the kernel to end what was killed
+_TAIL_BYTES = 256 * 1024
+_SAME_S = 0.5  # two readings of one process's creation time differ by less
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOrder:
+    """A process to start: `python -P *argv`, with `env` added to our environment; it writes into <name>.log.
+
+    `folder` "" asks for a new one in the user's state directory, named for `label`; FOLDER in `argv` stands for it.
+    `files` are written into the folder first: name -> text. Files, folder and log are for this user only.
+    """
+
+    name: str
+    folder: str
+    argv: Sequence[str]
+    files: Mapping[str, str] = field(default_factory=dict, repr=False)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    label: str = "cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonId:
+    """A process that was started; `created` is its time of creation, so that no other one with its pid is meant."""
+
+    name: str
+    pid: int
+    created: float
+    folder: str
+
+
+def start(order: DaemonOrder) -> DaemonId:
+    """Start a process in a session of its own. Raises ClusterError where the folder or the program can't be used."""
+    try:
+        folder = _made(order)
+        for name, text in order.files.items():
+            _write_private(folder / name, text.encode())
+        log = os.open(folder / f"{order.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", *(word.replace(FOLDER, str(folder)) for word in order.argv)],
+                cwd=folder,
+                env={**os.environ, **order.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+    except OSError as error:
+        raise ClusterError(
+            f"the {order.name} could not be started in {order.folder or 'a new folder'}: {error}"
+        ) from error
+    process.returncode = 0  # it is not this object's to wait for
+    return DaemonId(order.name, process.pid, _created(process.pid), str(folder))
+
+
+def alive(daemon: DaemonId) -> bool:
+    """Whether that very process runs."""
+    with suppress(ChildProcessError):  # one that we started ourselves and that has ended waits for us to see it
+        os.waitpid(daemon.pid, os.WNOHANG)
+    try:
+        process = psutil.Process(daemon.pid)
+        is_same = abs(process.create_time() - daemon.created) < _SAME_S
+        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0, *, remove: bool = False) -> None:
+    """End processes: SIGTERM, and after `timeout_s` SIGKILL to what is left of their groups; `remove` their folders.
+
+    Those that have ended already are fine. Raises ClusterError that names those which can't be ended.
+    """
+    ending = [daemon for daemon in daemons if alive(daemon)]
+    everything = list(ending)
+    for daemon in ending:
+        with suppress(ProcessLookupError):
+            os.kill(daemon.pid, signal.SIGTERM)
+    ending = _wait(ending, timeout_s)
+    for daemon in ending:
+        with suppress(ProcessLookupError):
+            os.killpg(daemon.pid, signal.SIGKILL)
+    left = _wait(ending, _KILLED_S)
+    if remove:
+        for daemon in everything:
+            shutil.rmtree(daemon.folder, ignore_errors=True)
+    if left:
+        names = ", ".join(f"{daemon.name} (pid {daemon.pid})" for daemon in left)
+        raise ClusterError(f"could not be ended, even by SIGKILL: {names}")
+
+
+def tail(folder: str, name: str, lines: int) -> str:
+    """The last lines that a process has written, or "" where it never has."""
+    try:
+        with Path(folder, f"{name}.log").open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    return "".join(text.splitlines(keepends=True)[-lines:])
+
+
+def _wait(daemons: list[DaemonId], timeout_s: float) -> list[DaemonId]:
+    """Those that still run after `timeout_s`, or none as soon as all have ended."""
+    deadline = time.monotonic() + timeout_s
+    left = [daemon for daemon in daemons if alive(daemon)]
+    while left and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        left = [daemon for daemon in left if alive(daemon)]
+    return left
+
+
+def _made(order: DaemonOrder) -> Path:
+    if order.folder:
+        folder = Path(order.folder)
+    else:
+        from platformdirs import user_state_path
+
+        hosts = user_state_path("ddptrain", appauthor=False) / "hosts"
+        folder = hosts / f"{order.label}-{secrets.token_hex(4)}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    return folder
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _created(pid: int) -> float:
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:  # it has ended already: its log tells why
+        return 0.0
+
+
+def _called(command: str, given: Mapping[str, Any]) -> Any:
+    """What the function of that name returns, as plain data."""
+    calls: dict[str, Callable[[], Any]] = {
+        "start": lambda: dataclasses.asdict(start(DaemonOrder(**given))),
+        "stop": lambda: stop(
+            [DaemonId(**each) for each in given["daemons"]],
+            given.get("timeout_s", 10.0),
+            remove=given.get("remove", False),
+        ),
+        "alive": lambda: [alive(DaemonId(**each)) for each in given["daemons"]],
+        "tail": lambda: tail(given["folder"], given["name"], given["lines"]),
+    }
+    return calls[command]()
+
+
+def main() -> int:
+    """Serve one call: the name is the argument, JSON comes and goes."""
+    try:
+        answer = {"result": _called(sys.argv[1], json.load(sys.stdin))}
+    except ClusterError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Which cluster a name, an address or a scheduler's file means."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddptrain import __version__, registry
+from ddptrain.clusters import state
+from ddptrain.clusters.security import own_security, security
+from ddptrain.errors import ClusterError
+
+if TYPE_CHECKING:
+    from distributed import Security
+
+    from ddptrain.clusters.settings import TlsSettings
+
+_OUR_WORKERS = frozenset({"local", "ssh", "slurm"})  # backends whose workers are started by this very version
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a scheduler answers; `name` is that of the user's own cluster, "" for any other.
+
+    Without `security`, Dask's own configuration decides. The workers of a `foreign` cluster may lack what a run needs.
+    """
+
+    address: str
+    security: Security | None = None
+    name: str = ""
+    foreign: bool = True
+
+
+def by_name(name: str) -> Target:
+    """The user's cluster of that name. Raises ClusterNotFound, ClusterError."""
+    deployment = state.find(name)
+    reopen(deployment)
+    return of_deployment(deployment)
+
+
+def reopen(deployment: state.Deployment) -> None:
+    """Open the way to a cluster's scheduler again where this machine has lost it, as after a restart.
+
+    Raises: ClusterError
+    """
+    again = getattr(registry.provider_class(deployment.record.backend), "reopen", None)  # few backends need one
+    if again is not None:
+        again(deployment)
+
+
+def of_deployment(deployment: state.Deployment) -> Target:
+    """Where the scheduler of a cluster answers.
+
+    Raises: ClusterError where it has no address, or another version of ddptrain has started it.
+    """
+    record = deployment.record
+    address = record.address
+    if not address:
+        raise ClusterError(
+            f"the cluster {deployment.name} has no scheduler yet: see ddptrain cluster status {deployment.name}"
+        )
+    if record.version != __version__:
+        raise ClusterError(
+            f"the cluster {record.name} was started by ddptrain {record.version}, this is {__version__}: end it with "
+            f"`ddptrain cluster down {record.name}`, and start it again"
+        )
+    folder = deployment.tls_dir
+    foreign = record.backend not in _OUR_WORKERS
+    return Target(address, own_security(folder) if folder else None, record.name, foreign)
+
+
+def by_address(address: str, tls: TlsSettings | None) -> Target:
+    """The scheduler at an address; one of the user's own clusters is recognised, and its certificate used.
+
+    Raises: ClusterError
+    """
+    if tls is not None:
+        files = (Path(name).expanduser() for name in (tls.ca_file, tls.cert_file, tls.key_file))
+        return Target(_complete(address, "tls"), security(*files))
+    known = {address, _complete(address, "tcp"), _complete(address, "tls")}
+    for deployment in state.every():
+        if deployment.record.address in known:
+            return of_deployment(deployment)
+    return Target(_complete(address, "tcp"))
+
+
+def by_scheduler_file(path: Path, tls: TlsSettings | None) -> Target:
+    """The scheduler that wrote a file. Raises ClusterError where the file tells no address."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        address = str(told["address"])
+    except OSError as error:
+        raise ClusterError(f"the scheduler file {path} can't be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ClusterError(
+            f'the scheduler file {path} names no "address": is it the file of `dask scheduler --scheduler-file`?'
+        ) from error
+    return by_address(address, tls)
+
+
+def _complete(address: str, scheme: str) -> str:
+    return address if "://" in address else f"{scheme}://{address}"

@@ -1,0 +1,145 @@
+"""How the scheduler of a cluster in Kubernetes is reached: by its service's name from a pod, or from outside.
+
+From outside through a load balancer where the service has one, else through the API server: a process on this machine
+holds a port-forward, and outlives the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddptrain.clusters import daemons
+from ddptrain.clusters import kubernetes_spec as spec
+from ddptrain.clusters.daemons import DaemonId, DaemonOrder
+from ddptrain.clusters.kubernetes_api import CORE, Kubernetes
+from ddptrain.clusters.state import Deployment
+from ddptrain.errors import ClusterError
+
+_FORWARD = "port-forward"
+_START_S = 20.0
+_POLL_S = 0.1
+_LOOK_S = 2.0
+
+
+async def open_way(api: Kubernetes, cluster: Deployment, deadline: float) -> None:
+    """Write an address into the cluster's record where its scheduler answers; `deadline` in monotonic seconds.
+
+    Raises: ClusterError
+    """
+    name = spec.service_name(cluster.name)
+    service = await api.get(CORE, f"services/{name}")
+    if service is None:
+        raise ClusterError(f"the service {name} is gone from the namespace {api.namespace}")
+    inner = f"{name}.{api.namespace}.svc"
+    if service["spec"].get("type") == "LoadBalancer":
+        host, port, http_port = await _balancer(api, name, deadline), spec.COMM_PORT, 0
+    elif await asyncio.to_thread(_resolves, inner):
+        host, port, http_port = inner, spec.COMM_PORT, spec.HTTP_PORT
+    else:
+        host = "127.0.0.1"
+        port, http_port = await asyncio.to_thread(_forwarded, api.context, api.namespace, cluster)
+    dashboard = f"http://{host}:{http_port}/status"
+    has_one = http_port and await asyncio.to_thread(_answers, dashboard)
+    scheme = "tls" if cluster.tls_dir is not None else "tcp"
+    cluster.update(address=f"{scheme}://{host}:{port}", dashboard=dashboard if has_one else "")
+
+
+def reopen(cluster: Deployment) -> None:
+    """Start the port-forward again that this machine has lost, as after a restart, at the same ports.
+
+    Raises: ClusterError
+    """
+    parts = cluster.record.parts
+    if parts.get("forward") and not daemons.alive(DaemonId(**parts["forward"])):
+        _forwarded(parts["context"], parts["namespace"], cluster)
+
+
+def close(cluster: Deployment) -> None:
+    """End the port-forward. Raises ClusterError."""
+    if forward := cluster.record.parts.get("forward"):
+        daemons.stop([DaemonId(**forward)])
+        cluster.update(parts={**cluster.record.parts, "forward": {}})
+
+
+def log(cluster: Deployment, lines: int) -> Mapping[str, str]:
+    """What the port-forward has to say, if it has anything."""
+    said = daemons.tail(str(cluster.folder), _FORWARD, lines)
+    return {_FORWARD: said} if said.strip() else {}
+
+
+def _forwarded(context: str, namespace: str, cluster: Deployment) -> tuple[int, int]:
+    """The local ports of scheduler and dashboard; the process that forwards them is started where it does not run."""
+    parts = cluster.record.parts
+    file = cluster.folder / "forward.json"
+    ports = _read(file)
+    if ports and parts.get("forward") and daemons.alive(DaemonId(**parts["forward"])):
+        return ports[0], ports[1]
+    file.unlink(missing_ok=True)
+    local = ports or [0, 0]
+    pairs = [f"{port}:{remote}" for port, remote in zip(local, (spec.COMM_PORT, spec.HTTP_PORT), strict=True)]
+    arguments = ["--service", spec.service_name(cluster.name), "--namespace", namespace, "--context", context]
+    order = DaemonOrder(
+        name=_FORWARD,
+        folder=str(cluster.folder),
+        files={},
+        argv=["-m", "ddptrain.clusters.kubernetes_forward", *arguments, "--file", str(file), *pairs],
+        env={"KUBECONFIG": os.environ["KUBECONFIG"]} if "KUBECONFIG" in os.environ else {},
+    )
+    started = daemons.start(order)
+    cluster.update(parts={**parts, "forward": dataclasses.asdict(started)})
+    deadline = time.monotonic() + _START_S
+    while not (ports := _read(file)):
+        if not daemons.alive(started) or time.monotonic() > deadline:
+            raise ClusterError(
+                f"the port-forward to the scheduler does not start: {daemons.tail(order.folder, _FORWARD, 3)}"
+            )
+        time.sleep(_POLL_S)
+    return ports[0], ports[1]
+
+
+def _read(file: Path) -> list[int]:
+    try:
+        ports = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return []
+    return [int(port) for port in ports]
+
+
+async def _balancer(api: Kubernetes, name: str, deadline: float) -> str:
+    while True:
+        service: Mapping[str, Any] = await api.get(CORE, f"services/{name}") or {}
+        for entry in service.get("status", {}).get("loadBalancer", {}).get("ingress") or ():
+            return str(entry.get("hostname") or entry["ip"])
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"the service {name} has got no address from a load balancer in time; without one: "
+                "cluster.kubernetes.scheduler_service_type: ClusterIP"
+            )
+        await asyncio.sleep(_POLL_S)
+
+
+def _resolves(host: str) -> bool:
+    """Whether this is a pod of the cluster, which knows the service's name."""
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return False
+    try:
+        socket.getaddrinfo(host, spec.COMM_PORT)
+    except OSError:
+        return False
+    return True
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=_LOOK_S) as answer:
+        return bool(answer.status == 200)
+    return False

@@ -1,0 +1,198 @@
+"""Clusters that outlive the command that starts them: up, scale, logs, down."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, cast
+
+from ddptrain import registry
+from ddptrain.clusters import find, look, state
+from ddptrain.clusters.interrupts import deferred
+from ddptrain.clusters.look import State, View
+from ddptrain.clusters.protocol import Provider, Tell
+from ddptrain.clusters.security import make_tls
+from ddptrain.clusters.state import ClusterRecord, Deployment
+from ddptrain.errors import ClusterError, DdptrainError, UsageError
+from ddptrain.wording import counted, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from ddptrain.config import ClusterConfig
+
+_LAST_WORDS_LINES = 12
+_SURE_S = 10.0  # before a cluster is taken for dead, and what is left of it is ended
+
+
+def default_name(config: ClusterConfig) -> str:
+    """The name of a cluster that was given none: its backend's."""
+    return config.name or config.backend
+
+
+def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None) -> View:
+    """Start a cluster and wait until all its workers are warm; `tls` None leaves encryption to the backend.
+
+    Raises:
+        UsageError: it is up already, or the backend can't do what is asked.
+        ClusterError: it did not come up in time; nothing of it is left.
+    """
+    provider = _provider(config.backend)
+    encrypts = _encrypts(provider, config.backend, tls)
+    with state.locked(name):
+        _make_room(name, tell)
+        deployment = _created(config, name)
+        try:
+            if encrypts:
+                make_tls(deployment.folder)
+            return _bring_up(config, deployment, provider, tell)
+        except BaseException as error:
+            _take_back(deployment, provider, tell, error)
+            raise
+
+
+def scale(name: str, slots: int, tell: Tell) -> View:
+    """Give a cluster that many slots, and wait until it has them; slots that runs hold go when these end.
+
+    Raises: UsageError, ClusterError
+    """
+    from ddptrain.clusters.gather import Gathering
+
+    with _held(name) as deployment:
+        provider = _provider(deployment.record.backend)
+        find.reopen(deployment)
+        before = look.probe(deployment, _SURE_S)
+        if before.state != State.UP:
+            raise ClusterError(f"the cluster {name} is not up: {before.reason}")
+        began = time.monotonic()
+        with deferred(breakable=True) as signals:
+            provider.scale(deployment, slots, signals.checked(tell))
+        timeout_s = float(deployment.record.settings["start_timeout_s"])
+        with Gathering(deployment, provider, tell, timeout_s, began) as gathering:
+            if slots >= before.slots:
+                return gathering.until_ready(slots)
+            view = gathering.until_shrunk(slots)
+    held = sum(worker.held for worker in view.workers)
+    if held > slots:
+        runs = ", ".join(run.run_id for run in view.runs)
+        tell(f"{counted(held - slots, 'slot')} more until {runs} ends")
+    return view
+
+
+def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
+    """The last lines of every process of a cluster, or of those of one source, by source; also of what has ended.
+
+    Raises: UsageError, ClusterError
+    """
+    deployment = state.find(name)
+    found = dict(_provider(deployment.record.backend).logs(deployment, lines))
+    if source is None:
+        return found
+    chosen = {each: text for each, text in found.items() if source == each or source in each.split()}
+    if not chosen:
+        hint = did_you_mean(source, list(found))
+        raise UsageError(f'the cluster {name} has no log "{shown(source)}" ({hint})')
+    return chosen
+
+
+def last_words(name: str) -> str:
+    """The last lines that the workers of a cluster have written, to be put behind an error; "" where they are silent."""
+    try:
+        found = logs(name, _LAST_WORDS_LINES)
+    except DdptrainError as error:
+        return f"its logs can't be read: {error}"
+    quotes = {source: text.strip() for source, text in found.items() if source != "scheduler"}
+    return "\n".join(f"last lines of {source}:\n{text}" for source, text in quotes.items() if text)
+
+
+def down(name: str, tell: Tell, *, now: bool = False) -> None:
+    """End a cluster and forget it; with runs on it only if it must be `now`.
+
+    Raises: UsageError where runs are on it; ClusterError where a part of it did not end.
+    """
+    with _held(name) as deployment:
+        runs = () if now else _runs(look.probe(deployment, look.LOOK_TIMEOUT_S))
+        if runs:
+            raise UsageError(
+                f"the cluster {name} is in use by {', '.join(runs)}: wait for the end, or end it all with "
+                f"ddptrain cluster down {name} --now"
+            )
+        _end(deployment, _provider(deployment.record.backend), tell)
+
+
+def _runs(view: View) -> tuple[str, ...]:
+    return tuple(run.run_id for run in (*view.runs, *view.waiting))
+
+
+def _created(config: ClusterConfig, name: str) -> Deployment:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    settings = config.model_dump(mode="json")
+    record = ClusterRecord(name, config.backend, now, settings=settings, idle_timeout_s=config.idle_timeout_s)
+    try:
+        return state.create(record)
+    except OSError as error:
+        raise ClusterError(f"the cluster's folder {error.filename} can't be written: {error.strerror}") from error
+
+
+def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider, tell: Tell) -> View:
+    began = time.monotonic()
+    with deferred(breakable=True) as signals:
+        provider.scale(deployment, None, signals.checked(tell))
+        from ddptrain.clusters.gather import Gathering  # imports Dask: while what was ordered starts
+
+    with Gathering(deployment, provider, tell, config.start_timeout_s, began) as gathering:
+        view = gathering.until_ready(config.ranks if isinstance(config.ranks, int) else None)
+    record = deployment.record
+    deployment.update(address=record.address, dashboard=record.dashboard)
+    return view
+
+
+def _make_room(name: str, tell: Tell) -> None:
+    """End what is left of a cluster of that name. Raises UsageError where it is up, or may be."""
+    try:
+        deployment = state.find(name)
+    except state.ClusterNotFound:
+        return
+    find.reopen(deployment)
+    view = look.probe(deployment, _SURE_S)
+    if view.state == State.UP:
+        raise UsageError(f"the cluster {name} is up at {deployment.record.address}, {view.slots} slots")
+    if not view.certain:
+        raise UsageError(f"there is a cluster {name}: {view.reason}; if it is dead, ddptrain cluster down {name}")
+    tell(f"a cluster {name} was there before: {view.reason}; cleaning up")
+    _end(deployment, _provider(deployment.record.backend), tell)
+
+
+def _take_back(deployment: Deployment, provider: Provider, tell: Tell, error: BaseException) -> None:
+    """End what was started by half. Raises ClusterError where a part of it did not end."""
+    tell("ending what was started")
+    try:
+        _end(deployment, provider, tell)
+    except DdptrainError as stuck:
+        raise ClusterError(f"{error}; {stuck}; try ddptrain cluster down {deployment.name}") from error
+
+
+def _end(deployment: Deployment, provider: Provider, tell: Tell) -> None:
+    with deferred():
+        provider.stop(deployment, tell)
+        deployment.remove()
+
+
+@contextlib.contextmanager
+def _held(name: str) -> Iterator[Deployment]:
+    """The cluster of that name, which no other command changes meanwhile."""
+    state.find(name)
+    with state.locked(name):
+        yield state.find(name)
+
+
+def _provider(backend: str) -> Provider:
+    return cast(Provider, registry.provider_class(backend)())
+
+
+def _encrypts(provider: Provider, backend: str, wanted: bool | None) -> bool:
+    """Whether to make a certificate: as wanted, else as the backend has it; some see to it themselves."""
+    usual: bool | None = getattr(provider, "tls", None)
+    if usual is None and wanted is not None:
+        raise UsageError(f"backend {backend} sees to encryption itself: leave --tls and --no-tls out")
+    return bool(usual if wanted is None else wanted)

@@ -1,0 +1,84 @@
+"""TLS for clusters: a Dask scheduler that anyone reaches runs anyone's code."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddptrain.errors import ClusterError
+
+if TYPE_CHECKING:
+    from distributed import Security
+
+CERT_FILE = "cert.pem"
+KEY_FILE = "key.pem"
+_VALID_DAYS = 3650
+_CLOCK_SKEW = dt.timedelta(days=1)
+
+
+def make_tls(folder: Path) -> None:
+    """Write a fresh key and a certificate, which is its own authority, into `folder`, readable by this user only.
+
+    Who has the key may use the cluster, and nobody else.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ddptrain cluster")])
+    now = dt.datetime.now(dt.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + dt.timedelta(days=_VALID_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    write_private(folder / KEY_FILE, private)
+    write_private(folder / CERT_FILE, certificate.public_bytes(pem))
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only this user may read, from its first byte on."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(data)
+
+
+def own_security(folder: Path) -> Security:
+    """The Security of a cluster whose certificate and key lie in `folder`. Raises ClusterError."""
+    certificate, key = folder / CERT_FILE, folder / KEY_FILE
+    return security(certificate, certificate, key)
+
+
+def security(ca_file: Path, cert_file: Path, key_file: Path) -> Security:
+    """A Security that insists on TLS with these PEM files. Raises ClusterError where one can't be read."""
+    from distributed import Security
+
+    for path in (ca_file, cert_file, key_file):
+        try:
+            with path.open("rb"):
+                pass
+        except OSError as error:
+            raise ClusterError(f"the TLS file {path} can't be read: {error.strerror}") from error
+    return Security(
+        require_encryption=True,
+        tls_ca_file=str(ca_file),
+        tls_client_cert=str(cert_file),
+        tls_client_key=str(key_file),
+        tls_worker_cert=str(cert_file),
+        tls_worker_key=str(key_file),
+        tls_scheduler_cert=str(cert_file),
+        tls_scheduler_key=str(key_file),
+    )

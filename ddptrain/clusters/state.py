@@ -1,0 +1,201 @@
+"""What this user's clusters are: a folder each in the user's state directory, readable by nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddptrain import __version__
+from ddptrain.clusters.security import CERT_FILE, write_private
+from ddptrain.configtypes import NAME_PATTERN
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.wording import did_you_mean, shown
+
+_RECORD = "cluster.json"
+_SCHEDULER = "scheduler.json"
+_ENDED = "ended.json"
+_LOCK_PATIENCE_S = 1.0  # whoever asks `is_locked` holds the lock for a moment
+
+
+class ClusterNotFound(UsageError):
+    """No cluster of this user has that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRecord:
+    """One cluster: what it was asked to be (`settings`, the YAML's cluster section), and what it is made of.
+
+    `parts` is the provider's own: process ids, job ids, hosts. `workers` is how many are expected, `version` that of
+    the ddptrain that started it. `settings` may hold secrets: they are left out of repr.
+    """
+
+    name: str
+    backend: str
+    started_at: str
+    address: str = ""
+    dashboard: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    workers: int = 0
+    idle_timeout_s: float = 0.0
+    version: str = __version__
+
+
+class Deployment:
+    """A cluster's folder and its record."""
+
+    def __init__(self, folder: Path, record: ClusterRecord) -> None:
+        self.folder = folder
+        self._record = record
+
+    @property
+    def name(self) -> str:
+        """The cluster's name."""
+        return self._record.name
+
+    @property
+    def record(self) -> ClusterRecord:
+        """The record; the address and dashboard that a scheduler has told since it was written are filled in."""
+        if not self._record.address and (told := _read(self.folder / _SCHEDULER)):
+            return dataclasses.replace(
+                self._record, address=str(told.get("address", "")), dashboard=str(told.get("dashboard", ""))
+            )
+        return self._record
+
+    @property
+    def tls_dir(self) -> Path | None:
+        """The folder that holds the cluster's cert.pem and key.pem, or None for a cluster without TLS."""
+        return self.folder if (self.folder / CERT_FILE).exists() else None
+
+    @property
+    def ended(self) -> Mapping[str, Any]:
+        """What the scheduler left when it ended by itself: {"reason", "at"}; empty while it has not."""
+        return _read(self.folder / _ENDED)
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the record, on disk first."""
+        changed = dataclasses.replace(self._record, **changes)
+        _write(self.folder / _RECORD, changed)
+        self._record = changed
+
+    def remove(self) -> None:
+        """Forget the cluster: its folder goes, and its keys with it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def clusters_dir() -> Path:
+    """The folder of all clusters, 0700, made where it is missing. Raises ClusterError."""
+    from platformdirs import user_state_path
+
+    folder = user_state_path("ddptrain", appauthor=False) / "clusters"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ClusterError(
+            f"the folder for clusters {folder} can't be made: {error.strerror}; set XDG_STATE_HOME to another"
+        ) from error
+    return folder
+
+
+def create(record: ClusterRecord) -> Deployment:
+    """Make the folder of a new cluster, whose name is `locked`. Raises UsageError where there is one of that name."""
+    folder = clusters_dir() / record.name
+    if _load(folder) is not None:
+        raise UsageError(f"there is a cluster {record.name} already: ddptrain cluster down {record.name}")
+    shutil.rmtree(folder, ignore_errors=True)  # what was killed before it had written its record
+    folder.mkdir(mode=0o700)
+    _write(folder / _RECORD, record)
+    return Deployment(folder, record)
+
+
+def every() -> list[Deployment]:
+    """All clusters of this user, by name."""
+    folders = (folder for folder in sorted(clusters_dir().iterdir()) if re.fullmatch(NAME_PATTERN, folder.name))
+    return [deployment for folder in folders if (deployment := _load(folder))]
+
+
+def find(name: str) -> Deployment:
+    """The cluster of that name. Raises ClusterNotFound, with the nearest name."""
+    deployment = _load(clusters_dir() / name) if re.fullmatch(NAME_PATTERN, name) else None
+    if deployment is None:
+        known = [each.name for each in every()]
+        hint = did_you_mean(name, known) or f"start it: ddptrain cluster up --name {shown(name)}"
+        raise ClusterNotFound(f'there is no cluster "{shown(name)}" ({hint})')
+    return deployment
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """For as long as the block lasts, no other command starts, scales or ends a cluster of that name.
+
+    Raises: UsageError where another one does so now, and where no cluster can have that name.
+    """
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise UsageError(
+            f'"{shown(name)}" can\'t name a cluster: lower-case letters, digits, dots, dashes and underscores'
+        )
+    descriptor = _open_lock(name)
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    try:
+        while not _try_lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise UsageError(f"another command is starting or ending the cluster {name}: wait for it")
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(name: str) -> bool:
+    """Whether a command is starting, scaling or ending the cluster now."""
+    descriptor = _open_lock(name)
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(name: str) -> int:
+    return os.open(clusters_dir() / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _load(folder: Path) -> Deployment | None:
+    stored = _read(folder / _RECORD)
+    known = {each.name for each in dataclasses.fields(ClusterRecord)}
+    if not {"name", "backend", "started_at"} <= stored.keys():
+        return None
+    return Deployment(folder, ClusterRecord(**{key: value for key, value in stored.items() if key in known}))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _write(path: Path, record: ClusterRecord) -> None:
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    write_private(beside, json.dumps(dataclasses.asdict(record), indent=1).encode())
+    os.replace(beside, path)

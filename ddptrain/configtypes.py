@@ -1,0 +1,59 @@
+"""What the models of the configuration share: strictness, and the types of their fields."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
+# Longer waits overflow timedelta and poll() further down.
+_A_YEAR_S = 31_536_000
+MOST_RANKS = 65_536
+
+
+def wrong_field(field: str, message: str, hint: str) -> PydanticCustomError:
+    """An error of a check over several fields; `field` is the dotted key, below the model, that is blamed."""
+    return PydanticCustomError("wrong_field", "{message}", {"field": field, "message": message, "hint": hint})
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("holds a NUL character, which the system does not take")
+    return text
+
+
+def _one_line(text: str) -> str:
+    if re.search(r"[\x00-\x1f\x7f]", text):
+        raise ValueError("holds a line break or another control character")
+    return text
+
+
+def _variable_name(name: str) -> str:
+    if not name or "=" in name:
+        raise ValueError('is no name for an environment variable: it is empty or holds "="')
+    return _without_nul(name)
+
+
+def _scheduler_address(text: str) -> str:
+    if not re.fullmatch(r"((tcp|tls|ws|wss|ucx)://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", text):
+        raise ValueError("is no scheduler's address: expected something like tcp://host:8786")
+    return text
+
+
+SystemText = Annotated[str, AfterValidator(_without_nul)]
+# The length comes first, so that an error speaks of characters.
+FilledText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
+Line = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
+VariableName = Annotated[str, AfterValidator(_variable_name)]
+SchedulerAddress = Annotated[str, AfterValidator(_without_nul), AfterValidator(_scheduler_address)]
+Seconds = Annotated[float, Field(le=_A_YEAR_S)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+
+
+class Strict(BaseModel):
+    """A part of the configuration: no unknown keys, no guessing of types, and no changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)

@@ -1,0 +1,129 @@
+"""The driver's connection to a scheduler, and in plain words why there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from distributed import Client, Security
+from distributed.comm.addressing import parse_host_port
+
+from ddptrain.clusters.find import Target
+from ddptrain.errors import ClusterError
+
+_TRY_S = 3.0  # one attempt: then it is worth asking why
+_PEEK_S = 3.0
+_SPEAKS_FIRST_S = 1.5
+
+
+def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> Client:
+    """A client of the scheduler, which may take `timeout_s` to appear unless it is certain that it won't.
+
+    Raises: ClusterError
+    """
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver tells what happens
+    _tls_context(target)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            return Client(
+                target.address,
+                timeout=max(0.1, min(_TRY_S, left_s)),
+                security=target.security,
+                set_as_default=False,
+                name="ddptrain",
+            )
+        except (OSError, TimeoutError, ValueError, TypeError) as error:
+            reason = _why_not(target) or str(error)
+        if target.name or left_s <= _TRY_S:
+            raise ClusterError(_nobody(target, timeout_s, reason))
+        tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
+        time.sleep(min(1.0, left_s))
+
+
+def _nobody(target: Target, timeout_s: float, reason: str) -> str:
+    if target.name:
+        name = target.name
+        return (
+            f"the scheduler of the cluster {name} does not answer at {target.address}: {reason}; "
+            f"clear it up with `ddptrain cluster down {name}`, then start it again with `ddptrain cluster up`"
+        )
+    return f"no Dask scheduler answers at {target.address} within {timeout_s:g} s: {reason}"
+
+
+def _why_not(target: Target) -> str:
+    """What keeps a client from connecting, or "" where nothing is wrong on the way.
+
+    Raises: ClusterError where waiting won't help: the certificate is wrong or missing, the name is unknown.
+    """
+    scheme, _, location = target.address.partition("://")
+    if scheme not in {"tcp", "tls"}:
+        return ""
+    host, port = parse_host_port(location)
+    try:
+        with socket.create_connection((host, int(port)), timeout=_PEEK_S) as plain:
+            return _wrong_certificate(target, plain) if scheme == "tls" else _talks_tls(target, plain)
+    except socket.gaierror as error:
+        raise ClusterError(f"the host of {target.address} is unknown: {error.strerror}") from error
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+
+
+def _tls_context(target: Target) -> ssl.SSLContext | None:
+    """What TLS is spoken with; None where the address wants none. Raises ClusterError where it is missing."""
+    if not target.address.startswith("tls://"):
+        return None
+    security = target.security or Security()
+    context: ssl.SSLContext | None = security.get_connection_args("client").get("ssl_context")
+    if context is None:
+        raise ClusterError(
+            f"the scheduler at {target.address} wants a certificate, and none was given: set cluster.tls.ca_file, "
+            "cert_file and key_file, or name a cluster that `ddptrain cluster up` has started"
+        )
+    return context
+
+
+def _wrong_certificate(target: Target, plain: socket.socket) -> str:
+    """Make the handshake that Dask makes, and read the answer to it."""
+    context = _tls_context(target)
+    assert context is not None
+    try:
+        with context.wrap_socket(plain, server_hostname=None) as secured:
+            secured.recv(1)
+    except ssl.SSLCertVerificationError as error:
+        raise ClusterError(
+            f"the scheduler at {target.address} shows a certificate that ours does not vouch for "
+            f"({error.verify_message}): it belongs to another cluster, or cluster.tls.ca_file is the wrong one"
+        ) from error
+    except ssl.SSLError as error:
+        raise ClusterError(
+            f"the scheduler at {target.address} refuses our certificate ({error.reason or error}): it belongs to "
+            "another cluster, or cluster.tls.cert_file and key_file are the wrong ones"
+        ) from error
+    return ""
+
+
+def _talks_tls(target: Target, plain: socket.socket) -> str:
+    """Whether a scheduler that is called without TLS would answer with it. One without TLS speaks first."""
+    plain.settimeout(_SPEAKS_FIRST_S)
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with contextlib.suppress(TimeoutError):
+            plain.recv(1)
+            return ""
+        with context.wrap_socket(plain):
+            pass
+    except OSError:
+        return ""
+    address = target.address.replace("tcp", "tls", 1)
+    raise ClusterError(
+        f"the scheduler at {target.address} speaks TLS: write the address as {address}, and give cluster.tls.ca_file, "
+        "cert_file and key_file"
+    )

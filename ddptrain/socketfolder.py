@@ -1,0 +1,120 @@
+"""The folder by which the workers of one host find the rank server that they share.
+
+Whoever comes first listens in it, connects, and only then starts the server, so that nobody ever waits for a server
+to come up. The server removes the folder with its last connection. Both happen under the folder's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddptrain.errors import ClusterError
+
+LOG_FILE = "log"  # what the server itself says
+_SOCKET = "socket"
+_BACKLOG = 1024  # workers that may come while the server still imports
+_MAX_ADDRESS_BYTES = 100  # the kernel's sockaddr_un holds 107
+
+
+class SocketFolder:
+    """The folder at `path` while its lock is held, through the descriptor `fd`."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    def connect(self) -> socket.socket | None:
+        """A connection to the server that listens here; None where there is none."""
+        connection = _new_socket()
+        try:
+            connection.connect(self._address())
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            return None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def listen(self) -> socket.socket:
+        """Listen here, in the place of a server that has died."""
+        (self.path / _SOCKET).unlink(missing_ok=True)
+        listener = _new_socket()
+        try:
+            listener.bind(self._address())
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def remove(self) -> None:
+        """Delete the folder; who waits for its lock makes a new one."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _address(self) -> str:
+        path = str(self.path / _SOCKET)
+        if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
+            return path
+        return f"/proc/self/fd/{self._fd}/{_SOCKET}"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[SocketFolder]:
+    """Hold the lock of the folder at `path`, which is made where it is missing.
+
+    Raises ClusterError where somebody else could reach into it.
+    """
+    fd = _lock(path)
+    try:
+        yield SocketFolder(path, fd)
+    finally:
+        os.close(fd)
+
+
+def _lock(path: Path) -> int:
+    while True:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue  # its server has just removed it
+        except OSError as error:
+            raise ClusterError(f"{path} is no folder that can be used: {error.strerror}; remove it") from error
+        try:
+            _check_private(path, os.fstat(fd))
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_at(path, fd):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether the open folder is still the one of that name: it may have been removed while we waited."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ClusterError(
+            f"{path} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}, but it must belong "
+            f"to user {os.getuid()} with mode 0700: remove it"
+        )
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,0 +1,188 @@
+"""What `kube_server` keeps: objects with versions, owners, finalizers and watchers, as etcd and the API server do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jsonpatch
+import yaml
+
+Object = dict[str, Any]
+DASK = "kubernetes.dask.org"
+
+
+@dataclass(slots=True)
+class Refusal(Exception):  # it is an answer
+    """A Status, as the API server answers it."""
+
+    code: int
+    reason: str
+    message: str
+
+    def status(self) -> Object:
+        """The answer's body."""
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": self.code}
+        return {**status, "reason": self.reason, "message": self.message}
+
+
+@dataclass(slots=True)
+class Store:
+    """All objects, and who watches them."""
+
+    objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)  # (plural, namespace, name)
+    history: list[tuple[int, str, str, Object]] = field(default_factory=list)  # (version, plural, event, object)
+    version: int = 0
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    listener: Callable[[str, str, Object], Any] | None = None
+
+    async def put(self, plural: str, thing: Object, event: str) -> Object:
+        self.version += 1
+        thing["metadata"]["resourceVersion"] = str(self.version)
+        meta = thing["metadata"]
+        key = (plural, meta.get("namespace", ""), meta["name"])
+        if event == "DELETED":
+            self.objects.pop(key, None)
+        else:
+            self.objects[key] = thing
+        copy = json.loads(json.dumps(thing))
+        async with self.news:
+            self.history.append((self.version, plural, event, copy))
+            self.news.notify_all()
+        if self.listener is not None:
+            await self.listener(plural, event, copy)
+        return thing
+
+    def find(self, plural: str, namespace: str, query: Mapping[str, str]) -> list[Object]:
+        chosen = [
+            thing
+            for (kind, place, _), thing in sorted(self.objects.items())
+            if kind == plural and (not namespace or place == namespace)
+        ]
+        return [thing for thing in chosen if selected(thing, query)]
+
+    def named(self, plural: str, namespace: str, name: str) -> Object:
+        thing = self.objects.get((plural, namespace, name))
+        if thing is None:
+            raise Refusal(404, "NotFound", f'{plural} "{name}" not found')
+        return thing
+
+    async def create(self, plural: str, namespace: str, thing: Object) -> Object:
+        name = thing["metadata"].get("name") or thing["metadata"]["generateName"] + uuid.uuid4().hex[:5]
+        if (plural, namespace, name) in self.objects:
+            raise Refusal(409, "AlreadyExists", f'{plural} "{name}" already exists')
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        thing["metadata"] |= {"name": name, "namespace": namespace, "uid": str(uuid.uuid4()), "creationTimestamp": now}
+        if plural == "services":
+            thing["status"] = {"loadBalancer": {}}
+        return await self.put(plural, thing, "ADDED")
+
+    async def patch(self, plural: str, namespace: str, name: str, change: Any) -> Object:
+        thing = self.named(plural, namespace, name)
+        changed = jsonpatch.apply_patch(thing, change) if isinstance(change, list) else merged(thing, change)
+        changed["metadata"]["name"] = name
+        if changed["metadata"].get("deletionTimestamp") and not changed["metadata"].get("finalizers"):
+            return await self.remove(plural, changed)
+        if changed == thing:
+            return thing
+        return await self.put(plural, changed, "MODIFIED")
+
+    async def delete(self, plural: str, thing: Object) -> Object:
+        """Pods go when their node says so, others at once unless a finalizer holds them."""
+        if plural == "pods" or thing["metadata"].get("finalizers"):
+            if not thing["metadata"].get("deletionTimestamp"):
+                await self.put(plural, merged(thing, {"metadata": {"deletionTimestamp": "now"}}), "MODIFIED")
+            return thing
+        return await self.remove(plural, thing)
+
+    async def remove(self, plural: str, thing: Object) -> Object:
+        await self.put(plural, thing, "DELETED")
+        owner = thing["metadata"]["uid"]
+        for (kind, _, _), each in list(self.objects.items()):
+            if any(reference["uid"] == owner for reference in each["metadata"].get("ownerReferences", ())):
+                await self.delete(kind, each)
+        return thing
+
+    async def watch(self, plural: str, namespace: str, query: Mapping[str, str]) -> AsyncIterator[Object]:
+        place: int = next(
+            (at for at, entry in enumerate(self.history) if entry[0] > int(query.get("resourceVersion") or 0)),
+            len(self.history),
+        )
+        while True:
+            async with self.news:
+                while len(self.history) <= place:
+                    await self.news.wait()
+            _, kind, event, thing = self.history[place]
+            place += 1
+            here = not namespace or thing["metadata"].get("namespace") == namespace
+            if kind == plural and here and selected(thing, query):
+                yield {"type": event, "object": thing}
+
+
+def selected(thing: Object, query: Mapping[str, str]) -> bool:
+    """Whether labels and fields are as a query wants them; "=" and "!=" are understood."""
+    labels = thing["metadata"].get("labels") or {}
+    for part in filter(None, query.get("labelSelector", "").split(",")):
+        key, _, value = part.replace("==", "=").partition("=")
+        if (labels.get(key) != value) if value else key not in labels:
+            return False
+    for part in filter(None, query.get("fieldSelector", "").split(",")):
+        key, _, value = part.partition("=")
+        found: Any = thing
+        for step in key.split("."):
+            found = (found or {}).get(step)
+        if found != value:
+            return False
+    return True
+
+
+def merged(old: Any, change: Any) -> Any:
+    """JSON merge patch."""
+    if not isinstance(change, dict):
+        return change
+    base = dict(old) if isinstance(old, dict) else {}
+    for key, value in change.items():
+        if value is None:
+            base.pop(key, None)
+        else:
+            base[key] = merged(base.get(key), value)
+    return base
+
+
+def check_schema(cluster: Object) -> None:
+    """Compare a DaskCluster with the schema that the operator's package ships. Raises Refusal."""
+    import dask_kubernetes
+
+    crds = Path(dask_kubernetes.__file__).parent / "operator/deployment/helm/dask-kubernetes-operator/crds"
+    definition = yaml.safe_load((crds / "daskcluster.yaml").read_text())
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    if wrong := list(_deviations(cluster["spec"], schema["properties"]["spec"], "spec")):
+        name = cluster["metadata"]["name"]
+        raise Refusal(422, "Invalid", f'DaskCluster.{DASK} "{name}" is invalid: {"; ".join(wrong)}')
+
+
+def _deviations(value: Any, schema: Object, path: str) -> Iterator[str]:
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+    if schema.get("x-kubernetes-int-or-string"):
+        return
+    if not isinstance(value, kinds[schema["type"]]):
+        yield f"{path}: must be of type {schema['type']}: {value!r}"
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _deviations(each, schema["items"], f"{path}[{number}]")
+    elif isinstance(value, dict) and "properties" in schema:
+        yield from (f"{path}.{key}: Required value" for key in schema.get("required", ()) if key not in value)
+        for key, each in value.items():
+            if key in schema["properties"]:
+                yield from _deviations(each, schema["properties"][key], f"{path}.{key}")
+            else:
+                yield f"{path}.{key}: unknown field"
+    elif isinstance(value, dict) and isinstance(schema.get("additionalProperties"), dict):
+        for key, each in value.items():
+            yield from _deviations(each, schema["additionalProperties"], f"{path}.{key}")

@@ -1,0 +1,268 @@
+"""`ddptrain cluster` with real processes on loopback: clusters that stay up, break, end by themselves, are shared."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import Cli, Finished, Running
+
+WAIT_S = 30.0
+IDLE_S = 3.0
+
+# Runs until a file says that it may end.
+WORKLOAD = """
+import os, time
+
+
+def hold(ctx, until):
+    print("holding", flush=True)
+    while not os.path.exists(until):
+        time.sleep(0.02)
+"""
+
+
+class Clusters:
+    """Clusters of a test, and what it knows of their processes."""
+
+    def __init__(self, cli: Cli) -> None:
+        self.cli = cli
+        self.folder = cli.folder
+        self.go = cli.folder / "go"
+        (cli.folder / "work.py").write_text(WORKLOAD)
+
+    def __call__(self, *args: str, rc: int = 0, env: dict[str, str] | None = None) -> Finished:
+        done = self.cli("cluster", *args, env=env)
+        assert done.rc == rc, done
+        return done
+
+    def up(self, *args: str, name: str = "dev", ranks: int = 2) -> dict[str, Any]:
+        """A cluster that is up, as --json tells it."""
+        done = self("up", "--name", name, "--ranks", str(ranks), "--gpus", "0", "--json", *args)
+        view: dict[str, Any] = json.loads(done.stdout)
+        return view
+
+    def status(self, name: str = "dev", rc: int = 0) -> dict[str, Any]:
+        view: dict[str, Any] = json.loads(self("status", name, "--json", rc=rc).stdout)
+        return view
+
+    def listed(self) -> list[dict[str, Any]]:
+        views: list[dict[str, Any]] = json.loads(self("list", "--json").stdout)
+        return views
+
+    def entries(self) -> list[str]:
+        """The folders of all clusters."""
+        folder = self.folder / ".state" / "ddptrain" / "clusters"
+        return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
+
+    def record(self, name: str = "dev") -> dict[str, Any]:
+        path = self.folder / ".state" / "ddptrain" / "clusters" / name / "cluster.json"
+        loaded: dict[str, Any] = json.loads(path.read_text())
+        return loaded
+
+    def process(self, part: str, name: str = "dev") -> psutil.Process:
+        return psutil.Process(self.record(name)["parts"][part]["pid"])
+
+    def start_run(self, cluster: str = "dev", ranks: int = 2, *args: str) -> Running:
+        """A run that holds its slots until `go` is there."""
+        config = self.folder / "hold.yaml"
+        config.write_text(json.dumps({"workload": "work:hold", "params": {"until": str(self.go)}}))
+        running = self.cli.start("train", config, "--cluster", cluster, "--ranks", str(ranks), *args)
+        running.wait_for("holding")
+        return running
+
+    def finish(self, running: Running) -> Finished:
+        self.go.touch()
+        return running.finish()
+
+
+@pytest.fixture
+def clusters(run_cli: Cli) -> Iterator[Clusters]:
+    made = Clusters(run_cli)
+    yield made
+    if made.entries():
+        run_cli("cluster", "down", "--all", "--now")
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
+
+
+def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: Clusters) -> None:
+    done = clusters("up", "--name", "dev", "--ranks", "2", "--gpus", "0")
+    told = [line.removeprefix("ddptrain: ") for line in done.stderr.splitlines()]
+    address = clusters.record()["address"]
+    assert told == [f"scheduler at {address}", "1 of 1 worker joined, 2 slots", "warm"]
+    assert address.startswith("tcp://127.0.0.1:") and address in done.stdout and "cluster dev" in done.stdout
+    view = clusters.status()
+    assert (view["name"], view["state"], view["address"]) == ("dev", "up", address)
+    assert (view["slots"], view["free"], view["gpus"], view["hosts"]) == (2, 2, 0, ["127.0.0.1"])
+    assert [worker["warm"] for worker in view["workers"]] == [True]
+    processes = [clusters.process(part) for part in ("scheduler", "worker")]
+    assert all(os.getsid(process.pid) == process.pid for process in processes)
+    for part in processes:
+        listening = [item for item in part.net_connections("tcp") if item.status == psutil.CONN_LISTEN]
+        assert {item.laddr.ip for item in listening} == {"127.0.0.1"}
+
+    for _ in range(2):
+        settings = ["--set", "params.epochs=1", "--runs-dir", "runs"]
+        trained = clusters.cli("train", "petnames", "--cluster", "dev", *settings)
+        assert trained.rc == 0, trained
+    assert clusters.status()["free"] == 2
+
+    assert "cluster dev is up at tcp" in clusters("up", "--name", "dev", rc=2).stderr
+    assert "dev   up     local    2      2" in clusters("list").stdout
+    clusters("down", "dev")
+    assert clusters.entries() == []
+    assert all(is_gone(process) for process in processes)
+    assert "no clusters" in clusters("list").stderr
+
+
+def test_killed_scheduler_is_told_within_3_s_and_cleared_away(clusters: Clusters) -> None:
+    clusters.up()
+    scheduler, worker = clusters.process("scheduler"), clusters.process("worker")
+    scheduler.kill()
+    began = time.monotonic()
+    (view,) = clusters.listed()
+    assert time.monotonic() - began < 3.0
+    assert view["state"] == "gone" and "no scheduler listens at" in view["reason"]
+    assert "no scheduler listens at" in clusters("status", "dev", rc=4).stdout
+    assert "is not up: no scheduler listens" in clusters("scale", "dev", "3", rc=4).stderr
+    wait_until(lambda: is_gone(worker))  # it ends with its scheduler
+    again = clusters("up", "--name", "dev", "--ranks", "1", "--gpus", "0")
+    assert "a cluster dev was there before: no scheduler listens at" in again.stderr
+    clusters.process("scheduler").kill()
+    clusters("down", "dev")
+    assert clusters.entries() == []
+
+
+def test_scale_changes_the_slots_and_brings_a_killed_worker_back(clusters: Clusters) -> None:
+    clusters.up(ranks=2)
+    assert json.loads(clusters("scale", "dev", "3", "--json").stdout)["slots"] == 3
+    running = clusters.start_run(ranks=3)
+    assert "3 slots on 127.0.0.1" in clusters("status", "dev").stdout
+    view = json.loads(clusters("scale", "dev", "1", "--json").stdout)
+    assert (view["slots"], view["free"], [run["slots"] for run in view["runs"]]) == (1, 0, [3])
+    assert clusters.finish(running).rc == 0
+    assert clusters.status()["free"] == 1
+
+    clusters.process("worker").kill()
+    wait_until(lambda: clusters.status()["slots"] == 0)
+    assert "1 worker; ddptrain cluster scale dev SLOTS starts what is missing" in clusters("status", "dev").stdout
+    clusters("scale", "dev", "2")
+    assert clusters.status()["free"] == 2
+
+
+def test_status_shows_who_holds_slots_and_who_waits_for_them(clusters: Clusters) -> None:
+    clusters.up()
+    first = clusters.start_run()
+    config = ["train", "hold.yaml", "--cluster", "dev", "--ranks", "2", "--run-id", "second"]
+    second = clusters.cli.start(*config, "--set", "cluster.wait_s=60")
+    wait_until(lambda: bool(clusters.status()["waiting"]))
+    view = clusters.status()
+    assert [(run["slots"], run["hosts"]) for run in view["runs"]] == [(2, ["127.0.0.1"])]
+    assert [(run["run_id"], run["place"], run["asked"]) for run in view["waiting"]] == [("second", 1, 2)]
+    shown = clusters("status", "dev").stdout
+    assert "1. second  for 2 slots, since" in shown and f"{view['runs'][0]['run_id']}  2 slots on 127.0.0.1" in shown
+    assert "second" in clusters("down", "dev", rc=2).stderr  # who waits counts as well
+    assert clusters.finish(first).rc == 0 and second.finish().rc == 0
+
+
+def test_two_ups_at_once_make_one_cluster(clusters: Clusters) -> None:
+    both = [clusters.cli.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0") for _ in range(2)]
+    done = [running.finish() for running in both]
+    assert sorted(each.rc for each in done) == [0, 2]
+    refused = next(each for each in done if each.rc == 2)
+    assert "another command is starting or ending the cluster dev" in refused.stderr
+    assert clusters.status()["slots"] == 1
+
+
+@pytest.mark.parametrize(("number", "rc"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_up_takes_everything_back(clusters: Clusters, number: int, rc: int) -> None:
+    running = clusters.cli.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0")
+    running.wait_for("scheduler at")
+    processes = [clusters.process(part) for part in ("scheduler", "worker")]
+    running.popen.send_signal(number)
+    done = running.finish()
+    assert done.rc == rc and f"interrupted by {signal.Signals(number).name}" in done.stderr
+    assert clusters.entries() == []
+    assert all(is_gone(process) for process in processes)
+
+
+def test_up_whose_worker_can_not_work_says_why_and_leaves_nothing(clusters: Clusters) -> None:
+    broken = clusters.folder / "broken" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libcudart.so.99 is not there')")
+    done = clusters("up", "--name", "dev", "--gpus", "0", rc=4, env={"PYTHONPATH": str(broken.parent)})
+    assert "(127.0.0.1) can't be used" in done.stderr
+    assert "ImportError: libcudart.so.99 is not there" in done.stderr
+    assert clusters.entries() == []
+
+
+def test_forgotten_cluster_ends_but_never_one_with_a_run_on_it(clusters: Clusters) -> None:
+    clusters.up("--idle-timeout", str(IDLE_S))
+    running = clusters.start_run()
+    refused = clusters("down", "dev", rc=2).stderr
+    assert "the cluster dev is in use by hold-" in refused and "--now" in refused
+    time.sleep(IDLE_S + 1)
+    assert clusters.status()["state"] == "up"
+    processes = [clusters.process(part) for part in ("scheduler", "worker")]
+    assert clusters.finish(running).rc == 0
+    wait_until(lambda: all(is_gone(process) for process in processes))
+    view = clusters.status(rc=4)
+    assert view["state"] == "gone" and "idle for 3 s" in view["reason"]
+    clusters("down", "dev")
+    assert clusters.entries() == []
+
+
+def test_down_now_ends_the_run_as_well(clusters: Clusters) -> None:
+    clusters.up()
+    running = clusters.start_run()
+    done = clusters("down", "--all", "--now", "--json")
+    assert json.loads(done.stdout) == {"ended": ["dev"], "failed": {}}
+    assert running.finish().rc == 4
+
+
+def test_cluster_with_tls_takes_only_those_who_have_its_certificate(clusters: Clusters, tmp_path: Path) -> None:
+    address = clusters.up("--tls")["address"]
+    assert address.startswith("tls://")
+    folder = tmp_path / ".state" / "ddptrain" / "clusters" / "dev"
+    kept = {path.name: oct(path.stat().st_mode)[-3:] for path in folder.iterdir() if path.is_file()}
+    assert set(kept.values()) == {"600"} and {"cert.pem", "key.pem", "cluster.json", "scheduler.json"} <= kept.keys()
+    assert oct(folder.stat().st_mode)[-3:] == "700"
+    clusters.go.touch()
+    assert clusters.finish(clusters.start_run("dev")).rc == 0
+    assert clusters.finish(clusters.start_run(address)).rc == 0  # the address of an own cluster is recognised
+
+    from ddptrain.clusters.security import make_tls
+
+    make_tls(tmp_path)
+    other = {f"cluster.tls.{name}_file": str(tmp_path / pem) for name, pem in _PEM.items()}
+    wrong = [word for key, path in other.items() for word in ("--set", f"{key}={path}")]
+    stranger = {"XDG_STATE_HOME": str(tmp_path / "stranger")}
+    for options in ([], wrong):
+        config = ["petnames", "--cluster", address, *options, "--set", "cluster.start_timeout_s=3"]
+        done = clusters.cli("train", *config, env=stranger)
+        assert done.rc == 4, done
+        assert "certificate" in done.stderr, done.stderr
+
+
+_PEM = {"ca": "cert.pem", "cert": "cert.pem", "key": "key.pem"}

@@ -1,0 +1,314 @@
+"""Clusters in Kubernetes, with dask-kubernetes' own operator, against an API server and pods on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import Cli, Finished, Running
+
+pytest.importorskip("dask_kubernetes", reason='dask-kubernetes is not installed: pip install "ddptrain[kubernetes]"')
+
+from tests.integration.kube_node import GOOD_IMAGE, Node
+from tests.integration.kube_server import KubeServer
+
+OPERATOR = ("-m", "kopf", "run", "--standalone", "--namespace", "ml", "-m", "dask_kubernetes.operator.controller")
+
+
+def wait_until(what: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := what()):
+        assert time.monotonic() < deadline, f"still waiting after {timeout_s} s"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeServer]:
+    """An API server with the operator at work in the namespace ml."""
+    folder = tmp_path_factory.mktemp("kube")
+    with KubeServer(folder, Node) as server, (folder / "operator.log").open("wb") as log:
+        env = {**os.environ, "KUBECONFIG": str(server.kubeconfig("operator"))}
+        operator = subprocess.Popen([sys.executable, *OPERATOR], env=env, stdout=log, stderr=log)
+        try:
+            wait_until(
+                lambda: any(call.path.endswith("/daskworkergroups") and "watch" in call.query for call in server.calls)
+            )
+            yield server
+        finally:
+            operator.terminate()
+            operator.wait(20)
+
+
+OURS = ("daskclusters", "daskworkergroups", "deployments", "pods", "secrets")
+
+WORKLOAD = """
+import time
+from pathlib import Path
+
+
+def train(ctx, until=""):
+    print("rank", ctx.rank, "of", ctx.world_size, flush=True)
+    while until and not Path(until).exists():
+        time.sleep(0.05)
+    ctx.save_file(f"from-{ctx.rank}.txt", "done")
+"""
+
+
+class ClusterCli:
+    """Runs `ddptrain` with a kubeconfig."""
+
+    def __init__(self, run_cli: Cli, kube: KubeServer) -> None:
+        self.run_cli = run_cli
+        self.folder = run_cli.folder
+        self.env = {"KUBECONFIG": str(kube.kubeconfig())}
+        (self.folder / "mine.py").write_text(WORKLOAD)
+        (self.folder / "mine.yaml").write_text("workload: mine:train\n")
+
+    def __call__(self, *args: str, timeout_s: float = 90) -> Finished:
+        return self.run_cli(*args, env=self.env, timeout_s=timeout_s)
+
+    def up(self, name: str, *args: str, image: str = GOOD_IMAGE) -> Finished:
+        """`ddptrain cluster up`, to its end."""
+        return self.start_up(name, *args, image=image).finish(90)
+
+    def start_up(self, name: str, *args: str, image: str = GOOD_IMAGE) -> Running:
+        """`ddptrain cluster up`."""
+        settings = ("--backend", "kubernetes", "--name", name, "--set", f"cluster.kubernetes.image={image}")
+        return self.run_cli.start("cluster", "up", *settings, *args, env=self.env)
+
+    def json(self, *args: str) -> Any:
+        """What a command tells."""
+        done = self("cluster", *args, "--json")
+        assert done.rc == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def busy(self, name: str, ranks: int) -> Running:
+        """A run that ends once the file `enough` is there, on that many ranks."""
+        until = f"params.until={self.folder / 'enough'}"
+        run = self.run_cli.start(
+            *("train", "mine.yaml", "--cluster", name, "--ranks", str(ranks), "--set", until), env=self.env
+        )
+        run.wait_for(f"rank {ranks - 1} of {ranks}")
+        return run
+
+
+@pytest.fixture
+def cluster(kube: KubeServer, run_cli: Cli) -> Iterator[ClusterCli]:
+    """`ddptrain cluster` for that API server; what a test leaves in Kubernetes fails it."""
+    commands = ClusterCli(run_cli, kube)
+    yield commands
+    kube.forbidden.clear()
+    kube.has_operator_crds = True
+    left = [f"{plural} {each['metadata']['name']}" for plural in OURS for each in kube.objects(plural)]
+    if left:
+        commands("cluster", "down", "--all", "--now")
+        kube.clear("daskclusters")
+        kube.clear("secrets")
+        wait_until(lambda: not any(kube.objects(plural) for plural in OURS))
+    assert not left, f"left in Kubernetes: {left}"
+
+
+def test_cluster_lives_from_up_to_down(cluster: ClusterCli, kube: KubeServer) -> None:
+    up = cluster.up("dev", "--ranks", "2", "--json")
+    assert up.rc == 0, up.stderr
+    told = json.loads(up.stdout)
+    assert (told["state"], told["slots"], told["tls"]) == ("up", 2, True)
+    assert told["address"].startswith("tls://127.0.0.1:"), "a port-forward of this machine"
+    assert "creating the DaskCluster dev in the namespace ml" in up.stderr
+    workers = cluster.json("status", "dev")["workers"]
+    assert [worker["warm"] for worker in workers] == [True, True]
+
+    trained = cluster("train", "mine.yaml", "--cluster", "dev")
+    assert trained.rc == 0, trained.stderr
+    assert "rank 1 of 2" in trained.stdout
+
+    assert cluster.json("scale", "dev", "3")["slots"] == 3
+    assert cluster.json("scale", "dev", "1")["slots"] == 1
+    assert len(kube.objects("deployments")) == 2, "a worker's and the scheduler's"
+    assert {source.split()[0] for source in cluster.json("logs", "dev")} >= {"scheduler", "worker"}
+
+    down = cluster("cluster", "down", "dev")
+    assert down.rc == 0, down.stderr
+    assert not any(kube.objects(plural) for plural in OURS)
+    assert cluster.json("list") == []
+
+
+def test_scaling_down_ends_the_workers_that_no_run_is_on(cluster: ClusterCli, kube: KubeServer) -> None:
+    assert cluster.up("dev", "--ranks", "3").rc == 0
+    run = cluster.busy("dev", ranks=1)
+    (holder,) = (worker["name"] for worker in cluster.json("status", "dev")["workers"] if worker["held"])
+    assert cluster.json("scale", "dev", "1")["slots"] == 1
+    workers = [each["metadata"]["name"] for each in kube.objects("deployments") if "worker" in each["metadata"]["name"]]
+    assert workers == [holder]
+    (cluster.folder / "enough").touch()
+    assert run.finish().rc == 0
+    assert cluster("cluster", "down", "dev").rc == 0
+
+
+def test_worker_in_use_stays_until_its_run_has_ended(cluster: ClusterCli, kube: KubeServer) -> None:
+    assert cluster.up("dev", "--ranks", "2").rc == 0
+    run = cluster.busy("dev", ranks=2)
+    scaled = cluster("cluster", "scale", "dev", "1")
+    assert scaled.rc == 0, scaled.stderr
+    assert "runs are on 1 of the workers that should go" in scaled.stderr
+    assert len(kube.objects("deployments")) == 3
+    (cluster.folder / "enough").touch()
+    assert run.finish().rc == 0
+    assert cluster.json("scale", "dev", "1")["slots"] == 1
+    assert len(kube.objects("deployments")) == 2
+    assert cluster("cluster", "down", "dev").rc == 0
+
+
+def test_cluster_that_is_there_is_attached_to_and_left(cluster: ClusterCli, kube: KubeServer) -> None:
+    assert cluster.up("dev", "--ranks", "1").rc == 0
+    elsewhere = {**cluster.env, "XDG_STATE_HOME": str(cluster.folder / "another-machine")}
+    told = cluster.run_cli(
+        *("cluster", "up", "--backend", "kubernetes", "--name", "dev"),
+        *("--set", "cluster.kubernetes.image=any", "--json"),
+        env=elsewhere,
+    )
+    assert told.rc == 0, told.stderr
+    assert "attached to it, as it is" in told.stderr
+    assert json.loads(told.stdout)["address"].startswith("tls://"), "with the key that lies in Kubernetes"
+    left = cluster.run_cli("cluster", "down", "dev", env=elsewhere)
+    assert left.rc == 0 and "stays" in left.stderr
+    assert len(kube.objects("daskclusters")) == 1
+    assert cluster.json("status", "dev")["state"] == "up"
+    assert cluster("cluster", "down", "dev").rc == 0
+
+
+def test_port_forward_that_this_machine_has_lost_is_started_again(cluster: ClusterCli) -> None:
+    up = json.loads(cluster.up("dev", "--json").stdout)
+    psutil.Process(up["parts"]["forward"]["pid"]).kill()
+    assert cluster.json("list")[0]["state"] == "gone"
+    again = cluster("cluster", "up", "--name", "dev")
+    assert again.rc == 2 and f"the cluster dev is up at {up['address']}" in again.stderr
+    assert cluster.json("status", "dev")["state"] == "up"
+    assert cluster("cluster", "down", "dev").rc == 0
+
+
+def test_load_balancer_is_used_where_it_is_asked_for(cluster: ClusterCli, kube: KubeServer) -> None:
+    up = cluster.up("dev", "--set", "cluster.kubernetes.scheduler_service_type=LoadBalancer", "--json")
+    assert up.rc == 0, up.stderr
+    told = json.loads(up.stdout)
+    (service,) = kube.objects("services")
+    assert told["address"] == f"tls://{service['status']['loadBalancer']['ingress'][0]['ip']}:8786"
+    assert "forward" not in told["parts"]
+    assert cluster("cluster", "down", "dev").rc == 0
+
+
+def test_connection_without_the_clusters_certificate_is_refused(cluster: ClusterCli) -> None:
+    up = cluster.up("dev", "--json")
+    address = json.loads(up.stdout)["address"].replace("tls://", "tcp://")
+    refused = cluster.run_cli(
+        *("train", "mine.yaml", "--cluster", address, "--set", "cluster.start_timeout_s=5"),
+        env={**cluster.env, "XDG_STATE_HOME": str(cluster.folder / "x")},
+    )
+    assert refused.rc == 4, refused.stderr
+    assert cluster("cluster", "down", "dev").rc == 0
+
+
+@pytest.mark.slow
+def test_operator_deletes_a_cluster_that_is_idle_but_none_in_use(cluster: ClusterCli, kube: KubeServer) -> None:
+    assert cluster.up("dev", "--idle-timeout", "2").rc == 0
+    run = cluster.busy("dev", ranks=1)
+    asked = len(kube.calls)
+    wait_until(lambda: sum("portforward" in call.path for call in kube.calls[asked:]) >= 2)  # by the operator
+    assert kube.objects("daskclusters")
+    (cluster.folder / "enough").touch()
+    assert run.finish().rc == 0
+    wait_until(lambda: not any(kube.objects(plural) for plural in OURS), timeout_s=60)
+    assert cluster.json("list")[0]["state"] == "gone"
+    assert cluster("cluster", "down", "dev").rc == 0
+
+
+# --- what goes wrong ---
+
+
+def test_image_that_cant_be_pulled_is_told_at_once_and_leaves_nothing(cluster: ClusterCli) -> None:
+    began = time.monotonic()
+    up = cluster.up("dev", image="registry.test/missing:1")
+    assert up.rc == 4
+    assert 'ImagePullBackOff: Back-off pulling image "registry.test/missing:1"' in up.stderr.splitlines()[-1]
+    assert time.monotonic() - began < 30
+    assert cluster.json("list") == []
+
+
+def test_pod_without_a_node_is_told_when_the_time_is_over(cluster: ClusterCli) -> None:
+    gpus = ("--set", "cluster.kubernetes.gpus_per_worker=8")
+    up = cluster.up("dev", *gpus, "--start-timeout", "6")
+    assert up.rc == 4
+    assert "Unschedulable: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu." in up.stderr
+
+
+def test_scheduler_that_crashes_is_told_with_its_last_words(cluster: ClusterCli) -> None:
+    up = cluster.up("dev", "--set", "cluster.kubernetes.env={PYTHONHASHSEED: nonsense}")
+    assert up.rc == 4
+    assert "CrashLoopBackOff" in up.stderr and "PYTHONHASHSEED must be" in up.stderr
+
+
+def test_refused_right_is_told_and_leaves_nothing(cluster: ClusterCli, kube: KubeServer) -> None:
+    kube.forbidden.add(("POST", "daskclusters"))
+    up = cluster.up("dev")
+    assert up.rc == 4
+    assert up.stderr.splitlines()[-1].startswith(
+        "ddptrain: error: Kubernetes does not allow it: daskclusters is forbid"
+    )
+
+
+def test_wrong_token_is_told(cluster: ClusterCli, kube: KubeServer) -> None:
+    cluster.env["KUBECONFIG"] = str(kube.kubeconfig("wrong", token="wrong"))
+    up = cluster.up("dev")
+    assert up.rc == 4
+    assert "Kubernetes does not accept the credentials of the kubeconfig" in up.stderr.splitlines()[-1]
+
+
+def test_missing_operator_is_told_with_how_to_install_it(cluster: ClusterCli, kube: KubeServer) -> None:
+    kube.has_operator_crds = False
+    up = cluster.up("dev")
+    assert up.rc == 4
+    assert "helm install --repo https://helm.dask.org" in up.stderr.splitlines()[-1]
+
+
+def test_namespace_that_the_operator_does_not_watch_is_told(cluster: ClusterCli, kube: KubeServer) -> None:
+    up = cluster.up("dev", "--set", "cluster.kubernetes.context=other-context", "--start-timeout", "3")
+    assert up.rc == 4
+    assert "does it watch the namespace other" in up.stderr.splitlines()[-1]
+
+
+def test_up_that_is_killed_leaves_nothing_that_down_does_not_find(cluster: ClusterCli, kube: KubeServer) -> None:
+    gpus = ("--set", "cluster.kubernetes.gpus_per_worker=8")
+    up = cluster.start_up("dev", *gpus)
+    up.wait_for("scheduler at tls://")
+    up.kill_group()
+    assert kube.objects("daskclusters")
+    assert cluster("cluster", "down", "dev").rc == 0
+
+
+def test_interrupt_while_the_scheduler_has_no_node_leaves_nothing(cluster: ClusterCli) -> None:
+    up = cluster.start_up("dev", "--set", "cluster.kubernetes.node_selector={pool: none}")
+    up.wait_for("the scheduler's pod: Unschedulable")
+    up.popen.send_signal(signal.SIGINT)
+    assert up.finish().rc == 130
+    assert cluster.json("list") == []
+
+
+def test_certificate_that_stands_in_the_kubeconfig_is_left_in_no_temporary_file(
+    cluster: ClusterCli, kube: KubeServer
+) -> None:
+    temporary = cluster.folder / "tmp"
+    temporary.mkdir()
+    cluster.env |= {"KUBECONFIG": str(kube.kubeconfig("inline", inline=True)), "TMPDIR": str(temporary)}
+    up = cluster.up("dev", image="registry.test/missing:1")
+    assert "ImagePullBackOff" in up.stderr
+    assert [path for path in temporary.iterdir() if path.is_file()] == []

@@ -1,0 +1,168 @@
+"""The commands of `ddptrain cluster` without a process: what they ask for, what they print, how they exit."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.cli.main import main
+from ddptrain.clusters import manage, state
+from ddptrain.clusters.look import State, View
+from ddptrain.clusters.protocol import Tell
+from ddptrain.clusters.state import ClusterRecord, Deployment
+from ddptrain.config import ClusterConfig
+from ddptrain.errors import ClusterError, UsageError
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs `ddptrain cluster ...`; returns its exit code, stdout and stderr."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        code = main(["cluster", *args])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterConfig, str, bool | None]]:
+    """What `up` was asked for; it starts nothing."""
+    found: list[tuple[ClusterConfig, str, bool | None]] = []
+
+    def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None) -> View:
+        found.append((config, name, tls))
+        return View(Deployment(Path("x"), ClusterRecord(name, config.backend, "2026-01-01T00:00:00")), State.UP)
+
+    monkeypatch.setattr(manage, "up", up)
+    return found
+
+
+def entry(name: str, **fields: Any) -> Deployment:
+    return state.create(ClusterRecord(name, "local", "2026-01-01T00:00:00+00:00", **fields))
+
+
+def dead_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_options_become_the_cluster_section(call: Call, asked: list[tuple[ClusterConfig, str, bool | None]]) -> None:
+    assert call("up")[0] == 0
+    config, name, tls = asked[-1]
+    assert (config, name, tls) == (ClusterConfig(), "local", None)
+
+    options = "--name dev --ranks 4 --gpus 0 --idle-timeout 60 --start-timeout 5 --tls"
+    assert call("up", *options.split())[0] == 0
+    config, name, tls = asked[-1]
+    assert (name, config.backend, config.ranks, config.gpus, tls) == ("dev", "local", 4, 0, True)
+    assert (config.idle_timeout_s, config.start_timeout_s) == (60, 5)
+
+    options = "--host me@a --host b --ranks-per-host 2 --set cluster.ssh.python=/opt/python"
+    assert call("up", *options.split())[0] == 0
+    config, name, _ = asked[-1]
+    assert config.ssh is not None and (name, config.backend) == ("ssh", "ssh")
+    assert (config.ssh.hosts, config.ssh.ranks_per_host, config.ssh.python) == (["me@a", "b"], 2, "/opt/python")
+
+
+def test_runs_file_gives_its_cluster_section_and_options_win(
+    call: Call, asked: list[tuple[ClusterConfig, str, bool | None]]
+) -> None:
+    Path("run.yaml").write_text("workload: petnames\ncluster: {name: pets, ranks: 3, gpus: 0}\n")
+    Path("only.yaml").write_text("cluster: {ranks: 5}\n")
+    assert call("up", "run.yaml", "--ranks", "2")[0] == 0
+    assert call("up", "only.yaml")[0] == 0
+    assert [(name, config.ranks) for config, name, _ in asked] == [("pets", 2), ("local", 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("--ranks 0", "--ranks 0: cluster.ranks: expected 'auto' or at least 1, got 0"),
+        ("--gpus all", "--gpus all: cluster.gpus: expected 'auto' or a whole number, got the text \"all\""),
+        ("--backend slrm", '--backend slrm: cluster.backend: there is no such cluster backend, got the text "slrm"'),
+        ("--host a --host", "Option '--host' requires an argument"),
+        ("--name A", "--name A: cluster.name: expected text that matches"),
+        ("--backend address --set cluster.address=a:1", "uses a cluster that is up: there is nothing to start"),
+    ],
+)
+def test_wrong_option_is_named_as_it_was_typed(call: Call, options: str, error: str) -> None:
+    code, out, err = call("up", *options.split())
+    assert (code, out) == (2, "") and error in err
+
+
+def test_no_cluster_is_an_empty_list(call: Call) -> None:
+    assert call("list") == (0, "", "no clusters; ddptrain cluster up starts one\n")
+    assert call("list", "--json") == (0, "[]\n", "")
+
+
+def test_list_says_why_a_cluster_is_gone(call: Call) -> None:
+    address = dead_address()
+    entry("dev", address=address)
+    entry("half")
+    code, out, _ = call("list")
+    header, dev, half = out.splitlines()
+    assert code == 0 and header.split()[:3] == ["NAME", "STATE", "BACKEND"]
+    assert dev == f"dev   gone   local    -      -     2026-01-01 00:00:00  no scheduler listens at {address} any more"
+    assert half.endswith("its start was broken off")
+    views = json.loads(call("list", "--json")[1])
+    assert [(view["name"], view["state"], view["slots"]) for view in views] == [("dev", "gone", 0), ("half", "gone", 0)]
+
+
+def test_status_of_a_cluster_that_is_gone_exits_with_4(call: Call) -> None:
+    entry("dev", parts={"worker": {"pid": 17}, "job": "18\x1b[2J"})
+    code, out, _ = call("status", "dev")
+    assert code == 4
+    assert out.startswith("cluster dev\n  state      gone: its start was broken off\n")
+    assert "  worker  process 17\n" in out and "\x1b" not in out
+    assert call("status", "dev", "--json")[0] == 4
+
+
+def test_name_that_is_nearly_right_is_suggested(call: Call) -> None:
+    entry("dev")
+    for command in (["status"], ["logs"], ["down"], ["scale", "2"]):
+        code, _, err = call(command[0], "dve", *command[1:])
+        assert (code, err) == (2, 'ddptrain: error: there is no cluster "dve" (did you mean dev?)\n')
+
+
+def test_down_wants_one_name_or_all(call: Call) -> None:
+    for args in ([], ["dev", "--all"]):
+        assert call("down", *args)[::2] == (2, "ddptrain: error: name one cluster, or --all\n")
+
+
+def test_down_all_goes_on_after_a_failure_and_tells_each(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: Mapping[str, Exception] = {"a": ClusterError("stuck"), "c": UsageError("in use")}
+    for name in ("a", "b", "c"):
+        entry(name)
+
+    def down(name: str, tell: Tell, *, now: bool = False) -> None:
+        if name in errors:
+            raise errors[name]
+
+    monkeypatch.setattr(manage, "down", down)
+    code, out, err = call("down", "--all")
+    assert (code, out) == (4, "cluster b is down\n")
+    assert sorted(err.splitlines()) == ["ddptrain: error: in use", "ddptrain: error: stuck"]
+    code, out, _ = call("down", "--all", "--json")
+    assert (code, json.loads(out)) == (4, {"ended": ["b"], "failed": {"a": "stuck", "c": "in use"}})
+
+
+def test_logs_stand_under_the_name_of_who_wrote_them(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manage, "logs", lambda name, lines, source: {"scheduler": "a\nb\x1b\n", "worker vm": ""})
+    assert call("logs", "dev")[1] == "==> scheduler <==\na\nb\N{REPLACEMENT CHARACTER}\n\n==> worker vm <==\n\n"
+    assert json.loads(call("logs", "dev", "--json")[1]) == {"scheduler": "a\nb\x1b\n", "worker vm": ""}

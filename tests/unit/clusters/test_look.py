@@ -1,0 +1,110 @@
+"""Looking at clusters that do not answer."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddptrain.clusters import look, state
+from ddptrain.clusters.look import State
+from ddptrain.clusters.state import ClusterRecord, Deployment
+
+
+@pytest.fixture(autouse=True)
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def silent_address() -> Iterator[str]:
+    """Somebody listens there who never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(64)
+        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def entry(name: str, address: str = "") -> Deployment:
+    return state.create(ClusterRecord(name, "local", "2026-01-01T00:00:00+00:00", address=address))
+
+
+def test_address_where_nobody_listens_is_gone_for_certain() -> None:
+    address = free_address()
+    view = look.at(entry("dev", address))
+    assert (view.state, view.certain) == (State.GONE, True)
+    assert view.reason == f"no scheduler listens at {address} any more"
+
+
+def test_scheduler_that_is_silent_may_just_be_slow(silent_address: str) -> None:
+    view = look.at(entry("dev", silent_address))
+    assert (view.state, view.certain) == (State.GONE, False)
+    assert view.reason == f"{silent_address} does not answer within 2 s"
+
+
+def test_many_silent_schedulers_take_no_longer_than_one(silent_address: str) -> None:
+    for number in range(20):
+        entry(f"dev-{number}", silent_address)
+    began = time.monotonic()
+    views = look.every()
+    assert time.monotonic() - began < look.LOOK_TIMEOUT_S + 1.0
+    assert len(views) == 20 and {view.state for view in views} == {State.GONE}
+
+
+def test_cluster_that_ended_by_itself_says_when_and_why() -> None:
+    deployment = entry("dev", free_address())
+    (deployment.folder / "ended.json").write_text(json.dumps({"reason": "idle for 60 s", "at": "2026-01-02T03:04:05"}))
+    view = look.at(deployment)
+    assert view.state == State.GONE
+    assert view.reason == "it ended by itself at 2026-01-02T03:04:05: idle for 60 s"
+
+
+def test_cluster_without_a_scheduler_is_starting_while_a_command_holds_it() -> None:
+    deployment = entry("dev")
+    with state.locked("dev"):
+        assert look.at(deployment).state == State.STARTING
+    view = look.at(deployment)
+    assert (view.state, view.reason) == (State.GONE, "its start was broken off")
+
+
+def test_look_at_a_cluster_does_not_keep_a_command_from_starting_it() -> None:
+    entry("dev")
+    with state.locked("dev"):
+        assert state.is_locked("dev")
+    assert not state.is_locked("dev")
+    with state.locked("dev"):
+        pass
+
+
+def test_look_as_data_holds_what_programs_need() -> None:
+    told = {
+        "workers": [
+            {
+                "address": "tcp://10.0.0.1:1",
+                "name": "vm",
+                "host": "10.0.0.1",
+                "slots": 4,
+                "gpus": 2,
+                "held": 3,
+                "last_seen_s": 0.1,
+                "warm": True,
+            }
+        ],
+        "runs": [{"run_id": "a-1", "slots": 3, "hosts": ["10.0.0.1"]}],
+        "waiting": [{"run_id": "b-1", "asked": 2, "waited_s": 1.5}],
+    }
+    data = look.seen(entry("dev", "tls://10.0.0.1:2"), told).as_dict()
+    assert (data["state"], data["tls"], data["slots"], data["free"], data["gpus"]) == ("up", True, 4, 1, 2)
+    assert data["workers"][0]["free"] == 1 and data["hosts"] == ["10.0.0.1"]
+    assert data["waiting"] == [{"run_id": "b-1", "place": 1, "asked": 2, "waited_s": 1.5}]
+    assert json.loads(json.dumps(data)) == data

@@ -1,0 +1,162 @@
+"""The folder of a user's clusters: nobody else reads it, and nothing in it is half written."""
+
+from __future__ import annotations
+
+import json
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddptrain.clusters import find, security, state
+from ddptrain.clusters.settings import TlsSettings
+from ddptrain.clusters.state import ClusterRecord
+from ddptrain.errors import ClusterError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    yield tmp_path / "ddptrain" / "clusters"
+    monkeypatch.undo()
+
+
+def record(name: str = "dev", address: str = "") -> ClusterRecord:
+    return ClusterRecord(name, "local", "2026-01-01T00:00:00Z", address, settings={"ssh": {"env": {"TOKEN": "s3cret"}}})
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_nobody_else_reads_what_is_kept(folder: Path) -> None:
+    made = state.create(record())
+    security.make_tls(made.folder)
+    made.update(parts={"pid": 1})
+    assert mode(folder) == mode(made.folder) == 0o700
+    assert {path.name: mode(path) for path in made.folder.iterdir()} == dict.fromkeys(
+        ("cluster.json", "cert.pem", "key.pem"), 0o600
+    )
+
+
+def test_every_cluster_has_a_key_of_its_own() -> None:
+    keys = []
+    for name in ("a", "b"):
+        made = state.create(record(name))
+        security.make_tls(made.folder)
+        keys.append((made.folder / "key.pem").read_bytes())
+    assert keys[0] != keys[1]
+
+
+def test_cluster_is_found_again_with_what_was_changed() -> None:
+    state.create(record()).update(address="tcp://h:1", parts={"pids": [1, 2]}, workers=3)
+    found = state.find("dev")
+    assert (found.record.address, found.record.parts, found.record.workers) == ("tcp://h:1", {"pids": [1, 2]}, 3)
+    assert "s3cret" not in repr(found.record)
+
+
+def test_second_cluster_of_a_name_is_refused() -> None:
+    state.create(record())
+    with pytest.raises(UsageError, match="there is a cluster dev already"):
+        state.create(record())
+
+
+@pytest.mark.parametrize("name", ["../x", "", ".", "Dev", "a/b", "x" * 65])
+def test_name_that_is_no_plain_name_is_refused(name: str, folder: Path) -> None:
+    with pytest.raises(UsageError, match="can't name a cluster"):
+        state.create(record(name))
+    with pytest.raises(state.ClusterNotFound):
+        state.find(name)
+    assert not folder.exists() or list(folder.iterdir()) == []
+
+
+def test_unknown_name_is_answered_with_the_nearest() -> None:
+    state.create(record("trainer"))
+    with pytest.raises(state.ClusterNotFound, match='there is no cluster "trainr" \\(did you mean trainer'):
+        state.find("trainr")
+
+
+def test_address_that_the_scheduler_tells_later_is_seen() -> None:
+    made = state.create(record())
+    with pytest.raises(ClusterError, match="has no scheduler yet"):
+        find.by_name("dev")
+    (made.folder / "scheduler.json").write_text(json.dumps({"address": "tcp://h:2", "dashboard": ""}))
+    assert find.by_name("dev").address == "tcp://h:2"
+
+
+def test_broken_record_is_no_cluster(folder: Path) -> None:
+    made = state.create(record())
+    (made.folder / "cluster.json").write_text("{")
+    assert state.every() == []
+
+
+def test_removed_cluster_is_gone(folder: Path) -> None:
+    state.create(record()).remove()
+    assert not (folder / "dev").exists() and state.every() == []
+
+
+def test_second_command_on_a_cluster_is_refused_while_the_first_lasts() -> None:
+    refused: list[str] = []
+
+    def second() -> None:
+        try:
+            with state.locked("dev"):
+                pass
+        except UsageError as error:
+            refused.append(str(error))
+
+    with state.locked("dev"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    with state.locked("dev"):
+        pass
+    assert len(refused) == 1 and "another command" in refused[0]
+
+
+def test_cluster_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = state.create(record(address="tcp://h:1"))
+    made.update(version="0.0.1")
+    with pytest.raises(ClusterError, match=r"was started by ddptrain 0\.0\.1"):
+        find.by_name("dev")
+
+
+# --- which cluster an address or a file means ---
+
+
+@pytest.mark.parametrize("asked", ["tls://h:1", "h:1"])
+def test_own_cluster_is_known_by_its_address_and_its_certificate_used(asked: str) -> None:
+    made = state.create(record(address="tls://h:1"))
+    security.make_tls(made.folder)
+    target = find.by_address(asked, None)
+    assert (target.address, target.name, target.foreign) == ("tls://h:1", "dev", False)
+    assert target.security is not None and target.security.require_encryption
+
+
+def test_address_of_others_is_taken_as_it_is() -> None:
+    assert find.by_address("h:1", None) == find.Target("tcp://h:1")
+    assert find.by_address("tls://h:1", None) == find.Target("tls://h:1")
+
+
+def test_certificate_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    files = TlsSettings(ca_file=str(tmp_path / "ca.pem"), cert_file="x", key_file="y")
+    with pytest.raises(ClusterError, match=r"ca\.pem can't be read: No such file"):
+        find.by_address("h:1", files)
+
+
+def test_scheduler_file_names_the_address(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler.json"
+    path.write_text(json.dumps({"type": "Scheduler", "id": "x", "address": "tcp://h:7", "workers": {}}))
+    assert find.by_scheduler_file(path, None).address == "tcp://h:7"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense"])
+def test_file_of_something_else_is_told(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "scheduler.json"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match='names no "address"'):
+        find.by_scheduler_file(path, None)
+    with pytest.raises(ClusterError, match="can't be read: No such file"):
+        find.by_scheduler_file(tmp_path / "none.json", None)

@@ -1,0 +1,210 @@
+"""Real Dask schedulers and workers, and as much of a driver as tests of the worker need."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from distributed import Client, Future, Security
+
+from ddptrain.spec import SLOT_RESOURCE, RankExit, attached_plugin
+from ddptrain.worker import task
+from tests.unit.specs import make_spec
+from tests.unit.worker.stubs import until
+
+_END_S = 15.0
+_SCHEDULER = """
+import asyncio, json, os, sys
+from distributed import Scheduler, Security
+async def main():
+    tls = json.loads(sys.argv[2])
+    security = Security(require_encryption=True, **tls) if tls else None
+    async with Scheduler(host="127.0.0.1", port=0, dashboard=False, dashboard_address=":0", security=security) as it:
+        with open(sys.argv[1] + ".new", "w") as file:
+            json.dump({"address": it.address}, file)
+        os.rename(sys.argv[1] + ".new", sys.argv[1])
+        await it.finished()
+asyncio.run(main())
+"""
+
+
+class DaskBench:
+    """A scheduler, and workers that are started one by one; all of them end with the block."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None, tls_dir: Path | None = None) -> None:
+        self.folder = folder
+        self.env = dict(env or os.environ)
+        self.tls_dir = tls_dir
+        self.scheduler_file = folder / "scheduler.json"
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self.started):
+            end(process)
+
+    def start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
+        """A process that belongs to the bench; what it says goes to `name`.log."""
+        with self.log(name).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env={**self.env, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    def log(self, name: str) -> Path:
+        """What a process says."""
+        return self.folder / f"{name}.log"
+
+    def scheduler(self) -> subprocess.Popen[bytes]:
+        """A plain Dask scheduler."""
+        tls = {f"tls_{name}": f"{self.tls_dir}/{file}" for name, file in _TLS.items()} if self.tls_dir else {}
+        own = {"DASK_TEMPORARY_DIRECTORY": str(self.folder)}
+        process = self.start("scheduler", "-c", _SCHEDULER, str(self.scheduler_file), json.dumps(tls), **own)
+        until(self.scheduler_file.exists, "the scheduler's file")
+        return process
+
+    def ours(self, *options: str, name: str = "ours", **env: str) -> subprocess.Popen[bytes]:
+        """A worker of ddptrain."""
+        where = ("--scheduler-file", str(self.scheduler_file), "--name", name)
+        return self.start(name, "-P", "-m", "ddptrain.worker", *where, *options, **env)
+
+    def foreign(self, *options: str, name: str = "foreign", **env: str) -> subprocess.Popen[bytes]:
+        """A worker as `dask worker` starts it, with a nanny."""
+        where = ("--scheduler-file", str(self.scheduler_file), "--no-dashboard", "--nthreads", "1", "--name", name)
+        local = ("--local-directory", str(self.folder / name))
+        return self.start(name, "-m", "distributed.cli.dask_worker", *where, *local, *options, **env)
+
+    @contextlib.contextmanager
+    def driver(self, run_id: str = "r-1", workers: int = 0) -> Iterator[Driver]:
+        """Someone who has ranks run, once so many workers are there."""
+        security = None
+        if self.tls_dir is not None:
+            certificate, key = str(self.tls_dir / "cert.pem"), str(self.tls_dir / "key.pem")
+            security = Security(
+                require_encryption=True, tls_ca_file=certificate, tls_client_cert=certificate, tls_client_key=key
+            )
+        address = json.loads(self.scheduler_file.read_text())["address"]
+        with Client(address, set_as_default=False, security=security, timeout=20) as client:
+            driver = Driver(client, run_id, self.env)
+            until(lambda: len(driver.workers) >= workers, f"{workers} workers: {self._said()}", timeout_s=60)
+            yield driver
+
+    def _said(self) -> str:
+        return "\n".join(path.read_text() for path in self.folder.glob("*.log"))
+
+
+_TLS = {"ca_file": "cert.pem", "scheduler_cert": "cert.pem", "scheduler_key": "key.pem"}
+
+
+class Driver:
+    """One run's ranks, each ordered by the code that it runs."""
+
+    def __init__(self, client: Client, run_id: str, env: Mapping[str, str]) -> None:
+        self.client, self.run_id = client, run_id
+        self.env = {"PYTHONPATH": env["PYTHONPATH"]} if "PYTHONPATH" in env else {}
+        self.notices: list[dict[str, Any]] = []
+        self.futures: list[Future[str]] = []
+        self.about: dict[str, dict[str, str]] = {}
+        client.subscribe_topic(task.topic(run_id), lambda event: self.notices.append(event[1]))
+
+    @property
+    def workers(self) -> dict[str, str]:
+        """Name -> address of every worker."""
+        about = self.client.scheduler_info(n_workers=-1)["workers"]
+        return {str(worker["name"]): address for address, worker in about.items()}
+
+    def call(self, function: Callable[..., Any], *args: Any, worker: str) -> Any:
+        """A function's answer from one worker, by name."""
+        return self.client.run(function, *args, workers=[self.workers[worker]])[self.workers[worker]]
+
+    def attach(self, worker: str) -> dict[str, str]:
+        """Have a worker be a host of the run."""
+        self.about[worker] = self.call(task.describe_host, self.run_id, worker=worker)
+        return self.about[worker]
+
+    def start(self, worker: str, code: str, rank: int = 0, **spec: Any) -> Future[str]:
+        """Start a rank that runs `code`, or the workload that `spec` names."""
+        order = make_spec(
+            **{
+                "run_id": self.run_id,
+                "rank": rank,
+                "world_size": 1,
+                "local_world_size": 1,
+                "params": {"code": textwrap.dedent(code)},
+                "master_addr": "127.0.0.1",
+                "env": self.env,
+                **spec,
+            }
+        )
+        address = self.workers[worker]
+        slots = self.client.scheduler_info(n_workers=-1)["workers"][address]["resources"].get(SLOT_RESOURCE)
+        future = self.client.submit(
+            task.run_rank,
+            order.to_json(),
+            key=order.key,
+            workers=[address],
+            resources={SLOT_RESOURCE: 1} if slots else None,
+            pure=False,
+        )
+        self.futures.append(future)  # one that is dropped is released, which ends its rank
+        return future
+
+    def said(self, worker: str, rank: int = 0) -> str:
+        """What the rank has printed."""
+        log = Path(self.about[worker]["scratch"]) / self.run_id / "attempt-1" / f"rank-{rank}" / "log"
+        return log.read_text() if log.exists() else ""
+
+    def wait_for(self, worker: str, words: str, rank: int = 0) -> None:
+        """Return once the rank has printed `words`."""
+        until(lambda: words in self.said(worker, rank), f"rank {rank} prints {words!r}")
+
+    def remove(self, worker: str) -> None:
+        """What the scheduler's book does at the run's end, or when the driver is gone."""
+        name, address = attached_plugin(self.run_id), self.workers[worker]
+
+        async def broadcast(dask_scheduler: Any) -> Any:
+            return await dask_scheduler.broadcast(msg={"op": "plugin-remove", "name": name}, workers=[address])
+
+        answer = self.client.run_on_scheduler(broadcast)
+        assert answer == {address: {"status": "OK"}}, answer
+
+
+def ended(future: Future[str], timeout_s: float = 40) -> RankExit:
+    """How the rank ended."""
+    return RankExit.from_json(future.result(timeout=timeout_s))
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL to its group where that is not enough."""
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until_gone(pid: int, timeout_s: float = 10.0) -> float:
+    """Seconds until a process is gone."""
+    began = time.monotonic()
+    until(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}", timeout_s)
+    return time.monotonic() - began

@@ -1,0 +1,107 @@
+"""Real rank servers whose ranks run a few lines of Python instead of torch: they start in a tenth of a second."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ddptrain.worker.server import OwnRankServer, RankServer, SharedRankServer
+from tests.unit.specs import make_spec
+
+_SITE = """
+import sys, types
+warmup = types.ModuleType("ddptrain.rank.warmup")
+warmup.import_everything = lambda: exec({at_import!r})
+process = types.ModuleType("ddptrain.rank.process")
+def read_spec(fd):
+    from ddptrain.spec import RankSpec
+    with open(fd, encoding="utf-8", closefd=False) as file:
+        return RankSpec.from_json(file.read())
+def run_rank(spec, log_fd, events_fd):
+    import os
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.environ.clear()
+    os.environ.update(spec.env)
+    exec(spec.params["code"], {{"spec": spec, "say": lambda *words: print(*words, flush=True)}})
+    return 0
+process.read_spec, process.run_rank = read_spec, run_rank
+sys.modules["ddptrain.rank.warmup"], sys.modules["ddptrain.rank.process"] = warmup, process
+"""
+
+
+class Bench:
+    """A folder for rank servers with stub ranks; what a rank runs is given as code, its output goes to a file."""
+
+    def __init__(self, folder: Path, at_import: str = "") -> None:
+        """`at_import` is run by servers where they would import torch."""
+        self.folder = folder
+        site = folder / "site"
+        site.mkdir(exist_ok=True)
+        (site / "sitecustomize.py").write_text(_SITE.format(at_import=at_import))
+        self.env = {**os.environ, "PYTHONPATH": str(site)}
+        self.shared_folder = folder / "shared"
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[RankServer]:
+        """A server of its own; it and its ranks have ended afterwards."""
+        with listening(OwnRankServer(self.env, self.folder / "own.log")) as server:
+            yield server
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[RankServer]:
+        """A connection to the server of the shared folder; its ranks have ended afterwards."""
+        with listening(SharedRankServer(self.shared_folder, self.env)) as server:
+            yield server
+
+    def order(self, server: RankServer, rank_id: str, code: str, place: str | None = None) -> None:
+        """Order a rank that runs `code`."""
+        spec = make_spec(params={"code": textwrap.dedent(code)}, env=self.env)
+        fd = os.open(self.log(rank_id), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            server.start_rank(rank_id, spec.to_json(), fd, fd, place if place is not None else rank_id)
+        finally:
+            os.close(fd)
+
+    def log(self, rank_id: str) -> Path:
+        """What the rank prints."""
+        return self.folder / f"{rank_id}.log"
+
+    def said(self, rank_id: str) -> str:
+        """What the rank has printed so far."""
+        return self.log(rank_id).read_text()
+
+    def wait_for(self, rank_id: str, words: str) -> None:
+        """Return once the rank has printed `words`."""
+        until(lambda: words in self.said(rank_id), f"{rank_id} prints {words!r}")
+
+
+@contextlib.contextmanager
+def listening(server: RankServer) -> Iterator[RankServer]:
+    """The server, heard, and closed at the end."""
+    server.listen()
+    try:
+        yield server
+    finally:
+        server.close()
+        assert server.wait(10)
+
+
+def status(server: RankServer, rank_id: str, timeout_s: float = 20.0) -> int:
+    """The rank's exit status, once it has ended."""
+    deadline = time.monotonic() + timeout_s
+    while (report := server.wait_exit(rank_id, 0.1)) is None:
+        assert time.monotonic() < deadline, f"{rank_id} has not ended within {timeout_s} s"
+    return int(report["status"])
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    """Wait for a condition; fail with `what` where it never comes."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)

@@ -1,0 +1,79 @@
+"""What workers of others offer, and where those of one host meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import dask
+import pytest
+from distributed import Worker
+
+from ddptrain.worker import attach
+
+
+def worker(*, nthreads: int = 1, nanny: str | None = None, **resources: float) -> Worker:
+    """As much of a Dask worker as is looked at."""
+    state = SimpleNamespace(total_resources=resources, nthreads=nthreads)
+    return cast(Worker, SimpleNamespace(plugins={}, state=state, nanny=nanny))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four GPUs, of which CUDA_VISIBLE_DEVICES chooses."""
+
+    def visible(environ: dict[str, str]) -> tuple[str, ...]:
+        return tuple(environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","))
+
+    monkeypatch.setattr(attach, "visible_gpus", visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("chosen", "known", "offered"),
+    [
+        (None, {}, (1, ())),  # dask worker, which was given none
+        ("2,3,0,1", {}, (1, ("2",))),  # dask cuda worker rotates the list: the first is its own
+        (None, {"GPU": 1.0}, (1, ("0",))),  # Coiled
+        (None, {"slot": 2.0, "nthreads": 8}, (2, ())),
+        (None, {"slot": 4.0, "GPU": 2.0, "nthreads": 8}, (4, ("0", "1"))),
+        ("3,1", {"slot": 4.0, "GPU": 4.0, "nthreads": 8}, (4, ("3", "1"))),
+        (None, {"slot": 4.0, "nthreads": 2}, (2, ())),  # it would never run more at once
+    ],
+)
+def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, known: dict[str, Any], offered: tuple[int, tuple[str, ...]]
+) -> None:
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert attach.offered(worker(**known)) == offered
+
+
+def test_machine_without_gpus_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert attach.offered(worker()) == (1, ())
+
+
+def test_nannys_exports_are_those_of_its_configuration() -> None:
+    with dask.config.set({"distributed.nanny.pre-spawn-environ": {"A": 1}, "distributed.nanny.environ": {"B": "2"}}):
+        assert attach._nannys(worker(nanny="tcp://127.0.0.1:1")) == {"A": 1, "B": "2", "PYTHONHASHSEED": "6640"}
+        assert attach._nannys(worker()) == {}
+
+
+def test_workers_meet_only_where_one_server_serves_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = attach._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
+    assert here == attach._server_folder("tcp://a:1", {"HOME": "/y", "LD_PRELOAD": "a.so"})
+    assert here != attach._server_folder("tcp://b:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
+    assert here != attach._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "b.so"})
+    monkeypatch.setattr(attach, "_surroundings", lambda: ["net:[4026531999]"])
+    assert here != attach._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
+
+
+@pytest.mark.skipif(not Path("/proc/self/ns").is_dir(), reason="the system has no namespaces")
+def test_surroundings_name_the_network_namespace_and_the_control_group() -> None:
+    namespaces, group = attach._surroundings()[:-1], attach._surroundings()[-1]
+    assert any(name.startswith("net:[") for name in namespaces)
+    assert group == Path("/proc/self/cgroup").read_text()

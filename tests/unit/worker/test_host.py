@@ -1,0 +1,89 @@
+"""When the worker plugin stops ranks, and which place each of them has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from distributed import Worker
+
+from ddptrain.errors import ClusterError
+from ddptrain.worker.host import RankHost, slot_resources
+from ddptrain.worker.server import RankServer
+
+
+class FakeServer:
+    """Notes what it is told to stop."""
+
+    def __init__(self) -> None:
+        self.stopped: list[tuple[str, float]] = []
+        self.fault: str | None = None
+        self.closed = False
+
+    def listen(self) -> None:
+        """Nothing to hear."""
+
+    def stop(self, child_id: str, grace_s: float) -> None:
+        self.stopped.append((child_id, grace_s))
+
+
+@pytest.fixture
+def server() -> FakeServer:
+    return FakeServer()
+
+
+def host_with(server: FakeServer, folder: Path, *gpus: str) -> RankHost:
+    host = RankHost(cast(RankServer, server), lambda: cast(RankServer, FakeServer()), {}, gpus, folder / "scratch")
+    host.setup(cast(Worker, SimpleNamespace(name="w-1")))
+    return host
+
+
+def test_released_rank_gets_its_own_grace_but_never_long(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.hold("patient", "patient", 30.0)
+    host.hold("quick", "quick", 1.5)
+    host.hold("patient", "patient/store", 0.0)
+    host.transition("patient", "executing", "memory")
+    assert server.stopped == []
+    host.transition("patient", "executing", "cancelled")
+    host.transition("quick", "executing", "released")
+    host.transition("quick", "released", "forgotten")
+    assert server.stopped == [("patient", 5.0), ("patient/store", 0.0), ("quick", 1.5)]
+
+
+def test_stopped_rank_gets_the_grace_that_the_driver_gives(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.hold("r", "r", 30.0)
+    host.stop("r")
+    host.stop("r", 2.0)
+    host.stop("unknown")
+    assert server.stopped == [("r", 30.0), ("r", 2.0)]
+
+
+def test_place_is_the_gpu_or_the_workers_slot(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path, "GPU-ab", "1")
+    assert [host.gpu_of(slot) for slot in range(3)] == ["GPU-ab", "1", None]
+    assert [host.place_of(slot) for slot in range(3)] == ["GPU GPU-ab", "GPU 1", "w-1 slot 2"]
+
+
+def test_only_a_lost_server_is_replaced(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.mend()
+    assert host.server is cast(RankServer, server)
+    server.fault = "the rank server was closed"
+    server.closed = True
+    host.mend()
+    assert host.server is cast(RankServer, server)
+    server.closed = False
+    host.mend()
+    assert host.server is not cast(RankServer, server)
+
+
+def test_resources_say_how_many_ranks_fit_and_how_many_have_a_gpu() -> None:
+    assert slot_resources(3, ()) == {"slot": 3.0}
+    assert slot_resources(2, ("0", "1", "2")) == {"slot": 2.0, "GPU": 2.0}
+    for slots, gpus in ((0, ()), (1025, ()), (2, ("0",))):
+        with pytest.raises(ClusterError, match=f"{slots} slots were asked for"):
+            slot_resources(slots, gpus)

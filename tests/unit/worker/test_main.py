@@ -1,0 +1,242 @@
+"""`python -m ddptrain.worker` as a process: it joins, tells what it has, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.clusters.security import make_tls
+from ddptrain.worker import task
+from ddptrain.worker.__main__ import main
+from ddptrain.worker.server import RankServerLost
+from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
+from tests.unit.worker.stubs import Bench, until
+
+SLEEPER = "import os, time; say(os.getpid()); time.sleep(60)"
+
+
+@pytest.fixture
+def dask(tmp_path: Path) -> Iterator[DaskBench]:
+    """A folder for a scheduler and workers whose ranks are stubs; temporary files go below it, too."""
+    (tmp_path / "tmp").mkdir()
+    with DaskBench(tmp_path, Bench(tmp_path).env | {"TMPDIR": str(tmp_path / "tmp")}) as bench:
+        yield bench
+
+
+def left_files(dask: DaskBench) -> list[Path]:
+    return list((dask.folder / "tmp").iterdir())
+
+
+def about(driver: Driver, worker: str = "ours") -> dict[str, Any]:
+    """What the scheduler knows of a worker."""
+    return dict(driver.client.scheduler_info(n_workers=-1)["workers"][driver.workers[worker]])
+
+
+def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) -> None:
+    dask.ours("--slots", "3", "--gpus", "none")
+    dask.scheduler()
+    with dask.driver(workers=1) as driver:
+        warm = driver.call(task.await_warm, 30.0, worker="ours")
+        assert {name: warm[name] for name in ("ours", "warm", "slots", "gpus", "fault")} == {
+            "ours": True,
+            "warm": True,
+            "slots": 3,
+            "gpus": [],
+            "fault": None,
+        }
+        assert warm["hostname"] == os.uname().nodename
+        assert about(driver)["resources"] == {"slot": 3.0}
+        until(lambda: about(driver)["metrics"].get("ddptrain") == {"warm": True, "ranks": 0}, "the metric")
+        assert driver.call(task.offer, worker="ours")["ours"]
+
+
+def test_scheduler_that_never_tells_its_address_is_an_error(dask: DaskBench) -> None:
+    worker = dask.ours("--timeout", "0.3")
+    assert worker.wait(20) == 4
+    assert "scheduler.json has told no scheduler's address within 0.3 s" in dask.log("ours").read_text()
+    assert left_files(dask) == []
+
+
+def test_scheduler_that_does_not_answer_is_an_error(dask: DaskBench) -> None:
+    dask.scheduler_file.write_text('{"address": "tcp://127.0.0.1:9"}')
+    worker = dask.ours("--timeout", "0.5")
+    assert worker.wait(30) == 4
+    assert "could not join the Dask scheduler at tcp://127.0.0.1:9" in dask.log("ours").read_text()
+    assert left_files(dask) == []
+
+
+def test_slots_grow_and_shrink_while_the_worker_runs(dask: DaskBench) -> None:
+    dask.scheduler()
+    dask.ours("--slots", "1", "--gpus", "none")
+    with dask.driver(workers=1) as driver:
+        driver.attach("ours")
+        assert driver.call(task.set_slots, 3, worker="ours") == {"slots": 3, "gpus": 0}
+        assert about(driver)["resources"] == {"slot": 3.0}
+        futures = [driver.start("ours", SLEEPER, rank, slot=rank) for rank in range(3)]
+        for rank in range(3):
+            driver.wait_for("ours", "\n", rank)
+        until(lambda: about(driver)["metrics"]["ddptrain"]["ranks"] == 3, "the metric")
+        driver.call(task.stop_ranks, driver.run_id, [future.key for future in futures], 1.0, worker="ours")
+        assert [ended(future).status for future in futures] == [-signal.SIGTERM] * 3
+        driver.call(task.set_slots, 1, worker="ours")
+        assert driver.call(task.offer, worker="ours")["slots"] == 1
+
+
+def test_worker_with_gpus_has_a_slot_for_each_and_never_more(dask: DaskBench) -> None:
+    dask.scheduler()
+    dask.ours("--gpus", "4,5")
+    with dask.driver(workers=1) as driver:
+        assert about(driver)["resources"] == {"slot": 2.0, "GPU": 2.0}
+        with pytest.raises(Exception, match=r"3 slots were asked for, but there are 2 GPUs here"):
+            driver.call(task.set_slots, 3, worker="ours")
+        assert driver.call(task.set_slots, 1, worker="ours") == {"slots": 1, "gpus": 1}
+        assert driver.call(task.set_slots, 2, worker="ours") == {"slots": 2, "gpus": 2}
+        driver.attach("ours")
+        code = "import os; say(os.environ['CUDA_VISIBLE_DEVICES'])"
+        futures = [driver.start("ours", code, slot, slot=slot) for slot in range(2)]
+        assert [ended(future).status for future in futures] == [0, 0]
+        assert [driver.said("ours", rank) for rank in range(2)] == ["4\n", "5\n"]
+
+
+def test_more_slots_than_gpus_are_refused(dask: DaskBench) -> None:
+    dask.scheduler()
+    assert dask.ours("--gpus", "0,1", "--slots", "3").wait(20) == 4
+    assert "3 slots were asked for, but there are 2 GPUs here" in dask.log("ours").read_text()
+    assert left_files(dask) == []
+
+
+def test_rank_server_that_can_not_start_is_told_as_a_fault(tmp_path: Path) -> None:
+    env = Bench(tmp_path, at_import="raise ImportError('libcudart.so: cannot open')").env
+    with DaskBench(tmp_path, env) as dask:
+        dask.scheduler()
+        dask.ours("--slots", "1", "--gpus", "none")
+        with dask.driver(workers=1) as driver:
+            warm = driver.call(task.await_warm, 30.0, worker="ours")
+            assert not warm["warm"]
+            assert "libcudart.so: cannot open" in warm["fault"]
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "scheduler"])
+def test_worker_ends_with_its_ranks_and_leaves_nothing(dask: DaskBench, end: str) -> None:
+    scheduler = dask.scheduler()
+    worker = dask.ours("--slots", "1", "--gpus", "none", "--scratch", str(dask.folder / "tmp" / "scratch"))
+    with dask.driver(workers=1) as driver:
+        driver.attach("ours")
+        driver.start("ours", SLEEPER)
+        driver.wait_for("ours", "\n")
+        pid = int(driver.said("ours"))
+        if end == "scheduler":
+            scheduler.kill()
+        else:
+            worker.send_signal(signal.Signals[end])
+        assert worker.wait(20) == 0, dask.log("ours").read_text()
+    until_gone(pid)
+    assert [list(folder.iterdir()) for folder in left_files(dask)] == [[]]
+
+
+def test_tls_worker_joins_with_the_clusters_certificate_alone(tmp_path: Path) -> None:
+    (tmp_path / "tls").mkdir()
+    make_tls(tmp_path / "tls")
+    (tmp_path / "other").mkdir()
+    make_tls(tmp_path / "other")
+    with DaskBench(tmp_path, Bench(tmp_path).env, tls_dir=tmp_path / "tls") as dask:
+        dask.scheduler()
+        dask.ours("--slots", "1", "--gpus", "none", "--tls-dir", str(tmp_path / "tls"))
+        stranger = dask.ours("--slots", "1", "--tls-dir", str(tmp_path / "other"), "--timeout", "2", name="stranger")
+        plain = dask.ours("--slots", "1", "--timeout", "2", name="plain")
+        with dask.driver(workers=1) as driver:
+            assert driver.call(task.await_warm, 30.0, worker="ours")["warm"]
+            assert (stranger.wait(30), plain.wait(30)) == (4, 4)
+            assert "perhaps check your TLS configuration" in dask.log("plain").read_text()
+            assert list(driver.workers) == ["ours"]
+            assert driver.workers["ours"].startswith("tls://127.0.0.1:")
+
+
+def test_removed_run_ends_its_ranks_and_takes_its_files_along(dask: DaskBench) -> None:
+    dask.scheduler()
+    dask.ours("--slots", "2", "--gpus", "none")
+    with dask.driver("kept", workers=1) as kept, dask.driver("removed") as removed:
+        for driver in (kept, removed):
+            scratch = Path(driver.attach("ours")["scratch"])
+        kept.start("ours", SLEEPER, slot=0)
+        removed.start("ours", SLEEPER, slot=1)
+        for driver in (kept, removed):
+            driver.wait_for("ours", "\n")
+        pids = [int(driver.said("ours")) for driver in (kept, removed)]
+        removed.remove("ours")
+        assert [Path(f"/proc/{pid}").exists() for pid in pids] == [True, False]
+        assert not (scratch / "removed").exists()
+        assert kept.said("ours")
+        kept.remove("ours")
+        assert sorted(path.name for path in scratch.iterdir()) == ["dask-scratch-space", "rank-server.log", "token"]
+
+
+def test_slot_is_used_again_only_when_its_last_rank_has_ended(dask: DaskBench) -> None:
+    dask.scheduler()
+    dask.ours("--slots", "1", "--gpus", "none")
+    with dask.driver("second", workers=1) as second:
+        second.attach("ours")
+        with dask.driver("first") as first:
+            first.attach("ours")
+            stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"
+            first.start("ours", stubborn, grace_s=1.0)
+            first.wait_for("ours", "\n")
+            old = int(first.said("ours"))
+        later = second.start("ours", f"import os; say(os.path.exists('/proc/{old}'))")
+        assert ended(later).status == 0
+        assert second.said("ours") == "False\n"
+
+
+def test_killed_rank_server_is_replaced_for_the_next_run(dask: DaskBench) -> None:
+    dask.scheduler()
+    dask.ours("--slots", "1", "--gpus", "none")
+    with dask.driver("first", workers=1) as first, dask.driver("second") as second:
+        first.attach("ours")
+        rank = first.start("ours", "import os, time; os.kill(os.getppid(), 9); time.sleep(60)")
+        with pytest.raises(RankServerLost, match="is gone"):
+            ended(rank)
+        second.attach("ours")
+        assert ended(second.start("ours", "say('fresh')")).status == 0
+        assert second.call(task.await_warm, 10.0, worker="ours")["warm"]
+
+
+def test_silent_rank_is_told_to_be_alive(dask: DaskBench) -> None:
+    dask.scheduler()
+    dask.ours("--slots", "1", "--gpus", "none")
+    with dask.driver(workers=1) as driver:
+        driver.attach("ours")
+        driver.start("ours", SLEEPER)
+        until(lambda: any(notice.get("alive") for notice in driver.notices), "a sign of life", timeout_s=10)
+        told = next(notice for notice in driver.notices if notice.get("alive"))
+        assert (told["attempt"], told["rank"]) == (1, 0)
+
+
+def test_rank_whose_folder_is_not_on_its_host_runs_in_its_spool(dask: DaskBench) -> None:
+    dask.scheduler()
+    dask.ours("--slots", "1", "--gpus", "none")
+    with dask.driver(workers=1) as driver:
+        scratch = driver.attach("ours")["scratch"]
+        assert ended(driver.start("ours", "say(spec.workdir)", workdir="/no/such/folder")).status == 0
+        assert driver.said("ours").startswith(scratch)
+
+
+def test_files_outside_of_the_scratch_folder_are_not_read(dask: DaskBench) -> None:
+    dask.scheduler()
+    dask.ours("--slots", "1", "--gpus", "none")
+    with dask.driver(workers=1) as driver:
+        scratch = driver.attach("ours")["scratch"]
+        token = driver.call(task.read_spool, driver.run_id, f"{scratch}/token", 0, 100, worker="ours")
+        assert token.decode() == driver.about["ours"]["token"]
+        with pytest.raises(PermissionError, match="outside of the scratch folder"):
+            driver.call(task.read_spool, driver.run_id, f"{scratch}/../../../etc/passwd", 0, 10, worker="ours")
+
+
+def test_scheduler_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "--scheduler --scheduler-file is required" in capsys.readouterr().err

@@ -1,0 +1,197 @@
+"""The worker's end of the rank server: one of its own, or one that the workers of a host share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddptrain.errors import ClusterError
+from ddptrain.worker.server import OwnRankServer, RankServerLost, SharedRankServer
+from tests.unit.worker.stubs import Bench, listening, status, until
+
+PARENT = "import os, time; print(os.getppid(), flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def server_of(bench: Bench, rank_id: str) -> psutil.Process:
+    bench.wait_for(rank_id, "\n")
+    return psutil.Process(int(bench.said(rank_id)))
+
+
+def test_lost_server_is_told_with_its_last_words(bench: Bench) -> None:
+    with bench.own() as server:
+        bench.order(server, "r", PARENT)
+        server_of(bench, "r").kill()
+        with pytest.raises(RankServerLost, match=r"the rank server \(pid \d+\) is gone \(status -9\)"):
+            status(server, "r")
+        with pytest.raises(RankServerLost, match="is gone"):
+            bench.order(server, "another", "pass")
+
+
+def test_own_server_that_still_imports_ends_at_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, at_import="import time; time.sleep(60)")
+    began = time.monotonic()
+    with bench.own():
+        pass
+    assert time.monotonic() - began < 5.0
+
+
+def test_shared_server_outlives_the_worker_that_started_it(bench: Bench) -> None:
+    """It is killed, as a worker is by the kernel or by its nanny."""
+    code = """
+import os, sys, time
+from pathlib import Path
+from ddptrain.worker.server import SharedRankServer
+server = SharedRankServer(Path(sys.argv[1]), dict(os.environ))
+server.listen()
+server.ready.wait(20)
+print("joined", flush=True)
+time.sleep(60)
+"""
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, str(bench.shared_folder)], env=bench.env, stdout=subprocess.PIPE
+    )
+    with first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"joined\n"
+        with bench.shared() as server:
+            bench.order(server, "r", PARENT)
+            process = server_of(bench, "r")
+            first.kill()
+            first.wait()
+            bench.order(server, "after", "print('still here')")
+            assert status(server, "after") == 0
+            assert server.wait_exit("r", 0.3) is None
+            assert process.is_running()
+    until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the server's end")
+    assert not bench.shared_folder.exists()
+
+
+def test_ranks_end_with_a_killed_worker(bench: Bench) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from tests.unit.worker.stubs import Bench
+from ddptrain.worker.server import SharedRankServer
+bench = Bench(Path(sys.argv[1]))
+server = SharedRankServer(bench.shared_folder, bench.env)
+server.listen()
+bench.order(server, "r", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+bench.wait_for("r", chr(10))
+os.kill(os.getpid(), 9)
+"""
+    root = Path(__file__).parents[3]
+    with bench.shared() as stays:
+        assert stays.ready.wait(20)
+        subprocess.run([sys.executable, "-c", code, str(bench.folder)], env=bench.env, cwd=root, timeout=30)
+        rank = int(bench.said("r"))
+        until(lambda: not psutil.pid_exists(rank), "the rank's end", timeout_s=6.0)
+
+
+def test_killed_shared_server_is_replaced_and_leaves_no_folder(bench: Bench) -> None:
+    with bench.shared() as server:
+        bench.order(server, "r", PARENT)
+        server_of(bench, "r").kill()
+        with pytest.raises(RankServerLost, match="the rank server is gone"):
+            status(server, "r")
+        until(lambda: not bench.shared_folder.exists(), "the folder's removal")
+        with bench.shared() as another:
+            bench.order(another, "again", "print('fresh')")
+            assert status(another, "again") == 0
+    assert not bench.shared_folder.exists()
+
+
+def test_shared_server_is_no_zombie_of_the_worker_that_started_it(bench: Bench) -> None:
+    with bench.shared() as server:
+        bench.order(server, "r", PARENT)
+        process = server_of(bench, "r")
+    until(lambda: not process.is_running(), "the server's end, reaped")
+
+
+def test_workers_that_come_and_go_always_find_a_server(bench: Bench) -> None:
+    """The last one leaving and the next one coming at the same moment, over and over."""
+    failures: list[str] = []
+
+    def come_and_go(name: int) -> None:
+        for turn in range(12):
+            try:
+                with bench.shared() as server:
+                    bench.order(server, f"{name}-{turn}", "pass")
+                    assert status(server, f"{name}-{turn}") == 0
+            except Exception as error:
+                failures.append(f"{name}-{turn}: {error!r}")
+
+    threads = [threading.Thread(target=come_and_go, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    until(lambda: not bench.shared_folder.exists(), "the folder's removal")
+
+
+def test_folder_that_others_can_enter_is_refused(bench: Bench) -> None:
+    bench.shared_folder.mkdir()
+    bench.shared_folder.chmod(0o755)
+    with pytest.raises(ClusterError, match=r"with mode 0755, but it must belong to user .* with mode 0700"):
+        SharedRankServer(bench.shared_folder, bench.env)
+    assert bench.shared_folder.exists()
+
+
+def test_folder_that_is_a_link_is_refused(bench: Bench) -> None:
+    (bench.folder / "elsewhere").mkdir(mode=0o700)
+    bench.shared_folder.symlink_to(bench.folder / "elsewhere")
+    with pytest.raises(ClusterError, match="no folder that can be used"):
+        SharedRankServer(bench.shared_folder, bench.env)
+
+
+def test_folder_with_a_long_path_serves_as_well(bench: Bench) -> None:
+    deep = bench.folder / ("d" * 120)
+    deep.mkdir()
+    with (
+        listening(SharedRankServer(deep / "shared", bench.env)) as one,
+        listening(SharedRankServer(deep / "shared", bench.env)) as two,
+    ):
+        for server in (one, two):
+            bench.order(server, "r", "import os; print(os.getppid())")
+            assert status(server, "r") == 0
+    assert len(set(bench.said("r").split())) == 1
+
+
+def test_server_that_can_not_be_started_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(RankServerLost, match=r"can't be reached: .*No such file"):
+        SharedRankServer(bench.shared_folder, bench.env)
+    assert not bench.shared_folder.exists()
+
+
+def test_closed_server_takes_no_more_orders(bench: Bench) -> None:
+    server = OwnRankServer(bench.env, bench.folder / "own.log")
+    with listening(server):
+        assert server.ready.wait(20)
+    until(lambda: server.fault is not None, "the end of the connection")
+    with pytest.raises(RankServerLost, match="was closed"):
+        bench.order(server, "r", "pass")
+
+
+def test_what_a_rank_has_started_ends_with_it(bench: Bench) -> None:
+    code = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+"""
+    with bench.own() as server:
+        bench.order(server, "r", code)
+        assert status(server, "r") == 0
+        child = int(bench.said("r"))
+        until(lambda: not psutil.pid_exists(child), "the end of the rank's child")
