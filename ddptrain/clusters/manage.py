@@ -96,7 +96,7 @@ def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
 
 
 def last_words(name: str) -> str:
-    """The last lines that the workers of a cluster have written, to be put behind an error; "" where they are silent."""
+    """What the workers of a cluster have written last, to be put behind an error; "" where they are silent."""
     try:
         found = logs(name, _LAST_WORDS_LINES)
     except DdptrainError as error:

@@ -111,6 +111,7 @@ def clusters_dir() -> Path:
 
 def create(record: ClusterRecord) -> Deployment:
     """Make the folder of a new cluster, whose name is `locked`. Raises UsageError where there is one of that name."""
+    _check_name(record.name)
     folder = clusters_dir() / record.name
     if _load(folder) is not None:
         raise UsageError(f"there is a cluster {record.name} already: ddptrain cluster down {record.name}")
@@ -142,10 +143,7 @@ def locked(name: str) -> Iterator[None]:
 
     Raises: UsageError where another one does so now, and where no cluster can have that name.
     """
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise UsageError(
-            f'"{shown(name)}" can\'t name a cluster: lower-case letters, digits, dots, dashes and underscores'
-        )
+    _check_name(name)
     descriptor = _open_lock(name)
     deadline = time.monotonic() + _LOCK_PATIENCE_S
     try:
@@ -156,6 +154,13 @@ def locked(name: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise UsageError(
+            f'"{shown(name)}" can\'t name a cluster: lower-case letters, digits, dots, dashes and underscores'
+        )
 
 
 def is_locked(name: str) -> bool:

@@ -1,0 +1,143 @@
+"""The table of a cluster's versions: processes with the same answers are one row, what does not fit is marked."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddptrain.wording import counted, shown
+
+_WIDTH = 100
+_INDENT = "  "
+_GAP = "  "
+_MARK = " !"
+_VALUE_WIDTH = 14
+_LEAST_NAMES_WIDTH = 26
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one process told: its value in each column, or the `reason` why it told nothing; `wrong` are marked."""
+
+    who: str
+    cells: Mapping[str, str]
+    wrong: frozenset[str] = frozenset()
+    reason: str = ""
+
+
+def table(title: str, rows: Sequence[Row], below: str) -> str:
+    """The rows, at most 100 characters wide; addresses of workers that tell the same become one row."""
+    alike: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        kind = row.who if not _is_address(row.who) else ""
+        alike.setdefault((kind, tuple(row.cells.items()), row.wrong, row.reason), []).append(row)
+    groups = list(zip(_names(list(alike.values())), (group[0] for group in alike.values()), strict=True))
+    columns = _columns([row for _, row in groups])
+    lines = _aligned(groups, columns)
+    advice = textwrap.wrap(below, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([title, *(f"{_INDENT}{line}".rstrip() for line in lines), *advice])
+
+
+def _aligned(groups: Sequence[tuple[str, Row]], columns: Mapping[str, int]) -> list[str]:
+    used = len(_INDENT) + sum(len(_GAP) + width for width in columns.values())
+    widest = max(len(name) for name, _ in groups)
+    names_width = min(widest, max(_LEAST_NAMES_WIDTH, _WIDTH - used))
+    lines = [_line("", columns.keys(), names_width, columns)]
+    for name, row in groups:
+        first, *more = textwrap.wrap(name, names_width, break_on_hyphens=False)
+        if row.reason:
+            room = _WIDTH - len(_INDENT) - names_width - len(_GAP)
+            lines.append(f"{first:{names_width}}{_GAP}{shown(row.reason, room)}")
+        else:
+            lines.append(_line(first, (_cell(row, column) for column in columns), names_width, columns))
+        lines += more
+    return lines
+
+
+def _line(name: str, cells: Iterable[str], names_width: int, columns: Mapping[str, int]) -> str:
+    padded = (f"{cell:{width}}" for cell, width in zip(cells, columns.values(), strict=True))
+    return _GAP.join([f"{name:{names_width}}", *padded]).rstrip()
+
+
+def _cell(row: Row, column: str) -> str:
+    return shown(row.cells[column], _VALUE_WIDTH) + (_MARK if column in row.wrong else "")
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, int]:
+    """Columns with their widths; where all are too wide, those in which everything fits are left out, last first."""
+    told = [row for row in rows if row.cells]
+    widths = {column: max(len(column), *(len(_cell(row, column)) for row in told)) for column in told[0].cells}
+    fine = [column for column in widths if not any(column in row.wrong for row in rows)]
+    while fine and len(_INDENT) + _LEAST_NAMES_WIDTH + sum(len(_GAP) + width for width in widths.values()) > _WIDTH:
+        del widths[fine.pop()]
+    return widths
+
+
+def _is_address(who: str) -> bool:
+    return "://" in who
+
+
+def _names(groups: Sequence[Sequence[Row]]) -> list[str]:
+    """What to call each group: its hosts, or the addresses of workers whose host is in several groups."""
+    hosts = [{_host(row.who) for row in group if _is_address(row.who)} for group in groups]
+    names = []
+    for index, group in enumerate(groups):
+        if not _is_address(group[0].who):
+            names.append(group[0].who)
+            continue
+        elsewhere = set().union(*(other for number, other in enumerate(hosts) if number != index))
+        whose = dict.fromkeys(
+            row.who.partition("://")[2] if _host(row.who) in elsewhere else _host(row.who) for row in group
+        )
+        names.append(f"{', '.join(folded([shown(who) for who in whose]))} ({counted(len(group), 'worker')})")
+    return names
+
+
+def _host(address: str) -> str:
+    """The host of an address, as tcp://10.0.0.1:40000 or tls://[::1]:40000."""
+    location = address.partition("://")[2]
+    return re.sub(r":\d+$", "", location)
+
+
+def folded(names: Sequence[str]) -> list[str]:
+    """Names that differ in one number only become one: node-1, node-2, node-4 are node-[1-2,4]."""
+    split = [re.split(r"(\d+)", name) for name in names]
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for parts in split:
+        alike.setdefault(tuple(parts[::2]), []).append(parts)
+    return [name for group in alike.values() for name in _folded_at(group, _varying(group))]
+
+
+def _varying(group: Sequence[Sequence[str]]) -> int | None:
+    """The last number in which the names of a group differ."""
+    places = [place for place in range(1, len(group[0]), 2) if len({parts[place] for parts in group}) > 1]
+    return places[-1] if places else None
+
+
+def _folded_at(group: Sequence[Sequence[str]], place: int | None) -> list[str]:
+    if place is None:
+        return ["".join(group[0])]
+    by_rest: dict[tuple[str, str], list[str]] = {}
+    for parts in group:
+        by_rest.setdefault(("".join(parts[:place]), "".join(parts[place + 1 :])), []).append(parts[place])
+    return [f"{before}{_ranges(numbers)}{after}" for (before, after), numbers in by_rest.items()]
+
+
+def _ranges(numbers: Sequence[str]) -> str:
+    """As [1-3,7], and a number alone without brackets."""
+    if len(numbers) == 1:
+        return numbers[0]
+    runs: list[list[str]] = []
+    for number in sorted(numbers, key=lambda text: (len(text), text)):
+        if runs and int(number) == int(runs[-1][-1]) + 1 and _is_next(runs[-1][-1], number):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return f"[{','.join(run[0] if len(run) == 1 else f'{run[0]}-{run[-1]}' for run in runs)}]"
+
+
+def _is_next(number: str, following: str) -> bool:
+    """Whether both are written with the same zeros before them, so that a range tells them apart from others."""
+    return len(number) == len(following) or not (number.startswith("0") or following.startswith("0"))

@@ -1,0 +1,51 @@
+"""What a process of a Dask cluster runs: this file's text is sent to processes of others, which may lack ddptrain.
+
+So it is for Python 3.9 and newer with the standard library alone, and neither torch nor the workload is imported: that
+would cost a Dask worker 640 MB.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+
+# What runs inside the process itself: what it has imported counts, not what has been installed since.
+_RUNS_HERE = ("ddptrain", "distributed")
+
+
+def look(packages: tuple[str, ...], module: str, folders: tuple[str, ...]) -> str:
+    """Versions by name as JSON, null for what is missing, and "workload": whether `module` is here or in `folders`."""
+    importlib.invalidate_caches()  # what was missing a moment ago may have been installed
+    told = {"Python": platform.python_version(), "platform": sys.platform + " " + platform.machine()}
+    versions = {name: _version(name) for name in packages}
+    return json.dumps({**told, **versions, "workload": "found" if _is_found(module, folders) else None})
+
+
+def _version(name: str) -> str | None:
+    loaded = sys.modules.get(name) if name in _RUNS_HERE else None
+    if loaded is None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name not in _RUNS_HERE or importlib.util.find_spec(name) is None:
+                return None
+        loaded = importlib.import_module(name)  # it lies on the path without having been installed
+    return str(loaded.__version__)
+
+
+def _is_found(module: str, folders: tuple[str, ...]) -> bool:
+    """Whether the module's first part can be imported; a bare folder counts where there is more of the name."""
+    first, _, rest = module.partition(".")
+    specs = (importlib.machinery.PathFinder.find_spec(first, list(folders)), _installed(first))
+    return any(spec is not None and (spec.loader is not None or rest != "") for spec in specs)
+
+
+def _installed(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # it is loaded and has no spec
+        return None
