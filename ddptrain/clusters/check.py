@@ -86,8 +86,8 @@ async def _ask(client: Client, workers: Sequence[str], expression: str) -> Answe
             text = answer.result() if who == _SCHEDULER else answer.result()[who]
             told[who] = json.loads(text)
     if failed and _SCHEDULER not in failed:
-        there = await client.scheduler.identity(n_workers=-1)
-        failed = {who: reason for who, reason in failed.items() if who in there["workers"]}
+        there = await client.nthreads()
+        failed = {who: reason for who, reason in failed.items() if who in there}
     return Answers(told, failed)
 
 

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from ddptrain.wording import counted, shown
 
@@ -15,6 +16,7 @@ _GAP = "  "
 _MARK = " !"
 _VALUE_WIDTH = 14
 _LEAST_NAMES_WIDTH = 26
+_MOST_OF_A_REASON = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +43,22 @@ def table(title: str, rows: Sequence[Row], below: str) -> str:
 
 
 def _aligned(groups: Sequence[tuple[str, Row]], columns: Mapping[str, int]) -> list[str]:
-    used = len(_INDENT) + sum(len(_GAP) + width for width in columns.values())
-    widest = max(len(name) for name, _ in groups)
-    names_width = min(widest, max(_LEAST_NAMES_WIDTH, _WIDTH - used))
-    lines = [_line("", columns.keys(), names_width, columns)]
+    room = _WIDTH - len(_INDENT) - sum(len(_GAP) + width for width in columns.values())
+    names_width = min(max(len(name) for name, _ in groups), max(_LEAST_NAMES_WIDTH, room))
+    reason_width = _WIDTH - len(_INDENT) - names_width - len(_GAP)
+    lines = [" " * names_width + _GAP + _joined(columns, columns)]
     for name, row in groups:
-        first, *more = textwrap.wrap(name, names_width, break_on_hyphens=False)
         if row.reason:
-            room = _WIDTH - len(_INDENT) - names_width - len(_GAP)
-            lines.append(f"{first:{names_width}}{_GAP}{shown(row.reason, room)}")
+            texts = textwrap.wrap(shown(row.reason, _MOST_OF_A_REASON), reason_width)
         else:
-            lines.append(_line(first, (_cell(row, column) for column in columns), names_width, columns))
-        lines += more
+            texts = [_joined((_cell(row, column) for column in columns), columns)]
+        names = textwrap.wrap(name, names_width, break_on_hyphens=False)
+        lines += [f"{left:{names_width}}{_GAP}{right}" for left, right in zip_longest(names, texts, fillvalue="")]
     return lines
 
 
-def _line(name: str, cells: Iterable[str], names_width: int, columns: Mapping[str, int]) -> str:
-    padded = (f"{cell:{width}}" for cell, width in zip(cells, columns.values(), strict=True))
-    return _GAP.join([f"{name:{names_width}}", *padded]).rstrip()
+def _joined(cells: Iterable[str], columns: Mapping[str, int]) -> str:
+    return _GAP.join(f"{cell:{width}}" for cell, width in zip(cells, columns.values(), strict=True))
 
 
 def _cell(row: Row, column: str) -> str:

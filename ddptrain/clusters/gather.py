@@ -154,16 +154,20 @@ class Gathering:
         return f"{ordered} ordered, {len(view.workers)} joined with {counted(view.slots, 'slot')}{whence}"
 
     def _last_words(self, view: View | None = None) -> str:
-        """What the processes have written that have not joined, to be put behind a message."""
-        joined = {name for worker in view.workers for name in (worker.host, worker.name)} if view else set()
-        quotes = []
-        for source, text in self.provider.logs(self.deployment, _LOG_LINES).items():
-            is_there = bool(view and view.workers) and (
-                source == "scheduler" or any(name in source.split() for name in joined)
-            )
-            if text.strip() and not is_there:
-                quotes.append(f"\nlast lines of {source}:\n  " + text.strip().replace("\n", "\n  "))
-        return "".join(quotes)
+        words = last_words(self.provider, self.deployment, view)
+        return f"\n{words}" if words else ""
+
+
+def last_words(provider: Provider, deployment: Deployment, view: View | None = None) -> str:
+    """What the processes of a cluster have written that have not joined; without a `view`, what all have."""
+    workers = view.workers if view is not None else ()
+    joined = {name for worker in workers for name in (worker.host, worker.name)} | ({"scheduler"} if workers else set())
+    quotes = [
+        f"last lines of {source}:\n  " + text.strip().replace("\n", "\n  ")
+        for source, text in provider.logs(deployment, _LOG_LINES).items()
+        if text.strip() and not joined.intersection(source.split())
+    ]
+    return "\n".join(quotes)
 
 
 def _fault(provider: Provider, deployment: Deployment) -> str | None:

@@ -105,6 +105,18 @@ def last_words(name: str) -> str:
     return "\n".join(f"last lines of {source}:\n{text}" for source, text in quotes.items() if text)
 
 
+def last_words(name: str) -> str:
+    """The last lines that the processes of a cluster have logged which have not joined it; "" where none can be had."""
+    from ddptrain.clusters import gather
+
+    try:
+        deployment = state.find(name)
+        provider = _provider(deployment.record.backend)
+        return gather.last_words(provider, deployment, look.probe(deployment, look.LOOK_TIMEOUT_S))
+    except DdptrainError:
+        return ""
+
+
 def down(name: str, tell: Tell, *, now: bool = False) -> None:
     """End a cluster and forget it; with runs on it only if it must be `now`.
 

@@ -20,9 +20,10 @@ _RUNS_HERE = ("ddptrain", "distributed")
 def look(packages: tuple[str, ...], module: str, folders: tuple[str, ...]) -> str:
     """Versions by name as JSON, null for what is missing, and "workload": whether `module` is here or in `folders`."""
     importlib.invalidate_caches()  # what was missing a moment ago may have been installed
-    told = {"Python": platform.python_version(), "platform": sys.platform + " " + platform.machine()}
     versions = {name: _version(name) for name in packages}
-    return json.dumps({**told, **versions, "workload": "found" if _is_found(module, folders) else None})
+    workload = "found" if _is_found(module, folders) else None
+    system = sys.platform + " " + platform.machine()
+    return json.dumps({"Python": platform.python_version(), **versions, "workload": workload, "platform": system})
 
 
 def _version(name: str) -> str | None:

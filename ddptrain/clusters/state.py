@@ -110,7 +110,11 @@ def clusters_dir() -> Path:
 
 
 def create(record: ClusterRecord) -> Deployment:
-    """Make the folder of a new cluster, whose name is `locked`. Raises UsageError where there is one of that name."""
+    """Make the folder of a new cluster, whose name is `locked`.
+
+    Raises: UsageError where there is one of that name, or where no cluster can have it.
+    """
+    _check_name(record.name)
     _check_name(record.name)
     folder = clusters_dir() / record.name
     if _load(folder) is not None:
@@ -170,6 +174,13 @@ def is_locked(name: str) -> bool:
         return not _try_lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise UsageError(
+            f'"{shown(name)}" can\'t name a cluster: lower-case letters, digits, dots, dashes and underscores'
+        )
 
 
 def _open_lock(name: str) -> int:

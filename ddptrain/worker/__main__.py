@@ -203,6 +203,7 @@ async def _live(options: argparse.Namespace, address: str, host: RankHost, resou
 
     from distributed import Worker
 
+    from ddptrain.spec import WORKER_METRIC
     from ddptrain.worker.host import MOST_SLOTS
 
     worker = Worker(
@@ -219,7 +220,7 @@ async def _live(options: argparse.Namespace, address: str, host: RankHost, resou
         dashboard=False,
         death_timeout=options.timeout,
     )
-    worker.metrics[host.name] = host.metric
+    worker.metrics[WORKER_METRIC] = host.metric
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:

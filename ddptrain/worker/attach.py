@@ -11,36 +11,81 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import dask
-from distributed import Worker
+from distributed import Worker, WorkerPlugin
 
 from ddptrain import __version__
-from ddptrain.errors import ClusterError
 from ddptrain.execenv import exec_only
 from ddptrain.gpus import visible_gpus
 from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
 from ddptrain.worker import environment
-from ddptrain.worker.host import AttachedHost, RankHost, RunGuest, own_host, rank_host
-from ddptrain.worker.server import SharedRankServer
+from ddptrain.worker.host import RankHost, own_host
+from ddptrain.worker.server import RankServerLost, SharedRankServer
 
 # Exported by every nanny, without standing in Dask's configuration (distributed/nanny.py).
 _NANNY_HASH_SEED = {"PYTHONHASHSEED": "6640"}
+_END_TIMEOUT_S = 5.0  # for ranks to end once their rank server was told to: SIGKILL comes after 2 s
+
+
+class RunPlugin(WorkerPlugin):
+    """Stands for a run on a worker; Dask's "plugin-remove" ends the run there, with all that it has left."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.name = attached_plugin(run_id)
+        self.host: RankHost | None = None
+        self._own = False  # the host is the worker's own, and stays
+        self._removed = False
+
+    async def setup(self, worker: Worker) -> None:
+        """Have a host of ranks: the worker's own, or one for this run. Raises RankServerLost, ClusterError."""
+        host = own_host(worker)
+        self._own = host is not None
+        if host is None:
+            host = await asyncio.to_thread(_new_host, worker, self.run_id)
+            host.setup(worker)
+        self.host = host
+        if self._removed:  # meanwhile: its driver is gone
+            await self.teardown(worker)
+
+    async def teardown(self, worker: Worker) -> None:
+        """The run is over, or its driver is gone."""
+        self._removed = True
+        host, self.host = self.host, None
+        if host is not None and self._own:
+            await asyncio.to_thread(host.remove_run, self.run_id)
+        elif host is not None:
+            await asyncio.to_thread(_clear, host)
+
+    def transition(self, key: Any, start: str, finish: str, **more: Any) -> None:
+        """A host that is the worker's own hears of it by itself."""
+        if self.host is not None and not self._own:
+            self.host.transition(key, start, finish, **more)
+
+
+def rank_host(worker: Worker, run_id: str) -> RankHost:
+    """The host of a run's ranks on this worker: the worker's own, or the one attached for the run.
+
+    Raises RankServerLost where the run has been removed from this worker, or was never there.
+    """
+    plugin = worker.plugins.get(attached_plugin(run_id))
+    host = own_host(worker) or (plugin.host if isinstance(plugin, RunPlugin) else None)
+    if host is None:
+        raise RankServerLost(f"the worker {worker.address} knows nothing of run {run_id} (any more)")
+    return host
 
 
 async def attach(worker: Worker, run_id: str) -> RankHost:
-    """Have a plugin stand for the run on this worker; return the host of its ranks.
-
-    A worker of ours is a host already. Removing the plugin (Dask's "plugin-remove") ends the run here.
-    Raises RankServerLost, ClusterError.
-    """
+    """Make this worker a host of the run's ranks, where it is none. Raises RankServerLost, ClusterError."""
     name = attached_plugin(run_id)
     if name not in worker.plugins:
-        own = own_host(worker) is not None
-        plugin = RunGuest(run_id) if own else await asyncio.to_thread(_new_host, worker, run_id)
-        answer = await worker.plugin_add(plugin, name=name)
-        if answer["status"] != "OK":
-            raise ClusterError(f"the worker {worker.address} took no plugin: {answer}")
+        try:
+            await worker.plugin_add(RunPlugin(run_id), name=name, catch_errors=False)
+        except BaseException:
+            worker.plugins.pop(name, None)
+            raise
     host = rank_host(worker, run_id)
     await asyncio.to_thread(host.mend)
     return host
@@ -65,22 +110,27 @@ def offered(worker: Worker) -> tuple[int, tuple[str, ...]]:
     return slots, visible_gpus(os.environ)[: min(slots, with_device)] if with_device else ()
 
 
-def _new_host(worker: Worker, run_id: str) -> AttachedHost:
+def _new_host(worker: Worker, run_id: str) -> RankHost:
     environ = environment.without_nanny(os.environ, _nannys(worker))
     _, gpus = offered(worker)
-    scratch = Path(worker.local_directory) / attached_plugin(run_id)
     env = environment.server_environment(environ)
     folder = _server_folder(worker.scheduler.address, env)
     server = SharedRankServer(folder, env)
+    scratch = Path(worker.local_directory) / attached_plugin(run_id)
     try:
-        host = AttachedHost(server, lambda: SharedRankServer(folder, env), environ, gpus, scratch)
+        return RankHost(server, lambda: SharedRankServer(folder, env), environ, gpus, scratch)
     except BaseException:
         server.listen()
         server.close()
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    host.name = attached_plugin(run_id)
-    return host
+
+
+def _clear(host: RankHost) -> None:
+    """End a run's ranks, leave the rank server to others, and delete what the run wrote."""
+    host.server.close()
+    host.server.wait(_END_TIMEOUT_S)
+    shutil.rmtree(host.scratch, ignore_errors=True)
 
 
 def _nannys(worker: Worker) -> dict[str, object]:

@@ -1,8 +1,7 @@
-"""The worker plugins: one keeps a rank server and stops ranks whose keys are released, one stands for a run."""
+"""The host of ranks in a Dask worker: it keeps the rank server, knows the slots, and stops ranks that are released."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import socket
@@ -16,26 +15,14 @@ from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
-from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin, key_prefix
+from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
 from ddptrain.worker import environment
-from ddptrain.worker.server import RankServer, RankServerLost
+from ddptrain.worker.server import RankServer
 
 PLUGIN_NAME = "ddptrain"
 MOST_SLOTS = 1024
 RELEASED_GRACE_S = 5.0  # for a rank whose driver is gone: others wait for its slot
-END_TIMEOUT_S = 5.0  # for ranks to end once their rank server was told to: SIGKILL comes after 2 s
-_GONE_STATES = frozenset({"released", "forgotten", "cancelled", "error"})
-
-
-def rank_host(worker: Worker, run_id: str) -> RankHost:
-    """The host of a run's ranks on this worker: the worker's own, or the one attached for the run.
-
-    Raises RankServerLost where the run has been removed from this worker, or was never there.
-    """
-    host = own_host(worker) or worker.plugins.get(attached_plugin(run_id))
-    if host is None:
-        raise RankServerLost(f"the worker {worker.address} knows nothing of run {run_id} (any more)")
-    return cast(RankHost, host)
+GONE_STATES = frozenset({"released", "forgotten", "cancelled", "error"})
 
 
 def own_host(worker: Worker) -> RankHost | None:
@@ -50,6 +37,10 @@ def slot_resources(slots: int, gpus: Sequence[str]) -> dict[str, float]:
     if gpus and slots > len(gpus):
         raise ClusterError(f"{slots} slots were asked for, but there are {len(gpus)} GPUs here, one a rank")
     return {SLOT_RESOURCE: float(slots)} | ({GPU_RESOURCE: float(slots)} if gpus else {})
+
+
+def _store_id(key: str) -> str:
+    return f"{key}/store"
 
 
 class RankHost(WorkerPlugin):
@@ -128,9 +119,8 @@ class RankHost(WorkerPlugin):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.bind((host, 0))
             listening.listen(1024)
-            store_id = f"{key}/store"
-            self.hold(key, store_id, grace_s=0.0)
-            self.server.start_store(store_id, host, listening)
+            self.hold(key, _store_id(key), grace_s=0.0)
+            self.server.start_store(_store_id(key), host, listening)
             return int(listening.getsockname()[1])
 
     def stop(self, key: str, grace_s: float | None = None) -> None:
@@ -139,6 +129,16 @@ class RankHost(WorkerPlugin):
             own_grace_s = self._children.get(key, {}).get(key)
         if own_grace_s is not None:
             self.server.stop(key, own_grace_s if grace_s is None else grace_s)
+
+    def is_released(self, key: str) -> bool:
+        """Whether Dask has let go of a key: then nobody waits for its ranks, or stops them later."""
+        task = self.worker.state.tasks.get(key)
+        return key not in self._children or task is None or task.state in GONE_STATES
+
+    def kill(self, key: str) -> None:
+        """End at once what was started for a key that had been released before."""
+        for child_id in (key, _store_id(key)):
+            self.server.stop(child_id, 0.0)
 
     def let_go(self, key: str) -> None:
         """Nobody waits for the ranks of `key` any more: its children end soon."""
@@ -149,7 +149,7 @@ class RankHost(WorkerPlugin):
 
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
         """Dask has let go of a key (the driver is gone, or is done with it): its children end."""
-        if finish in _GONE_STATES:
+        if finish in GONE_STATES:
             self.let_go(key)
 
     def remove_run(self, run_id: str) -> None:
@@ -162,27 +162,3 @@ class RankHost(WorkerPlugin):
         while any(self.server.has(key) for key in keys) and time.monotonic() < deadline:
             time.sleep(0.02)
         shutil.rmtree(self.scratch / run_id, ignore_errors=True)
-
-
-class RunGuest(WorkerPlugin):
-    """A run on a worker of ours: when it is removed, what the run has left there goes."""
-
-    def __init__(self, run_id: str) -> None:
-        self.run_id = run_id
-        self.name = attached_plugin(run_id)
-
-    async def teardown(self, worker: Worker) -> None:
-        """The run is over, or its driver is gone."""
-        host = own_host(worker)
-        if host is not None:
-            await asyncio.to_thread(host.remove_run, self.run_id)
-
-
-class AttachedHost(RankHost):
-    """The host of one run's ranks on a worker of others, which is left as it was found."""
-
-    async def teardown(self, worker: Worker) -> None:
-        """End the run's ranks, leave the rank server to others, and delete what the run wrote."""
-        self.server.close()
-        await asyncio.to_thread(self.server.wait, END_TIMEOUT_S)
-        await asyncio.to_thread(shutil.rmtree, self.scratch, ignore_errors=True)

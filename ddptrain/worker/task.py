@@ -19,8 +19,8 @@ from distributed import Worker, get_worker
 from ddptrain.errors import ClusterError
 from ddptrain.spec import GPU_RESOURCE, RankExit, RankSpec
 from ddptrain.worker import environment, spool
-from ddptrain.worker.attach import attach, offered
-from ddptrain.worker.host import RankHost, own_host, rank_host, slot_resources
+from ddptrain.worker.attach import attach, offered, rank_host
+from ddptrain.worker.host import RankHost, own_host, slot_resources
 from ddptrain.worker.server import RankServerLost
 
 POLL_S = 0.02  # how soon the driver hears that a busy rank has printed something
@@ -69,6 +69,8 @@ class _RankTask:
         finally:
             os.close(log_fd)
             os.close(events_fd)
+        if self.host.is_released(spec.key):  # while the rank was being ordered
+            self.host.kill(spec.key)
         return self._watch()
 
     def _completed(self) -> RankSpec:

@@ -260,8 +260,9 @@ class KubeServer:
             return socket
 
         async def down() -> None:
-            while data := await reader.read(32 * 1024):
-                await socket.send_bytes(b"\x00" + data)
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(32 * 1024):
+                    await socket.send_bytes(b"\x00" + data)
             await socket.close()
 
         with self._stream():

@@ -36,7 +36,8 @@ def server() -> FakeServer:
 
 def host_with(server: FakeServer, folder: Path, *gpus: str) -> RankHost:
     host = RankHost(cast(RankServer, server), lambda: cast(RankServer, FakeServer()), {}, gpus, folder / "scratch")
-    host.setup(cast(Worker, SimpleNamespace(name="w-1")))
+    tasks = {"r": SimpleNamespace(state="executing")}
+    host.setup(cast(Worker, SimpleNamespace(name="w-1", state=SimpleNamespace(tasks=tasks))))
     return host
 
 
@@ -60,6 +61,22 @@ def test_stopped_rank_gets_the_grace_that_the_driver_gives(server: FakeServer, t
     host.stop("r", 2.0)
     host.stop("unknown")
     assert server.stopped == [("r", 30.0), ("r", 2.0)]
+
+
+def test_key_that_is_released_while_its_rank_is_ordered_is_known(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.hold("r", "r", 30.0)
+    assert not host.is_released("r")
+    host.worker.state.tasks["r"].state = "cancelled"  # before it was held
+    assert host.is_released("r")
+    host.worker.state.tasks["r"].state = "executing"
+    host.transition("r", "executing", "cancelled")  # before it was started
+    assert host.is_released("r")
+    host.hold("unknown", "unknown", 30.0)
+    assert host.is_released("unknown")
+    server.stopped.clear()
+    host.kill("r")
+    assert server.stopped == [("r", 0.0), ("r/store", 0.0)]
 
 
 def test_place_is_the_gpu_or_the_workers_slot(server: FakeServer, tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ddptrain.clusters.security import make_tls
@@ -190,6 +192,21 @@ def test_slot_is_used_again_only_when_its_last_rank_has_ended(dask: DaskBench) -
         later = second.start("ours", f"import os; say(os.path.exists('/proc/{old}'))")
         assert ended(later).status == 0
         assert second.said("ours") == "False\n"
+
+
+def test_rank_whose_driver_leaves_while_it_starts_is_ended(dask: DaskBench) -> None:
+    dask.scheduler()
+    dask.ours("--slots", "8", "--gpus", "none")
+    with dask.driver(workers=1) as driver:
+        driver.attach("ours")
+        ended(driver.start("ours", "import os; say(os.getppid())", rank=99))
+        server = psutil.Process(int(driver.said("ours", 99)))
+        for turn in range(1, 30):
+            future = driver.start("ours", SLEEPER, rank=turn, slot=turn % 8)
+            time.sleep(0.002 * (turn % 10))
+            future.cancel(force=True)
+        until(lambda: about(driver)["metrics"]["ddptrain"]["ranks"] == 0, "the end of every rank")
+        until(lambda: not server.children(), f"the end of {server.children()}")
 
 
 def test_killed_rank_server_is_replaced_for_the_next_run(dask: DaskBench) -> None:
