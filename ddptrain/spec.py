@@ -41,7 +41,8 @@ class RankSpec(_Message):
 
     The worker fills in, from `slot` and what it knows of its host: `gpu`, the one device that the rank sees (an entry
     for CUDA_VISIBLE_DEVICES; None on the CPU), `staging`, `cpu_threads`, the rest of `env`, and `environment` (what of
-    it was tuned, and by whom). `shared` says that driver and worker see the same file system.
+    it was tuned, and by whom). `shared` says that driver and worker see the same file system; without `use_gpu` the
+    rank trains on the CPU, whatever its slot has.
     """
 
     run_id: str
@@ -63,6 +64,7 @@ class RankSpec(_Message):
     master_addr: str = ""
     master_port: int = 0
     shared: bool = True
+    use_gpu: bool = True
     gpu: str | None = None
     staging: str = ""
     resume_from: str = ""

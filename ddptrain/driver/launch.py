@@ -216,6 +216,7 @@ class _Run:
             sys_path=self._sys_path(),
             master_addr=places[0].slot.host,
             shared=place.shared,
+            use_gpu=self.config.cluster.gpus != 0,
             env=dict(config.env),
         )
 

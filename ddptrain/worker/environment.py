@@ -58,11 +58,12 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
     `environ` is the worker's, without the nanny's additions.
     """
     chosen = {**environ, **spec.env}
+    gpu = place.gpu if spec.use_gpu else None
     threads = max(1, place.cpus // spec.local_world_size)
     tuned = {**tuned_defaults(), "OMP_NUM_THREADS": str(threads)}
     if place.interface is not None:
         tuned["GLOO_SOCKET_IFNAME"] = place.interface  # gloo asks the host's name otherwise: often a wrong address
-    env = {**tuned, **chosen, **_contract(spec, place.gpu)}
+    env = {**tuned, **chosen, **_contract(spec, gpu)}
     report = {
         name: {"value": env[name], "source": "user" if name in chosen else "ddptrain"}
         for name in (*tuned, *_THREAD_VARIABLES)
@@ -71,7 +72,7 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
     return dataclasses.replace(
-        spec, env=env, gpu=place.gpu, cpu_threads=threads, staging=place.staging, environment=report
+        spec, env=env, gpu=gpu, cpu_threads=threads, staging=place.staging, environment=report
     )
 
 

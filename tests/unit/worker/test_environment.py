@@ -65,6 +65,11 @@ def test_rank_sees_its_one_gpu_or_none() -> None:
     assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}).env["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_rank_that_shall_use_no_gpu_sees_none() -> None:
+    spec = completed({}, gpu="GPU-1", use_gpu=False)
+    assert (spec.gpu, spec.env["CUDA_VISIBLE_DEVICES"]) == (None, "")
+
+
 def test_gloo_is_told_the_workers_interface_unless_the_user_has_chosen_one() -> None:
     spec = completed({})
     assert spec.env["GLOO_SOCKET_IFNAME"] == "eth7"
