@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _serve(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    forward = _Forward(options.service, options.namespace, options.context)
+    forward = _Forward(options.service, options.namespace, options.context, stop)
     async with contextlib.AsyncExitStack() as servers:
         ports = []
         for pair in options.ports:
@@ -73,12 +73,13 @@ class _NobodyListens(ClusterError):
 
 
 class _Forward:
-    """Connections to the pod of one service."""
+    """Connections to the pod of one service; `gone` is set once it is known to be deleted."""
 
-    def __init__(self, service: str, namespace: str, context: str) -> None:
+    def __init__(self, service: str, namespace: str, context: str, gone: asyncio.Event) -> None:
         self.service = service
         self.namespace = namespace
         self.context = context
+        self.gone = gone
         self._running: set[asyncio.Task[Any]] = set()
 
     @contextlib.asynccontextmanager
@@ -145,7 +146,10 @@ class _Forward:
     async def _pod(self, api: Kubernetes) -> str:
         """The pod behind the service. Raises ClusterError where none is ready."""
         service = await api.get(CORE, f"services/{self.service}")
-        pods = await api.items(CORE, "pods", service["spec"]["selector"]) if service else []
+        if service is None:
+            self.gone.set()
+            raise ClusterError(f"the service {self.service} is gone")
+        pods = await api.items(CORE, "pods", service["spec"]["selector"])
         ready = [str(pod["metadata"]["name"]) for pod in pods if is_ready(pod)]
         if not ready:
             raise ClusterError(f"no pod of the service {self.service} is ready")

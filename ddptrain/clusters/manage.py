@@ -21,7 +21,6 @@ from ddptrain.wording import counted, did_you_mean, shown
 if TYPE_CHECKING:
     from ddptrain.config import ClusterConfig
 
-_LAST_WORDS_LINES = 12
 _SURE_S = 10.0  # before a cluster is taken for dead, and what is left of it is ended
 
 
@@ -96,25 +95,15 @@ def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
 
 
 def last_words(name: str) -> str:
-    """What the workers of a cluster have written last, to be put behind an error; "" where they are silent."""
-    try:
-        found = logs(name, _LAST_WORDS_LINES)
-    except DdptrainError as error:
-        return f"its logs can't be read: {error}"
-    quotes = {source: text.strip() for source, text in found.items() if source != "scheduler"}
-    return "\n".join(f"last lines of {source}:\n{text}" for source, text in quotes.items() if text)
-
-
-def last_words(name: str) -> str:
-    """The last lines that the processes of a cluster have logged which have not joined it; "" where none can be had."""
+    """What the processes of a cluster have logged last that have not joined it, to be put behind an error."""
     from ddptrain.clusters import gather
 
     try:
         deployment = state.find(name)
-        provider = _provider(deployment.record.backend)
-        return gather.last_words(provider, deployment, look.probe(deployment, look.LOOK_TIMEOUT_S))
-    except DdptrainError:
-        return ""
+        view = look.probe(deployment, look.LOOK_TIMEOUT_S)
+        return gather.last_words(_provider(deployment.record.backend), deployment, view)
+    except DdptrainError as error:
+        return f"its logs can't be read: {error}"
 
 
 def down(name: str, tell: Tell, *, now: bool = False) -> None:
@@ -177,11 +166,12 @@ def _make_room(name: str, tell: Tell) -> None:
 
 def _take_back(deployment: Deployment, provider: Provider, tell: Tell, error: BaseException) -> None:
     """End what was started by half. Raises ClusterError where a part of it did not end."""
-    tell("ending what was started")
-    try:
-        _end(deployment, provider, tell)
-    except DdptrainError as stuck:
-        raise ClusterError(f"{error}; {stuck}; try ddptrain cluster down {deployment.name}") from error
+    with deferred():
+        tell("ending what was started")
+        try:
+            _end(deployment, provider, tell)
+        except DdptrainError as stuck:
+            raise ClusterError(f"{error}; {stuck}; try ddptrain cluster down {deployment.name}") from error
 
 
 def _end(deployment: Deployment, provider: Provider, tell: Tell) -> None:

@@ -160,13 +160,6 @@ def locked(name: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _check_name(name: str) -> None:
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise UsageError(
-            f'"{shown(name)}" can\'t name a cluster: lower-case letters, digits, dots, dashes and underscores'
-        )
-
-
 def is_locked(name: str) -> bool:
     """Whether a command is starting, scaling or ending the cluster now."""
     descriptor = _open_lock(name)

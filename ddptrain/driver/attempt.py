@@ -54,7 +54,8 @@ class RankWatch:
     fault: Fault | None = None
     ended: RankExit | None = None
     given_up: bool = False
-    heard_at: float = 0.0  # monotonic seconds; 0 before it was started
+    submitted_at: float = 0.0  # monotonic seconds, as the next; 0 before
+    heard_at: float = 0.0
 
     @property
     def over(self) -> bool:
@@ -94,7 +95,9 @@ class Attempt:
         telling: Telling,
         inbox: Inbox,
         worker_fault: Callable[[], str | None],
+        start_timeout_s: float,
     ) -> None:
+        self.start_timeout_s = start_timeout_s
         self.gang, self.porter, self.telling, self.inbox = gang, porter, telling, inbox
         self.worker_fault = worker_fault
         self.ranks = [self._watched(*rank) for rank in ranks]
@@ -189,7 +192,7 @@ class Attempt:
             self._submit(watch)
 
     def _submit(self, watch: RankWatch) -> None:
-        watch.heard_at = time.monotonic()
+        watch.submitted_at = time.monotonic()
         self.gang.submit(watch.spec, watch.place.slot)
 
     def _advance(self, watch: RankWatch, log_size: int, events_size: int) -> None:
@@ -329,6 +332,18 @@ class Attempt:
             host = f"host {watch.place.host}" if alone else "the cluster"
             text = f"nothing was heard from {host} for {_SILENCE_S:.0f} s: is it down, or the network to it?"
             self._on_worker_lost(watch.place.slot.worker, text)
+        self._watch_starts(now)
+
+    def _watch_starts(self, now: float) -> None:
+        """A worker of others may be busy with other work, and never come to the rank: a gang must not wait for it."""
+        for watch in self.ranks:
+            waits = watch.submitted_at and not watch.heard_at and not watch.over
+            if waits and now - watch.submitted_at > self.start_timeout_s:
+                worker, host = watch.place.slot.worker, watch.place.host
+                text = (
+                    f"the Dask worker {worker} of host {host} has not begun with it within {self.start_timeout_s:g} s"
+                )
+                self._give_up(watch, Kind.INFRASTRUCTURE, f"{text}: is it busy with other tasks?")
 
     def _watch_deadlines(self) -> None:
         """Go on with the stopping of the gang when its next moment has come."""

@@ -186,7 +186,9 @@ class _Run:
         policy = CheckpointPolicy(checkpoint.keep, checkpoint.metric, checkpoint.mode)
         porter = Porter(self.writer, policy, self.inbox)
         try:
-            outcome = Attempt(gang, specs, porter, telling, self.inbox, self.cluster.worker_fault).run()
+            start_timeout_s = self.config.cluster.start_timeout_s
+            fault = self.cluster.worker_fault
+            outcome = Attempt(gang, specs, porter, telling, self.inbox, fault, start_timeout_s).run()
         finally:
             porter.close(_PORTER_DEADLINE_S)
         verdict = verdicts.of_outcome(outcome, self.writer.layout)

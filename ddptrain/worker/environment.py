@@ -71,9 +71,7 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
     }
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
-    return dataclasses.replace(
-        spec, env=env, gpu=gpu, cpu_threads=threads, staging=place.staging, environment=report
-    )
+    return dataclasses.replace(spec, env=env, gpu=gpu, cpu_threads=threads, staging=place.staging, environment=report)
 
 
 def interface_of(host: str) -> str | None:

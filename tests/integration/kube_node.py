@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import os
 import re
 import signal
@@ -57,9 +58,12 @@ class Node:
             await self._make_pod(thing)
         elif plural == "pods" and event == "ADDED":
             pod = self._new_pod(thing)
+            self._write_names()
             pod.task = asyncio.ensure_future(self._live(pod, thing))
         elif plural == "pods" and thing["metadata"].get("deletionTimestamp") and event == "MODIFIED":
             self.pods[thing["metadata"]["name"]].doomed.set()
+        elif plural == "services" and event == "ADDED":
+            self._write_names()
         elif plural == "pods" and event == "MODIFIED":
             await self._balance(thing)
 
@@ -101,6 +105,18 @@ class Node:
                 meta, entry = service["metadata"], {"ip": pod["status"]["podIP"]}
                 status = {"status": {"loadBalancer": {"ingress": [entry]}}}
                 await self.store.patch("services", meta["namespace"], meta["name"], status)
+
+    def _write_names(self) -> None:
+        """What a name server would know: the operator reads it."""
+        names = {}
+        for service in self.store.find("services", "", {}):
+            meta, selector = service["metadata"], service["spec"]["selector"].items()
+            for thing in self.store.find("pods", meta["namespace"], {}):
+                if selector <= thing["metadata"]["labels"].items():
+                    names[f"{meta['name']}.{meta['namespace']}"] = self.pods[thing["metadata"]["name"]].address
+        beside = self.folder / "names.new"
+        beside.write_text(json.dumps(names))
+        beside.rename(self.folder / "names.json")
 
     def _new_pod(self, thing: Object) -> Pod:
         self._count += 1

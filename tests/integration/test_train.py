@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from distributed import Client
 from safetensors.numpy import load_file
 
 from tests.conftest import Cli, Finished
@@ -338,7 +339,7 @@ class UpCluster:
     def _start_scheduler(self) -> str:
         file = self.folder / "scheduler.json"
         command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
-        self._start([*command, "--no-dashboard", "--scheduler-file", str(file)])
+        self.start([*command, "--no-dashboard", "--scheduler-file", str(file)])
         deadline = time.monotonic() + 30
         while not file.exists() or not file.read_text().strip():
             assert time.monotonic() < deadline, "the scheduler did not start"
@@ -347,9 +348,9 @@ class UpCluster:
 
     def add_worker(self, *prefix: str, slots: int = 2, scratch: Path | None = None) -> subprocess.Popen[bytes]:
         command = [*prefix, sys.executable, "-m", "ddptrain.worker", "--scheduler", self.address, "--slots", str(slots)]
-        return self._start([*command, *(("--scratch", str(scratch)) if scratch else ())])
+        return self.start([*command, *(("--scratch", str(scratch)) if scratch else ())])
 
-    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+    def start(self, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.folder / "cluster.log").open("ab") as log:
             started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
         self.processes.append(started)
@@ -468,3 +469,24 @@ def test_worker_with_another_file_system_brings_everything_home(trainer: Trainer
         wanted = [f"{number:06d} of rank {rank}" for number in range(20000)]
         assert (trainer.folder / f"runs/burst/logs/rank-{rank}.log").read_text().splitlines() == wanted
     assert burst.rc == 0
+
+
+def test_worker_that_is_busy_with_other_work_is_not_waited_for_for_ever(
+    trainer: Trainer, up_cluster: UpCluster
+) -> None:
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", up_cluster.address, "--nthreads", "1"]
+    for _ in range(2):
+        up_cluster.start([*command, "--no-nanny", "--no-dashboard", "--local-directory", str(trainer.folder)])
+    with Client(up_cluster.address, set_as_default=False) as client:
+        client.wait_for_workers(2, timeout=30)
+        done = trainer.folder / "done"
+        wait = f"until [ -e {done} ]; do sleep 0.1; done"
+        busy = client.submit(subprocess.check_call, ["sh", "-c", wait], pure=False)
+        while not any(client.processing().values()):
+            time.sleep(0.05)
+        ended = trainer.train("steps", "--cluster", up_cluster.address, "--set", "cluster.start_timeout_s=5")
+        assert ended.rc == 4
+        assert "has not begun with it within 5 s: is it busy with other tasks?" in ended.stderr
+        assert busy.status == "pending"  # other people's work is left alone
+        done.touch()
+        assert busy.result(timeout=30) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,19 @@ def test_broken_nvidia_smi_offers_nothing(smi: Path) -> None:
 def test_choice_without_a_driver_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert gpus.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == ()
+
+
+@pytest.mark.parametrize(("cores", "slots"), [(1, 2), (2, 2), (5, 2), (16, 8)])
+def test_machine_without_gpus_has_a_slot_for_every_two_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, slots: int
+) -> None:
+    monkeypatch.setattr(gpus, "usable_cores", lambda: cores)
+    assert gpus.default_slots(()) == slots
+    assert gpus.default_slots(("0", "1", "2")) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system knows no CPU affinity")
+def test_cores_of_others_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 128)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 4, 5, 6})
+    assert gpus.usable_cores() == 4
