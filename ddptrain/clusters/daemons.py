@@ -1,6 +1,6 @@
 """Processes of this host that outlive the command that starts them; also for other hosts, over ssh.
 
-    python -m ddptrain.clusters.daemons start|stop|alive|tail < JSON
+    python -m ddptrain.clusters.daemons start|stop|alive|tail|read|describe < JSON
 
 reads the arguments of the function of that name as a JSON object, and prints {"result": ...} or {"error": "..."}. It
 imports little, for it is called on every host of a cluster.
@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from ddptrain import __version__
 from ddptrain.errors import ClusterError
 
 FOLDER = "{folder}"
@@ -104,8 +105,8 @@ def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0, *, remove: bool =
 
     Those that have ended already are fine. Raises ClusterError that names those which can't be ended.
     """
-    ending = [daemon for daemon in daemons if alive(daemon)]
-    everything = list(ending)
+    everything = list(daemons)
+    ending = [daemon for daemon in everything if alive(daemon)]
     for daemon in ending:
         with suppress(ProcessLookupError):
             os.kill(daemon.pid, signal.SIGTERM)
@@ -132,6 +133,46 @@ def tail(folder: str, name: str, lines: int) -> str:
     except FileNotFoundError:
         return ""
     return "".join(text.splitlines(keepends=True)[-lines:])
+
+
+def read(folder: str, name: str, timeout_s: float) -> Any:
+    """The JSON that a process leaves in its folder, once it is there. Raises ClusterError, with what it has written."""
+    path, deadline = Path(folder, name), time.monotonic() + timeout_s
+    while True:
+        with suppress(FileNotFoundError):
+            return json.loads(path.read_text(encoding="utf-8"))
+        if time.monotonic() > deadline:
+            said = "; ".join(log.read_text(errors="replace").strip()[-500:] for log in Path(folder).glob("*.log"))
+            raise ClusterError(f"{name} did not appear within {timeout_s:g} s{': ' if said else ''}{said}")
+        time.sleep(_POLL_S)
+
+
+def describe(names: Sequence[str]) -> dict[str, Any]:
+    """What this host is: {"version", "hostname", "addresses": {name: the address, if it is ours}, "reached_at"}.
+
+    "reached_at" is the address of ours that the ssh connection came to.
+    """
+    import socket
+
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {
+        "version": __version__,
+        "hostname": socket.gethostname(),
+        "addresses": {name: _own_address(name) for name in names},
+        "reached_at": connection[2] if len(connection) == 4 else "",
+    }
+
+
+def _own_address(name: str) -> str:
+    """The address that the name stands for here, or "" where it is none of this host's."""
+    import socket
+
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as bound:
+            bound.bind(address)
+            return str(address[0])
+    return ""
 
 
 def _wait(daemons: list[DaemonId], timeout_s: float) -> list[DaemonId]:
@@ -180,6 +221,8 @@ def _called(command: str, given: Mapping[str, Any]) -> Any:
             remove=given.get("remove", False),
         ),
         "alive": lambda: [alive(DaemonId(**each)) for each in given["daemons"]],
+        "read": lambda: read(given["folder"], given["name"], given["timeout_s"]),
+        "describe": lambda: describe(given["names"]),
         "tail": lambda: tail(given["folder"], given["name"], given["lines"]),
     }
     return calls[command]()

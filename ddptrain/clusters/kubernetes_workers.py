@@ -20,7 +20,7 @@ _ASK_S = 5.0
 
 
 async def resize(api: Kubernetes, cluster: Deployment, wanted: int, slots_each: int, tell: Tell) -> None:
-    """Have `wanted` worker pods; those that runs are on stay until they have ended, and take no new ones.
+    """Have `wanted` worker pods; those that runs are on stay, with as many slots as these hold.
 
     Which pods go is decided here: the operator asks the scheduler without TLS, and where that fails takes any.
 
@@ -38,7 +38,7 @@ async def resize(api: Kubernetes, cluster: Deployment, wanted: int, slots_each: 
     staying = [name for name in first if name not in leaving]
     if staying:
         tell(f"runs are on {len(staying)} of the workers that should go: scale again when they have ended")
-    slots = {joined[name].address: 0 for name in staying if joined[name].warm is not None}
+    slots = {joined[name].address: joined[name].held for name in staying if joined[name].warm is not None}
     slots |= {each.address: slots_each for name, each in joined.items() if name in rest and each.slots < slots_each}
     await asyncio.to_thread(_set_slots, cluster, slots)
     # With as many pods as replicas, the operator has nothing to choose.

@@ -82,3 +82,22 @@ def security(ca_file: Path, cert_file: Path, key_file: Path) -> Security:
         tls_scheduler_cert=str(cert_file),
         tls_scheduler_key=str(key_file),
     )
+
+
+def keep(given: Security, folder: Path) -> None:
+    """Write what a client of another's cluster shows and trusts into `folder`, for `own_security`; nothing without TLS.
+
+    cert.pem is the client's certificate, followed by that of the authority, which both sides then trust.
+    """
+    tls = given.get_tls_config_for_role("client")
+    authority, certificate, key = tls["ca_file"], tls["cert"], tls["key"]
+    if not authority or not certificate:
+        return
+    texts = [_pem(certificate), _pem(authority)]
+    write_private(folder / KEY_FILE, _pem(key or certificate).encode())
+    write_private(folder / CERT_FILE, "".join(f"{text.rstrip()}\n" for text in dict.fromkeys(texts)).encode())
+
+
+def _pem(value: str) -> str:
+    """A PEM text: Dask takes it, or the path of a file that holds it."""
+    return value if "\n" in value else Path(value).read_text(encoding="ascii")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ddptrain.configtypes import FilledText, Line, Ranks, Strict, SystemText, VariableName
+
+
+def _no_option(host: str) -> str:
+    if host.startswith("-"):
+        raise ValueError("is no host: ssh would take it for an option")
+    return host
+
+
+SshTarget = Annotated[Line, AfterValidator(_no_option)]
 
 
 class TlsSettings(Strict):
@@ -20,7 +29,7 @@ class TlsSettings(Strict):
 class SshSettings(Strict):
     """Hosts that are reached by ssh; the first one also runs the scheduler."""
 
-    hosts: list[Line] = Field(
+    hosts: list[SshTarget] = Field(
         min_length=1, description="Hosts, as ssh knows them: [user@]name; the first is the scheduler's."
     )
     ranks_per_host: Literal["auto"] | Ranks = Field(

@@ -87,8 +87,8 @@ class _Run:
         self.loaded, self.options, self.writer, self.inbox, self.signals = loaded, options, writer, inbox, signals
         self.config: RunConfig = loaded.config
         self.machine = machine
-        self.cluster = self._cluster()
         self.display = open_display(options.output, writer.layout.logs_dir, 0, writer.run_id)
+        self.cluster = self._cluster()
         self.began = time.monotonic()
 
     def _cluster(self) -> Cluster:

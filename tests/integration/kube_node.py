@@ -209,7 +209,7 @@ class Node:
         own["HOME"] = own["TMPDIR"] = str(pod.folder)
         with pod.log(pod.tries).open("wb") as log:
             pod.process = subprocess.Popen(
-                [sys.executable if args[0] == "python" else args[0], *args[1:]],
+                [str(Path(sys.executable).with_name(args[0])), *args[1:]],
                 env={**own, **env},
                 cwd=pod.folder,
                 stdin=subprocess.DEVNULL,

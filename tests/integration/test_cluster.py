@@ -22,9 +22,11 @@ IDLE_S = 3.0
 # Runs until a file says that it may end.
 WORKLOAD = """
 import os, time
+import torch.distributed as dist
 
 
 def hold(ctx, until):
+    dist.barrier()  # a rank that ends while another one still connects would fail it
     print("holding", flush=True)
     while not os.path.exists(until):
         time.sleep(0.02)

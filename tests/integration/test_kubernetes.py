@@ -19,6 +19,8 @@ from tests.conftest import Cli, Finished, Running
 
 pytest.importorskip("dask_kubernetes", reason='dask-kubernetes is not installed: pip install "ddptrain[kubernetes]"')
 
+from dask_kubernetes.operator import make_cluster_spec
+
 from tests.integration.kube_node import GOOD_IMAGE, Node
 from tests.integration.kube_server import KubeServer
 
@@ -187,6 +189,20 @@ def test_cluster_that_is_there_is_attached_to_and_left(cluster: ClusterCli, kube
     assert len(kube.objects("daskclusters")) == 1
     assert cluster.json("status", "dev")["state"] == "up"
     assert cluster("cluster", "down", "dev").rc == 0
+
+
+@pytest.mark.slow
+def test_cluster_that_others_made_with_plain_dask_is_trained_on_and_left(cluster: ClusterCli, kube: KubeServer) -> None:
+    kube.put("daskclusters", "ml", make_cluster_spec("theirs", image=GOOD_IMAGE, n_workers=1, resources={}, env=[]))
+    up = cluster.up("theirs", "--json")
+    assert up.rc == 0, up.stderr
+    assert json.loads(up.stdout)["address"].startswith("tcp://127.0.0.1:")
+    trained = cluster("train", "mine.yaml", "--cluster", "theirs", "--ranks", "1")
+    assert trained.rc == 0, trained.stderr
+    assert cluster("cluster", "down", "theirs").rc == 0
+    assert len(kube.objects("daskclusters")) == 1, "it is theirs"
+    kube.clear("daskclusters")
+    wait_until(lambda: not kube.objects("pods"))
 
 
 def test_port_forward_that_this_machine_has_lost_is_started_again(cluster: ClusterCli) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.clusters import localhost, state
+from ddptrain.clusters import daemons, localhost, state
 from ddptrain.clusters.daemons import DaemonId, DaemonOrder
 from ddptrain.clusters.localhost import LocalProvider
 from ddptrain.clusters.security import make_tls
@@ -28,7 +28,7 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DaemonOrder]
         ordered.append(order)
         return DaemonId(order.name, os.getpid(), 0.0, order.folder)
 
-    monkeypatch.setattr(localhost.daemons, "start", start)
+    monkeypatch.setattr(daemons, "start", start)
     return ordered
 
 

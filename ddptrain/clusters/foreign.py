@@ -1,0 +1,57 @@
+"""What all clusters have in common whose workers somebody else's code starts: Cluster classes, Saturn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from ddptrain.clusters import look
+from ddptrain.clusters.find import of_deployment
+from ddptrain.clusters.scheduler import LOOKER
+from ddptrain.clusters.state import Deployment
+from ddptrain.errors import DdptrainError, UsageError
+
+_ASK_S = 5.0
+
+
+def spare_runs(cluster: Deployment, slots: int) -> None:
+    """Refuse to shrink a cluster that is in use: which workers go is not for us to choose. Raises UsageError."""
+    view = look.probe(cluster, _ASK_S)
+    runs = ", ".join(run.run_id for run in view.runs)
+    if runs and slots < view.slots:
+        raise UsageError(
+            f"the cluster {cluster.name} is in use by {runs}, and its backend may end the very workers that these are "
+            f"on: wait for their end before it gets fewer than {view.slots} slots"
+        )
+
+
+def dask_logs(cluster: Deployment, lines: int) -> dict[str, str]:
+    """The last lines that Dask keeps of the scheduler and of each worker; nothing where they can't be asked."""
+    if not cluster.record.address or cluster.ended:
+        return {}
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # of a scheduler that is gone we tell otherwise
+    try:
+        return asyncio.run(asyncio.wait_for(_dask_logs(cluster, lines), _ASK_S))
+    except (OSError, TimeoutError, DdptrainError):
+        return {}
+
+
+async def _dask_logs(cluster: Deployment, lines: int) -> dict[str, str]:
+    from distributed import rpc
+
+    target = of_deployment(cluster)
+    how = target.security.get_connection_args("client") if target.security else None
+    async with rpc(target.address, connection_args=how, timeout=_ASK_S) as scheduler:
+        of_scheduler, of_workers, told = await asyncio.gather(
+            scheduler.get_logs(n=lines), scheduler.worker_logs(n=lines), scheduler.identity(n_workers=-1)
+        )
+    names = {address: worker["name"] for address, worker in told["workers"].items()}
+    logs = {"scheduler": of_scheduler, **{f"worker {names.get(each, each)}": log for each, log in of_workers.items()}}
+    return {source: _text(log, lines) for source, log in logs.items()}
+
+
+def _text(entries: Sequence[tuple[str, str]], lines: int) -> str:
+    """Of (level, message), the newest first."""
+    written = "\n".join(message for _, message in reversed(entries)).splitlines()
+    return "".join(f"{line}\n" for line in written[-lines:])

@@ -1,0 +1,294 @@
+"""`python -m ddptrain.clusters.keeper`: holds one object of a `distributed.deploy.Cluster` class for the commands.
+
+    python -P -m ddptrain.clusters.keeper --folder DIR
+
+DIR/order.json tells what to build. Once that is up its certificate lies in DIR, DIR/scheduler.json tells its address,
+and DIR/keeper.sock takes orders for other numbers of slots. SIGTERM closes the Cluster, if need be as soon as it has
+been built: a constructor that is broken off would leave behind what it has started. DIR/ended.json says why the keeper
+has ended where nobody told it to, and what it could not close.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ddptrain.clusters import security
+from ddptrain.clusters.find import Target
+from ddptrain.clusters.idlewatch import IdleWatch
+from ddptrain.clusters.scheduler import ENDED_FILE, SCHEDULER_FILE
+from ddptrain.clusters.security import write_private
+from ddptrain.spec import SLOT_RESOURCE
+from ddptrain.wording import did_you_mean, shown
+
+ORDER_FILE = "order.json"
+SOCKET_FILE = "keeper.sock"
+_REACHABLE = ("tcp", "tls", "ws", "wss", "ucx")
+_OVER = ("closed", "failed")
+_ANSWER_S = 5.0
+_MOST_OF_AN_ERROR = 500
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperOrder:
+    """What to build: a class as package.Cluster, its arguments, and how many slots (None: what these give)."""
+
+    cls: str
+    kwargs: Mapping[str, Any] = field(repr=False)
+    slots: int | None = None
+    idle_timeout_s: float = 0.0
+    sys_path: Sequence[str] = ()
+
+    def to_json(self) -> str:
+        """As it lies in the keeper's folder."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+class CannotKeep(Exception):
+    """The Cluster can't be built or used, in one line; `is_usage` where what the user has asked for can't be."""
+
+    def __init__(self, words: str, *, is_usage: bool = False) -> None:
+        self.is_usage = is_usage
+        super().__init__(words)
+
+
+class Kept:
+    """The Cluster, and what it is called in messages."""
+
+    def __init__(self, order: KeeperOrder) -> None:
+        """Build it. Raises CannotKeep."""
+        self.name = order.cls
+        if order.kwargs.get("asynchronous"):
+            raise CannotKeep("cluster.kwargs.asynchronous can't be true: leave it out", is_usage=True)
+        made = _imported(order.cls)
+        with self._telling("(...)"):
+            self._cluster: Any = made(**order.kwargs)
+
+    def target(self) -> Target:
+        """Where its scheduler answers. Raises CannotKeep where other processes can't connect."""
+        address = getattr(self._cluster, "scheduler_address", None)
+        if not isinstance(address, str):
+            raise CannotKeep(f"cluster.class {self.name} makes no Dask cluster: it has no scheduler_address")
+        if address.partition("://")[0] not in _REACHABLE:
+            raise CannotKeep(f"the scheduler of {self.name} is at {address}, where no other process can reach it")
+        return Target(address, getattr(self._cluster, "security", None))
+
+    def dashboard(self) -> str:
+        """Its dashboard's URL, "" where it has none."""
+        with contextlib.suppress(Exception):
+            return str(self._cluster.dashboard_link or "")
+        return ""
+
+    def resize(self, slots: int | None) -> int:
+        """Order that many slots (None: those that it has by itself, but a worker at least); returns its workers.
+
+        Raises: CannotKeep
+        """
+        info = getattr(self._cluster, "scheduler_info", {})
+        workers = info.get("workers", {}).values()
+        planned = max(len(getattr(self._cluster, "plan", ())), len(workers))
+        if slots is None and planned:
+            return planned
+        wanted = math.ceil((slots or 1) / min((_slots(worker) for worker in workers), default=1))
+        can_scale = getattr(self._cluster, "_supports_scaling", True)
+        if not can_scale and wanted != planned:
+            raise CannotKeep(f"{self.name} can't be scaled to {wanted} workers, it has {planned}")
+        if can_scale:
+            with self._telling(f".scale({wanted})"):
+                self._cluster.scale(wanted)
+        return wanted
+
+    def is_over(self) -> bool:
+        """Whether it has ended by itself."""
+        status = getattr(self._cluster, "status", None)
+        return getattr(status, "name", status) in _OVER
+
+    def close(self) -> None:
+        """End it. Raises CannotKeep."""
+        with self._telling(".close()"):
+            self._cluster.close()
+
+    @contextlib.contextmanager
+    def _telling(self, call: str) -> Iterator[None]:
+        """Make one line of what the foreign code raises; all of it goes to the log."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            raise CannotKeep(f"{self.name}{call} failed: {_one_line(error)}") from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Hold the Cluster until a signal or too long an idle time ends it."""
+    parser = argparse.ArgumentParser(prog="python -m ddptrain.clusters.keeper", description="Holds a Dask Cluster.")
+    parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
+    folder: Path = parser.parse_args(argv).folder
+    order = KeeperOrder(**json.loads((folder / ORDER_FILE).read_text(encoding="utf-8")))
+    sys.path += order.sys_path
+    with _Signal() as told_to_end:
+        try:
+            _keep(order, folder, told_to_end)
+        except CannotKeep as error:
+            _write_ended(folder, str(error), is_usage=error.is_usage)
+            return 1
+    return 0
+
+
+def _keep(order: KeeperOrder, folder: Path, told_to_end: _Signal) -> None:
+    """From the Cluster's start to its end. Raises CannotKeep."""
+    kept = Kept(order)
+    try:
+        if not told_to_end:
+            reason = _serve(kept, order, folder, told_to_end)
+            if reason:
+                _write_ended(folder, reason)
+    finally:
+        (folder / SCHEDULER_FILE).unlink(missing_ok=True)
+        try:
+            kept.close()
+        except CannotKeep as error:
+            _write_ended(folder, f"{error}; what it has started may still be there", is_left=True)
+
+
+def _serve(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -> str:
+    """Announce it and take orders until it is to end; returns why, "" if it was told to. Raises CannotKeep."""
+    target = kept.target()
+    workers = kept.resize(order.slots)
+    if target.security is not None:
+        security.keep(target.security, folder)
+    watch = IdleWatch(target, order.idle_timeout_s)
+    with _listening(folder) as listener, selectors.DefaultSelector() as selector:
+        for source in (listener, told_to_end):
+            selector.register(source, selectors.EVENT_READ)
+        card = {"address": target.address, "dashboard": kept.dashboard(), "workers": workers}
+        _write_json(folder / SCHEDULER_FILE, {**card, "pid": os.getpid(), "host": socket.gethostname()})
+        while True:
+            ready = [key.fileobj for key, _ in selector.select(watch.pause_s)]
+            if told_to_end:
+                return ""
+            if listener in ready:
+                _answer(listener, kept)
+            if kept.is_over():
+                return f"{kept.name} has closed by itself"
+            if watch.is_over():
+                return f"idle for {order.idle_timeout_s:g} s"
+
+
+@contextlib.contextmanager
+def _listening(folder: Path) -> Iterator[socket.socket]:
+    """A socket in the folder, which only this user may enter; by a short name, for its path may be too long."""
+    (folder / SOCKET_FILE).unlink(missing_ok=True)
+    os.chdir(folder)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(SOCKET_FILE)
+        listener.listen()
+        yield listener
+
+
+def _answer(listener: socket.socket, kept: Kept) -> None:
+    """Take one order, {"slots": N}: the answer is {"workers": N} or {"error": "..."}."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # of whoever has hung up, or speaks another language
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rw") as stream:
+            connection.settimeout(_ANSWER_S)
+            slots = int(json.loads(stream.readline())["slots"])
+            try:
+                answer: dict[str, Any] = {"workers": kept.resize(slots)}
+            except CannotKeep as error:
+                answer = {"error": str(error)}
+            stream.write(json.dumps(answer) + "\n")
+
+
+class _Signal:
+    """SIGTERM: true once it has come, and a file that is readable then."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+
+    def __enter__(self) -> _Signal:
+        self._ear, self._mouth = socket.socketpair()
+        signal.signal(signal.SIGTERM, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._ear.close()
+        self._mouth.close()
+
+    def __bool__(self) -> bool:
+        return self._has_come
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._ear.fileno()
+
+    def _take(self, signum: int, frame: object) -> None:
+        if not self._has_come:
+            self._mouth.send(b"!")
+        self._has_come = True
+
+
+def _imported(name: str) -> Any:
+    """The class. Raises CannotKeep, with what to install."""
+    module_name, _, attribute = name.rpartition(".")
+    package = module_name.partition(".")[0]
+    if not package:
+        raise CannotKeep(f"cluster.class {name} names no module: write it as package.Cluster", is_usage=True)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = str(error.name or package)
+        install = f"is it installed here, as by pip install {missing.partition('.')[0].replace('_', '-')} ?"
+        words = f"cluster.class {name} can't be imported: there is no module {missing} ({install})"
+        raise CannotKeep(words, is_usage=True) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise CannotKeep(f"cluster.class {name} can't be imported: {_one_line(error)}", is_usage=True) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        classes = [each for each in dir(module) if each.endswith("Cluster")]
+        hint = did_you_mean(attribute, classes)
+        words = f"cluster.class {name}: the module {module_name} has no {attribute}" + (f" ({hint})" if hint else "")
+        raise CannotKeep(words, is_usage=True)
+    return found
+
+
+def _slots(worker: Mapping[str, Any]) -> int:
+    """A worker of others has one slot, unless it was started with the resource."""
+    offered = int(worker.get("resources", {}).get(SLOT_RESOURCE, 1))
+    return max(1, min(offered, int(worker.get("nthreads", offered))))
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return shown(f"{type(error).__name__}: {text}" if text else type(error).__name__, _MOST_OF_AN_ERROR)
+
+
+def _write_ended(folder: Path, reason: str, **more: bool) -> None:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    _write_json(folder / ENDED_FILE, {"reason": reason, "at": now, **more})
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    write_private(beside, json.dumps(data).encode())
+    os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""A real OpenSSH server on loopback with keys of its own, which two hosts are made of: 127.0.0.1 and 127.0.0.2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MARK
+
+HOSTS = {"alpha": "127.0.0.1", "beta": "127.0.0.2"}
+
+
+@dataclass(frozen=True, slots=True)
+class SshHosts:
+    """Hosts that ssh reaches as alpha and beta with `-F config`; `state` is where they keep their state."""
+
+    config: Path
+    state: Path
+    log: Path
+
+    @property
+    def settings(self) -> list[str]:
+        """For `ddptrain cluster up`: the hosts, and how to reach them."""
+        python = Path(sys.executable)
+        hosts = [word for name in HOSTS for word in ("--host", name)]
+        return ["--backend", "ssh", *hosts, *self.options, "--set", f"cluster.ssh.python={python}"]
+
+    @property
+    def options(self) -> list[str]:
+        """How to reach hosts."""
+        return ["--set", f"cluster.ssh.options=[-F, {self.config}]"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
+    """The server, for as long as the block lasts; skips the test where there is no OpenSSH server."""
+    server = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+    if server is None or shutil.which("ssh") is None:
+        pytest.skip("no OpenSSH server here: sshd or ssh is not installed")
+    folder.mkdir(mode=0o700)
+    for key in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True, timeout=30)
+    shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
+    port, state = _free_port(), folder / "state"
+    (folder / "sshd_config").write_text(_server_config(folder, port, state))
+    (folder / "ssh_config").write_text(_client_config(folder, port))
+    host_key = (folder / "host_key.pub").read_text().split()[:2]
+    names = ",".join(f"[{address}]:{port}" for address in HOSTS.values())
+    (folder / "known_hosts").write_text(f"{names} {' '.join(host_key)}\n")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where it separates its privileges
+    log = folder / "sshd.log"
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            [server, "-D", "-e", "-f", folder / "sshd_config"], stdin=subprocess.DEVNULL, stdout=said, stderr=said
+        )
+    try:
+        _wait_for(port, process, log)
+        yield SshHosts(folder / "ssh_config", state, log)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _server_config(folder: Path, port: int, state: Path) -> str:
+    lines = [f"ListenAddress {address}:{port}" for address in HOSTS.values()]
+    lines += [f"HostKey {folder}/host_key", f"AuthorizedKeysFile {folder}/authorized_keys", "PidFile none"]
+    lines += ["PasswordAuthentication no", "KbdInteractiveAuthentication no", "StrictModes no", "UsePAM no"]
+    # What a login there finds: a state folder of the test's own, and the mark by which a test knows its processes.
+    lines += [f"SetEnv XDG_STATE_HOME={state} {MARK}={os.environ[MARK]} CUDA_VISIBLE_DEVICES="]
+    return "\n".join(lines) + "\n"
+
+
+def _client_config(folder: Path, port: int) -> str:
+    hosts = [f"Host {name}\n  HostName {address}\n" for name, address in HOSTS.items()]
+    common = f"Host *\n  Port {port}\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n"
+    return "".join(hosts) + common + f"  UserKnownHostsFile {folder}/known_hosts\n  StrictHostKeyChecking yes\n"
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection((HOSTS["beta"], port), timeout=1).close()
+            return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.skip(f"the OpenSSH server does not run here: {log.read_text(errors='replace').strip()}")
+            time.sleep(0.05)

@@ -1,0 +1,142 @@
+"""The backend ssh, with a real OpenSSH server and two hosts on loopback."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import Cli, Finished
+from tests.integration.sshd import SshHosts, ssh_hosts
+
+WORKLOAD = """
+import os
+import torch
+import torch.distributed as dist
+
+
+def tell(ctx):
+    total = torch.tensor([ctx.rank + 1.0])
+    dist.all_reduce(total)
+    print("node", ctx.node_rank, "local", ctx.local_rank, "of", ctx.local_world_size, "sum", int(total))
+    print("value", os.environ.get("MY_VALUE"))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    ctx.checkpoint(model=model, step=1, epoch=1, metrics={"val/loss": 1.0})
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    with ssh_hosts(tmp_path_factory.mktemp("ssh") / "sshd") as found:
+        yield found
+
+
+def cluster(cli: Cli, *args: str, rc: int = 0) -> Finished:
+    done = cli("cluster", *args)
+    assert done.rc == rc, done
+    return done
+
+
+def status(cli: Cli) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(cluster(cli, "status", "dev", "--json").stdout)
+    return told
+
+
+def remote_folders(hosts: SshHosts) -> list[Path]:
+    folder = hosts.state / "ddptrain" / "hosts"
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def test_cluster_on_two_hosts_trains_scales_and_leaves_nothing(run_cli: Cli, hosts: SshHosts) -> None:
+    more = ["--ranks-per-host", "2", "--set", "cluster.ssh.env={MY_VALUE: there}"]
+    cluster(run_cli, "up", "--name", "dev", *hosts.settings, *more)
+    up = status(run_cli)
+    assert up["address"].startswith("tls://127.0.0.1:") and up["slots"] == 4
+    assert sorted(up["hosts"]) == ["127.0.0.1", "127.0.0.2"]
+    private = [path for folder in remote_folders(hosts) for path in (folder, *folder.glob("*.pem"))]
+    assert len(private) == 3 * 3 and all(path.stat().st_mode & 0o077 == 0 for path in private)
+
+    (run_cli.folder / "work.py").write_text(WORKLOAD)
+    config = run_cli.folder / "tell.yaml"
+    config.write_text(json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}}))
+    trained = run_cli("train", config)
+    assert trained.rc == 0, trained.stderr
+    for rank in range(4):
+        assert f"[rank {rank}] node {rank // 2} local {rank % 2} of 2 sum 10" in trained.stdout
+        assert f"[rank {rank}] value there" in trained.stdout
+
+    cluster(run_cli, "scale", "dev", "1")
+    assert [(worker["name"], worker["slots"]) for worker in status(run_cli)["workers"]] == [("alpha", 1)]
+    cluster(run_cli, "scale", "dev", "4")
+    assert [(worker["name"], worker["slots"]) for worker in status(run_cli)["workers"]] == [("alpha", 2), ("beta", 2)]
+
+    said = json.loads(cluster(run_cli, "logs", "dev", "--json").stdout)
+    assert sorted(said) == ["scheduler", "worker alpha", "worker beta"]
+    cluster(run_cli, "down", "dev")
+    assert remote_folders(hosts) == []
+
+
+def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHosts) -> None:
+    (run_cli.folder / "work.py").write_text(WORKLOAD)
+    ssh = {
+        "hosts": ["alpha", "beta"],
+        "ranks_per_host": 1,
+        "python": sys.executable,
+        "options": ["-F", str(hosts.config)],
+    }
+    config = run_cli.folder / "tell.yaml"
+    config.write_text(json.dumps({"workload": "work:tell", "cluster": {"ssh": ssh}}))
+    trained = run_cli("train", config)
+    assert trained.rc == 0, trained.stderr
+    assert "[rank 1] node 1 local 0 of 1 sum 3" in trained.stdout
+    assert remote_folders(hosts) == []
+    assert json.loads(cluster(run_cli, "list", "--json").stdout) == []
+
+
+def test_killed_worker_is_brought_back_by_scale(run_cli: Cli, hosts: SshHosts) -> None:
+    cluster(run_cli, "up", "--name", "dev", *hosts.settings, "--ranks", "2")
+    processes = status(run_cli)["parts"]["processes"]
+    (beta,) = (each for each in processes if each["name"] == "beta")
+    psutil.Process(beta["daemon"]["pid"]).kill()
+    cluster(run_cli, "scale", "dev", "2")
+    assert [worker["name"] for worker in status(run_cli)["workers"]] == ["alpha", "beta"]
+    cluster(run_cli, "down", "dev")
+    assert remote_folders(hosts) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (["--set", "cluster.ssh.python=/nowhere/python"], "there is no /nowhere/python there"),
+        (["--set", "cluster.ssh.python=python3"], "ddptrain is missing there: python3 -m pip install ddptrain=="),
+        (["--host", "nowhere.invalid"], "nowhere.invalid: ssh can't get there: ssh: Could not resolve"),
+        (["--set", "cluster.ssh.command=/nowhere/ssh"], "there is no program /nowhere/ssh"),
+        (["--host", "-oProxyCommand=true"], "is no host: ssh would take it for an option"),
+        (["--ranks-per-host", "1", "--ranks", "9"], "9 slots don't fit on 2 hosts with 1 each"),
+    ],
+)
+def test_host_that_cannot_be_used_is_told_in_a_line(
+    run_cli: Cli, hosts: SshHosts, change: list[str], told: str
+) -> None:
+    done = run_cli("cluster", "up", "--name", "dev", *hosts.settings, *change)
+    if "python3" in str(change) and done.rc == 0:
+        cluster(run_cli, "down", "dev")
+        pytest.skip("the system's Python has ddptrain")
+    assert done.rc in (2, 4), done
+    errors = [line for line in done.stderr.splitlines() if told in line]
+    assert errors and len(errors) <= 2, done.stderr  # a line a host
+    assert remote_folders(hosts) == []
+    assert json.loads(cluster(run_cli, "list", "--json").stdout) == []
+
+
+def test_wrong_key_is_refused_by_the_host_and_told(run_cli: Cli, hosts: SshHosts) -> None:
+    other = run_cli.folder / "other"
+    other.write_text(hosts.config.read_text().replace("user_key", "host_key"))
+    change = ["--set", f"cluster.ssh.options=[-F, {other}]"]
+    done = cluster(run_cli, "up", "--name", "dev", *hosts.settings, *change, rc=4)
+    assert "alpha: ssh can't get there:" in done.stderr and "Permission denied" in done.stderr
