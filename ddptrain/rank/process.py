@@ -196,6 +196,7 @@ class _Rank:
     def _call(self, function: Callable[..., Any], device: torch.device) -> None:
         from ddptrain.rank.context import RankContext
 
+        self._meet()
         self.phase = "train"
         self.emitter.emit(events.Entered(time.time_ns()))
         try:
@@ -207,6 +208,13 @@ class _Rank:
             self._failure_event(error)
             raise
         self._finish()
+
+    def _meet(self) -> None:
+        """Wait for all ranks: one that fails or ends at once would look like a lost peer to those still connecting."""
+        if self.spec.dist_backend == "gloo":  # NCCL connects later, at the first collective
+            from torch import distributed
+
+            distributed.barrier()
 
     def _finish(self) -> None:
         self.emitter.emit(events.Finished(time.time_ns()))
