@@ -13,6 +13,8 @@ from ddptrain.wording import counted
 
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
 
+_NO_DASHBOARD = "none; its scheduler needs ddptrain[dashboard] for one"
+
 
 def row(view: View) -> tuple[str, ...]:
     """What the list tells of a cluster, as in HEADER; of one that is not up, why."""
@@ -33,7 +35,7 @@ def sections(view: View) -> list[Section]:
         ("state", f"{view.state}: {view.reason}" if view.reason else str(view.state)),
         ("backend", record.backend),
         ("address", record.address),
-        ("dashboard", record.dashboard),
+        ("dashboard", record.dashboard or _NO_DASHBOARD if view.state == State.UP else ""),
         ("encrypted", "yes, TLS" if record.address.startswith("tls://") else "no"),
         ("started", f"{_time(record.started_at)} UTC"),
         ("ends", f"after {idle_s:g} s without a run" if idle_s else ""),

@@ -1,0 +1,121 @@
+"""Processes that outlive the command: found again, ended as a whole, never mistaken for another."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddptrain.clusters import daemons
+from ddptrain.clusters.daemons import FOLDER, DaemonId, DaemonOrder
+from ddptrain.errors import ClusterError
+
+Start = Callable[..., DaemonId]
+SERVE = "import sys, time; print('serving', *sys.argv[1:], flush=True); time.sleep(600)"
+DEAF = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('serving', flush=True); time.sleep(600)"
+)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started = []
+
+    def begin(code: str = SERVE, *args: str, **order: Any) -> DaemonId:
+        given = {"name": "it", "folder": str(tmp_path / "d"), "argv": ["-c", code, *args], **order}
+        started.append(daemons.start(DaemonOrder(**given)))
+        return started[-1]
+
+    yield begin
+    daemons.stop(started, timeout_s=0.1)
+
+
+def wait_for_words(daemon: DaemonId, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in daemons.tail(daemon.folder, daemon.name, 100):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_process_has_a_session_of_its_own_and_ends_on_demand(start: Start) -> None:
+    daemon = start()
+    wait_for_words(daemon, "serving")
+    assert psutil.Process(daemon.pid).terminal() is None and daemons.alive(daemon)
+    daemons.stop([daemon])
+    assert not daemons.alive(daemon)
+    daemons.stop([daemon])  # what has ended is fine
+
+
+def test_process_that_does_not_listen_is_killed_with_its_group(start: Start) -> None:
+    daemon = start(DEAF)
+    wait_for_words(daemon, "serving")
+    daemons.stop([daemon], timeout_s=0.2)
+    assert not daemons.alive(daemon)
+
+
+def test_other_process_with_the_same_pid_is_left_alone(start: Start) -> None:
+    daemon = start()
+    other = dataclasses.replace(daemon, created=daemon.created - 100)
+    assert not daemons.alive(other)
+    daemons.stop([other])
+    assert daemons.alive(daemon)
+
+
+def test_files_and_log_are_for_this_user_only(start: Start) -> None:
+    daemon = start(SERVE, f"{FOLDER}/key.pem", files={"key.pem": "secret"})
+    wait_for_words(daemon, "key.pem")
+    folder = Path(daemon.folder)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
+    assert modes == {folder.name: 0o700, "key.pem": 0o600, "it.log": 0o600}
+    assert daemons.tail(daemon.folder, "it", 1) == f"serving {folder}/key.pem\n"
+
+
+def test_folder_goes_with_the_process_also_where_that_has_ended_before(start: Start) -> None:
+    daemon = start("pass")
+    deadline = time.monotonic() + 20
+    while daemons.alive(daemon) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    daemons.stop([daemon], remove=True)
+    assert not Path(daemon.folder).exists()
+
+
+def test_folder_that_cannot_be_made_is_told(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ClusterError, match="the it could not be started"):
+        start(folder=str(tmp_path / "file" / "below"))
+
+
+def test_json_that_a_process_never_leaves_is_told_with_its_words(start: Start) -> None:
+    daemon = start("raise SystemExit('no port is free')")
+    wait_for_words(daemon, "no port")
+    with pytest.raises(ClusterError, match="no port is free"):
+        daemons.read(daemon.folder, "told.json", 0.1)
+
+
+def test_host_knows_which_addresses_are_its_own() -> None:
+    about = daemons.describe(["127.0.0.1", "192.0.2.1", "nowhere.invalid"])
+    assert about["addresses"] == {"127.0.0.1": "127.0.0.1", "192.0.2.1": "", "nowhere.invalid": ""}
+
+
+def test_command_speaks_json_and_survives_its_caller(tmp_path: Path) -> None:
+    def call(command: str, **given: Any) -> Any:
+        program = [sys.executable, "-P", "-m", "ddptrain.clusters.daemons", command]
+        done = subprocess.run(program, input=json.dumps(given), capture_output=True, text=True, timeout=60, check=True)
+        return json.loads(done.stdout)
+
+    order = {"name": "it", "folder": str(tmp_path / "d"), "argv": ["-c", SERVE]}
+    daemon = call("start", **order)["result"]
+    assert call("alive", daemons=[daemon]) == {"result": [True]}
+    assert call("stop", daemons=[daemon], remove=True) == {"result": None}
+    assert call("tail", folder=daemon["folder"], name="it", lines=5) == {"result": ""}
+    (tmp_path / "file").touch()
+    assert "could not be started" in call("start", **{**order, "folder": str(tmp_path / "file")})["error"]
