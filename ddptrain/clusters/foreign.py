@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 from ddptrain.clusters import look
 from ddptrain.clusters.find import of_deployment
-from ddptrain.clusters.scheduler import LOOKER
+from ddptrain.clusters.scheduler import ENDED_FILE
+from ddptrain.clusters.security import write_private
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import DdptrainError, UsageError
 
@@ -55,3 +61,16 @@ def _text(entries: Sequence[tuple[str, str]], lines: int) -> str:
     """Of (level, message), the newest first."""
     written = "\n".join(message for _, message in reversed(entries)).splitlines()
     return "".join(f"{line}\n" for line in written[-lines:])
+
+
+def write_ended(folder: Path, reason: str, **more: bool) -> None:
+    """Leave word in a cluster's folder of why it has ended by itself."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(folder / ENDED_FILE, {"reason": reason, "at": now, **more})
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a file that only this user may read, at once."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    write_private(beside, json.dumps(data).encode())
+    os.replace(beside, path)

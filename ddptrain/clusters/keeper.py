@@ -24,15 +24,14 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ddptrain.clusters import security
 from ddptrain.clusters.find import Target
+from ddptrain.clusters.foreign import write_ended, write_json
 from ddptrain.clusters.idlewatch import IdleWatch
-from ddptrain.clusters.scheduler import ENDED_FILE, SCHEDULER_FILE
-from ddptrain.clusters.security import write_private
+from ddptrain.clusters.scheduler import SCHEDULER_FILE
 from ddptrain.spec import SLOT_RESOURCE
 from ddptrain.wording import did_you_mean, shown
 
@@ -78,21 +77,20 @@ class Kept:
         made = _imported(order.cls)
         with self._telling("(...)"):
             self._cluster: Any = made(**order.kwargs)
+        if not hasattr(self._cluster, "scheduler_address"):
+            words = f"cluster.class {self.name} makes no Dask cluster: what it returns has no scheduler_address"
+            raise CannotKeep(words, is_usage=True)
 
     def target(self) -> Target:
         """Where its scheduler answers. Raises CannotKeep where other processes can't connect."""
-        address = getattr(self._cluster, "scheduler_address", None)
-        if not isinstance(address, str):
-            raise CannotKeep(f"cluster.class {self.name} makes no Dask cluster: it has no scheduler_address")
+        address = str(self._cluster.scheduler_address)
         if address.partition("://")[0] not in _REACHABLE:
             raise CannotKeep(f"the scheduler of {self.name} is at {address}, where no other process can reach it")
         return Target(address, getattr(self._cluster, "security", None))
 
     def dashboard(self) -> str:
         """Its dashboard's URL, "" where it has none."""
-        with contextlib.suppress(Exception):
-            return str(self._cluster.dashboard_link or "")
-        return ""
+        return str(getattr(self._cluster, "dashboard_link", None) or "")
 
     def resize(self, slots: int | None) -> int:
         """Order that many slots (None: those that it has by itself, but a worker at least); returns its workers.
@@ -142,27 +140,29 @@ def main(argv: list[str] | None = None) -> int:
     sys.path += order.sys_path
     with _Signal() as told_to_end:
         try:
-            _keep(order, folder, told_to_end)
+            kept = Kept(order)
         except CannotKeep as error:
-            _write_ended(folder, str(error), is_usage=error.is_usage)
+            write_ended(folder, str(error), is_usage=error.is_usage)
             return 1
-    return 0
+        return _keep(kept, order, folder, told_to_end)
 
 
-def _keep(order: KeeperOrder, folder: Path, told_to_end: _Signal) -> None:
-    """From the Cluster's start to its end. Raises CannotKeep."""
-    kept = Kept(order)
+def _keep(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -> int:
+    """From the Cluster's start to its end."""
+    is_left = False
     try:
-        if not told_to_end:
-            reason = _serve(kept, order, folder, told_to_end)
-            if reason:
-                _write_ended(folder, reason)
-    finally:
-        (folder / SCHEDULER_FILE).unlink(missing_ok=True)
-        try:
-            kept.close()
-        except CannotKeep as error:
-            _write_ended(folder, f"{error}; what it has started may still be there", is_left=True)
+        reason = "" if told_to_end else _serve(kept, order, folder, told_to_end)
+    except CannotKeep as error:
+        reason = str(error)
+    (folder / SCHEDULER_FILE).unlink(missing_ok=True)
+    try:
+        kept.close()
+    except CannotKeep as error:
+        is_left = True
+        reason = "; ".join([*filter(None, [reason]), str(error), "what it has started may still be there"])
+    if reason:
+        write_ended(folder, reason, is_left=is_left)
+    return int(is_left)
 
 
 def _serve(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -> str:
@@ -176,7 +176,7 @@ def _serve(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -
         for source in (listener, told_to_end):
             selector.register(source, selectors.EVENT_READ)
         card = {"address": target.address, "dashboard": kept.dashboard(), "workers": workers}
-        _write_json(folder / SCHEDULER_FILE, {**card, "pid": os.getpid(), "host": socket.gethostname()})
+        write_json(folder / SCHEDULER_FILE, {**card, "pid": os.getpid(), "host": socket.gethostname()})
         while True:
             ready = [key.fileobj for key, _ in selector.select(watch.pause_s)]
             if told_to_end:
@@ -220,7 +220,7 @@ class _Signal:
     def __init__(self) -> None:
         self._has_come = False
 
-    def __enter__(self) -> _Signal:
+    def __enter__(self) -> Self:
         self._ear, self._mouth = socket.socketpair()
         signal.signal(signal.SIGTERM, self._take)
         return self
@@ -253,7 +253,7 @@ def _imported(name: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = str(error.name or package)
-        install = f"is it installed here, as by pip install {missing.partition('.')[0].replace('_', '-')} ?"
+        install = f"pip install {missing.partition('.')[0].replace('_', '-')}, if that is its package"
         words = f"cluster.class {name} can't be imported: there is no module {missing} ({install})"
         raise CannotKeep(words, is_usage=True) from error
     except Exception as error:
@@ -275,19 +275,17 @@ def _slots(worker: Mapping[str, Any]) -> int:
 
 
 def _one_line(error: BaseException) -> str:
+    """The error and what it came from: Dask's own "failed to start" alone says little."""
+    words = [_words(error)]
+    while (cause := error.__cause__) is not None:
+        words.append(_words(cause))
+        error = cause
+    return shown(", from ".join(dict.fromkeys(words)), _MOST_OF_AN_ERROR)
+
+
+def _words(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return shown(f"{type(error).__name__}: {text}" if text else type(error).__name__, _MOST_OF_AN_ERROR)
-
-
-def _write_ended(folder: Path, reason: str, **more: bool) -> None:
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    _write_json(folder / ENDED_FILE, {"reason": reason, "at": now, **more})
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    write_private(beside, json.dumps(data).encode())
-    os.replace(beside, path)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 if __name__ == "__main__":

@@ -76,10 +76,12 @@ class SaturnSettings(Strict):
     """Saturn Cloud, through dask-saturn; the token comes from SATURN_TOKEN alone."""
 
     url: Line | None = Field(default=None, description="Where Saturn is; by default SATURN_BASE_URL.")
-    workers: Ranks = Field(default=1, description="Workers, a slot each.")
-    worker_size: Line | None = Field(default=None, description="Size of a worker, as g4dnxlarge.")
-    scheduler_size: Line | None = Field(default=None, description="Size of the scheduler, as large.")
-    options: dict[str, Any] = Field(default_factory=dict, description="More arguments of SaturnCluster.")
+    workers: Ranks = Field(default=1, description="Machines for workers, where --ranks tells no other number.")
+    worker_size: Line | None = Field(default=None, description="Size of a worker's machine, as g4dnxlarge.")
+    worker_is_spot: bool | None = Field(default=None, description="Whether workers run on spot instances.")
+    scheduler_size: Line | None = Field(default=None, description="Size of the scheduler's machine, as large.")
+    nprocs: Ranks = Field(default=1, description="Workers on each machine, a slot each.")
+    nthreads: Ranks | None = Field(default=None, description="Threads of each worker.")
 
 
 class KubernetesResources(Strict):

@@ -64,13 +64,15 @@ class Watchers:
     """Who is asked, and told, while a run waits for its slots.
 
     `check` raises ClusterError where workers of others can't run this (their addresses; none asks about the scheduler
-    alone); `worker_fault` tells of a worker that will never appear, `last_words` what the failed ones have logged.
+    alone); `worker_fault` tells of a worker that will never appear, `last_words` what the failed ones have logged;
+    `cluster` is the name of a cluster of the user's own, or "".
     """
 
     check: Callable[[Sequence[str]], None] | None
     worker_fault: Callable[[], str | None]
     last_words: Callable[[], str]
     tell: Callable[[str], None]
+    cluster: str
 
 
 class Gang:
@@ -282,7 +284,9 @@ class _Queue:
         came = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items()) or "from nowhere"
         text = f"{refusal.asked} {kind} were asked for, {refusal.total} came within {waited_s:.0f} s ({came}). "
         words = self.watchers.last_words()
-        return text + "Ask for fewer with --ranks, or start more workers" + (f"\n{words}" if words else "")
+        name = self.watchers.cluster
+        more = f"give it more: ddptrain cluster scale {name} {refusal.asked}" if name else "start more workers"
+        return f"{text}Ask for fewer with --ranks, or {more}" + (f"\n{words}" if words else "")
 
 
 def _held(refusal: slots.Refusal, waited_s: float) -> str:

@@ -151,6 +151,7 @@ class _Run:
             worker_fault=self.cluster.worker_fault,
             last_words=self.cluster.last_words,
             tell=self.display.status,
+            cluster=target.name,
         )
 
     def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
