@@ -13,7 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ddptrain import configfile, registry
 from ddptrain.config import RunConfig
-from ddptrain.configfile import dump_config, load_config, resolved_params, shipped_configs, without_secrets
+from ddptrain.configfile import (
+    dump_config,
+    load_cluster,
+    load_config,
+    resolved_params,
+    shipped_configs,
+    without_secrets,
+)
 from ddptrain.errors import ConfigError
 
 Load = Callable[..., RunConfig]
@@ -308,3 +315,59 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "petnames.yaml").write_text("workload: toy\n")
     with pytest.raises(ConfigError, match=r"petname\.yaml: there is no such file \(did you mean .*/petnames\.yaml\?\)"):
         load_config(tmp_path / "petname.yaml")
+
+
+# --- the cluster's section ---
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("cluster: {backend: address}", "cluster.address: is required, as cluster.backend is address"),
+        ("cluster: {backend: ssh}", "cluster.ssh.hosts: is required, as cluster.backend is ssh"),
+        ("cluster: {backend: kubernetes}", "cluster.kubernetes.image: is required, as cluster.backend is kubernetes"),
+        ("cluster: {backend: class}", "cluster.class: is required, as cluster.backend is class"),
+        ("cluster: {backend: local, ssh: {hosts: [a]}}", "cluster.ssh: is given, but cluster.backend is local"),
+        ("cluster: {backend: local, kwargs: {n: 1}}", "cluster.kwargs: is given, but cluster.backend is local"),
+        ("cluster: {options: {n: 1}}", "cluster.options: is given, but cluster.backend is local"),
+        ("cluster: {tls: {ca_file: a, cert_file: b, key_file: c}}", "cluster.tls: is given, but cluster.backend is"),
+        ("cluster: {address: 'tcp://h:1', scheduler_file: s}", "cluster.scheduler_file: is given, and so is"),
+        ("cluster: {ssh: {hosts: []}}", "cluster.ssh.hosts: expected 1 or more values"),
+        ("cluster: {ssh: {hosts: [-oX]}}", "cluster.ssh.hosts[0]: is no host: ssh would take it for an option"),
+        ("cluster: {slurm: {partition: 'a\\nb'}}", "cluster.slurm.partition:"),
+        ("cluster: {name: Dev}", "cluster.name: expected text that matches"),
+    ],
+)
+def test_section_of_the_cluster_says_what_does_not_go_together(refuse: Refuse, text: str, problem: str) -> None:
+    (told,) = refuse(f"workload: toy\n{text}\n")
+    assert problem in told and told.startswith("c.yaml:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "backend"),
+    [
+        ("{address: 'tcp://h:1'}", "address"),
+        ("{scheduler_file: s.json}", "address"),
+        ("{ssh: {hosts: [a]}}", "ssh"),
+        ("{class: package.Cluster, kwargs: {n: 1}}", "class"),
+        ("{ranks: 2}", "local"),
+    ],
+)
+def test_backend_follows_from_its_section(load: Load, text: str, backend: str) -> None:
+    assert load(f"workload: toy\ncluster: {text}\n").cluster.backend == backend
+
+
+def test_cluster_file_needs_no_workload(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("cluster: {ssh: {hosts: [a, b]}, idle_timeout_s: 60}\n")
+    found = load_cluster(path, ["cluster.ssh.ranks_per_host=4"])
+    assert found.ssh is not None and (found.ssh.hosts, found.ssh.ranks_per_host) == (["a", "b"], 4)
+    assert load_cluster(None, ["cluster.ranks=3"]).ranks == 3
+    with pytest.raises(ConfigError, match=r"cluster\.ssh\.hsots: unknown key \(did you mean cluster\.ssh\.hosts"):
+        load_cluster(None, ["cluster.ssh.hsots=[a]"])
+
+
+def test_configuration_with_a_class_is_written_as_it_is_read(tmp_path: Path, load: Load) -> None:
+    config = load("workload: toy\ncluster: {class: a.B, kwargs: {token: secret, n: 2}}\n")
+    text = dump_config(config)
+    assert "class: a.B" in text and "secret" not in text

@@ -1,15 +1,18 @@
-"""Workloads by name."""
+"""Workloads and cluster backends by name."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections import OrderedDict
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from ddptrain import registry
-from ddptrain.errors import ConfigError
+from ddptrain.config import ClusterConfig
+from ddptrain.errors import ConfigError, UsageError
 
 
 def test_a_built_in_workload_has_a_target_and_a_strict_params_model() -> None:
@@ -50,3 +53,36 @@ def test_an_installed_package_offers_a_workload_without_being_imported(
     assert registry.params_model("birds") is None
     with pytest.raises(ConfigError, match="did you mean birds"):
         registry.workload_target("bird")
+
+
+# --- cluster backends ---
+
+
+@pytest.mark.parametrize("backend", [name for name, target in registry.BACKENDS.items() if target])
+def test_every_backend_has_a_provider_with_the_three_methods(backend: str) -> None:
+    provider = registry.provider_class(backend)()
+    assert all(callable(getattr(provider, method)) for method in ("scale", "logs", "stop"))
+
+
+def test_backend_that_starts_nothing_says_so() -> None:
+    with pytest.raises(UsageError, match="address uses a cluster that is up"):
+        registry.provider_class("address")
+
+
+def test_installed_package_offers_a_backend_which_is_imported_when_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry_points(**wanted: Any) -> EntryPoints:
+        points = [
+            EntryPoint("mine", "collections:OrderedDict", registry.BACKEND_GROUP),
+            EntryPoint("broken", "not_there.at_all:Provider", registry.BACKEND_GROUP),
+        ]
+        return EntryPoints(points).select(**wanted)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    assert registry.provider_class("mine") is OrderedDict
+    assert ClusterConfig(backend="mine", options={"size": 3}).options == {"size": 3}
+    with pytest.raises(UsageError, match=r"cluster\.backend broken .* can't be used: No module named 'not_there'"):
+        registry.provider_class("broken")
+    with pytest.raises(ValidationError, match="there is no such cluster backend"):
+        ClusterConfig(backend="min")
