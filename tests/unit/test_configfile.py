@@ -334,7 +334,7 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
         ("cluster: {address: 'tcp://h:1', scheduler_file: s}", "cluster.scheduler_file: is given, and so is"),
         ("cluster: {ssh: {hosts: []}}", "cluster.ssh.hosts: expected 1 or more values"),
         ("cluster: {ssh: {hosts: [-oX]}}", "cluster.ssh.hosts[0]: is no host: ssh would take it for an option"),
-        ('cluster: {slurm: {partition: "a\nb"}}', "cluster.slurm.partition:"),
+        ('cluster: {slurm: {partition: "a\\nb"}}', "cluster.slurm.partition:"),
         ("cluster: {name: Dev}", "cluster.name: expected text that matches"),
     ],
 )
