@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -75,6 +75,7 @@ class SlotBook(SchedulerPlugin):
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.holders: dict[Slot, Request] = {}
+        self.used: dict[str, tuple[Request, set[str]]] = {}  # run -> the workers on which it has left something
         self.line: list[Waiter] = []
         self.offers: dict[str, tuple[int, int]] = {}  # workers of others -> slots, GPUs
         self._errands: set[asyncio.Future[Any]] = set()
@@ -91,23 +92,28 @@ class SlotBook(SchedulerPlugin):
             if SLOT_RESOURCE not in state.resources and address not in self.offers
         ]
 
-    def free(self, *, gpus_only: bool = False) -> list[Slot]:
+    def free(self, *, gpus_only: bool = False, besides: Collection[Slot] = ()) -> list[Slot]:
         """Free slots, hosts together, the emptiest hosts first so that a gang spreads over as few as possible."""
-        slots = [slot for slot in self.all() if slot not in self.holders and (slot.gpu or not gpus_only)]
+        taken = self.holders.keys() - set(besides)
+        slots = [slot for slot in self.all() if slot not in taken and (slot.gpu or not gpus_only)]
         room = Counter(slot.host for slot in slots)
         return sorted(slots, key=lambda slot: (-room[slot.host], slot.host, slot.worker, slot.index))
 
     def reserve(self, request: Request, *, in_line: bool) -> list[Slot] | Refusal:
-        """All the slots that are asked for, or a refusal; who asks for it then stands `in_line`."""
+        """All the slots that are asked for, or a refusal; who asks for it then stands `in_line`.
+
+        A run that holds slots asks for others in their place: it passes those who wait, for it has waited already.
+        """
         self._forget_the_silent()
         everything = [slot for slot in self.all() if slot.gpu or not request.gpus_only]
         asked = request.count if request.count is not None else max(1, len(everything))
-        free = self.free(gpus_only=request.gpus_only)
+        mine = {slot for slot, holder in self.holders.items() if holder.run_id == request.run_id}
+        free = self.free(gpus_only=request.gpus_only, besides=mine)
         runs = [waiter.request.run_id for waiter in self.line]
-        is_next = not runs or runs[0] == request.run_id
+        is_next = not runs or runs[0] == request.run_id or bool(mine)
         if is_next and len(free) >= asked:
             self._leave_line(request.run_id)
-            self.holders.update(dict.fromkeys(free[:asked], request))
+            self._grant(request, free[:asked], mine)
             return free[:asked]
         place = 0
         if asked > len(everything):
@@ -130,6 +136,13 @@ class SlotBook(SchedulerPlugin):
         """The worker is gone, and its slots with it."""
         self.offers.pop(worker, None)
         self.holders = {slot: holder for slot, holder in self.holders.items() if slot.worker != worker}
+
+    def _grant(self, request: Request, slots: Sequence[Slot], before: Collection[Slot]) -> None:
+        for slot in before:
+            del self.holders[slot]
+        self.holders.update(dict.fromkeys(slots, request))
+        _, workers = self.used.setdefault(request.run_id, (request, set()))
+        workers.update(slot.worker for slot in slots)
 
     def _running(self) -> dict[str, Any]:
         workers = self.scheduler.workers.items()
@@ -161,12 +174,11 @@ class SlotBook(SchedulerPlugin):
         self.line = [waiter for waiter in self.line if waiter.heard_at > limit]
 
     def _drop(self, leaves: Any) -> None:
-        gone = {slot: holder for slot, holder in self.holders.items() if leaves(holder)}
-        for run_id in {holder.run_id for holder in gone.values()}:
-            self._detach(run_id, {slot.worker for slot, holder in gone.items() if holder.run_id == run_id})
-        self.holders = {slot: holder for slot, holder in self.holders.items() if slot not in gone}
+        for run_id in [run_id for run_id, (request, _) in self.used.items() if leaves(request)]:
+            self._detach(run_id, self.used.pop(run_id)[1])
+        self.holders = {slot: holder for slot, holder in self.holders.items() if not leaves(holder)}
         self.line = [waiter for waiter in self.line if not leaves(waiter.request)]
-        if not self.holders and not self.line and self.scheduler.plugins.get(PLUGIN_NAME) is self:
+        if not self.used and not self.line and self.scheduler.plugins.get(PLUGIN_NAME) is self:
             self.scheduler.remove_plugin(PLUGIN_NAME)
 
     def _detach(self, run_id: str, workers: set[str]) -> None:
@@ -265,6 +277,6 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
 
 
 def is_busy(dask_scheduler: Scheduler) -> bool:
-    """Whether a run holds slots or waits for them."""
+    """Whether a run is on the cluster, or waits for slots."""
     found = dask_scheduler.plugins.get(PLUGIN_NAME)
-    return found is not None and bool(cast(SlotBook, found).holders or cast(SlotBook, found).line)
+    return found is not None and bool(cast(SlotBook, found).used or cast(SlotBook, found).line)

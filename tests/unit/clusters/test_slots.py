@@ -194,6 +194,28 @@ def test_run_that_leaves_takes_its_plugin_from_its_workers(died: bool) -> None:
     assert there.orders == [("ddptrain-r1", [worker_of_r1])]
 
 
+def test_run_that_asks_again_gets_other_slots_for_its_own_and_passes_the_line() -> None:
+    there = scheduler(a=2, b=2)
+    first = ask(there, "r1", 4)["slots"]
+    ask(there, "r2", 1, in_line=True)
+    assert ask(there, "r1", 4)["slots"] == first
+    there.workers.pop("tcp://a")
+    there.book.remove_worker(there, "tcp://a")
+    assert ask(there, "r1", 4)["refusal"]["total"] == 2  # and keeps what it has
+    assert [slot[0] for slot in ask(there, "r1", 2)["slots"]] == ["tcp://b", "tcp://b"]
+    slots.release("r1", there)
+    assert there.orders == [("ddptrain-r1", ["tcp://b"])]
+
+
+def test_run_whose_workers_are_all_lost_is_still_known() -> None:
+    there = scheduler(a=1)
+    ask(there, "r1", 1)
+    there.book.remove_worker(there, "tcp://a")
+    assert slots.is_busy(there)
+    there.book.remove_client(there, "client-r1")
+    assert not slots.is_busy(there)
+
+
 def test_overview_tells_who_holds_what_and_who_waits() -> None:
     there = scheduler(a=2, b=None)
     slots.learn({"tcp://b": (1, 0)}, there)
@@ -222,11 +244,12 @@ def test_no_order_of_requests_gives_a_slot_twice(requests: list[tuple[str, int, 
             slots.release(run, there)
             held.pop(run, None)
             continue
-        before = set(there.book.holders) if there.plugins else set()
+        holders = there.book.holders if there.plugins else {}
+        others = {slot for slot, holder in holders.items() if holder.run_id != run}
         answer = ask(there, run, count, in_line=what == "wait")
         if "slots" in answer:
             got = {slots.Slot(*slot) for slot in answer["slots"]}
-            assert len(got) == count and not got & before
-            held[run] += count
+            assert len(got) == count and not got & others
+            held[run] = count
     assert sum(held.values()) <= 7
     assert (len(there.book.holders) if there.plugins else 0) == sum(held.values())
