@@ -1,6 +1,6 @@
 """Processes of this host that outlive the command that starts them; also for other hosts, over ssh.
 
-    python -m ddptrain.clusters.daemons start|stop|alive|tail|read|describe < JSON
+    python -m ddptrain.clusters.daemons start|end|alive|tail|read|describe < JSON
 
 reads the arguments of the function of that name as a JSON object, and prints {"result": ...} or {"error": "..."}. It
 imports little, for it is called on every host of a cluster.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -32,14 +31,15 @@ FOLDER = "{folder}"
 _POLL_S = 0.02
 _KILLED_S = 5.0  # for the kernel to end what was killed
 _TAIL_BYTES = 256 * 1024
-_SAME_S = 0.5  # two readings of one process's creation time differ by less
+_PROC = Path("/proc")
+_ID = ".id"  # a file with the DaemonId, beside the log
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonOrder:
     """A process to start: `python -P *argv`, with `env` added to our environment; it writes into <name>.log.
 
-    `folder` "" asks for a new one in the user's state directory, named for `label`; FOLDER in `argv` stands for it.
+    `folder` "" asks for one in the user's state directory that is named `label`; FOLDER in `argv` stands for it.
     `files` are written into the folder first: name -> text. Files, folder and log are for this user only.
     """
 
@@ -48,12 +48,12 @@ class DaemonOrder:
     argv: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    label: str = "cluster"
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonId:
-    """A process that was started; `created` is its time of creation, so that no other one with its pid is meant."""
+    """A process that was started; `created` tells it from any other that gets its pid. 0 if it ended at once."""
 
     name: str
     pid: int
@@ -85,7 +85,10 @@ def start(order: DaemonOrder) -> DaemonId:
             f"the {order.name} could not be started in {order.folder or 'a new folder'}: {error}"
         ) from error
     process.returncode = 0  # it is not this object's to wait for
-    return DaemonId(order.name, process.pid, _created(process.pid), str(folder))
+    daemon = DaemonId(order.name, process.pid, _created(process.pid), str(folder))
+    if order.label:  # for `end`, should whoever has ordered it never get the answer
+        _write_private(folder / f"{order.name}{_ID}", json.dumps(dataclasses.asdict(daemon)).encode())
+    return daemon
 
 
 def alive(daemon: DaemonId) -> bool:
@@ -93,20 +96,18 @@ def alive(daemon: DaemonId) -> bool:
     with suppress(ChildProcessError):  # one that we started ourselves and that has ended waits for us to see it
         os.waitpid(daemon.pid, os.WNOHANG)
     try:
-        process = psutil.Process(daemon.pid)
-        is_same = abs(process.create_time() - daemon.created) < _SAME_S
-        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
+        is_zombie = psutil.Process(daemon.pid).status() == psutil.STATUS_ZOMBIE
+        return not is_zombie and 0 < daemon.created == _created(daemon.pid)
     except psutil.NoSuchProcess:
         return False
 
 
-def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0, *, remove: bool = False) -> None:
-    """End processes: SIGTERM, and after `timeout_s` SIGKILL to what is left of their groups; `remove` their folders.
+def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
+    """End processes: SIGTERM, and after `timeout_s` SIGKILL to what is left of their groups.
 
     Those that have ended already are fine. Raises ClusterError that names those which can't be ended.
     """
-    everything = list(daemons)
-    ending = [daemon for daemon in everything if alive(daemon)]
+    ending = [daemon for daemon in daemons if alive(daemon)]
     for daemon in ending:
         with suppress(ProcessLookupError):
             os.kill(daemon.pid, signal.SIGTERM)
@@ -114,13 +115,19 @@ def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0, *, remove: bool =
     for daemon in ending:
         with suppress(ProcessLookupError):
             os.killpg(daemon.pid, signal.SIGKILL)
-    left = _wait(ending, _KILLED_S)
-    if remove:
-        for daemon in everything:
-            shutil.rmtree(daemon.folder, ignore_errors=True)
-    if left:
+    if left := _wait(ending, _KILLED_S):
         names = ", ".join(f"{daemon.name} (pid {daemon.pid})" for daemon in left)
         raise ClusterError(f"could not be ended, even by SIGKILL: {names}")
+
+
+def end(label: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
+    """Stop what was started with that label, `known` or not, and remove its folder. Raises ClusterError."""
+    folder = _labelled(label)
+    noted = [DaemonId(**json.loads(path.read_text())) for path in folder.glob(f"*{_ID}")]
+    try:
+        stop({*known, *noted}, timeout_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def tail(folder: str, name: str, lines: int) -> str:
@@ -186,16 +193,16 @@ def _wait(daemons: list[DaemonId], timeout_s: float) -> list[DaemonId]:
 
 
 def _made(order: DaemonOrder) -> Path:
-    if order.folder:
-        folder = Path(order.folder)
-    else:
-        from platformdirs import user_state_path
-
-        hosts = user_state_path("ddptrain", appauthor=False) / "hosts"
-        folder = hosts / f"{order.label}-{secrets.token_hex(4)}"
+    folder = Path(order.folder) if order.folder else _labelled(order.label)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
     return folder
+
+
+def _labelled(label: str) -> Path:
+    from platformdirs import user_state_path
+
+    return user_state_path("ddptrain", appauthor=False) / "hosts" / label
 
 
 def _write_private(path: Path, data: bytes) -> None:
@@ -205,9 +212,13 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def _created(pid: int) -> float:
+    """When a process was made, by a clock that nobody sets: seconds since boot on Linux; 0 where there is none."""
     try:
+        if _PROC.exists():  # psutil adds the time of boot, which moves whenever the clock is set
+            words = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            return int(words[19]) / os.sysconf("SC_CLK_TCK")
         return float(psutil.Process(pid).create_time())
-    except psutil.NoSuchProcess:  # it has ended already: its log tells why
+    except (OSError, psutil.NoSuchProcess):
         return 0.0
 
 
@@ -215,11 +226,7 @@ def _called(command: str, given: Mapping[str, Any]) -> Any:
     """What the function of that name returns, as plain data."""
     calls: dict[str, Callable[[], Any]] = {
         "start": lambda: dataclasses.asdict(start(DaemonOrder(**given))),
-        "stop": lambda: stop(
-            [DaemonId(**each) for each in given["daemons"]],
-            given.get("timeout_s", 10.0),
-            remove=given.get("remove", False),
-        ),
+        "end": lambda: end(given["label"], [DaemonId(**each) for each in given["daemons"]], given["timeout_s"]),
         "alive": lambda: [alive(DaemonId(**each)) for each in given["daemons"]],
         "read": lambda: read(given["folder"], given["name"], given["timeout_s"]),
         "describe": lambda: describe(given["names"]),

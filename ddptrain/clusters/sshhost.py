@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from ddptrain import __version__
 from ddptrain.errors import ClusterError
 
 _CALL_S = 60.0
-_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+# What the user's configuration says for logins (a terminal, a command, forwarded ports) is not meant for our calls.
+_OPTIONS = (
+    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5"),
+    *("-T", "-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes"),  # the user has set these for logins
+)
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 
@@ -53,7 +58,22 @@ class Host:
 
     def _run(self, command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
         try:
-            return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_CALL_S, check=False)
+            # stderr is no pipe: a master that ssh leaves behind (ControlPersist) may hold it, and it would never end.
+            with tempfile.TemporaryFile() as said:
+                answer = subprocess.run(
+                    command,
+                    input=text,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    encoding="utf-8",
+                    errors="replace",
+                    timeout=_CALL_S,
+                    check=False,
+                    start_new_session=True,  # Ctrl-C is not for ssh: its answer tells what has been started
+                )
+                said.seek(0)
+                answer.stderr = said.read().decode("utf-8", "replace")
+                return answer
         except FileNotFoundError as error:
             raise ClusterError(
                 f"there is no program {error.filename}: install an ssh client, or set cluster.ssh.command"
@@ -72,7 +92,7 @@ class Host:
         if "No module named" in last and "ddptrain" in last:
             return f"ddptrain is missing there: {self.python} -m pip install ddptrain=={__version__}"
         if "nknown option" in answer.stderr or "invalid choice" in last:
-            return f"{self.python} is too old there ({last}): ddptrain needs Python 3.11; set cluster.ssh.python"
+            return f"{self.python} is too old there: ddptrain needs Python 3.11; set cluster.ssh.python"
         return last
 
 

@@ -131,10 +131,11 @@ class Host:
         """End everything here at once, and the namespaces."""
         assert self._outer.stdin is not None and self._outer.stdout is not None
         self._outer.stdin.close()
+        for popen in self.started:
+            popen.kill()
+            popen.wait(10)
         self._outer.wait(10)
         self._outer.stdout.close()
-        for popen in self.started:
-            popen.wait(10)
 
 
 def _namespace(pid: int) -> str:

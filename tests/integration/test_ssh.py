@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import psutil
 import pytest
 
 from tests.conftest import Cli, Finished
-from tests.integration.sshd import SshHosts, ssh_hosts
+from tests.integration import netns
+from tests.integration.sshd import SshHosts, ssh_hosts, ssh_network
 
 WORKLOAD = """
 import os
@@ -81,6 +83,58 @@ def test_cluster_on_two_hosts_trains_scales_and_leaves_nothing(run_cli: Cli, hos
     assert remote_folders(hosts) == []
 
 
+@pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not())
+def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves(run_cli: Cli, tmp_path: Path) -> None:
+    state = tmp_path / "state"  # each host has its own there
+    with netns.Network(tmp_path / "net") as network:
+        desk, one, two = network.add("desk"), network.add("one", state), network.add("two", state)
+        with (desk.folder / "hosts").open("a") as names:
+            names.write(f"{one.address} one\n{two.address} two\n")
+        hosts = ssh_network(tmp_path / "sshd", (one, two), state)
+        idle = len(one.processes())
+        command = (*desk.enter(tmp_path), sys.executable, "-m", "ddptrain")
+        up = run_cli("cluster", "up", "--name", "dev", *hosts.settings, "--ranks", "4", program=command)
+        assert up.rc == 0, up.stderr
+        assert f"tls://{one.address}:" in up.stdout
+        (tmp_path / "work.py").write_text(WORKLOAD)
+        (tmp_path / "tell.yaml").write_text(json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}}))
+        trained = run_cli("train", "tell.yaml", program=command)
+        assert trained.rc == 0, trained.stderr
+        for rank in range(4):
+            assert f"[rank {rank}] node {rank // 2} local {rank % 2} of 2 sum 10" in trained.stdout
+        down = run_cli("cluster", "down", "dev", program=command)
+        assert down.rc == 0, down.stderr
+        for host in (one, two):
+            assert host.run("find", str(state / "ddptrain" / "hosts"), "-mindepth", "1") == ""
+            assert len(host.processes()) == idle
+
+
+def test_start_that_is_killed_is_cleared_away_by_down(run_cli: Cli, hosts: SshHosts) -> None:
+    up = run_cli.start("cluster", "up", "--name", "dev", *hosts.settings, "--ranks", "2")
+    deadline = time.monotonic() + 60
+    while not remote_folders(hosts) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    up.kill_group()  # while the host starts the scheduler, and nobody has been told its process
+    cluster(run_cli, "down", "dev")
+    assert remote_folders(hosts) == []
+
+
+def test_host_that_is_gone_is_named_by_down_which_ends_the_others(run_cli: Cli, hosts: SshHosts) -> None:
+    config = run_cli.folder / "ssh_config"
+    config.write_text(hosts.config.read_text())
+    reached = ["--set", f"cluster.ssh.options=[-F, {config}]", "--ranks", "2"]
+    cluster(run_cli, "up", "--name", "dev", *hosts.settings, *reached)
+    pid = status(run_cli)["parts"]["worker beta"]["pid"]
+    config.write_text(hosts.config.read_text().replace("127.0.0.2", "127.0.0.99"))
+    done = cluster(run_cli, "down", "dev", rc=4)
+    assert "beta: ssh can't get there: " in done.stderr
+    assert f"the worker beta (pid {pid}) may still run there" in done.stderr
+    assert len(remote_folders(hosts)) == 1
+    config.write_text(hosts.config.read_text())
+    cluster(run_cli, "down", "dev")
+    assert remote_folders(hosts) == []
+
+
 def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHosts) -> None:
     (run_cli.folder / "work.py").write_text(WORKLOAD)
     ssh = {
@@ -100,9 +154,7 @@ def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHost
 
 def test_killed_worker_is_brought_back_by_scale(run_cli: Cli, hosts: SshHosts) -> None:
     cluster(run_cli, "up", "--name", "dev", *hosts.settings, "--ranks", "2")
-    processes = status(run_cli)["parts"]["processes"]
-    (beta,) = (each for each in processes if each["name"] == "beta")
-    psutil.Process(beta["daemon"]["pid"]).kill()
+    psutil.Process(status(run_cli)["parts"]["worker beta"]["pid"]).kill()
     cluster(run_cli, "scale", "dev", "2")
     assert [worker["name"] for worker in status(run_cli)["workers"]] == ["alpha", "beta"]
     cluster(run_cli, "down", "dev")

@@ -79,13 +79,37 @@ def test_files_and_log_are_for_this_user_only(start: Start) -> None:
     assert daemons.tail(daemon.folder, "it", 1) == f"serving {folder}/key.pem\n"
 
 
-def test_folder_goes_with_the_process_also_where_that_has_ended_before(start: Start) -> None:
-    daemon = start("pass")
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the folders of processes lie that are started with a label."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "ddptrain" / "hosts"
+
+
+def test_end_takes_the_folder_along_also_where_the_process_has_ended_before(start: Start, hosts: Path) -> None:
+    daemon = start("pass", folder="", label="dev-1")
+    assert daemon.folder == str(hosts / "dev-1")
     deadline = time.monotonic() + 20
     while daemons.alive(daemon) and time.monotonic() < deadline:
         time.sleep(0.02)
-    daemons.stop([daemon], remove=True)
-    assert not Path(daemon.folder).exists()
+    daemons.end("dev-1", [daemon])
+    daemons.end("dev-1", [daemon])  # what is gone is fine
+    assert list(hosts.iterdir()) == []
+
+
+def test_process_whose_start_was_never_answered_is_ended_by_its_label(start: Start, hosts: Path) -> None:
+    daemon, other = start(folder="", label="dev-1"), start(folder="", label="dev-2")
+    daemons.end("dev-1", [])
+    assert not daemons.alive(daemon) and daemons.alive(other)
+    assert [folder.name for folder in hosts.iterdir()] == ["dev-2"]
+
+
+def test_clock_that_is_set_does_not_hide_a_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = start()
+    now = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: now + 3600, raising=False)
+    monkeypatch.setattr("psutil._pslinux.BOOT_TIME", now + 3600, raising=False)
+    assert daemons.alive(daemon)
 
 
 def test_folder_that_cannot_be_made_is_told(start: Start, tmp_path: Path) -> None:
@@ -106,16 +130,16 @@ def test_host_knows_which_addresses_are_its_own() -> None:
     assert about["addresses"] == {"127.0.0.1": "127.0.0.1", "192.0.2.1": "", "nowhere.invalid": ""}
 
 
-def test_command_speaks_json_and_survives_its_caller(tmp_path: Path) -> None:
+def test_command_speaks_json_and_survives_its_caller(tmp_path: Path, hosts: Path) -> None:
     def call(command: str, **given: Any) -> Any:
         program = [sys.executable, "-P", "-m", "ddptrain.clusters.daemons", command]
         done = subprocess.run(program, input=json.dumps(given), capture_output=True, text=True, timeout=60, check=True)
         return json.loads(done.stdout)
 
-    order = {"name": "it", "folder": str(tmp_path / "d"), "argv": ["-c", SERVE]}
+    order = {"name": "it", "folder": "", "label": "dev-1", "argv": ["-c", SERVE]}
     daemon = call("start", **order)["result"]
     assert call("alive", daemons=[daemon]) == {"result": [True]}
-    assert call("stop", daemons=[daemon], remove=True) == {"result": None}
+    assert call("end", label="dev-1", daemons=[daemon], timeout_s=10) == {"result": None}
     assert call("tail", folder=daemon["folder"], name="it", lines=5) == {"result": ""}
     (tmp_path / "file").touch()
     assert "could not be started" in call("start", **{**order, "folder": str(tmp_path / "file")})["error"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddptrain.clusters.ssh import _distribution
+from ddptrain import __version__
+from ddptrain.clusters.ssh import _address, _distribution, _link
 from ddptrain.clusters.sshhost import Host, hosts_of
 from ddptrain.errors import ClusterError, UsageError
 
@@ -47,7 +52,7 @@ def test_number_of_gpus_is_a_matter_of_each_host() -> None:
 
 def fake_ssh(folder: Path, script: str) -> Host:
     command = folder / "ssh"
-    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.write_text(f"#!/bin/sh\ncd {folder}\n{script}\n")
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     return Host("gpu1", "me@gpu1", 0, (str(command),), "python3")
 
@@ -58,7 +63,7 @@ def fake_ssh(folder: Path, script: str) -> Host:
         ("echo 'Permission denied (publickey).' >&2; exit 255", "gpu1: ssh can't get there: Permission denied"),
         ("echo 'sh: python3: not found' >&2; exit 127", "gpu1: there is no python3 there"),
         ("echo 'No module named ddptrain' >&2; exit 1", "gpu1: ddptrain is missing there: python3 -m pip install"),
-        ("echo 'unknown option -P' >&2; exit 2", "gpu1: python3 is too old there"),
+        ("echo 'Unknown option: -P' >&2; echo usage >&2; exit 2", "gpu1: python3 is too old there"),
         ('echo \'{"error": "the disk is full"}\'', "gpu1: the disk is full"),
         ("exit 0", "gpu1: exit code 0"),
     ],
@@ -67,6 +72,50 @@ def test_what_is_wrong_with_a_host_is_one_line(tmp_path: Path, script: str, told
     with pytest.raises(ClusterError) as refused:
         fake_ssh(tmp_path, script).call("alive", daemons=[])
     assert str(refused.value).startswith(told) and "\n" not in str(refused.value)
+
+
+def test_words_that_are_no_utf8_are_passed_over(tmp_path: Path) -> None:
+    host = fake_ssh(tmp_path, "cat >/dev/null; printf 'gr\\374\\337\\n'; echo '{\"result\": 1}'; printf '\\374\\n' >&2")
+    assert host.call("alive", daemons=[]) == 1
+
+
+@pytest.mark.parametrize(
+    ("reached_at", "own", "address"),
+    [
+        ("10.0.0.5", "10.0.0.5", "10.0.0.5"),
+        ("10.0.0.5", "127.0.1.1", "10.0.0.5"),  # Debian has the host's own name on its loopback
+        ("127.0.0.1", "10.0.0.5", "10.0.0.5"),  # ssh comes through a tunnel that ends there
+        ("127.0.0.2", "127.0.0.2", "127.0.0.2"),
+        ("", "", "gpu1"),
+    ],
+)
+def test_host_listens_where_others_reach_it(tmp_path: Path, reached_at: str, own: str, address: str) -> None:
+    about = {"version": __version__, "addresses": {"gpu1": own}, "reached_at": reached_at}
+    host = fake_ssh(tmp_path, f"[ $1 = -G ] && exec echo hostname gpu1; echo '{json.dumps({'result': about})}'")
+    assert _address(host) == address
+
+
+def test_other_version_on_a_host_is_told(tmp_path: Path) -> None:
+    about = {"version": "0.0.1", "addresses": {"gpu1": ""}, "reached_at": "10.0.0.5"}
+    host = fake_ssh(tmp_path, f"[ $1 = -G ] && exec echo hostname gpu1; echo '{json.dumps({'result': about})}'")
+    with pytest.raises(ClusterError, match=r"gpu1: ddptrain 0\.0\.1 is installed there, this is "):
+        _address(host)
+
+
+def test_dashboard_of_another_host_comes_with_the_way_there() -> None:
+    link, host = "http://127.0.0.1:8787/status", Host("gpu1", "me@gpu1", 0, ("ssh",), "python3")
+    assert _link(host, "10.0.0.5", link) == f"{link} through ssh -N -L 127.0.0.1:8787:127.0.0.1:8787 me@gpu1"
+    assert _link(host, "127.0.0.1", link) == link
+    assert _link(host, "10.0.0.5", "") == ""
+
+
+def test_master_that_ssh_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
+    host = fake_ssh(tmp_path, "sleep 30 >/dev/null & echo $! >master; echo '{\"result\": 1}'")
+    began = time.monotonic()
+    try:
+        assert host.call("alive", daemons=[]) == 1 and time.monotonic() - began < 20
+    finally:
+        os.kill(int((tmp_path / "master").read_text()), signal.SIGKILL)
 
 
 def test_words_of_a_login_script_are_passed_over(tmp_path: Path) -> None:
