@@ -95,9 +95,17 @@ class SlotBook(SchedulerPlugin):
     def free(self, *, gpus_only: bool = False, besides: Collection[Slot] = ()) -> list[Slot]:
         """Free slots, hosts together, the emptiest hosts first so that a gang spreads over as few as possible."""
         taken = self.holders.keys() - set(besides)
-        slots = [slot for slot in self.all() if slot not in taken and (slot.gpu or not gpus_only)]
+        slots = [
+            slot for address in self._running() for slot in self._free_of(address, taken) if slot.gpu or not gpus_only
+        ]
         room = Counter(slot.host for slot in slots)
         return sorted(slots, key=lambda slot: (-room[slot.host], slot.host, slot.worker, slot.index))
+
+    def _free_of(self, address: str, taken: Collection[Slot]) -> list[Slot]:
+        """A worker's free slots. One that was made smaller under a run has fewer than its indices tell."""
+        slots = self._slots_of(address)
+        left = len(slots) - sum(slot.worker == address for slot in taken)
+        return [slot for slot in slots if slot not in taken][: max(0, left)]
 
     def reserve(self, request: Request, *, in_line: bool) -> list[Slot] | Refusal:
         """All the slots that are asked for, or a refusal; who asks for it then stands `in_line`.

@@ -207,6 +207,17 @@ def test_run_that_asks_again_gets_other_slots_for_its_own_and_passes_the_line() 
     assert there.orders == [("ddptrain-r1", ["tcp://b"])]
 
 
+def test_worker_that_was_made_smaller_under_a_run_has_no_slot_free() -> None:
+    there = scheduler(a=2)
+    ask(there, "one", 1)
+    ask(there, "two", 1)
+    slots.release("one", there)
+    there.workers["tcp://a"].resources["slot"] = 1.0
+    assert ask(there, "three", 1)["refusal"]["free"] == 0
+    slots.release("two", there)
+    assert "slots" in ask(there, "three", 1)
+
+
 def test_run_whose_workers_are_all_lost_is_still_known() -> None:
     there = scheduler(a=1)
     ask(there, "r1", 1)
