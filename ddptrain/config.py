@@ -182,6 +182,15 @@ class CheckpointConfig(Strict):
 class FailureConfig(Strict):
     """What happens when a rank fails."""
 
+    max_restarts: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="Times that ranks are started again after a failure, from the last checkpoint.",
+    )
+    backoff_s: Seconds = Field(
+        default=1.0, ge=0, description="Seconds before the first restart; twice as long before each further one."
+    )
     grace_s: Seconds = Field(default=30.0, ge=0, description="Seconds from SIGTERM to SIGKILL when ranks are stopped.")
 
 

@@ -65,6 +65,7 @@ class RankSpec(_Message):
     master_port: int = 0
     shared: bool = True
     use_gpu: bool = True
+    max_restarts: int = 0
     gpu: str | None = None
     staging: str = ""
     resume_from: str = ""

@@ -40,6 +40,13 @@ def train(
     ] = None,
     runs_dir: Annotated[Path | None, typer.Option(help="Folder for run directories (results.dir).")] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN|auto", help="Go on with a run; auto: the newest of this name that did not succeed."),
+    ] = None,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Resume although workload or parameters have changed.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")
     ] = False,
@@ -54,8 +61,12 @@ def train(
         return
     from ddptrain.driver.launch import LaunchOptions
     from ddptrain.driver.launch import train as launch
+    from ddptrain.errors import UsageError
 
-    raise typer.Exit(launch(loaded, LaunchOptions(run_id=run_id, output=output.value)))
+    if resume is not None and run_id is not None:
+        raise UsageError("--resume goes on with a run that has its id: leave --run-id out")
+    options = LaunchOptions(run_id=run_id, output=output.value, resume=resume, allow_changes=allow_changes)
+    raise typer.Exit(launch(loaded, options))
 
 
 def _options(ranks: int | None, cluster: str | None, runs_dir: Path | None) -> dict[str, str]:

@@ -29,7 +29,7 @@ _KEEPER = "keeper"
 _POLL_S = 0.05
 _TELL_EVERY_S = 5.0  # whoever waits may want to stop waiting
 _ORDER_S = 60.0  # some classes return from scale() when all is done
-_STOP_S = 20.0
+_STOP_S = 60.0  # what is in a cloud takes longer to end than a process
 _LOG_LINES = 8
 _LONGEST_PATH = 100  # of a socket, in bytes: the system's limit is 104 or 108
 

@@ -58,6 +58,11 @@ class Gathering:
         except (OSError, TimeoutError) as error:
             address = self.deployment.record.address
             raise ClusterError(f"the scheduler at {address} does not answer: {error}{self._last_words()}") from error
+        except ImportError as error:  # what the scheduler's own process has raised
+            raise ClusterError(
+                f"the scheduler at {self.deployment.record.address} can't be used ({error}): ddptrain must be "
+                "installed where it runs, and where its workers do"
+            ) from error
         return look.seen(self.deployment, told)
 
     def until_ready(self, asked: int | None) -> View:

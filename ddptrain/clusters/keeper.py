@@ -202,7 +202,9 @@ def _listening(folder: Path) -> Iterator[socket.socket]:
 
 def _answer(listener: socket.socket, kept: Kept) -> None:
     """Take one order, {"slots": N}: the answer is {"workers": N} or {"error": "..."}."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # of whoever has hung up, or speaks another language
+    with contextlib.suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # of whoever has hung up, or speaks another language
         connection, _ = listener.accept()
         with connection, connection.makefile("rw") as stream:
             connection.settimeout(_ANSWER_S)

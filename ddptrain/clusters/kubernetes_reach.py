@@ -55,13 +55,15 @@ async def open_way(api: Kubernetes, cluster: Deployment, deadline: float) -> Non
 
 
 def reopen(cluster: Deployment) -> None:
-    """Start the port-forward again that this machine has lost, as after a restart, at the same ports.
-
-    Raises: ClusterError
-    """
-    parts = cluster.record.parts
-    if parts.get("forward") and not daemons.alive(DaemonId(**parts["forward"])):
-        _forwarded(parts["context"], parts["namespace"], cluster)
+    """Start the port-forward again that this machine has lost, as after a restart. Raises ClusterError."""
+    record = cluster.record
+    if not record.parts.get("forward") or daemons.alive(DaemonId(**record.parts["forward"])):
+        return
+    port, http_port = _forwarded(record.parts["context"], record.parts["namespace"], cluster)
+    if record.address:  # of a start that was completed
+        scheme = record.address.partition("://")[0]
+        dashboard = f"http://127.0.0.1:{http_port}/status" if record.dashboard else ""
+        cluster.update(address=f"{scheme}://127.0.0.1:{port}", dashboard=dashboard)
 
 
 def close(cluster: Deployment) -> None:
@@ -78,14 +80,23 @@ def log(cluster: Deployment, lines: int) -> Mapping[str, str]:
 
 
 def _forwarded(context: str, namespace: str, cluster: Deployment) -> tuple[int, int]:
-    """The local ports of scheduler and dashboard; the process that forwards them is started where it does not run."""
+    """The local ports of scheduler and dashboard; the process that forwards them is started where it does not run.
+
+    The ports stay what they were, unless another program has taken them.
+    """
     parts = cluster.record.parts
+    if parts.get("forward") and daemons.alive(DaemonId(**parts["forward"])):
+        scheduler, dashboard = parts["ports"]
+        return scheduler, dashboard
+    if parts.get("ports"):
+        with contextlib.suppress(ClusterError):
+            return _start_forward(context, namespace, cluster, parts["ports"])
+    return _start_forward(context, namespace, cluster, [0, 0])
+
+
+def _start_forward(context: str, namespace: str, cluster: Deployment, local: list[int]) -> tuple[int, int]:
     file = cluster.folder / "forward.json"
-    ports = _read(file)
-    if ports and parts.get("forward") and daemons.alive(DaemonId(**parts["forward"])):
-        return ports[0], ports[1]
     file.unlink(missing_ok=True)
-    local = ports or [0, 0]
     pairs = [f"{port}:{remote}" for port, remote in zip(local, (spec.COMM_PORT, spec.HTTP_PORT), strict=True)]
     arguments = ["--service", spec.service_name(cluster.name), "--namespace", namespace, "--context", context]
     order = DaemonOrder(
@@ -96,14 +107,15 @@ def _forwarded(context: str, namespace: str, cluster: Deployment) -> tuple[int, 
         env={"KUBECONFIG": os.environ["KUBECONFIG"]} if "KUBECONFIG" in os.environ else {},
     )
     started = daemons.start(order)
-    cluster.update(parts={**parts, "forward": dataclasses.asdict(started)})
+    cluster.update(parts={**cluster.record.parts, "forward": dataclasses.asdict(started)})
     deadline = time.monotonic() + _START_S
     while not (ports := _read(file)):
         if not daemons.alive(started) or time.monotonic() > deadline:
             raise ClusterError(
-                f"the port-forward to the scheduler does not start: {daemons.tail(order.folder, _FORWARD, 3)}"
+                f"the port-forward to the scheduler does not start: {daemons.tail(order.folder, _FORWARD, 1).strip()}"
             )
         time.sleep(_POLL_S)
+    cluster.update(parts={**cluster.record.parts, "ports": ports})
     return ports[0], ports[1]
 
 

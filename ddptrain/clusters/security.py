@@ -98,6 +98,14 @@ def keep(given: Security, folder: Path) -> None:
     write_private(folder / CERT_FILE, "".join(f"{text.rstrip()}\n" for text in dict.fromkeys(texts)).encode())
 
 
+def has_expired(folder: Path) -> bool:
+    """Whether the certificate in `folder` is one that nobody takes any more."""
+    from cryptography import x509
+
+    certificate = x509.load_pem_x509_certificate((folder / CERT_FILE).read_bytes())
+    return certificate.not_valid_after_utc < dt.datetime.now(dt.UTC)
+
+
 def _pem(value: str) -> str:
     """A PEM text: Dask takes it, or the path of a file that holds it."""
     return value if "\n" in value else Path(value).read_text(encoding="ascii")

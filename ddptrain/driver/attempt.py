@@ -56,6 +56,7 @@ class RankWatch:
     given_up: bool = False
     submitted_at: float = 0.0  # monotonic seconds, as the next; 0 before
     heard_at: float = 0.0
+    step: int | None = None  # the last that it has logged
 
     @property
     def over(self) -> bool:
@@ -175,7 +176,8 @@ class Attempt:
         if "data" in fields:
             data = fields["data"]
             assert isinstance(data, bytes)
-            watch.mirror.receive(str(fields["stream"]), int(str(fields["offset"])), data)
+            stream, offset = str(fields["stream"]), int(str(fields["offset"]))
+            self._read(watch, lambda: watch.mirror.receive(stream, offset, data))
         if isinstance(sizes := fields.get("sizes"), Mapping):
             self._advance(watch, int(sizes["log"]), int(sizes["events"]))
         if "exit" in fields:
@@ -196,12 +198,16 @@ class Attempt:
         self.gang.submit(watch.spec, watch.place.slot)
 
     def _advance(self, watch: RankWatch, log_size: int, events_size: int) -> None:
-        try:
-            watch.mirror.advance(log_size, events_size)
-        except Exception as error:
-            if not watch.over and not self.stopping:
-                self._give_up(watch, Kind.INFRASTRUCTURE, f"its output could not be read: {error}")
+        self._read(watch, lambda: watch.mirror.advance(log_size, events_size))
         self.telling.display.log_grew()
+
+    def _read(self, watch: RankWatch, from_spool: Callable[[], None]) -> None:
+        try:
+            from_spool()
+        except Exception as error:
+            # Of a worker that is lost a message tells, with the reason.
+            if not watch.over and not self.stopping and self.gang.has(watch.place.slot.worker):
+                self._give_up(watch, Kind.INFRASTRUCTURE, f"its output could not be read: {error}")
 
     def _take_events(self, watch: RankWatch) -> None:
         for event in watch.mirror.take_events():
@@ -223,6 +229,8 @@ class Attempt:
                 watch.finished = True
             case events.CheckpointSaved() | events.FileSaved():
                 self._send_porter(watch, event)
+            case events.Metrics():
+                watch.step = event.step if event.step is not None else watch.step
         self.telling.rank_event(rank, event)
 
     def _send_porter(self, watch: RankWatch, event: events.CheckpointSaved | events.FileSaved) -> None:

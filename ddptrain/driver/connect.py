@@ -9,12 +9,14 @@ import ssl
 import time
 from collections.abc import Callable
 
+import dask
 from distributed import Client, Security
 from distributed.comm.addressing import parse_host_port
 
 from ddptrain.clusters.find import Target
 from ddptrain.errors import ClusterError
 
+_CONFIG = {"distributed.comm.timeouts.tcp": "11s"}  # Dask takes no less: our cable is cut, and nobody tells
 _TRY_S = 3.0  # one attempt: then it is worth asking why
 _PEEK_S = 3.0
 _SPEAKS_FIRST_S = 1.5
@@ -25,19 +27,21 @@ def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> 
 
     Raises: ClusterError
     """
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver tells what happens
+    for logger in ("distributed", "distributed.client"):  # Dask sets a level of its own for the second
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # the driver tells what happens
     _tls_context(target)
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
         try:
-            return Client(
-                target.address,
-                timeout=max(0.1, min(_TRY_S, left_s)),
-                security=target.security,
-                set_as_default=False,
-                name="ddptrain",
-            )
+            with dask.config.set(_CONFIG):
+                return Client(
+                    target.address,
+                    timeout=max(0.1, min(_TRY_S, left_s)),
+                    security=target.security,
+                    set_as_default=False,
+                    name="ddptrain",
+                )
         except (OSError, TimeoutError, ValueError, TypeError) as error:
             reason = _why_not(target) or str(error)
         if target.name or left_s <= _TRY_S:

@@ -14,15 +14,20 @@ from typing import Any, Self
 from distributed import Client, Future
 
 from ddptrain.clusters import slots
+from ddptrain.driver import asking
 from ddptrain.driver.inbox import Inbox, Notice, TaskFailed, WorkerLost
 from ddptrain.errors import ClusterError
 from ddptrain.spec import SLOT_RESOURCE, RankSpec
 from ddptrain.worker import task
+from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 _ALL_TOPIC = "all"  # where the scheduler tells of workers that come and go
 _PING_S = 0.05
 _QUIET_S = 1.0  # of waiting before it is worth a word
-_ORDER_TIMEOUT_S = 5.0
+_SILENCE_S = 15.0  # without a word from a worker whose ranks speak every 2 s
+_ANSWER_S = 120.0  # for one that has no rank any more
+_LOSS_S = 0.5  # from a broken connection to the word that its worker is lost
+_GOODBYE_S = 3.0  # for the scheduler to take the slots back: longer, and it hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,9 @@ class Gang:
         self.futures: dict[int, Future[str]] = {}
         self._echo: set[str] = set()
         self._topic = task.topic(run_id)
-        self._workers: list[str] = []
-        self._closing = False
+        self._workers: set[str] = set()
+        self._worker_of: dict[int, str] = {}
+        self._heard: Counter[str] = Counter()  # notices, by worker
 
     def __enter__(self) -> Self:
         return self
@@ -129,8 +135,8 @@ class Gang:
     def _placed(self, chosen: Sequence[slots.Slot]) -> list[Place]:
         hosts = list(dict.fromkeys(slot.host for slot in chosen))
         size = Counter(slot.host for slot in chosen)
-        self._workers = sorted({slot.worker for slot in chosen})
-        about = self.client.run(task.describe_host, self.run_id, workers=self._workers)
+        self._workers = {slot.worker for slot in chosen}
+        about = self._about({slot.worker: slot.host for slot in chosen})
         seen: Counter[str] = Counter()
         places = []
         for rank, slot in enumerate(chosen):
@@ -151,6 +157,16 @@ class Gang:
             seen[slot.host] += 1
         return places
 
+    def _about(self, hosts: Mapping[str, str]) -> Mapping[str, Mapping[str, str]]:
+        """What workers tell of themselves. Raises ClusterError that names the host of one that can't."""
+        about = self.client.run(task.describe_host, self.run_id, workers=sorted(hosts), on_error="return")
+        for worker, host in hosts.items():
+            if isinstance(error := about[worker], ClusterError):
+                raise error
+            if isinstance(error, Exception):
+                raise ClusterError(f"the Dask worker {worker} of host {host} does not answer: {error}") from error
+        return about
+
     def subscribe(self) -> None:
         """Hear every notice of the run from now on, and of workers that are lost. Raises ClusterError after 10 s."""
         self.client.subscribe_topic(self._topic, self._on_notice)
@@ -170,11 +186,13 @@ class Gang:
         if "ping" in message:
             self._echo.add(message["ping"])
         else:
+            self._heard[self._worker_of.get(int(message["rank"]), "")] += 1
             self.inbox.put(Notice(message))
 
     def _on_all(self, event: tuple[float, Any]) -> None:
         message = event[1]
         if isinstance(message, Mapping) and message.get("action") == "remove-worker":
+            self.forget(str(message.get("worker")))  # at once: who is asking it something waits in vain
             self.inbox.put(WorkerLost(str(message.get("worker"))))
 
     def submit(self, spec: RankSpec, slot: slots.Slot) -> None:
@@ -190,12 +208,15 @@ class Gang:
             retries=0,
         )
         self.futures[spec.rank] = future
+        self._worker_of[spec.rank] = slot.worker
         future.add_done_callback(lambda done: self._on_done(spec.rank, done))
 
     def _on_done(self, rank: int, future: Future[str]) -> None:
+        if self.futures.get(rank) is not future:
+            return  # of an attempt that is over
         if future.status == "error":
             self.inbox.put(TaskFailed(rank, str(future.exception())))
-        elif future.status == "cancelled" and not self._closing:
+        elif future.status == "cancelled":
             self.inbox.put(TaskFailed(rank, "the Dask scheduler is gone, or the connection to it broke"))
 
     @property
@@ -205,41 +226,109 @@ class Gang:
 
     def forget(self, worker: str) -> None:
         """A worker is lost: ask nothing of it any more, for that would only wait for a connection."""
-        self._workers = [address for address in self._workers if address != worker]
+        self._workers.discard(worker)
+
+    def has(self, worker: str) -> bool:
+        """Whether a worker of the gang is there, as far as is known."""
+        return worker in self._workers
 
     def stop(self, specs: Iterable[RankSpec], grace_s: float | None) -> None:
         """Have the workers stop these ranks: SIGTERM, `grace_s` (None: the run's), SIGKILL. Does not wait for it."""
         keys = [spec.key for spec in specs]
         if not keys or not self._workers:
             return
+        workers = sorted(self._workers)
         with contextlib.suppress(Exception):  # a worker that is gone has no ranks to stop
-            self.client.run(task.stop_ranks, self.run_id, keys, grace_s, workers=self._workers, wait=False)
+            run = self.client.run(task.stop_ranks, self.run_id, keys, grace_s, workers=workers, asynchronous=True)
+            asking.order(self.client, run)
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
-        """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError where they can't be had."""
+        """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError where they can't be had.
+
+        A worker that is silent for too long meanwhile is lost; the inbox tells of it.
+        """
         try:
-            answer = self.client.run(task.read_spool, self.run_id, str(path), offset, size_bytes, workers=[worker])
+            if not self.has(worker):
+                raise ConnectionError("it is lost")
+            words = (self.run_id, str(path), offset, size_bytes)
+            run = self.client.run(task.read_spool, *words, workers=[worker], asynchronous=True)
+            answer = asking.answer(self.client, run, lambda: self._patience_s(worker), lambda: self._heard[worker])
             return bytes(answer[worker])
         except Exception as error:
+            self._check_on(worker, error)
             raise ClusterError(f"could not read {path} from the worker {worker}: {error}") from error
+
+    def _patience_s(self, worker: str) -> float:
+        """How long an answer of a worker is waited for without a word from any of its ranks."""
+        if not self.has(worker):
+            return 0.0
+        speaks = any(self._worker_of[rank] == worker for rank, future in [*self.futures.items()] if not future.done())
+        return _SILENCE_S if speaks else _ANSWER_S
+
+    def _check_on(self, worker: str, error: Exception) -> None:
+        """Find out whether an error means that a worker is lost, before others draw conclusions from it."""
+        if isinstance(error, TimeoutError) and self.has(worker):
+            self.forget(worker)
+            self.inbox.put(WorkerLost(worker))
+        deadline = time.monotonic() + _LOSS_S
+        while self.has(worker) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Give the slots back, let the keys go (which ends whatever still runs), and forget the topic."""
-        self._closing = True
-        steps = (
-            lambda: self.client.unsubscribe_topic(_ALL_TOPIC),
-            lambda: self.client.unsubscribe_topic(self._topic),
-            self._release_futures,
-            lambda: self.client.run_on_scheduler(slots.release, self.run_id),  # which clears up on the workers, too
-            lambda: self.client.run_on_scheduler(_drop_topic, self._topic),
-        )
-        for step in steps if self.connected else ():
-            with contextlib.suppress(Exception):  # the cluster may be gone: then there is nothing to give back
-                step()
+        if not self.connected:
+            return  # then there is nothing to give back
+        with contextlib.suppress(Exception):
+            for topic in (_ALL_TOPIC, self._topic):
+                self.client.unsubscribe_topic(topic)
+        with contextlib.suppress(Exception):
+            self._release_futures()
+        for function, word in ((slots.release, self.run_id), (_drop_topic, self._topic)):  # releasing clears up, too
+            with contextlib.suppress(Exception):
+                asked = self.client.run_on_scheduler(function, word, asynchronous=True)
+                asking.answer(self.client, asked, lambda: _GOODBYE_S, lambda: 0)
+
+    def end_attempt(self) -> None:
+        """Let the keys of an attempt go, which ends whatever may still run; slots and workers stay for the next one."""
+        with contextlib.suppress(Exception):
+            self._release_futures()
 
     def _release_futures(self) -> None:
-        self.client.cancel(list(self.futures.values()), force=True)
+        futures = list(self.futures.values())
         self.futures.clear()
+        self.client.cancel(futures, force=True)
+
+    def place_checkpoint(self, places: Iterable[Place], folder: Path, files: Sequence[str], manifest: str) -> list[str]:
+        """The folder in which each place's worker finds a checkpoint: the driver's own, or a copy that is made there.
+
+        `manifest` is the file by whose text a worker knows that it sees the driver's. Raises ClusterError.
+        """
+        found: dict[str, str] = {}
+        marker = folder / manifest
+        for worker in dict.fromkeys(place.slot.worker for place in places):
+            try:
+                text = marker.read_text(encoding="utf-8")
+                seen = self.client.run(task.holds_file, str(marker), text, workers=[worker])[worker]
+                found[worker] = str(folder) if seen else self._copied(worker, folder, files)
+            except Exception as error:
+                raise ClusterError(
+                    f"could not bring the checkpoint {folder} to the worker {worker}: {error}"
+                ) from error
+        return [found[place.slot.worker] for place in places]
+
+    def _copied(self, worker: str, folder: Path, files: Sequence[str]) -> str:
+        target = ""
+        for name in files:
+            with (folder / name).open("rb") as file:
+                offset = 0
+                while (data := file.read(READ_LIMIT_BYTES)) or not offset:
+                    path = f"resume-{folder.name}/{name}"
+                    answer = self.client.run(task.write_spool, self.run_id, path, offset, data, workers=[worker])
+                    target = str(Path(answer[worker]).parent)
+                    offset += len(data)
+                    if not data:
+                        break
+        return target
 
 
 def _same_token(path: Path, token: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import queue
 import time
@@ -26,17 +25,16 @@ from ddptrain.driver.machine import Offer, offer
 from ddptrain.driver.signals import Signals, signals_to
 from ddptrain.errors import DdptrainError
 from ddptrain.registry import workload_target
-from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.layout import new_run_id
-from ddptrain.results.record import AttemptRecord
-from ddptrain.results.writer import RunWriter, utc_now
-from ddptrain.spec import RankSpec
+from ddptrain.results.writer import RunWriter
 
 if TYPE_CHECKING:
     from distributed import Client
 
     from ddptrain.clusters.find import Target
     from ddptrain.driver.gang import Gang, Place, Watchers, Wish
+    from ddptrain.driver.resume import Choice
+    from ddptrain.results.verified import VerifiedCheckpoint
 
 _PORTER_DEADLINE_S = 600.0
 _FIRST_ATTEMPT = 1
@@ -48,6 +46,8 @@ class LaunchOptions:
 
     run_id: str | None = None
     output: str = "auto"
+    resume: str | None = None
+    allow_changes: bool = False
 
 
 def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
@@ -61,15 +61,25 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
         state.find(config.cluster.name)
     machine = offer(config.cluster, os.environ) if config.cluster.is_embedded else None
     inbox: Inbox = queue.SimpleQueue()
+    choice = _choice(config, options)
+    with _opened(config, options, choice) as writer, signals_to(inbox) as signals:
+        return _Run(loaded, options, writer, inbox, signals, machine, choice).run()
+
+
+def _choice(config: RunConfig, options: LaunchOptions) -> Choice | None:
+    if options.resume is None:
+        return None
+    from ddptrain.driver.resume import choose
+
+    return choose(Path(config.results.dir), options.resume, config, allow_changes=options.allow_changes)
+
+
+def _opened(config: RunConfig, options: LaunchOptions, choice: Choice | None) -> RunWriter:
+    text = dump_config(resolved_config(config))
+    if choice is not None and choice.folder is not None:
+        return RunWriter.reopen(choice.folder, text)
     run_id = options.run_id or new_run_id(config.name)
-    runs_dir = Path(config.results.dir)
-    with (
-        RunWriter.create(
-            runs_dir, run_id, config.name, dump_config(resolved_config(config)), config.workload
-        ) as writer,
-        signals_to(inbox) as signals,
-    ):
-        return _Run(loaded, options, writer, inbox, signals, machine).run()
+    return RunWriter.create(Path(config.results.dir), run_id, config.name, text, config.workload)
 
 
 class _Run:
@@ -83,11 +93,14 @@ class _Run:
         inbox: Inbox,
         signals: Signals,
         machine: Offer | None,
+        choice: Choice | None,
     ) -> None:
         self.loaded, self.options, self.writer, self.inbox, self.signals = loaded, options, writer, inbox, signals
         self.config: RunConfig = loaded.config
         self.machine = machine
+        self.choice = choice
         self.display = open_display(options.output, writer.layout.logs_dir, 0, writer.run_id)
+        self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
         self.began = time.monotonic()
 
@@ -122,6 +135,7 @@ class _Run:
             # All of Dask, before anything may be interrupted.
             from ddptrain.driver.connect import connected
             from ddptrain.driver.gang import Gang
+            from ddptrain.driver.series import Scene, Series
 
             with self.signals.interrupting():
                 target = self.cluster.connect()
@@ -129,9 +143,37 @@ class _Run:
                     connected(target, self.config.cluster.start_timeout_s, self.display.status)
                 )
                 gang = stack.enter_context(Gang(client, self.writer.run_id, self.inbox))
-                places = gang.reserve(self._wish(), self._watchers(client, target))
                 gang.subscribe()
-            return self._attempt(gang, places)
+            watchers = self._watchers(client, target)
+            scene = Scene(
+                self.loaded,
+                self.writer,
+                self.display,
+                self.signals,
+                self.cluster,
+                gang,
+                lambda: self._reserved(gang, watchers),
+            )
+            return Series(scene, self._checkpoint()).run()
+
+    def _checkpoint(self) -> VerifiedCheckpoint | None:
+        """What the first attempt goes on from; said, where the run is not new."""
+        if self.choice is None or self.choice.folder is None:
+            return None
+        from ddptrain.results.verified import newest_verified
+
+        found = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
+        whence = f"from {found.words}" if found else "from the start: it has no checkpoint"
+        self.display.notice(f"resuming {whence}")
+        return found
+
+    def _reserved(self, gang: Gang, watchers: Watchers) -> list[Place]:
+        with self.signals.interrupting():
+            places = gang.reserve(self._wish(), watchers)
+        self.display.expect(len(places), self.log_sizes)
+        if self.machine is None:
+            self.display.status(f"starting {len(places)} ranks on {self.cluster.words}")
+        return places
 
     def _wish(self) -> Wish:
         from ddptrain.driver.gang import Wish
@@ -156,82 +198,20 @@ class _Run:
 
     def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
         from ddptrain.clusters.check import Needs, check_cluster
+        from ddptrain.driver.series import search_path
 
-        needs = Needs(workload=workload_target(self.config.workload), sys_path=self._sys_path())
+        needs = Needs(workload=workload_target(self.config.workload), sys_path=search_path(self.loaded))
         return lambda workers: check_cluster(client, workers, needs)
 
     def _greet(self) -> None:
         self.display.notice(f"run {self.writer.run_id} in {self.writer.layout.root}")
+        if self.choice is not None:
+            self.display.notice(self.choice.reason)
         if self.machine is not None:
-            self.display.expect(self.machine.ranks)
+            self.display.expect(self.machine.ranks, self.log_sizes)
             self.display.status(f"starting {self.machine.ranks} ranks on a local cluster")
         else:
             self.display.status(f"connecting to {self.cluster.words}")
-
-    def _attempt(self, gang: Gang, places: Sequence[Place]) -> verdicts.Verdict:
-        from ddptrain.driver.attempt import Attempt
-        from ddptrain.driver.porter import Porter
-        from ddptrain.driver.telling import Telling
-
-        if self.machine is None:
-            self.display.expect(len(places))
-            self.display.status(f"starting {len(places)} ranks on {self.cluster.words}")
-        telling = Telling(self.writer, self.display)
-        specs = [(self._spec(place, places), place, self.writer.layout.log(place.rank)) for place in places]
-        telling.event(
-            "run_started", run_id=self.writer.run_id, run_dir=str(self.writer.layout.root), world_size=len(places)
-        )
-        attempt = AttemptRecord(attempt=_FIRST_ATTEMPT, started_at=utc_now(), world_size=len(places))
-        self.writer.update(world_size=len(places), attempts=(attempt,))
-        checkpoint = self.config.checkpoint
-        policy = CheckpointPolicy(checkpoint.keep, checkpoint.metric, checkpoint.mode)
-        porter = Porter(self.writer, policy, self.inbox)
-        try:
-            start_timeout_s = self.config.cluster.start_timeout_s
-            fault = self.cluster.worker_fault
-            outcome = Attempt(gang, specs, porter, telling, self.inbox, fault, start_timeout_s).run()
-        finally:
-            porter.close(_PORTER_DEADLINE_S)
-        verdict = verdicts.of_outcome(outcome, self.writer.layout)
-        ranks = tuple(watch.record() for watch in outcome.ranks)
-        ended = dataclasses.replace(attempt, ended_at=utc_now(), outcome=str(verdict.status), ranks=ranks)
-        self.writer.update(attempts=(ended,))
-        return verdict
-
-    def _spec(self, place: Place, places: Sequence[Place]) -> RankSpec:
-        config = self.config
-        return RankSpec(
-            run_id=self.writer.run_id,
-            attempt=_FIRST_ATTEMPT,
-            rank=place.rank,
-            world_size=len(places),
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
-            node_rank=place.node_rank,
-            slot=place.slot.index,
-            workload=workload_target(config.workload),
-            params=dict(config.params),
-            dist_backend=self._dist_backend(places),
-            dist_timeout_s=config.dist.timeout_s,
-            grace_s=config.failure.grace_s,
-            every_epochs=config.checkpoint.every_epochs,
-            workdir=os.getcwd(),
-            sys_path=self._sys_path(),
-            master_addr=places[0].slot.host,
-            shared=place.shared,
-            use_gpu=self.config.cluster.gpus != 0,
-            env=dict(config.env),
-        )
-
-    def _sys_path(self) -> tuple[str, ...]:
-        return (str(self.loaded.path.resolve().parent), os.getcwd())
-
-    def _dist_backend(self, places: Sequence[Place]) -> str:
-        chosen = self.config.dist.backend
-        if chosen != "auto":
-            return chosen
-        on_gpus = self.config.cluster.gpus != 0 and all(place.slot.gpu for place in places)
-        return "nccl" if on_gpus else "gloo"
 
     def _end(self, verdict: verdicts.Verdict) -> None:
         """Write the end into run.json, then show it: whoever sees the last line finds the file true."""

@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,11 +89,21 @@ class CheckpointShelf:
         self._remember(event, policy)
         return final
 
+    def restore(self, checkpoints: Iterable[tuple[int, Mapping[str, float]]], policy: CheckpointPolicy) -> None:
+        """Begin with checkpoints that are there already: step and metrics of each, oldest first.
+
+        Others that lie in the folder stay until a checkpoint of their step takes their place.
+        """
+        self._values = {step: _deciding(metrics, policy) for step, metrics in checkpoints}
+        self.best = self._best(policy)
+        self._point(LATEST, next(reversed(self._values), None))
+        self._point(BEST, self.best.step if self.best else None)
+
     def _remember(self, event: CheckpointSaved, policy: CheckpointPolicy) -> None:
         # A step that is saved again without its metric, as a last one is, is as good as it was.
         before = self._values.pop(event.step, None)
-        value = event.metrics.get(policy.metric, before) if policy.metric else None
-        self._values[event.step] = value if value is not None and math.isfinite(value) else None
+        value = _deciding(event.metrics, policy)
+        self._values[event.step] = before if value is None and policy.metric else value
         self.best = self._best(policy)
         self._point(LATEST, event.step)
         self._point(BEST, self.best.step if self.best else None)
@@ -117,6 +127,12 @@ class CheckpointShelf:
         else:
             with naming(pointer):
                 pointer.unlink(missing_ok=True)
+
+
+def _deciding(metrics: Mapping[str, float], policy: CheckpointPolicy) -> float | None:
+    """The value of the metric that makes a checkpoint the best; None where it has none."""
+    value = metrics.get(policy.metric) if policy.metric else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _checked_names(event: CheckpointSaved, source: Path) -> list[str]:

@@ -21,10 +21,12 @@ from ddptrain.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.results import artifacts, lock
 from ddptrain.results.atomic import JsonLines, write_whole
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import CheckpointDamaged, naming
+from ddptrain.results.find import load_run
 from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
-from ddptrain.results.record import DriverRecord, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.verified import VerifiedCheckpoint, checkpoint_folders, read_manifest
 from ddptrain.wording import shown
 
 _METRICS_EVERY_S = 1.0
@@ -91,6 +93,50 @@ class RunWriter:
             shutil.rmtree(layout.root, ignore_errors=True)  # it was empty when it was claimed
             os.close(descriptor)
             raise
+
+    @classmethod
+    def reopen(cls, folder: Path, config_text: str) -> Self:
+        """Take up a run that has ended, or whose driver is gone: its lock, its record, the checkpoints that are whole.
+
+        Raises:
+            RunLocked: another process is running it.
+            ResultsError, UsageError: its run.json can't be read, or the directory can't be written.
+        """
+        layout = RunLayout(folder.absolute())
+        descriptor = lock.take(layout.lock_file)
+        try:
+            view = load_run(layout.root)
+            if view.problem:
+                raise UsageError(f"run {layout.root.name} can't be resumed: {view.problem}")
+            record = dataclasses.replace(
+                view.record,
+                status=RunStatus.RUNNING,
+                exit_code=None,
+                ended_at=None,
+                failure=None,
+                git=git_state(Path.cwd()),
+                versions=installed_versions(),
+                driver=DriverRecord(os.getpid(), socket.gethostname()),
+                attempts=tuple(_ended(attempt, view.record.ended_at) for attempt in view.record.attempts),
+            )
+            write_whole(layout.config_yaml, config_text.encode())
+            writer = cls(layout, record, descriptor)
+            writer._last_metrics = {name: value for name, value in record.last_metrics.items() if value is not None}
+            return writer
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def go_on_from(self, checkpoint: VerifiedCheckpoint | None, policy: CheckpointPolicy) -> None:
+        """Count the checkpoints up to the one that the next attempt goes on from; those after it will come again."""
+        found = []
+        for folder in reversed(checkpoint_folders(self.layout)):
+            with suppress(CheckpointDamaged):
+                manifest = read_manifest(folder)
+                if checkpoint is not None and manifest.step <= checkpoint.step:
+                    found.append((manifest.step, manifest.metrics))
+        self._shelf.restore(found, policy)
+        self.update(checkpoints=self._shelf.names, best=self._shelf.best)
 
     @property
     def record(self) -> RunRecord:
@@ -214,6 +260,13 @@ class RunWriter:
     def _save(self) -> None:
         write_whole(self.layout.run_json, self.record.to_json().encode())
         self._saved_at = time.monotonic()
+
+
+def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
+    """An attempt whose driver was killed has failed, at the latest when its files changed last."""
+    if attempt.outcome is not None:
+        return attempt
+    return dataclasses.replace(attempt, outcome=str(RunStatus.FAILED), ended_at=attempt.ended_at or ended_at)
 
 
 def utc_now() -> str:

@@ -96,7 +96,7 @@ def _contract(spec: RankSpec, gpu: str | None) -> dict[str, str]:
         "MASTER_PORT": spec.master_port,
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": spec.attempt - 1,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins the store as a client, too: it has a process of its own
         "DDPTRAIN_RUN_ID": spec.run_id,
         "CUDA_VISIBLE_DEVICES": gpu if gpu is not None else "",

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import shutil
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -171,11 +169,36 @@ def _read_below(scratch: Path, path: str, offset: int, size_bytes: int) -> bytes
     return spool.read_chunk(real, offset, size_bytes)
 
 
-async def remove_spool(run_id: str, dask_worker: Worker) -> None:
-    """For client.run: delete what a run has left in this worker's scratch folder (in a thread: it may be large)."""
-    with contextlib.suppress(RankServerLost):
-        folder = rank_host(dask_worker, run_id).scratch / run_id
-        threading.Thread(target=shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}).start()
+async def holds_file(path: str, text: str) -> bool:
+    """For client.run: whether this worker sees a file of that content, as the driver does."""
+
+    def look() -> bool:
+        try:
+            return Path(path).read_text(encoding="utf-8") == text
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    return await asyncio.to_thread(look)
+
+
+async def write_spool(run_id: str, path: str, offset: int, data: bytes, dask_worker: Worker) -> str:
+    """For client.run: put bytes into the file `path` below the run's scratch folder; return the whole path.
+
+    Raises PermissionError for a path that leads out of it.
+    """
+    folder = rank_host(dask_worker, run_id).scratch / run_id
+    return await asyncio.to_thread(_write_below, folder, path, offset, data)
+
+
+def _write_below(folder: Path, path: str, offset: int, data: bytes) -> str:
+    real = Path(os.path.realpath(folder / path))
+    if not real.is_relative_to(os.path.realpath(folder)):
+        raise PermissionError(f"{path} is outside of the folder {folder}")
+    real.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with real.open("r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(data)
+    return str(real)
 
 
 async def offer(dask_worker: Worker) -> dict[str, Any]:

@@ -48,6 +48,23 @@ def talk(ctx):
     ctx.checkpoint(model=model, step=1, metrics={{"val/loss": 1.0}})
 
 
+def chat(ctx):
+    line = "x" * 99
+    total = torch.ones(1000)
+    print("under way", flush=True)
+    for step in itertools.count():
+        for _ in range(2000): print(line)
+        dist.all_reduce(total)
+        total /= ctx.world_size
+
+
+def large(ctx):
+    model = torch.nn.Linear(10000, 10000)
+    ctx.checkpoint(model=model, step=1)
+    print("under way", flush=True)
+    hold(ctx)
+
+
 def hold(ctx):
     total = torch.ones(1000)
     for step in itertools.count():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -122,6 +123,7 @@ def cluster(kube: KubeServer, run_cli: Cli) -> Iterator[ClusterCli]:
     assert not left, f"left in Kubernetes: {left}"
 
 
+@pytest.mark.slow
 def test_cluster_lives_from_up_to_down(cluster: ClusterCli, kube: KubeServer) -> None:
     up = cluster.up("dev", "--ranks", "2", "--json")
     assert up.rc == 0, up.stderr
@@ -147,6 +149,7 @@ def test_cluster_lives_from_up_to_down(cluster: ClusterCli, kube: KubeServer) ->
     assert cluster.json("list") == []
 
 
+@pytest.mark.slow
 def test_scaling_down_ends_the_workers_that_no_run_is_on(cluster: ClusterCli, kube: KubeServer) -> None:
     assert cluster.up("dev", "--ranks", "3").rc == 0
     run = cluster.busy("dev", ranks=1)
@@ -159,6 +162,7 @@ def test_scaling_down_ends_the_workers_that_no_run_is_on(cluster: ClusterCli, ku
     assert cluster("cluster", "down", "dev").rc == 0
 
 
+@pytest.mark.slow
 def test_worker_in_use_stays_until_its_run_has_ended(cluster: ClusterCli, kube: KubeServer) -> None:
     assert cluster.up("dev", "--ranks", "2").rc == 0
     run = cluster.busy("dev", ranks=2)
@@ -173,6 +177,7 @@ def test_worker_in_use_stays_until_its_run_has_ended(cluster: ClusterCli, kube: 
     assert cluster("cluster", "down", "dev").rc == 0
 
 
+@pytest.mark.slow
 def test_cluster_that_is_there_is_attached_to_and_left(cluster: ClusterCli, kube: KubeServer) -> None:
     assert cluster.up("dev", "--ranks", "1").rc == 0
     elsewhere = {**cluster.env, "XDG_STATE_HOME": str(cluster.folder / "another-machine")}
@@ -193,7 +198,10 @@ def test_cluster_that_is_there_is_attached_to_and_left(cluster: ClusterCli, kube
 
 @pytest.mark.slow
 def test_cluster_that_others_made_with_plain_dask_is_trained_on_and_left(cluster: ClusterCli, kube: KubeServer) -> None:
-    kube.put("daskclusters", "ml", make_cluster_spec("theirs", image=GOOD_IMAGE, n_workers=1, resources={}, env=[]))
+    theirs = make_cluster_spec("theirs", image=GOOD_IMAGE, n_workers=1, env=[], worker_command="dask worker")
+    # The command that it writes, dask-scheduler, is none of Dask's any more.
+    theirs["spec"]["scheduler"]["spec"]["containers"][0]["args"][:1] = ["dask", "scheduler"]
+    kube.put("daskclusters", "ml", theirs)
     up = cluster.up("theirs", "--json")
     assert up.rc == 0, up.stderr
     assert json.loads(up.stdout)["address"].startswith("tcp://127.0.0.1:")
@@ -205,6 +213,7 @@ def test_cluster_that_others_made_with_plain_dask_is_trained_on_and_left(cluster
     wait_until(lambda: not kube.objects("pods"))
 
 
+@pytest.mark.slow
 def test_port_forward_that_this_machine_has_lost_is_started_again(cluster: ClusterCli) -> None:
     up = json.loads(cluster.up("dev", "--json").stdout)
     psutil.Process(up["parts"]["forward"]["pid"]).kill()
@@ -212,6 +221,13 @@ def test_port_forward_that_this_machine_has_lost_is_started_again(cluster: Clust
     again = cluster("cluster", "up", "--name", "dev")
     assert again.rc == 2 and f"the cluster dev is up at {up['address']}" in again.stderr
     assert cluster.json("status", "dev")["state"] == "up"
+    forward = psutil.Process(cluster.json("status", "dev")["parts"]["forward"]["pid"])
+    forward.kill()
+    forward.wait(10)
+    with socket.create_server(("127.0.0.1", up["parts"]["ports"][0])):
+        trained = cluster("train", "mine.yaml", "--cluster", "dev")
+    assert trained.rc == 0, trained.stderr
+    assert cluster.json("status", "dev")["address"] != up["address"], "another program has the port now"
     assert cluster("cluster", "down", "dev").rc == 0
 
 

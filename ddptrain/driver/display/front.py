@@ -72,9 +72,13 @@ class Display:
         self._thread.start()
         return self
 
-    def expect(self, world_size: int) -> None:
-        """So many ranks there will be: follow their logs."""
-        self._tails = {rank: LogTail(self._logs_dir / f"rank-{rank}.log") for rank in range(world_size)}
+    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
+        """So many ranks there will be: follow their logs, from `offsets` (in bytes, by rank) on."""
+        known = self._tails
+        self._tails = {
+            rank: known.get(rank) or LogTail(self._logs_dir / f"rank-{rank}.log", (offsets or {}).get(rank, 0))
+            for rank in range(world_size)
+        }
         self._tell(told.Expected(world_size))
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:

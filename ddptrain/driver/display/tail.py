@@ -1,4 +1,4 @@
-"""Follows one rank's log file from its start while the rank appends to it."""
+"""Follows one rank's log file while the rank appends to it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ READ_BYTES = 64 * 1024  # a read; small, as a read of short lines becomes many o
 
 
 class LogTail:
-    """Reads a file that may not exist yet; `end`, once set, is the size after which nothing is read."""
+    """Reads a file that may not exist yet, from `offset`; `end`, once set, is the size after which nothing is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self.offset = 0
+        self.offset = offset
         self.end: int | None = None
         self._lines = LineAssembler()
         self._fd = -1

@@ -1,0 +1,42 @@
+"""`python -m ddptrain.clusters.saturn_watch`: has Saturn close a cluster that no run has been on for too long.
+
+    python -P -m ddptrain.clusters.saturn_watch --name NAME
+
+It needs SATURN_TOKEN. DIR/ended.json says what it has done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from ddptrain.clusters import saturn, state
+from ddptrain.clusters.find import of_deployment
+from ddptrain.clusters.foreign import write_ended
+from ddptrain.clusters.idlewatch import IdleWatch
+from ddptrain.errors import DdptrainError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Watch until the cluster has been idle for too long."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddptrain.clusters.saturn_watch", description="Ends a cluster that nobody uses."
+    )
+    parser.add_argument("--name", required=True, help="the cluster's name")
+    cluster = state.find(parser.parse_args(argv).name)
+    timeout_s = cluster.record.idle_timeout_s
+    watch = IdleWatch(of_deployment(cluster), timeout_s)
+    while not watch.is_over():
+        time.sleep(watch.pause_s)
+    reason = f"idle for {timeout_s:g} s"
+    try:
+        saturn.close(cluster, print)
+    except DdptrainError as error:
+        reason = f"{reason}, but it may still run: {error}"
+    write_ended(cluster.folder, reason)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The attempts of one run: another one after a failure, from the last checkpoint, until there is no use in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddptrain.clusters.protocol import Cluster
+from ddptrain.configfile import LoadedConfig
+from ddptrain.driver import verdict as verdicts
+from ddptrain.driver.attempt import Attempt, Outcome
+from ddptrain.driver.cause import Fault, Kind
+from ddptrain.driver.display import Display
+from ddptrain.driver.gang import Gang, Place
+from ddptrain.driver.porter import Porter
+from ddptrain.driver.signals import Signals
+from ddptrain.driver.telling import Telling
+from ddptrain.registry import workload_target
+from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
+from ddptrain.results.record import AttemptRecord
+from ddptrain.results.verified import VerifiedCheckpoint, newest_verified
+from ddptrain.results.writer import RunWriter, utc_now
+from ddptrain.spec import RankSpec
+
+_PORTER_DEADLINE_S = 600.0
+_LONGEST_BACKOFF_S = 60.0
+# Another attempt would end the same way.
+_FINAL = frozenset({Kind.REFUSED, Kind.RESULTS})
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What all attempts of a run share."""
+
+    loaded: LoadedConfig
+    writer: RunWriter
+    display: Display
+    signals: Signals
+    cluster: Cluster
+    gang: Gang
+    reserve: Callable[[], list[Place]]
+
+
+class Series:
+    """Runs attempts; `checkpoint` is what the first of them goes on from."""
+
+    def __init__(self, scene: Scene, checkpoint: VerifiedCheckpoint | None) -> None:
+        self.scene = scene
+        self.config = scene.loaded.config
+        self.telling = Telling(scene.writer, scene.display)
+        self.checkpoint = checkpoint
+        settings = self.config.checkpoint
+        self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
+
+    def run(self) -> verdicts.Verdict:
+        """Attempt after attempt; the verdict is that of the last one."""
+        before: tuple[Fault, int | None] | None = None
+        for restarts in range(self.config.failure.max_restarts + 1):
+            places = self.scene.reserve()
+            outcome = self._attempt(places)
+            verdict = verdicts.of_outcome(outcome, self.scene.writer.layout)
+            self._record_end(outcome, verdict)
+            fault = outcome.fault
+            if fault is None or outcome.signum is not None or restarts == self.config.failure.max_restarts:
+                return verdict
+            now = (fault, self._reached(outcome, fault.rank))
+            if (reason := _useless(now, before, self.scene.cluster.worker_fault())) is not None:
+                self.telling.warn(f"not started again: {reason}")
+                return verdict
+            before = now
+            self._prepare_another(restarts)
+        raise AssertionError("the last attempt has a verdict")
+
+    def _reached(self, outcome: Outcome, rank: int) -> int | None:
+        """The last step that a rank has logged, or else the one that it went on from."""
+        step = outcome.ranks[rank].step
+        return self.checkpoint.step if step is None and self.checkpoint else step
+
+    def _prepare_another(self, restarts: int) -> None:
+        left = self.config.failure.max_restarts - restarts
+        pause_s = min(_LONGEST_BACKOFF_S, self.config.failure.backoff_s * 2**restarts)
+        self.scene.gang.end_attempt()
+        self.checkpoint = newest_verified(self.scene.writer.layout, self.telling.warn)
+        whence = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
+        self.telling.warn(
+            f"starting the ranks again in {pause_s:g} s, {whence} (restart {restarts + 1} of {restarts + left})"
+        )
+        with self.scene.signals.interrupting():
+            time.sleep(pause_s)
+
+    def _attempt(self, places: Sequence[Place]) -> Outcome:
+        scene = self.scene
+        number = len(scene.writer.record.attempts) + 1
+        scene.writer.go_on_from(self.checkpoint, self.policy)
+        specs = [
+            (spec, place, scene.writer.layout.log(place.rank))
+            for spec, place in zip(self._specs(number, places), places, strict=True)
+        ]
+        self.telling.event(
+            "run_started",
+            run_id=scene.writer.run_id,
+            run_dir=str(scene.writer.layout.root),
+            world_size=len(places),
+            attempt=number,
+            resumed_from=self.checkpoint.step if self.checkpoint else None,
+        )
+        record = AttemptRecord(attempt=number, started_at=utc_now(), world_size=len(places))
+        scene.writer.update(world_size=len(places), attempts=(*scene.writer.record.attempts, record))
+        porter = Porter(scene.writer, self.policy, scene.gang.inbox)
+        start_timeout_s = self.config.cluster.start_timeout_s
+        fault = scene.cluster.worker_fault
+        try:
+            return Attempt(scene.gang, specs, porter, self.telling, scene.gang.inbox, fault, start_timeout_s).run()
+        finally:
+            porter.close(_PORTER_DEADLINE_S)
+
+    def _record_end(self, outcome: Outcome, verdict: verdicts.Verdict) -> None:
+        *others, last = self.scene.writer.record.attempts
+        ranks = tuple(watch.record() for watch in outcome.ranks)
+        ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(verdict.status), ranks=ranks)
+        self.scene.writer.update(attempts=(*others, ended))
+
+    def _specs(self, number: int, places: Sequence[Place]) -> list[RankSpec]:
+        resume_from = [""] * len(places)
+        if self.checkpoint is not None:
+            files = self.checkpoint.files
+            resume_from = self.scene.gang.place_checkpoint(places, self.checkpoint.folder, files, MANIFEST)
+        return [
+            dataclasses.replace(self._spec(number, place, places), resume_from=folder)
+            for place, folder in zip(places, resume_from, strict=True)
+        ]
+
+    def _spec(self, number: int, place: Place, places: Sequence[Place]) -> RankSpec:
+        config = self.config
+        return RankSpec(
+            run_id=self.scene.writer.run_id,
+            attempt=number,
+            rank=place.rank,
+            world_size=len(places),
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+            slot=place.slot.index,
+            workload=workload_target(config.workload),
+            params=dict(config.params),
+            dist_backend=self._dist_backend(places),
+            dist_timeout_s=config.dist.timeout_s,
+            grace_s=config.failure.grace_s,
+            every_epochs=config.checkpoint.every_epochs,
+            max_restarts=config.failure.max_restarts,
+            workdir=os.getcwd(),
+            sys_path=search_path(self.scene.loaded),
+            master_addr=places[0].slot.host,
+            shared=place.shared,
+            use_gpu=config.cluster.gpus != 0,
+            env=dict(config.env),
+        )
+
+    def _dist_backend(self, places: Sequence[Place]) -> str:
+        chosen = self.config.dist.backend
+        if chosen != "auto":
+            return chosen
+        on_gpus = self.config.cluster.gpus != 0 and all(place.slot.gpu for place in places)
+        return "nccl" if on_gpus else "gloo"
+
+
+def search_path(loaded: LoadedConfig) -> tuple[str, ...]:
+    """Where a workload's module is looked for first: beside the YAML file, then in the working directory."""
+    return (str(Path(loaded.path).resolve().parent), os.getcwd())
+
+
+def _useless(
+    now: tuple[Fault, int | None], before: tuple[Fault, int | None] | None, worker_fault: str | None
+) -> str | None:
+    """Why another attempt would end the same way; None where it may not."""
+    fault, step = now
+    if fault.kind in _FINAL:
+        return "what has failed does not go away by itself"
+    if worker_fault is not None:
+        return "the cluster of this run has lost its worker"
+    if (
+        before is not None
+        and step == before[1]
+        and (fault.line, fault.traceback) == (before[0].line, before[0].traceback)
+    ):
+        return "the same failure at the same step twice in a row is a mistake in the code"
+    return None
