@@ -39,7 +39,7 @@ BACKENDS = {
     "ssh": "ddptrain.clusters.ssh:SshProvider",
     "slurm": "ddptrain.clusters.slurm:SlurmProvider",
     "saturn": "ddptrain.clusters.saturn:SaturnProvider",
-    "kubernetes": "ddptrain.clusters.kubernetes:KubernetesProvider",
+    "kubernetes": "ddptrain.clusters.kubernetes.provider:KubernetesProvider",
     "class": "ddptrain.clusters.deploy:DeployProvider",
 }
 

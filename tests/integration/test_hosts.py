@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import psutil
 import pytest
-from safetensors.torch import load_file
 
 from ddptrain.clusters.security import make_tls
-from tests.conftest import Cli, Finished, Running
+from tests.conftest import Cli
 from tests.integration import netns
 from tests.integration.netns import Host, Network
 
@@ -92,4 +84,3 @@ class Cluster:
         if tls:
             make_tls(self.site)
         self.options = ["--cluster", ""]
-        ...

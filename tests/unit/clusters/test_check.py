@@ -216,7 +216,7 @@ def test_silent_workers_are_named_beside_the_answers_of_others() -> None:
 @pytest.mark.usefixtures("soon")
 def test_silent_scheduler_is_named() -> None:
     client: Any = FakeClient({}, None)
-    with pytest.raises(ClusterError, match="scheduler +no answer within"):
+    with pytest.raises(ClusterError, match=r"scheduler +no answer within"):
         check_cluster(client, [], NEEDS)
 
 

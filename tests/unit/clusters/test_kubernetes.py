@@ -12,11 +12,10 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from ddptrain.clusters import kubernetes_reach
-from ddptrain.clusters import kubernetes_spec as spec
-from ddptrain.clusters.kubernetes import KubernetesProvider
-from ddptrain.clusters.kubernetes_api import Kubernetes, connected
-from ddptrain.clusters.kubernetes_pods import trouble_of
+from ddptrain.clusters.kubernetes import reach, spec
+from ddptrain.clusters.kubernetes.api import Kubernetes, connected
+from ddptrain.clusters.kubernetes.pods import trouble_of
+from ddptrain.clusters.kubernetes.provider import KubernetesProvider
 from ddptrain.clusters.security import make_tls
 from ddptrain.clusters.settings import KubernetesSettings
 from ddptrain.clusters.state import ClusterRecord, Deployment
@@ -118,8 +117,8 @@ def test_load_balancer_publishes_the_port_with_tls_alone() -> None:
 def test_idle_cluster_is_for_the_operator_to_end() -> None:
     cluster = cluster_of(idle_timeout_s=600.0)
     assert cluster["idleTimeout"] == 600
-    assert "ddptrain.clusters.idleroute" in scheduler_of(cluster)["args"]
-    assert "ddptrain.clusters.idleroute" not in scheduler_of(cluster_of())["args"]
+    assert "ddptrain.clusters.kubernetes.idleroute" in scheduler_of(cluster)["args"]
+    assert "ddptrain.clusters.kubernetes.idleroute" not in scheduler_of(cluster_of())["args"]
 
 
 @pytest.mark.parametrize("name", ["my_cluster", "a.b", "x" * 54, "ends-", ""])
@@ -258,10 +257,10 @@ def test_pod_of_the_cluster_reaches_the_scheduler_by_its_services_name(
     asked = []
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: asked.append((host, port)))
-    monkeypatch.setattr(kubernetes_reach, "_answers", lambda url: url == "http://dev-scheduler.ml.svc:8787/status")
+    monkeypatch.setattr(reach, "_answers", lambda url: url == "http://dev-scheduler.ml.svc:8787/status")
     make_tls(tmp_path)
     cluster = Deployment(tmp_path, ClusterRecord("dev", "kubernetes", "now"))
-    asyncio.run(kubernetes_reach.open_way(cast(Kubernetes, _Service()), cluster, deadline=0.0))
+    asyncio.run(reach.open_way(cast(Kubernetes, _Service()), cluster, deadline=0.0))
     assert asked == [("dev-scheduler.ml.svc", 8786)]
     assert cluster.record.address == "tls://dev-scheduler.ml.svc:8786"
     assert cluster.record.dashboard == "http://dev-scheduler.ml.svc:8787/status"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from ddptrain.clusters import kubernetes_spec as spec
 from ddptrain.clusters import look
 from ddptrain.clusters.find import of_deployment
-from ddptrain.clusters.kubernetes_api import APPS, DASK, Kubernetes
-from ddptrain.clusters.kubernetes_pods import cluster_labels
+from ddptrain.clusters.kubernetes import spec
+from ddptrain.clusters.kubernetes.api import APPS, DASK, Kubernetes
+from ddptrain.clusters.kubernetes.pods import cluster_labels
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.scheduler import LOOKER
 from ddptrain.clusters.state import Deployment

@@ -1,6 +1,6 @@
-"""`python -m ddptrain.clusters.kubernetes_forward`: ports on this machine's loopback that lead to a scheduler's pod.
+"""`python -m ddptrain.clusters.kubernetes.forward`: ports on this machine's loopback that lead to a scheduler's pod.
 
-    python -m ddptrain.clusters.kubernetes_forward --service dev-scheduler --namespace ml --file forward.json 0:8786
+    python -m ddptrain.clusters.kubernetes.forward --service dev-scheduler --namespace ml --file forward.json 0:8786
 
 It runs as long as the service exists. Each connection has a session of its own with the API server: kr8s' port-forward
 has one for all, and when a token runs out it ends that, and with it every connection, in the middle of a training.
@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters.kubernetes_api import CORE, Kubernetes, connected
-from ddptrain.clusters.kubernetes_pods import is_ready
+from ddptrain.clusters.kubernetes.api import CORE, Kubernetes, connected
+from ddptrain.clusters.kubernetes.pods import is_ready
 from ddptrain.clusters.security import write_private
 from ddptrain.errors import ClusterError
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m ddptrain.clusters.kubernetes_forward", description="Forward ports to the pod of a service."
+        prog="python -m ddptrain.clusters.kubernetes.forward", description="Forward ports to the pod of a service."
     )
     parser.add_argument("--service", required=True)
     parser.add_argument("--namespace", required=True)

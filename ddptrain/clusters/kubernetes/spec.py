@@ -99,7 +99,7 @@ def _fill_scheduler(part: dict[str, Any], name: str, settings: KubernetesSetting
         *("python", "-P", "-m", "ddptrain.clusters.scheduler", "--folder", _FOLDER),
         *("--host", "0.0.0.0", "--port", str(COMM_PORT)),  # a port-forward arrives on the pod's loopback
         *("--dashboard-address", f"0.0.0.0:{HTTP_PORT}"),
-        *(("--http-route", "ddptrain.clusters.idleroute") if tells_idle else ()),
+        *(("--http-route", "ddptrain.clusters.kubernetes.idleroute") if tells_idle else ()),
     ]
     # There is a dashboard only if the image has bokeh, so no HTTP probe; the file goes when the scheduler ends.
     container["readinessProbe"] = {

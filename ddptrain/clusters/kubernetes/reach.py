@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.clusters import daemons
-from ddptrain.clusters import kubernetes_spec as spec
 from ddptrain.clusters.daemons import DaemonId, DaemonOrder
-from ddptrain.clusters.kubernetes_api import CORE, Kubernetes
+from ddptrain.clusters.kubernetes import spec
+from ddptrain.clusters.kubernetes.api import CORE, Kubernetes
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError
 
@@ -103,7 +103,7 @@ def _start_forward(context: str, namespace: str, cluster: Deployment, local: lis
         name=_FORWARD,
         folder=str(cluster.folder),
         files={},
-        argv=["-m", "ddptrain.clusters.kubernetes_forward", *arguments, "--file", str(file), *pairs],
+        argv=["-m", "ddptrain.clusters.kubernetes.forward", *arguments, "--file", str(file), *pairs],
         env={"KUBECONFIG": os.environ["KUBECONFIG"]} if "KUBECONFIG" in os.environ else {},
     )
     started = daemons.start(order)

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddptrain.clusters import kubernetes_reach as reach
-from ddptrain.clusters import kubernetes_spec as spec
-from ddptrain.clusters.kubernetes_api import CORE, DASK, INSTALL_OPERATOR, Kubernetes, connected
-from ddptrain.clusters.kubernetes_pods import (
+from ddptrain.clusters.kubernetes import reach, spec
+from ddptrain.clusters.kubernetes.api import CORE, DASK, INSTALL_OPERATOR, Kubernetes, connected
+from ddptrain.clusters.kubernetes.pods import (
     cluster_labels,
     is_ready,
     log_of,
@@ -25,7 +24,7 @@ from ddptrain.clusters.kubernetes_pods import (
     trouble_of,
     why_there_is_no_pod,
 )
-from ddptrain.clusters.kubernetes_workers import resize
+from ddptrain.clusters.kubernetes.workers import resize
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls, write_private
 from ddptrain.clusters.settings import KubernetesSettings

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddptrain.clusters.kubernetes_api import APPS, CORE, Kubernetes
+from ddptrain.clusters.kubernetes.api import APPS, CORE, Kubernetes
 
 # What a pod waits for that will not come by itself; ErrImagePull is tried again once, and is then ImagePullBackOff.
 _HOPELESS = frozenset(

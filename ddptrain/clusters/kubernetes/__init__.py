@@ -1,0 +1,1 @@
+"""Clusters of pods, through dask-kubernetes' operator."""
