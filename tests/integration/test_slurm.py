@@ -1,0 +1,109 @@
+"""The backend slurm, with a real Slurm of two nodes that the test starts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Cli, Finished
+from tests.integration.slurmd import Slurm, slurm
+
+pytestmark = pytest.mark.slow
+
+WORKLOAD = """
+import os
+import torch
+import torch.distributed as dist
+
+
+def tell(ctx):
+    total = torch.tensor([ctx.rank + 1.0])
+    dist.all_reduce(total)
+    print("sum", int(total), "job", "SLURM_JOB_ID" in os.environ, "value", os.environ.get("MY_VALUE"))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm(tmp_path_factory.mktemp("slurm") / "site") as found:
+        yield found
+
+
+def cluster(cli: Cli, site: Slurm, *args: str, rc: int = 0) -> Finished:
+    done = cli("cluster", *args, env=site.env, timeout_s=110)
+    assert done.rc == rc, done
+    return done
+
+
+def status(cli: Cli, site: Slurm) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(cluster(cli, site, "status", "dev", "--json").stdout)
+    return told
+
+
+def up(cli: Cli, site: Slurm, *args: str, rc: int = 0) -> Finished:
+    return cluster(cli, site, "up", "--name", "dev", "--backend", "slurm", *args, rc=rc)
+
+
+def test_cluster_is_a_job_that_trains_scales_and_is_cancelled(run_cli: Cli, site: Slurm, tmp_path: Path) -> None:
+    settings = ["--set", "cluster.slurm.nodes=2", "--set", "cluster.slurm.ranks_per_node=1"]
+    settings += ["--set", "cluster.slurm.env={MY_VALUE: there}", "--set", f"cluster.slurm.folder={tmp_path / 'shared'}"]
+    said = up(run_cli, site, *settings)
+    assert "the scheduler and 2 workers" in said.stderr
+    told = status(run_cli, site)
+    assert told["address"].startswith("tls://") and told["slots"] == 2
+    assert sorted(worker["name"].split("-")[0] for worker in told["workers"]) == ["n1", "n2"]
+
+    (run_cli.folder / "work.py").write_text(WORKLOAD)
+    config = run_cli.folder / "tell.yaml"
+    config.write_text(json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}}))
+    trained = run_cli("train", config, env=site.env)
+    assert trained.rc == 0, trained.stderr
+    assert "[rank 0] sum 3 job True value there" in trained.stdout
+    assert "[rank 1] sum 3 job True value there" in trained.stdout
+
+    cluster(run_cli, site, "scale", "dev", "3")
+    assert status(run_cli, site)["slots"] == 3 and len(status(run_cli, site)["parts"]["jobs"]) == 2
+    cluster(run_cli, site, "scale", "dev", "2")
+    assert len(status(run_cli, site)["parts"]["jobs"]) == 1
+    logs = json.loads(cluster(run_cli, site, "logs", "dev", "--json").stdout)
+    assert "scheduler" in logs and any(source.startswith("worker n1") for source in logs)
+
+    cluster(run_cli, site, "down", "dev")
+    assert site.jobs() == "" and list((tmp_path / "shared").iterdir()) == []
+
+
+def test_workers_of_an_array_join_one_by_one(run_cli: Cli, site: Slurm) -> None:
+    up(run_cli, site, "--ranks", "2", "--set", "cluster.slurm={array: true, nodes: 2, ranks_per_node: 1}")
+    told = status(run_cli, site)
+    assert told["slots"] == 2 and len(told["parts"]["jobs"]) == 2
+    cluster(run_cli, site, "down", "dev")
+    assert site.jobs() == ""
+
+
+def test_job_that_waits_is_told_with_slurms_reason_and_cancelled(run_cli: Cli, site: Slurm) -> None:
+    change = ["--set", "cluster.slurm={partition: closed, ranks_per_node: 1}", "--start-timeout", "4"]
+    done = up(run_cli, site, *change, rc=4)
+    assert "is PENDING (PartitionDown)" in done.stderr
+    assert site.jobs() == ""
+
+
+def test_what_sbatch_refuses_is_told_in_its_words(run_cli: Cli, site: Slurm) -> None:
+    done = up(run_cli, site, "--set", "cluster.slurm={partition: nowhere}", rc=4)
+    assert "invalid partition specified: nowhere" in done.stderr.lower() or "Invalid partition" in done.stderr
+    assert json.loads(cluster(run_cli, site, "list", "--json").stdout) == []
+
+
+def test_job_that_somebody_cancels_is_seen(run_cli: Cli, site: Slurm) -> None:
+    up(run_cli, site, "--set", "cluster.slurm={ranks_per_node: 1}")
+    (job,) = status(run_cli, site)["parts"]["jobs"]
+    site.call("scancel", job)
+    deadline = time.monotonic() + 30
+    while json.loads(cluster(run_cli, site, "list", "--json").stdout)[0]["state"] != "gone":
+        assert time.monotonic() < deadline
+    cluster(run_cli, site, "down", "dev")
+    assert json.loads(cluster(run_cli, site, "list", "--json").stdout) == []
