@@ -32,4 +32,5 @@ def answer(client: Client, question: Question, patience_s: Callable[[], float], 
 
 def order(client: Client, question: Question) -> concurrent.futures.Future[Any]:
     """Ask, and don't wait for the answer."""
-    return asyncio.run_coroutine_threadsafe(question, client.loop.asyncio_loop)
+    loop: Any = client.loop  # tornado's, around asyncio's
+    return asyncio.run_coroutine_threadsafe(question, loop.asyncio_loop)

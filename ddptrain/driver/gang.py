@@ -159,7 +159,9 @@ class Gang:
 
     def _about(self, hosts: Mapping[str, str]) -> Mapping[str, Mapping[str, str]]:
         """What workers tell of themselves. Raises ClusterError that names the host of one that can't."""
-        about = self.client.run(task.describe_host, self.run_id, workers=sorted(hosts), on_error="return")
+        about: Mapping[str, Any] = self.client.run(
+            task.describe_host, self.run_id, workers=sorted(hosts), on_error="return"
+        )
         for worker, host in hosts.items():
             if isinstance(error := about[worker], ClusterError):
                 raise error
