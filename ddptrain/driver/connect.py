@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 
@@ -19,6 +21,7 @@ from ddptrain.errors import ClusterError
 _CONFIG = {"distributed.comm.timeouts.tcp": "11s"}  # Dask takes no less: our cable is cut, and nobody tells
 _TRY_S = 3.0  # one attempt: then it is worth asking why
 _PEEK_S = 3.0
+_MARGIN_S = 2.0  # beyond the time that Dask is given
 _SPEAKS_FIRST_S = 1.5
 
 
@@ -34,20 +37,42 @@ def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> 
     while True:
         left_s = deadline - time.monotonic()
         try:
-            with dask.config.set(_CONFIG):
-                return Client(
-                    target.address,
-                    timeout=max(0.1, min(_TRY_S, left_s)),
-                    security=target.security,
-                    set_as_default=False,
-                    name="ddptrain",
-                )
+            return _tried(target, max(0.1, min(_TRY_S, left_s)))
         except (OSError, TimeoutError, ValueError, TypeError) as error:
             reason = _why_not(target) or str(error)
         if target.name or left_s <= _TRY_S:
             raise ClusterError(_nobody(target, timeout_s, reason))
         tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
         time.sleep(min(1.0, left_s))
+
+
+def _tried(target: Target, timeout_s: float) -> Client:
+    """One attempt. Raises OSError, also TimeoutError where somebody takes the connection and never says a word."""
+    outcome: concurrent.futures.Future[Client] = concurrent.futures.Future()
+
+    def connect() -> None:
+        try:
+            with dask.config.set(_CONFIG):
+                outcome.set_result(
+                    Client(
+                        target.address,
+                        timeout=timeout_s,
+                        security=target.security,
+                        set_as_default=False,
+                        name="ddptrain",
+                    )
+                )
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # Dask's own deadline does not hold while it waits for the first word.
+    threading.Thread(target=connect, name="ddptrain-connect", daemon=True).start()
+    try:
+        return outcome.result(timeout_s + _MARGIN_S)
+    except concurrent.futures.TimeoutError:
+        if not outcome.done():
+            raise TimeoutError("somebody takes the connection there, and says nothing") from None
+        return outcome.result()
 
 
 def _nobody(target: Target, timeout_s: float, reason: str) -> str:
