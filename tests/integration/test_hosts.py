@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import psutil
 import pytest
+from safetensors.numpy import load_file
 
 from ddptrain.clusters.security import make_tls
-from tests.conftest import Cli
+from tests.conftest import Cli, Running
 from tests.integration import netns
 from tests.integration.netns import Host, Network
 
-pytestmark = pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not())
+pytestmark = [
+    pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not()),
+    pytest.mark.slow,
+]
 
-CUT_S = 20.0  # from a cut cable to the command's end
+CUT_S = 20.0  # from a cut cable to the word of it
 ALONE_S = 45.0  # from a cut cable to the end of everything on the host that was cut off
-LINES = 20_000
+LINES = 5_000
 
 WORKLOAD = f"""
 import itertools, json, os, time
@@ -31,30 +43,13 @@ def talk(ctx):
     told = {{
         "total": total.unique().tolist(),
         "links": sorted({{(link.laddr.ip, link.raddr.ip) for link in links}}),
-        "ranks": {{name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")}},
+        "ranks": [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")],
         "hostname": os.uname().nodename,
     }}
     ctx.save_file(f"rank-{{ctx.rank}}.json", json.dumps(told))
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1000, 1000))
     model(torch.ones(4, 1000)).mean().backward()
     ctx.checkpoint(model=model, step=1, metrics={{"val/loss": 1.0}})
-
-
-def chat(ctx):
-    line = "x" * 99
-    total = torch.ones(1000)
-    print("under way", flush=True)
-    for step in itertools.count():
-        for _ in range(2000): print(line)
-        dist.all_reduce(total)
-        total /= ctx.world_size
-
-
-def large(ctx):
-    model = torch.nn.Linear(10000, 10000)
-    ctx.checkpoint(model=model, step=1)
-    print("under way", flush=True)
-    hold(ctx)
 
 
 def hold(ctx):
@@ -66,21 +61,141 @@ def hold(ctx):
             print("under way", flush=True)
         time.sleep(0.02)
 """
+OVERVIEW = """
+import json, sys
+from distributed import Client
+from ddptrain.clusters import slots
+print(json.dumps(Client(sys.argv[1]).run_on_scheduler(slots.overview)))
+"""
 
 
 class Cluster:
-    """A scheduler on one host, workers with two slots on others, and the command on a host that has none of it."""
+    """A scheduler, two workers with two slots each, and the command, each on a host of its own.
 
-    def __init__(self, network: Network, cli: Cli) -> None:
-        self.network, self.cli = network, cli
+    The workers do not see the run directory, and nobody sees what they write.
+    """
+
+    def __init__(self, network: Network, cli: Cli, *, tls: bool = False) -> None:
+        self.network, self.cli, self.tls = network, cli, tls
         self.site, self.home, self.scratch = (cli.folder / name for name in ("site", "home", "scratch"))
-        self.head, self.desk = network.add("head", self.home), network.add("desk", self.scratch)
-        self.site.mkdir()
+        for folder in (self.site, self.home):
+            folder.mkdir()
         (self.site / "work.py").write_text(WORKLOAD)
-        (self.home / "me").mkdir()
-        self.workers: dict[Host, psutil.Process] = {}
-
-    def start(self, *, tls: bool = False) -> None:
+        self.head, self.desk = network.add("head"), network.add("desk")
+        self.workers = [network.add(name, self.home, self.scratch) for name in ("w1", "w2")]
         if tls:
             make_tls(self.site)
-        self.options = ["--cluster", ""]
+        self._python(self.head, "ddptrain.clusters.scheduler", "--folder", str(self.site), "--host", self.head.address)
+        self.until((self.site / "scheduler.json").exists, "the scheduler")
+        self.address = str(json.loads((self.site / "scheduler.json").read_text())["address"])
+        for host in self.workers:
+            options = ["--slots", "2", "--gpus", "none", "--host", host.address, "--scratch", str(self.scratch)]
+            options += ["--tls-dir", str(self.site)] if tls else []
+            self._python(host, "ddptrain.worker", "--scheduler", self.address, *options)
+
+    def _python(self, host: Host, module: str, *words: str) -> None:
+        host.start(sys.executable, "-P", "-m", module, *words)
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 40.0) -> float:
+        """Wait for a condition; the seconds that it took."""
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < timeout_s, f"{what} took over {timeout_s} s\n{self._said()}"
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def _said(self) -> str:
+        logs = [host.log for host in self.network.hosts.values() if host.log.exists()]
+        return "\n".join(log.read_text(errors="replace")[-800:] for log in logs)
+
+    def train(self, workload: str) -> Running:
+        pem = {
+            name: str(self.site / file) for name, file in zip(_TLS, ("cert.pem", "cert.pem", "key.pem"), strict=True)
+        }
+        cluster = {"address": self.address, "ranks": 4, **({"tls": pem} if self.tls else {})}
+        content = {"workload": f"work:{workload}", "cluster": cluster, "failure": {"grace_s": 1.0}}
+        config = self.site / f"{workload}.yaml"
+        config.write_text(json.dumps({**content, "results": {"dir": str(self.home / "runs")}}))
+        program = [*self.desk.enter(self.site), sys.executable, "-m", "ddptrain"]
+        return self.cli.start("train", config, "--run-id", "it", program=program)
+
+    def record(self) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.home / "runs" / "it" / "run.json").read_text())
+        return record
+
+    def ranks(self, host: Host) -> list[str]:
+        """The processes that have to do with ranks, beside the rank server."""
+        names = {psutil.Process(pid).name() for pid in host.processes() if psutil.pid_exists(pid)}
+        return sorted(name for name in names if name.startswith(("ddptrain-rank-", "ddptrain-store")))
+
+
+_TLS = ("ca_file", "cert_file", "key_file")
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with Network(tmp_path / "net") as made:
+        yield made
+
+
+def test_gang_of_two_hosts_talks_over_the_cable_and_everything_comes_home(network: Network, run_cli: Cli) -> None:
+    cluster = Cluster(network, run_cli, tls=True)
+    ended = cluster.train("talk").finish(90)
+    assert ended.rc == 0, ended.stderr
+    root = cluster.home / "runs" / "it"
+    told = [json.loads((root / "artifacts" / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert [rank["ranks"] for rank in told] == [["0", "2", "0"], ["1", "2", "0"], ["0", "2", "1"], ["1", "2", "1"]]
+    assert [rank["total"] for rank in told] == [[10.0]] * 4
+    hosts = [rank["hostname"] for rank in told]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3] and set(hosts) == {"w1", "w2"}
+    addresses = {host.address for host in cluster.workers}
+    assert all(any(set(link) == addresses for link in rank["links"]) for rank in told), "the ranks met elsewhere"
+    placed = [
+        (rank["node_rank"], rank["local_rank"], rank["host"]) for rank in cluster.record()["attempts"][0]["ranks"]
+    ]
+    assert placed == [(0, 0, hosts[0]), (0, 1, hosts[1]), (1, 0, hosts[2]), (1, 1, hosts[3])]
+    for rank in range(4):
+        lines = (root / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert [line for line in lines if " of rank " in line] == [f"{n:06d} of rank {rank}" for n in range(LINES)]
+    assert set(load_file(root / "checkpoints" / "step-1" / "model.safetensors")) == {"weight", "bias"}
+    assert not cluster.scratch.exists() or os.listdir(cluster.scratch) == []
+    cluster.until(lambda: not any(cluster.ranks(host) for host in cluster.workers), "the end of the ranks")
+
+
+def test_cut_cable_of_a_host_is_told_with_its_name_and_all_ends(network: Network, run_cli: Cli) -> None:
+    cluster = Cluster(network, run_cli)
+    running = cluster.train("hold")
+    running.wait_for("[rank 3] under way")
+    there, cut = sorted(cluster.workers, key=lambda host: host.name)
+    network.cut(cut)
+    cluster.until(lambda: f"{cut.name} ({cut.address})" in running.stderr, "the word of the cut cable", CUT_S)
+    ended = running.finish(30)
+    assert ended.rc == 4, ended.stderr
+    failure = cluster.record()["failure"]
+    assert failure["kind"] == "worker_lost" and cut.name in failure["message"]
+    cluster.until(lambda: not cluster.ranks(there), "the end of the ranks on the other host")
+    cluster.until(lambda: not cut.processes(), "the end of everything on the host that was cut off", ALONE_S)
+
+
+def test_cut_cable_of_the_driver_ends_the_ranks_and_frees_the_slots(network: Network, run_cli: Cli) -> None:
+    cluster = Cluster(network, run_cli)
+    running = cluster.train("hold")
+    running.wait_for("[rank 3] under way")
+    network.cut(cluster.desk)
+    ended = running.finish(CUT_S + 15)
+    assert ended.rc == 4, ended.stderr
+    cluster.until(lambda: not any(cluster.ranks(host) for host in cluster.workers), "the end of the ranks", ALONE_S)
+    told = json.loads(cluster.head.run(sys.executable, "-c", OVERVIEW, cluster.address))
+    assert told["runs"] == [] and [worker["slots"] for worker in told["workers"]] == [2, 2]
+
+
+def test_host_that_dies_is_told_with_its_name(network: Network, run_cli: Cli) -> None:
+    cluster = Cluster(network, run_cli)
+    running = cluster.train("hold")
+    running.wait_for("[rank 3] under way")
+    dying = cluster.workers[1]
+    for pid in dying.processes():
+        psutil.Process(pid).kill()
+    ended = running.finish(30)
+    assert ended.rc == 4, ended.stderr
+    assert f"{dying.name} ({dying.address})" in cluster.record()["failure"]["message"]
