@@ -6,16 +6,16 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from ddptrain.wording import counted, shown
 
-_WIDTH = 100
+_WIDTH = 90  # 100 with what the display puts before each line
 _INDENT = "  "
 _GAP = "  "
 _MARK = " !"
-_VALUE_WIDTH = 14
-_LEAST_NAMES_WIDTH = 26
+_VALUE_WIDTH = 12
+_NAMES_WIDTH = 26  # for the sake of which columns are left out in which everything fits
+_LEAST_NAMES_WIDTH = 12
 _MOST_OF_A_REASON = 400
 
 
@@ -30,7 +30,10 @@ class Row:
 
 
 def table(title: str, rows: Sequence[Row], below: str) -> str:
-    """The rows, at most 100 characters wide; addresses of workers that tell the same become one row."""
+    """The rows, at most 90 characters wide where not every column is needed.
+
+    Addresses of workers that tell the same become one row.
+    """
     alike: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         kind = row.who if not _is_address(row.who) else ""
@@ -43,18 +46,22 @@ def table(title: str, rows: Sequence[Row], below: str) -> str:
 
 
 def _aligned(groups: Sequence[tuple[str, Row]], columns: Mapping[str, int]) -> list[str]:
+    """A name that is too long for its column stands above its values."""
     room = _WIDTH - len(_INDENT) - sum(len(_GAP) + width for width in columns.values())
     names_width = min(max(len(name) for name, _ in groups), max(_LEAST_NAMES_WIDTH, room))
-    reason_width = _WIDTH - len(_INDENT) - names_width - len(_GAP)
     lines = [" " * names_width + _GAP + _joined(columns, columns)]
     for name, row in groups:
-        if row.reason:
-            texts = textwrap.wrap(shown(row.reason, _MOST_OF_A_REASON), reason_width)
-        else:
-            texts = [_joined((_cell(row, column) for column in columns), columns)]
-        names = textwrap.wrap(name, names_width, break_on_hyphens=False)
-        lines += [f"{left:{names_width}}{_GAP}{right}" for left, right in zip_longest(names, texts, fillvalue="")]
+        short = name if len(name) <= names_width else ""
+        above = [] if short else textwrap.wrap(name, _WIDTH - len(_INDENT), break_on_hyphens=False)
+        first, *more = _values(row, columns, _WIDTH - len(_INDENT) - names_width - len(_GAP))
+        lines += [*above, f"{short:{names_width}}{_GAP}{first}", *(" " * names_width + _GAP + line for line in more)]
     return lines
+
+
+def _values(row: Row, columns: Mapping[str, int], width: int) -> list[str]:
+    if row.reason:
+        return textwrap.wrap(shown(row.reason, _MOST_OF_A_REASON), width)
+    return [_joined((_cell(row, column) for column in columns), columns)]
 
 
 def _joined(cells: Iterable[str], columns: Mapping[str, int]) -> str:
@@ -70,7 +77,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, int]:
     told = [row for row in rows if row.cells]
     widths = {column: max(len(column), *(len(_cell(row, column)) for row in told)) for column in told[0].cells}
     fine = [column for column in widths if not any(column in row.wrong for row in rows)]
-    while fine and len(_INDENT) + _LEAST_NAMES_WIDTH + sum(len(_GAP) + width for width in widths.values()) > _WIDTH:
+    while fine and len(_INDENT) + _NAMES_WIDTH + sum(len(_GAP) + width for width in widths.values()) > _WIDTH:
         del widths[fine.pop()]
     return widths
 

@@ -12,14 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from distributed import Scheduler, SchedulerPlugin
 
 from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, WORKER_METRIC, attached_plugin
+from ddptrain.worker.task import topic
 
 PLUGIN_NAME = "ddptrain-slots"
 _FORGET_WAITER_S = 30.0  # without a word from a driver that waits: it must not hold up the line
+_LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +187,34 @@ class SlotBook(SchedulerPlugin):
     def _drop(self, leaves: Any) -> None:
         for run_id in [run_id for run_id, (request, _) in self.used.items() if leaves(request)]:
             self._detach(run_id, self.used.pop(run_id)[1])
+        for waiter in self.line:
+            if leaves(waiter.request):
+                _forget_topic(self.scheduler, waiter.request.run_id)
         self.holders = {slot: holder for slot, holder in self.holders.items() if not leaves(holder)}
         self.line = [waiter for waiter in self.line if not leaves(waiter.request)]
         if not self.used and not self.line and self.scheduler.plugins.get(PLUGIN_NAME) is self:
             self.scheduler.remove_plugin(PLUGIN_NAME)
 
     def _detach(self, run_id: str, workers: set[str]) -> None:
-        """Take away what the run has put on its workers; that ends what is left of it there."""
+        """Take away what the run has put on its workers; that ends what is left of it there. Its topic goes, too."""
+        forget = partial(_forget_topic, self.scheduler, run_id)
         there = [address for address in workers if address in self.scheduler.workers]
         if not there:
+            forget()
             return
         order = {"op": "plugin-remove", "name": attached_plugin(run_id)}
         errand = asyncio.ensure_future(self.scheduler.broadcast(msg=order, workers=there, on_error="ignore"))
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
+        # Last words of the ranks come over other connections than the answers to this order.
+        errand.add_done_callback(lambda _: errand.get_loop().call_later(_LAST_WORDS_S, forget))
+
+
+def _forget_topic(scheduler: Scheduler, run_id: str) -> None:
+    """The scheduler would keep the last thousand messages of a run for ever."""
+    broker = getattr(scheduler, "_broker", None)
+    if broker is not None:
+        broker._topics.pop(topic(run_id), None)  # noqa: SLF001  # there is no public way
 
 
 def _book(scheduler: Scheduler) -> SlotBook:
@@ -236,9 +253,10 @@ def learn(offers: Mapping[str, tuple[int, int]], dask_scheduler: Scheduler) -> N
 
 
 def release(run_id: str, dask_scheduler: Scheduler) -> None:
-    """For run_on_scheduler: give back what a run holds."""
+    """For run_on_scheduler: give back what a run holds, and forget what it has said."""
     if PLUGIN_NAME in dask_scheduler.plugins:
         _book(dask_scheduler).release(run_id)
+    _forget_topic(dask_scheduler, run_id)
 
 
 def overview(dask_scheduler: Scheduler) -> dict[str, Any]:

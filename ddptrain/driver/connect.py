@@ -9,11 +9,13 @@ import socket
 import ssl
 import threading
 import time
+import warnings
 from collections.abc import Callable
 
 import dask
 from distributed import Client, Security
 from distributed.comm.addressing import parse_host_port
+from distributed.versions import VersionMismatchWarning
 
 from ddptrain.clusters.find import Target
 from ddptrain.errors import ClusterError
@@ -32,13 +34,20 @@ def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> 
     """
     for logger in ("distributed", "distributed.client"):  # Dask sets a level of its own for the second
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # the driver tells what happens
+    if target.foreign:  # our own table tells what does not fit there
+        warnings.filterwarnings("ignore", category=VersionMismatchWarning)
     _tls_context(target)
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
         try:
             return _tried(target, max(0.1, min(_TRY_S, left_s)))
-        except (OSError, TimeoutError, ValueError, TypeError) as error:
+        except TypeError as error:  # it does not understand what it is asked
+            raise ClusterError(
+                f"the scheduler at {target.address} runs a version of Dask that this one can't talk to ({error}): "
+                "distributed 2025.7 or newer is needed there"
+            ) from error
+        except (OSError, TimeoutError, ValueError) as error:
             reason = _why_not(target) or str(error)
         if target.name or left_s <= _TRY_S:
             raise ClusterError(_nobody(target, timeout_s, reason))

@@ -88,6 +88,7 @@ class Gang:
         self.run_id = run_id
         self.inbox = inbox
         self.futures: dict[int, Future[str]] = {}
+        self._address = str(client.scheduler.address)
         self._echo: set[str] = set()
         self._topic = task.topic(run_id)
         self._workers: set[str] = set()
@@ -219,7 +220,7 @@ class Gang:
         if future.status == "error":
             self.inbox.put(TaskFailed(rank, str(future.exception())))
         elif future.status == "cancelled":
-            self.inbox.put(TaskFailed(rank, "the Dask scheduler is gone, or the connection to it broke"))
+            self.inbox.put(TaskFailed(rank, f"the Dask scheduler is gone, or the network to it: {self._address}"))
 
     @property
     def connected(self) -> bool:
@@ -277,7 +278,7 @@ class Gang:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Give the slots back, let the keys go (which ends whatever still runs), and forget the topic."""
+        """Let the keys go, which ends whatever still runs, and give the slots back, which clears up on the cluster."""
         if not self.connected:
             return  # then there is nothing to give back
         with contextlib.suppress(Exception):
@@ -285,10 +286,9 @@ class Gang:
                 self.client.unsubscribe_topic(topic)
         with contextlib.suppress(Exception):
             self._release_futures()
-        for function, word in ((slots.release, self.run_id), (_drop_topic, self._topic)):  # releasing clears up, too
-            with contextlib.suppress(Exception):
-                asked = self.client.run_on_scheduler(function, word, asynchronous=True)
-                asking.answer(self.client, asked, lambda: _GOODBYE_S, lambda: 0)
+        with contextlib.suppress(Exception):
+            asked = self.client.run_on_scheduler(slots.release, self.run_id, asynchronous=True)
+            asking.answer(self.client, asked, lambda: _GOODBYE_S, lambda: 0)
 
     def end_attempt(self) -> None:
         """Let the keys of an attempt go, which ends whatever may still run; slots and workers stay for the next one."""
@@ -387,10 +387,3 @@ def _held(refusal: slots.Refusal, waited_s: float) -> str:
         f"{refusal.asked} slots were asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
         f"{holders}{ahead}. Wait in line with cluster.wait_s, or ask for fewer with --ranks"
     )
-
-
-def _drop_topic(topic: str, dask_scheduler: Any) -> None:
-    """For run_on_scheduler: the scheduler keeps a topic's last messages for ever otherwise."""
-    broker = getattr(dask_scheduler, "_broker", None)
-    if broker is not None:
-        broker._topics.pop(topic, None)  # noqa: SLF001  # there is no public way

@@ -147,6 +147,15 @@ def test_driver_that_died_leaves_the_line() -> None:
     assert ask(there, "r3", 1, in_line=True)["refusal"]["place"] == 1
 
 
+def test_driver_that_died_in_the_line_leaves_no_topic() -> None:
+    there = scheduler(a=1)
+    there._broker = SimpleNamespace(_topics={"ddptrain/r1": [], "ddptrain/r2": []})
+    ask(there, "r1", 1)
+    ask(there, "r2", 1, in_line=True)
+    there.book.remove_client(there, "client-r2")
+    assert set(there._broker._topics) == {"ddptrain/r1"}
+
+
 def test_waiter_that_says_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     there = scheduler(a=1)
     ask(there, "r1", 1)

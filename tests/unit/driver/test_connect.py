@@ -95,3 +95,12 @@ def test_certificate_of_another_cluster_is_told(speaks_tls: int, tmp_path: Path)
 def test_address_without_tls_of_a_scheduler_with_it_is_told(speaks_tls: int) -> None:
     told = refused(Target(f"tcp://127.0.0.1:{speaks_tls}"), timeout_s=30)
     assert f"speaks TLS: write the address as tls://127.0.0.1:{speaks_tls}" in told
+
+
+def test_scheduler_of_an_old_dask_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise TypeError("identity() got an unexpected keyword argument 'n_workers'")
+
+    monkeypatch.setattr("ddptrain.driver.connect.Client", refuse)
+    told = refused(Target("tcp://127.0.0.1:1"), timeout_s=30)
+    assert "identity() got an unexpected" in told and "distributed 2025.7 or newer is needed there" in told

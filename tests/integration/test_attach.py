@@ -1,0 +1,308 @@
+"""`ddptrain train` on Dask clusters that others have started: used as they are, and left as they were found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from distributed import Client, Scheduler, Security, Worker
+from safetensors.numpy import load_file
+
+from tests.conftest import Cli, Finished, Running
+from tests.environments import make_environment
+from tests.unit.worker.daskbench import DaskBench
+from tests.unit.worker.stubs import until
+
+WORKLOAD = '''
+import os, pathlib, time
+import torch
+import torch.distributed as dist
+
+
+def steps(ctx, until=""):
+    """One step, and all that a run can leave behind; goes on until a file appears."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(8, 4)).pow(2).mean().backward()
+    optimizer.step()
+    ctx.checkpoint(model=model, optimizer=optimizer, step=1, epoch=1, metrics={"val/loss": 1.0})
+    ctx.save_file(f"samples/rank-{ctx.rank}.txt", f"of rank {ctx.rank}")
+    total = torch.tensor([ctx.rank + 1.0])
+    dist.all_reduce(total)
+    print("rank", ctx.rank, "local", ctx.local_rank, "sum", int(total), flush=True)
+    while until and not os.path.exists(until):
+        time.sleep(0.02)
+'''
+
+
+class Others:
+    """A Dask cluster as `dask scheduler` and `dask worker` start it, and the command that trains on it."""
+
+    def __init__(self, bench: DaskBench, cli: Cli) -> None:
+        self.bench, self.cli = bench, cli
+        self.folder = cli.folder
+        (self.folder / "work.py").write_text(WORKLOAD)
+
+    def start_scheduler(self, *tls: str) -> None:
+        """`dask scheduler`, which may want a certificate."""
+        where = ("--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(self.bench.scheduler_file))
+        self.bench.start("scheduler", "-P", "-m", "distributed.cli.dask_scheduler", *where, "--no-dashboard", *tls)
+        until(lambda: bool(self._told()), "the scheduler's file")
+
+    def _told(self) -> dict[str, Any]:
+        try:
+            told: dict[str, Any] = json.loads(self.bench.scheduler_file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return told
+
+    @property
+    def address(self) -> str:
+        """Where the scheduler listens."""
+        return str(self._told()["address"])
+
+    def start_workers(self, *options: str, count: int = 2) -> None:
+        """`dask worker`, each with a nanny, one thread, and a folder of its own."""
+        for number in range(count):
+            self.bench.foreign(*options, name=f"worker-{number}")
+
+    def config(self, cluster: dict[str, object], **params: object) -> Path:
+        """A configuration of two ranks."""
+        path = self.folder / "steps.yaml"
+        path.write_text(json.dumps({"workload": "work:steps", "params": params, "cluster": {"ranks": 2, **cluster}}))
+        return path
+
+    def train(self, cluster: dict[str, object], *args: str) -> Finished:
+        """Train to the end."""
+        return self.cli("train", self.config(cluster), *args)
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the only run."""
+        (folder,) = (self.folder / "runs").iterdir()
+        return folder
+
+    def record(self) -> dict[str, Any]:
+        """What run.json says of the only run."""
+        record: dict[str, Any] = json.loads((self.run_dir / "run.json").read_text())
+        return record
+
+    def state(self, workers: int = 2) -> dict[str, Any]:
+        """All of the cluster's processes that a run could have changed, and what runs and lies beside them."""
+        with Client(self.address, set_as_default=False, timeout=20) as client:
+            until(lambda: len(client.nthreads()) == workers, f"{workers} workers", timeout_s=60)
+            told = {"scheduler": client.run_on_scheduler(_state_of_scheduler()), **client.run(_state_of_worker())}
+        temporary = self.bench.env["TMPDIR"]
+        return told | {"ours": _ranks_and_servers(temporary), "files": sorted(os.listdir(temporary))}
+
+    def wait_for_state(self, wanted: dict[str, Any]) -> None:
+        """Return once the cluster is as it was."""
+        last: dict[str, Any] = {}
+
+        def is_again() -> bool:
+            last.update(self.state())
+            return last == wanted
+
+        try:
+            until(is_again, "the cluster is as it was found", timeout_s=20)
+        except AssertionError:
+            for part in wanted:
+                assert last[part] == wanted[part], part
+
+
+# Functions of functions, for these travel by value.
+
+
+def _state_of_scheduler() -> Any:
+    def state(dask_scheduler: Scheduler) -> dict[str, Any]:
+        import dask
+
+        topics = dask_scheduler._broker._topics
+        return {
+            "plugins": sorted(dask_scheduler.plugins),
+            "extensions": sorted(dask_scheduler.extensions),
+            "config": json.dumps(dask.config.config, sort_keys=True, default=str),
+            "tasks": sorted(map(str, dask_scheduler.tasks)),
+            "topics": sorted(topic for topic in topics if topic.startswith("ddptrain")),
+            "resources": {worker: dict(held.resources) for worker, held in dask_scheduler.workers.items()},
+            "environ": dict(os.environ),
+        }
+
+    return state
+
+
+def _state_of_worker() -> Any:
+    def state(dask_worker: Worker) -> dict[str, Any]:
+        import dask
+
+        return {
+            "plugins": sorted(dask_worker.plugins),
+            "metrics": sorted(dask_worker.metrics),
+            "config": json.dumps(dask.config.config, sort_keys=True, default=str),
+            "tasks": sorted(map(str, dask_worker.state.tasks)),
+            "environ": dict(os.environ),
+            "path": list(sys.path),
+            "cwd": os.getcwd(),
+            "files": sorted(str(path) for path in Path(dask_worker.local_directory).rglob("*")),
+            "children": [child.pid for child in psutil.Process().children() if "tracker" not in str(child.cmdline())],
+        }
+
+    return state
+
+
+def _ranks_and_servers(temporary: str) -> list[str]:
+    """Our processes on the cluster, known by its folder for temporary files."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            command = " ".join(process.cmdline())
+            if "ddptrain.rank" in command and process.environ().get("TMPDIR") == temporary:
+                found.append(f"{process.pid} {command}")
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+@pytest.fixture
+def others(tmp_path: Path, run_cli: Cli) -> Iterator[Others]:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "cluster").mkdir()
+    # PyTorch makes its cache wherever it is imported: that is not ours.
+    env = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    with DaskBench(tmp_path / "cluster", {**os.environ, **env}) as bench:
+        yield Others(bench, run_cli)
+
+
+# --- trained on, and left alone ---
+
+
+def test_run_brings_all_home_and_leaves_nothing(others: Others) -> None:
+    others.start_scheduler()
+    others.start_workers()
+    before = others.state()
+    ended = others.train({}, "--cluster", others.address)
+    assert ended.rc == 0, ended.stderr
+    assert "Warning" not in ended.stderr
+
+    (attempt,) = others.record()["attempts"]
+    assert [(rank["rank"], rank["local_rank"]) for rank in attempt["ranks"]] == [(0, 0), (1, 1)]
+    for rank in range(2):
+        assert (others.run_dir / f"logs/rank-{rank}.log").read_text() == f"rank {rank} local {rank} sum 3\n"
+        assert (others.run_dir / f"artifacts/samples/rank-{rank}.txt").read_text() == f"of rank {rank}"
+    assert set(load_file(others.run_dir / "checkpoints/step-1/model.safetensors")) == {"weight", "bias"}
+    others.wait_for_state(before)
+
+
+@pytest.mark.parametrize("from_yaml", [False, True])
+def test_cluster_is_found_by_the_schedulers_file(others: Others, from_yaml: bool) -> None:
+    others.start_scheduler()
+    others.start_workers()
+    file = str(others.bench.scheduler_file)
+    ended = others.train({"scheduler_file": file}) if from_yaml else others.train({}, "--cluster", file)
+    assert ended.rc == 0, ended.stderr
+    assert "[rank 1] rank 1 local 1 sum 3" in ended.stdout
+
+
+def test_killed_driver_leaves_nothing(others: Others) -> None:
+    others.start_scheduler()
+    others.start_workers()
+    before = others.state()
+    running = start_and_wait(others)
+    assert len(others.state()["ours"]) >= 3, "two ranks and their server"
+    running.popen.send_signal(signal.SIGKILL)
+    running.popen.wait()
+    others.wait_for_state(before)
+
+
+def start_and_wait(others: Others) -> Running:
+    """A run that would go on for ever, once both ranks train."""
+    config = others.config({}, until=str(others.folder / "never"))
+    running = others.cli.start("train", config, "--cluster", others.address)
+    for rank in range(2):
+        running.wait_for(f"rank {rank} local {rank} sum 3")
+    return running
+
+
+# --- what does not fit ---
+
+
+def test_worker_without_ddptrain_ends_with_4_and_the_table(others: Others) -> None:
+    others.start_scheduler()
+    others.start_workers(count=1)
+    python = make_environment(others.folder / "env", without="ddptrain")
+    where = ("--scheduler-file", str(others.bench.scheduler_file), "--local-directory", str(others.folder / "bare"))
+    worker = ("-P", "-m", "distributed.cli.dask_worker", *where, "--no-dashboard", "--nthreads", "1")
+    others.bench.start("bare", "-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", str(python), *worker)
+    before = others.state()
+    ended = others.train({}, "--cluster", others.address)
+    assert ended.rc == 4, ended.stderr
+    lines = ended.stderr.splitlines()
+    (header,) = [line for line in lines if line.split()[1:4] == ["Python", "ddptrain", "torch"]]
+    (row,) = [line for line in lines if "missing !" in line]
+    assert row[header.rindex("ddptrain") :].startswith("missing !") and row.count(" !") == 1
+    assert "To do: install what is marked there (pip install ddptrain==" in ended.stderr
+    assert others.record()["status"] == "failed"
+    others.wait_for_state(before)
+
+
+# --- TLS ---
+
+
+class Keys:
+    """The files of a certificate authority and of one who may use the cluster, as an administrator hands them out."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        made = Security.temporary()
+        self.ca, self.cert, self.key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))
+        self.ca.write_text(made.tls_ca_file)
+        self.cert.write_text(made.tls_client_cert)
+        self.key.write_text(made.tls_client_key)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """For `dask scheduler` and `dask worker`."""
+        return ("--tls-ca-file", str(self.ca), "--tls-cert", str(self.cert), "--tls-key", str(self.key))
+
+    def settings(self, **other: Path) -> dict[str, object]:
+        """The `cluster` section of a configuration."""
+        files = {"ca_file": self.ca, "cert_file": self.cert, "key_file": self.key, **other}
+        return {"tls": {name: str(path) for name, path in files.items()}}
+
+
+def test_cluster_with_tls_is_trained_on_with_its_certificate(others: Others) -> None:
+    keys = Keys(others.folder / "keys")
+    others.start_scheduler("--protocol", "tls", *keys.options)
+    others.start_workers(*keys.options)
+    assert others.address.startswith("tls://")
+    ended = others.train({"address": others.address, **keys.settings()})
+    assert ended.rc == 0, ended.stderr
+    assert "[rank 1] rank 1 local 1 sum 3" in ended.stdout
+
+
+def test_cluster_with_tls_refuses_who_has_no_certificate_of_it(others: Others) -> None:
+    keys, wrong = Keys(others.folder / "keys"), Keys(others.folder / "wrong")
+    others.start_scheduler("--protocol", "tls", *keys.options)
+    address = others.address
+    stranger = keys.settings(cert_file=wrong.cert, key_file=wrong.key)
+    refusals: list[tuple[dict[str, object], str]] = [
+        ({"address": address}, "wants a certificate, and none was given: set cluster.tls.ca_file"),
+        ({"address": address, **wrong.settings()}, "shows a certificate that ours does not vouch for"),
+        ({"address": address, **stranger}, "refuses our certificate"),
+        ({"address": address.replace("tls", "tcp")}, f"speaks TLS: write the address as {address}"),
+        (
+            {"address": address, **keys.settings(key_file=others.folder / "none.pem")},
+            f"the TLS file {others.folder / 'none.pem'} can't be read: No such file or directory",
+        ),
+    ]
+    for cluster, reason in refusals:
+        ended = others.train(cluster)
+        assert (ended.rc, reason in ended.stderr) == (4, True), f"{cluster}: {ended.stderr}"
+        assert "Traceback" not in ended.stderr
