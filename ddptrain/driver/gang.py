@@ -88,7 +88,8 @@ class Gang:
         self.run_id = run_id
         self.inbox = inbox
         self.futures: dict[int, Future[str]] = {}
-        self._address = str(client.scheduler.address)
+        scheduler: Any = client.scheduler  # None only before it has connected
+        self._address = str(scheduler.address)
         self._echo: set[str] = set()
         self._topic = task.topic(run_id)
         self._workers: set[str] = set()
@@ -282,8 +283,7 @@ class Gang:
         if not self.connected:
             return  # then there is nothing to give back
         with contextlib.suppress(Exception):
-            for topic in (_ALL_TOPIC, self._topic):
-                self.client.unsubscribe_topic(topic)
+            self.client.unsubscribe_topic(_ALL_TOPIC)  # not that of the run: it goes as a whole, and this may come late
         with contextlib.suppress(Exception):
             self._release_futures()
         with contextlib.suppress(Exception):
