@@ -117,7 +117,7 @@ class Others:
                 assert last[part] == wanted[part], part
 
 
-# Functions of functions, for these travel by value.
+# Functions in functions, for these travel by value; multiprocessing's resource tracker is Dask's own.
 
 
 def _state_of_scheduler() -> Any:
@@ -139,6 +139,12 @@ def _state_of_scheduler() -> Any:
 
 
 def _state_of_worker() -> Any:
+    def is_tracker(child: psutil.Process) -> bool:
+        try:
+            return "tracker" in " ".join(child.cmdline())
+        except psutil.Error:  # it has ended, and nobody has waited for it
+            return False
+
     def state(dask_worker: Worker) -> dict[str, Any]:
         import dask
 
@@ -151,7 +157,7 @@ def _state_of_worker() -> Any:
             "path": list(sys.path),
             "cwd": os.getcwd(),
             "files": sorted(str(path) for path in Path(dask_worker.local_directory).rglob("*")),
-            "children": [child.pid for child in psutil.Process().children() if "tracker" not in str(child.cmdline())],
+            "children": [child.pid for child in psutil.Process().children() if not is_tracker(child)],
         }
 
     return state
