@@ -18,6 +18,7 @@ from ddptrain.clusters.settings import (
 from ddptrain.configtypes import (
     MOST_RANKS,
     NAME_PATTERN,
+    ExitStatus,
     FilledText,
     Ranks,
     SchedulerAddress,
@@ -52,6 +53,19 @@ _IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")} | {"sche
 _REQUIRED = {"ssh": "hosts", "kubernetes": "image"}
 
 
+class RankRange(Strict):
+    """As many ranks as there is room for, within bounds."""
+
+    min: Ranks = Field(description="With fewer the run does not start, nor go on after a loss.")
+    max: Ranks = Field(description="More are not taken.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min > self.max:
+            raise wrong_field("min", f"is {self.min}, above max, which is {self.max}", "swap them")
+        return self
+
+
 class ClusterConfig(Strict):
     """Where the ranks run, and how many there are."""
 
@@ -73,9 +87,10 @@ class ClusterConfig(Strict):
     tls: TlsSettings | None = Field(
         default=None, description="Certificate for the cluster of backend address; by default Dask's own configuration."
     )
-    ranks: Literal["auto"] | Ranks = Field(
+    ranks: Literal["auto"] | Ranks | RankRange = Field(
         default="auto",
-        description="Training processes; auto is one per GPU, or one per 2 CPU cores and at least 2.",
+        description="Training processes; auto is one per GPU, or one per 2 CPU cores and at least 2; "
+        "{min: 2, max: 8} takes what there is.",
     )
     gpus: Literal["auto"] | Annotated[int, Field(ge=0, le=MOST_RANKS)] = Field(
         default="auto", description="GPUs to use; auto is all there are, 0 trains on the CPU."
@@ -171,7 +186,21 @@ class DistConfig(Strict):
 class CheckpointConfig(Strict):
     """When checkpoints are written, and which are kept."""
 
-    every_epochs: int = Field(default=1, ge=1, description="Epochs from one checkpoint to the next.")
+    every_epochs: Annotated[int, Field(ge=1)] | None = Field(
+        default=1, description="Epochs from one checkpoint to the next; null saves none at the end of an epoch."
+    )
+    every_steps: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Steps from one checkpoint to the next, within epochs as well; null for none."
+    )
+    every_s: Annotated[Seconds, Field(gt=0)] | None = Field(
+        default=None, description="Seconds from one checkpoint to the next, within epochs as well; null for none."
+    )
+    asynchronous: bool = Field(
+        default=True, description="Whether training goes on while a checkpoint is written, once its state is copied."
+    )
+    max_failures: int = Field(
+        default=5, ge=1, description="Times in a row that saving a checkpoint may fail before the run ends."
+    )
     keep: int = Field(default=3, ge=1, description="Checkpoints to keep, besides the best one.")
     metric: Annotated[str, Field(min_length=1)] | None = Field(
         default="val/loss", description="The metric that decides which checkpoint is best; null for none."
@@ -187,6 +216,22 @@ class FailureConfig(Strict):
         ge=0,
         le=1000,
         description="Times that ranks are started again after a failure, from the last checkpoint.",
+    )
+    max_losses: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="Times that ranks are started again after their worker was lost or preempted: a budget of its own.",
+    )
+    no_restart: list[FilledText | ExitStatus] = Field(
+        default_factory=list,
+        description="Exit codes and exception types after which ranks are not started again, as [42, ValueError].",
+    )
+    rejoin_wait_s: Seconds = Field(
+        default=30.0, ge=0, description="Seconds that a restart waits for cluster.ranks.max before it takes fewer."
+    )
+    hang_timeout_s: Annotated[Seconds, Field(gt=0)] | None = Field(
+        default=600.0, description="Seconds without any progress of a rank after which a run has hung; null never."
     )
     backoff_s: Seconds = Field(
         default=1.0, ge=0, description="Seconds before the first restart; twice as long before each further one."

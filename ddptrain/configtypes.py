@@ -50,6 +50,7 @@ Line = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 SchedulerAddress = Annotated[str, AfterValidator(_without_nul), AfterValidator(_scheduler_address)]
 Seconds = Annotated[float, Field(le=_A_YEAR_S)]
+ExitStatus = Annotated[int, Field(ge=1, le=255)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 

@@ -117,6 +117,43 @@ class Failure(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written: `failures` times in a row; `given_up` says that no further try follows."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    step: int
+    message: str
+    failures: int
+    given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadFailure(Event):
+    """An exception has ended a thread of the user's; the rank goes on, and may wait for that thread for ever."""
+
+    kind: ClassVar[str] = "thread_failure"
+    thread: str
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed(Event):
+    """The rank itself was sent SIGTERM: its host is about to go (a batch system, or a person, says so)."""
+
+    kind: ClassVar[str] = "noticed"
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted(Event):
+    """The rank has ended at the step that all ranks agreed on, with a checkpoint of it; written before clean-up."""
+
+    kind: ClassVar[str] = "preempted"
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished(Event):
     """The user's function returned: this rank has succeeded, whatever its clean-up does."""
 
@@ -133,7 +170,22 @@ class Note(Event):
 
 
 KINDS: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (Started, Entered, Metrics, Progress, CheckpointSaved, FileSaved, Failure, Finished, Note)
+    cls.kind: cls
+    for cls in (
+        Started,
+        Entered,
+        Metrics,
+        Progress,
+        CheckpointSaved,
+        CheckpointFailed,
+        FileSaved,
+        Failure,
+        ThreadFailure,
+        Noticed,
+        Preempted,
+        Finished,
+        Note,
+    )
 }
 
 

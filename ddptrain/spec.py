@@ -58,7 +58,9 @@ class RankSpec(_Message):
     dist_backend: str
     dist_timeout_s: float
     grace_s: float
-    every_epochs: int
+    every_epochs: int | None
+    every_steps: int | None
+    every_s: float | None
     workdir: str
     sys_path: tuple[str, ...] = ()
     master_addr: str = ""
@@ -66,6 +68,8 @@ class RankSpec(_Message):
     shared: bool = True
     use_gpu: bool = True
     max_restarts: int = 0
+    asynchronous: bool = True
+    max_failures: int = 5
     gpu: str | None = None
     staging: str = ""
     resume_from: str = ""

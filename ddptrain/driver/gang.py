@@ -238,13 +238,20 @@ class Gang:
 
     def stop(self, specs: Iterable[RankSpec], grace_s: float | None) -> None:
         """Have the workers stop these ranks: SIGTERM, `grace_s` (None: the run's), SIGKILL. Does not wait for it."""
-        keys = [spec.key for spec in specs]
+        self._order(task.stop_ranks, [spec.key for spec in specs], grace_s)
+
+    def _order(self, function: Callable[..., Any], keys: list[str], what: object) -> None:
+        """Have every worker do something with its own ones of these keys."""
         if not keys or not self._workers:
             return
         workers = sorted(self._workers)
-        with contextlib.suppress(Exception):  # a worker that is gone has no ranks to stop
-            run = self.client.run(task.stop_ranks, self.run_id, keys, grace_s, workers=workers, asynchronous=True)
+        with contextlib.suppress(Exception):  # a worker that is gone has no ranks any more
+            run = self.client.run(function, self.run_id, keys, what, workers=workers, asynchronous=True)
             asking.order(self.client, run)
+
+    def tell(self, specs: Iterable[RankSpec], order: str) -> None:
+        """Give these ranks an order. Does not wait for it."""
+        self._order(task.tell_ranks, [spec.key for spec in specs], order)
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
         """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError where they can't be had.

@@ -15,7 +15,7 @@ from ddptrain.clusters import state
 from ddptrain.clusters.attached import AttachedCluster
 from ddptrain.clusters.embedded import EmbeddedCluster
 from ddptrain.clusters.protocol import Cluster
-from ddptrain.config import RunConfig
+from ddptrain.config import RankRange, RunConfig
 from ddptrain.configfile import LoadedConfig, dump_config, resolved_config
 from ddptrain.driver import summary
 from ddptrain.driver import verdict as verdicts
@@ -179,7 +179,8 @@ class _Run:
         from ddptrain.driver.gang import Wish
 
         cluster = self.config.cluster
-        ranks = None if cluster.ranks == "auto" else int(cluster.ranks)
+        most = cluster.ranks.max if isinstance(cluster.ranks, RankRange) else cluster.ranks
+        ranks = None if most == "auto" else most
         gpus = 0 if cluster.gpus == "auto" else int(cluster.gpus)
         if self.machine is not None:
             return Wish(self.machine.ranks, False, cluster.start_timeout_s, cluster.wait_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddptrain.config import ClusterConfig
+from ddptrain.config import ClusterConfig, RankRange
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
 
@@ -28,6 +28,9 @@ def offer(cluster: ClusterConfig, environ: Mapping[str, str]) -> Offer:
         )
     if cluster.ranks == "auto":
         return Offer(default_slots(present[:wanted]), present[:wanted])
+    if isinstance(cluster.ranks, RankRange):
+        most = min(cluster.ranks.max, wanted) if wanted else cluster.ranks.max
+        return Offer(max(cluster.ranks.min, most), present[:most] if wanted else ())
     ranks = int(cluster.ranks)
     if wanted and ranks > wanted:
         raise ClusterError(

@@ -15,19 +15,21 @@ from ddptrain.execenv import exec_only
 from ddptrain.rank import procs
 
 
-def start_rank(spec_fd: int, log_fd: int, events_fd: int, *, warm: bool, close: Sequence[int]) -> int:
+def start_rank(spec_fd: int, log_fd: int, events_fd: int, orders_fd: int, *, warm: bool, close: Sequence[int]) -> int:
     """Start the rank whose order is in the file behind `spec_fd`; return its pid.
 
-    `warm` says that this process may fork; `close` are descriptors that a fork must not keep.
+    `orders_fd` is the end of a pipe that the rank reads orders from; `warm` says that this process may fork; `close`
+    are descriptors that a fork must not keep.
     """
     from ddptrain.rank import process
 
     os.lseek(spec_fd, 0, os.SEEK_SET)
     spec = process.read_spec(spec_fd)
     if warm and exec_only(spec.env) == exec_only(os.environ):
-        return _fork(lambda: process.run_rank(spec, log_fd, events_fd), {*close, spec_fd} - {log_fd, events_fd})
+        kept = {log_fd, events_fd, orders_fd}
+        return _fork(lambda: process.run_rank(spec, log_fd, events_fd, orders_fd), {*close, spec_fd} - kept)
     os.lseek(spec_fd, 0, os.SEEK_SET)
-    return _start_cold(spec.env, spec_fd, log_fd, events_fd)
+    return _start_cold(spec.env, (spec_fd, log_fd, events_fd, orders_fd))
 
 
 def start_store(host: str, port: int, listen_fd: int, *, close: Sequence[int]) -> int:
@@ -69,15 +71,15 @@ def _become_child(main: Callable[[], int], close: set[int]) -> NoReturn:
         os._exit(code)
 
 
-def _start_cold(env: Mapping[str, str], spec_fd: int, log_fd: int, events_fd: int) -> int:
-    command = [sys.executable, "-P", "-m", "ddptrain.rank.process", str(spec_fd), str(log_fd), str(events_fd)]
+def _start_cold(env: Mapping[str, str], fds: tuple[int, int, int, int]) -> int:
+    command = [sys.executable, "-P", "-m", "ddptrain.rank.process", *(str(fd) for fd in fds)]
     child = subprocess.Popen(
         command,
         env=dict(env),
         stdin=subprocess.DEVNULL,
-        stdout=log_fd,
-        stderr=log_fd,
-        pass_fds=(spec_fd, log_fd, events_fd),
+        stdout=fds[1],
+        stderr=fds[1],
+        pass_fds=fds,
         process_group=0,
     )
     child.returncode = 0  # the server reaps every child itself

@@ -124,7 +124,8 @@ class RankContext:
         Raises:
             TypeError: something can't be saved in a form that loads without executing a pickle.
         """
-        if not (last or epoch is None or int(epoch) % self._spec.every_epochs == 0):
+        every = self._spec.every_epochs
+        if not (last or epoch is None or (every is not None and int(epoch) % every == 0)):
             return False
         if self.rank == 0:
             folder = self._new_staging("checkpoint")

@@ -13,6 +13,7 @@ import importlib
 import io
 import os
 import random
+import signal
 import socket
 import sys
 import threading
@@ -22,31 +23,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ddptrain import events
-from ddptrain.rank import procs
+from ddptrain.rank import faults, orders, procs
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.loading import load_function
+from ddptrain.rank.orders import Orders
 from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     import torch
-
-# What a rank that merely lost its peer says, in gloo's, NCCL's, the store's and the socket layer's words.
-_LOST_PEER_WORDS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "remote process has exited",
-    "socket closed",
-    "failed to recv",
-    "recvvalue failed",
-    "sendbytes failed",
-    "ncclremoteerror",
-    "application timeout caused pair closure",
-    "connectfullmesh failed",
-    "timed out waiting for clients",
-    "wait timeout",
-)
-
 
 _COLD = (
     "ranks start cold, some seconds slower: the environment sets variables that only a fresh program reads "
@@ -60,10 +44,11 @@ def read_spec(fd: int) -> RankSpec:
         return RankSpec.from_json(file.read())
 
 
-def run_rank(spec: RankSpec, log_fd: int, events_fd: int, *, cold: bool = False) -> int:
+def run_rank(spec: RankSpec, log_fd: int, events_fd: int, orders_fd: int, *, cold: bool = False) -> int:
     """Be the rank: run the workload to its end and return the exit code. Called once, in a process of its own.
 
-    `cold` says that this is a fresh program, not a fork of the warm rank server; the person is told why.
+    Orders of the driver come through `orders_fd`. `cold` says that this is a fresh program, not a fork of the warm
+    rank server; the person is told why.
     """
     procs.name_process(f"ddptrain-rank{spec.rank}")
     _redirect_output(log_fd)
@@ -72,7 +57,7 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, *, cold: bool = False)
         emitter.emit(events.Note(time.time_ns(), _COLD))
     _enter_environment(spec)
     try:
-        code = _Rank(spec, emitter).run()
+        code = _Rank(spec, emitter, Orders(orders_fd)).run()
     finally:
         _run_exit_handlers()
     return code
@@ -117,9 +102,10 @@ def _enter_environment(spec: RankSpec) -> None:
 class _Rank:
     """The rank's life in phases: setup, rendezvous, train."""
 
-    def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
+    def __init__(self, spec: RankSpec, emitter: Emitter, orders: Orders) -> None:
         self.spec = spec
         self.emitter = emitter
+        self.orders = orders
         self.phase = "setup"
         self.finished = False
         self.failed = False
@@ -127,6 +113,7 @@ class _Rank:
     def run(self) -> int:
         """Run all phases; return the exit code. A clean return of the user's function is a success, come what may."""
         try:
+            self._take_orders()
             device = self._set_up_torch()
             self._emit_started(device)
             function = load_function(self.spec.workload)
@@ -134,7 +121,7 @@ class _Rank:
         except SystemExit as stop:
             if not self.failed:
                 self._exit_event(stop)
-            return _exit_code(stop)
+            return faults.exit_code(stop)
         except BaseException as error:
             if self.finished:
                 print(f"ddptrain: after the workload had returned: {error!r}", file=sys.stderr)
@@ -144,11 +131,29 @@ class _Rank:
             return 1
         return 0
 
+    def _take_orders(self) -> None:
+        """From now on SIGTERM is a notice that the host is about to go; only the order to stop makes it deadly."""
+
+        def notice(*_: object) -> None:
+            self.orders.post(orders.NOTICED)
+
+        def stop() -> None:
+            if signal.getsignal(signal.SIGTERM) is notice:  # else the user's own handler has a say
+                procs.die_of_sigterm()
+
+        signal.signal(signal.SIGTERM, notice)
+        self.orders.on(orders.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
+        self.orders.on(orders.STOP, stop)
+        self.orders.listen()
+
     def _set_up_torch(self) -> torch.device:
         import numpy as np
         import torch
         from torch.distributed import distributed_c10d as c10d
 
+        from ddptrain.rank import loaderworkers
+
+        loaderworkers.protect()
         np.random.seed(None)  # forks share the server's state otherwise
         torch.set_num_threads(self.spec.cpu_threads)
         timeout = dt.timedelta(seconds=self.spec.dist_timeout_s)
@@ -221,101 +226,20 @@ class _Rank:
         self.finished = True
 
     def _exit_event(self, stop: SystemExit) -> None:
-        code = _exit_code(stop)
-        if code == 0:
+        if faults.exit_code(stop) == 0:
             self._finish()
             return
-        message = f"sys.exit({stop.code!r})"
         if not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)  # as the interpreter does
-        self._emit_failure("SystemExit", message, _user_traceback(stop), exit_code=code)
+        self._fail(faults.bad_exit(stop, self.phase))
 
     def _failure_event(self, error: BaseException) -> None:
-        text = _user_traceback(error)
-        print(text, end="", file=sys.stderr)
-        self._emit_failure(type(error).__qualname__, str(error), text, lost_peer=_lost_peer(error))
+        print(faults.user_traceback(error), end="", file=sys.stderr)
+        self._fail(faults.failure(error, self.phase))
 
-    def _emit_failure(
-        self, kind: str, message: str, text: str, *, exit_code: int | None = None, lost_peer: bool = False
-    ) -> None:
+    def _fail(self, failure: events.Failure) -> None:
         self.failed = True
-        self.emitter.emit(
-            events.Failure(
-                time.time_ns(),
-                type=kind,
-                message=_clipped(message, 4_000),
-                traceback=_clipped(text, 100_000),
-                phase=self.phase,
-                exit_code=exit_code,
-                lost_peer=lost_peer,
-            )
-        )
-
-
-def load_function(target: str) -> Callable[..., Any]:
-    """The function behind "package.module:function", imported now.
-
-    Raises:
-        ImportError: the module can't be found; Python and sys.path are told.
-        AttributeError: the module has no such function.
-    """
-    module_name, _, name = target.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        root = module_name.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != root:
-            raise
-        raise ModuleNotFoundError(
-            f"workload {target!r}: no module {error.name!r} for {sys.executable}, sys.path {sys.path}", name=error.name
-        ) from None
-    for part in name.split("."):
-        if not hasattr(found, part):
-            public = sorted(attr for attr, value in vars(found).items() if callable(value) and not attr.startswith("_"))
-            raise AttributeError(
-                f"workload {target!r}: {found!r} has no {part!r}; it has {', '.join(public) or 'nothing'}"
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"workload {target!r} is {found!r}, not a function")
-    return found  # type: ignore[no-any-return]
-
-
-def _exit_code(stop: SystemExit) -> int:
-    """What the interpreter would exit with: an integer's low byte, 0 for None, 1 for anything else."""
-    if stop.code is None:
-        return 0
-    return stop.code & 0xFF if isinstance(stop.code, int) else 1
-
-
-def _user_traceback(error: BaseException) -> str:
-    """The traceback from the user's first frame on: the frames of the launcher say nothing about the fault."""
-    lines = traceback.TracebackException.from_exception(error)
-    ours = {__file__, _dispatch_file()}
-    kept = [frame for frame in lines.stack if frame.filename not in ours]
-    lines.stack[:] = kept or list(lines.stack)
-    return "".join(lines.format())
-
-
-def _dispatch_file() -> str:
-    module = sys.modules.get("dask_pytorch_ddp.dispatch")
-    return str(getattr(module, "__file__", ""))
-
-
-def _lost_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank has gone."""
-    if not isinstance(error, RuntimeError | ConnectionError | OSError):  # torch's DistError tree is below RuntimeError
-        return False
-    text = str(error).lower()
-    return any(words in text for words in _LOST_PEER_WORDS)
-
-
-def _clipped(text: str, limit: int) -> str:
-    return (
-        text
-        if len(text) <= limit
-        else f"{text[: limit // 2]}\n... [{len(text) - limit} characters] ...\n{text[-limit // 2 :]}"
-    )
+        self.emitter.emit(failure)
 
 
 def _run_exit_handlers() -> None:
@@ -333,12 +257,12 @@ def _run_exit_handlers() -> None:
 
 
 def main() -> None:
-    """A rank started cold: the spec's, the log's and the events' descriptors are the arguments."""
-    spec_fd, log_fd, events_fd = (int(word) for word in sys.argv[1:4])
+    """A rank started cold: the spec's, the log's, the events' and the orders' descriptors are the arguments."""
+    spec_fd, log_fd, events_fd, orders_fd = (int(word) for word in sys.argv[1:5])
     procs.die_with_parent()
     code = 70
     try:
-        code = run_rank(read_spec(spec_fd), log_fd, events_fd, cold=True)
+        code = run_rank(read_spec(spec_fd), log_fd, events_fd, orders_fd, cold=True)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -6,6 +6,7 @@ the connection that ordered them and end when it ends; the server ends with its 
 
     request  {"op": "rank", "id", "place", "cpus"} + fds [spec, log, events]
              {"op": "store", "id", "host", "port"} + fd [listening]      {"op": "stop", "id", "grace_s"}
+             {"op": "tell", "id", "order"}: a word for the rank, see `orders`
     report   {"report": "ready", "pid", "warm"}   {"report": "started", "id", "pid"}
              {"report": "exited", "id", "pid", "status", "time_ns"}
              {"report": "broken", "message"}: the server can't serve; with "id": that child could not be started
@@ -19,6 +20,7 @@ found in it, or a rank's environment must be there before the program starts, th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -35,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain import socketfolder
-from ddptrain.rank import children, procs
+from ddptrain.rank import children, orders, procs
 
 MAX_MESSAGE_BYTES = 64 * 1024
 ORPHAN_GRACE_S = 2.0  # how long ranks may take to end once their worker is gone
@@ -78,6 +80,7 @@ class Child:
     pid: int
     place: str  # "" for what needs none
     owner: Connection
+    orders_fd: int | None = None  # the server's end of the pipe that a rank reads orders from
     kill_at: float | None = None  # monotonic seconds; set once it was asked to stop
 
 
@@ -205,6 +208,8 @@ class RankServer:
             self.orders.append(Order(request["id"], request["place"], request["cpus"], fds, connection))
         elif request["op"] == "stop":
             self._stop(connection, request["id"], request["grace_s"])
+        elif request["op"] == "tell":
+            self._tell(connection, request["id"], request["order"])
         else:
             pid = children.start_store(request["host"], request["port"], fds[0], close=self._own_fds())
             os.close(fds[0])
@@ -251,12 +256,34 @@ class RankServer:
         try:
             if order.cpus is not None:
                 os.sched_setaffinity(0, order.cpus)  # the child inherits it; to the server itself it is all the same
-            pid = children.start_rank(*order.fds, warm=self.warm, close=self._own_fds())
+            child = self._start_rank(order)
         except Exception:
             order.owner.report(report="broken", id=order.id, message=traceback.format_exc())
         else:
-            self._adopt(Child(order.id, pid, order.place, order.owner))
+            self._adopt(child)
         self._drop(order)
+
+    def _start_rank(self, order: Order) -> Child:
+        """Start the rank, with a pipe that it hears orders from for as long as it lives."""
+        theirs, ours = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(ours, False)
+        try:
+            spec_fd, log_fd, events_fd = order.fds
+            close = [*self._own_fds(), ours]
+            pid = children.start_rank(spec_fd, log_fd, events_fd, theirs, warm=self.warm, close=close)
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        return Child(order.id, pid, order.place, order.owner, ours)
+
+    def _tell(self, owner: Connection, child_id: str, order: str) -> None:
+        """Pass an order on; a rank that has ended, or reads none, is none the wiser."""
+        for child in self.children.values():
+            if (child.owner, child.id) == (owner, child_id) and child.orders_fd is not None:
+                with contextlib.suppress(OSError):
+                    os.write(child.orders_fd, f"{order}\n".encode())
 
     def _adopt(self, child: Child) -> None:
         self.children[child.pid] = child
@@ -271,7 +298,10 @@ class RankServer:
         sockets = [connection.socket for connection in self.connections]
         sockets += [self.listener] if self.listener is not None else []
         waiting = [fd for order in self.orders for fd in order.fds]
-        return [link.fileno() for link in sockets] + waiting + [self._wake_r, self._wake_w, self._selector.fileno()]
+        told = [child.orders_fd for child in self.children.values() if child.orders_fd is not None]
+        return (
+            [link.fileno() for link in sockets] + waiting + told + [self._wake_r, self._wake_w, self._selector.fileno()]
+        )
 
     def _stop(self, owner: Connection, child_id: str, grace_s: float) -> None:
         for order in [order for order in self.orders if (order.owner, order.id) == (owner, child_id)]:
@@ -279,6 +309,7 @@ class RankServer:
             owner.report(report="exited", id=child_id, pid=0, status=-signal.SIGTERM, time_ns=time.time_ns())
         for child in self.children.values():
             if (child.owner, child.id) == (owner, child_id):
+                self._tell(owner, child_id, orders.STOP)
                 kill_at = time.monotonic() + grace_s
                 child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
                 procs.signal_group(child.pid, signal.SIGTERM)
@@ -296,6 +327,8 @@ class RankServer:
             if child is None:
                 continue  # an orphan of a rank
             procs.signal_group(pid, signal.SIGKILL)  # what a rank leaves behind ends with it
+            if child.orders_fd is not None:
+                os.close(child.orders_fd)
             code = os.waitstatus_to_exitcode(status)
             child.owner.report(report="exited", id=child.id, pid=pid, status=code, time_ns=time_ns)
             if not self.children:

@@ -83,6 +83,13 @@ class RankServer:
         except RankServerLost:
             pass
 
+    def tell(self, rank_id: str, order: str) -> None:
+        """Pass an order on to the rank (see `rank/orders.py`); nothing happens where it is gone."""
+        try:
+            self._send({"op": "tell", "id": rank_id, "order": order}, [])
+        except RankServerLost:
+            pass
+
     def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
         """The child's exit report {"pid", "status", "time_ns"}, or None if it has not come in time.
 

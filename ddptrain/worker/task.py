@@ -156,6 +156,14 @@ async def stop_ranks(run_id: str, keys: list[str], grace_s: float | None, dask_w
             host.stop(key, grace_s)
 
 
+async def tell_ranks(run_id: str, keys: list[str], order: str, dask_worker: Worker) -> None:
+    """For client.run: give the ranks of these keys an order; those of other workers are passed over."""
+    with contextlib.suppress(RankServerLost):  # then it has no ranks any more
+        host = rank_host(dask_worker, run_id)
+        for key in keys:
+            host.server.tell(key, order)
+
+
 async def read_spool(run_id: str, path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
     """For client.run: bytes of a file below the run's scratch folder. Raises PermissionError for any other."""
     host = rank_host(dask_worker, run_id)

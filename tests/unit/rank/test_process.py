@@ -7,26 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.rank import process
+from ddptrain.rank import faults
+from ddptrain.rank.loading import load_function
 
 
 def test_function_is_found_by_its_module_and_name() -> None:
-    assert process.load_function("json:dumps").__name__ == "dumps"
+    assert load_function("json:dumps").__name__ == "dumps"
 
 
 def test_missing_module_is_told_with_python_and_path() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"no module 'no_such_thing' for .*python.* sys.path"):
-        process.load_function("no_such_thing.train:main")
+        load_function("no_such_thing.train:main")
 
 
 def test_missing_function_is_told_with_those_that_exist() -> None:
     with pytest.raises(AttributeError, match=r"'dumbs'; it has .*dumps"):
-        process.load_function("json:dumbs")
+        load_function("json:dumbs")
 
 
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match=r"not a function"):
-        process.load_function("sys:path")
+        load_function("sys:path")
 
 
 def test_missing_import_inside_the_users_module_is_the_users_error(
@@ -35,13 +36,13 @@ def test_missing_import_inside_the_users_module_is_the_users_error(
     (tmp_path / "needs_more.py").write_text("import not_installed_here\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_installed_here'$"):
-        process.load_function("needs_more:main")
+        load_function("needs_more:main")
     sys.modules.pop("needs_more", None)
 
 
 @pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (42, 42), (256 + 7, 7), (-1, 255), ("a message", 1)])
 def test_exit_code_is_the_interpreters(code: object, status: int) -> None:
-    assert process._exit_code(SystemExit(code)) == status
+    assert faults.exit_code(SystemExit(code)) == status
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_exit_code_is_the_interpreters(code: object, status: int) -> None:
     ],
 )
 def test_error_of_a_rank_that_lost_its_peer_is_known(error: BaseException, lost: bool) -> None:
-    assert process._lost_peer(error) is lost
+    assert faults.lost_peer(error) is lost
 
 
 def test_traceback_begins_with_the_users_frame() -> None:
@@ -64,6 +65,6 @@ def test_traceback_begins_with_the_users_frame() -> None:
     try:
         user()
     except ValueError as error:
-        text = process._user_traceback(error)
+        text = faults.user_traceback(error)
     assert "in user" in text
     assert text.endswith("ValueError: boom\n")

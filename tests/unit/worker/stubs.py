@@ -21,7 +21,7 @@ def read_spec(fd):
     from ddptrain.spec import RankSpec
     with open(fd, encoding="utf-8", closefd=False) as file:
         return RankSpec.from_json(file.read())
-def run_rank(spec, log_fd, events_fd):
+def run_rank(spec, log_fd, events_fd, orders_fd):
     import os
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
