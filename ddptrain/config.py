@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from ddptrain import registry
 from ddptrain.clusters.settings import (
@@ -66,6 +66,13 @@ class RankRange(Strict):
         return self
 
 
+# Told apart first, so that an error speaks only of what was meant.
+_AnyRanks = Annotated[
+    Annotated[RankRange, Tag("range")] | Annotated[Literal["auto"] | Ranks, Tag("number")],
+    Discriminator(lambda value: "range" if isinstance(value, dict | RankRange) else "number"),
+]
+
+
 class ClusterConfig(Strict):
     """Where the ranks run, and how many there are."""
 
@@ -87,7 +94,7 @@ class ClusterConfig(Strict):
     tls: TlsSettings | None = Field(
         default=None, description="Certificate for the cluster of backend address; by default Dask's own configuration."
     )
-    ranks: Literal["auto"] | Ranks | RankRange = Field(
+    ranks: _AnyRanks = Field(
         default="auto",
         description="Training processes; auto is one per GPU, or one per 2 CPU cores and at least 2; "
         "{min: 2, max: 8} takes what there is.",
