@@ -104,7 +104,8 @@ class Failure(Event):
     """The exception that left the user's code, written before any clean-up ran.
 
     `phase` is where: "setup" (before the process group), "rendezvous", "train". `exit_code` is set for sys.exit.
-    `lost_peer` marks the error of a rank that only lost its connection to another: a victim, not a cause.
+    `lost_peer` marks the error of a rank that only lost its connection to another: a victim, not a cause. So does
+    `timed_out`: the rank has waited in a collective operation for one that did not come.
     """
 
     kind: ClassVar[str] = "failure"
@@ -114,6 +115,7 @@ class Failure(Event):
     phase: str = "train"
     exit_code: int | None = None
     lost_peer: bool = False
+    timed_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,21 @@ class ThreadFailure(Event):
     type: str
     message: str
     traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks(Event):
+    """Where the rank's main thread is: `main` holds its frames as "file:line function", innermost first.
+
+    `sequence` is how many collective operations it has begun in the default group, None where that is not known.
+    `state` is empty where the rank has answered itself, else what its worker says of it: "stopped" (SIGSTOP),
+    "uninterruptible" (in the kernel), or "busy" (in compiled code that does not let Python run).
+    """
+
+    kind: ClassVar[str] = "stacks"
+    main: tuple[str, ...]
+    sequence: int | None = None
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +198,7 @@ KINDS: dict[str, type[Event]] = {
         FileSaved,
         Failure,
         ThreadFailure,
+        Stacks,
         Noticed,
         Preempted,
         Finished,
@@ -226,6 +244,8 @@ def decode(line: bytes) -> Event:
 def _checked(cls: type[Event], fields: dict[str, Any]) -> Event:
     if "files" in fields:
         fields["files"] = tuple(StagedFile(**_typed(StagedFile, item)) for item in fields["files"])
+    if cls is Stacks and isinstance(frames := fields.get("main"), list):
+        fields["main"] = tuple(str(frame) for frame in frames)
     return cls(**_typed(cls, fields))
 
 

@@ -12,6 +12,16 @@ from typing import Any, Self
 SLOT_RESOURCE = "slot"  # Dask's abstract resource: room for one rank on a worker
 WORKER_METRIC = "ddptrain"  # what our own workers tell of themselves with each heartbeat
 GPU_RESOURCE = "GPU"  # how many of a worker's slots have a device
+# A rank that takes no orders writes its stacks to this file in its staging folder on this signal (see faulthandler).
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+STACKS_DUMP = "stacks-dump"
+STACKS_FOLDER = "stacks"  # below artifacts/
+
+
+def stacks_path(attempt: int, rank: int) -> str:
+    """Where the stacks of a rank are kept below artifacts/."""
+    again = f".attempt-{attempt}" if attempt > 1 else ""
+    return f"{STACKS_FOLDER}/rank-{rank}{again}.txt"
 
 
 def attached_plugin(run_id: str) -> str:
@@ -85,7 +95,11 @@ class RankSpec(_Message):
 
 @dataclass(frozen=True, slots=True)
 class RankExit(_Message):
-    """How a rank's process ended: `status` is its exit code, or minus the signal that killed it."""
+    """How a rank's process ended: `status` is its exit code, or minus the signal that killed it.
+
+    `oom` says why the kernel has killed it, in words that begin with "out of memory" or "likely out of memory";
+    `timed_out` that NCCL's watchdog has, for a collective operation that did not end.
+    """
 
     rank: int
     pid: int
@@ -93,11 +107,13 @@ class RankExit(_Message):
     time_ns: int
     log_size: int
     events_size: int
+    oom: str = ""
+    timed_out: bool = False
 
     @property
     def text(self) -> str:
         """In words: `exit code 1`, `killed by SIGSEGV`."""
-        return describe_status(self.status)
+        return describe_status(self.status) + (f": {self.oom}" if self.oom else "")
 
 
 def describe_status(status: int) -> str:

@@ -36,6 +36,9 @@ class AttachedCluster:
         """Workers of a cluster that is up are watched through the scheduler alone."""
         return None
 
+    def mend(self) -> None:
+        """Nothing was started here."""
+
     def last_words(self) -> str:
         """What the workers of a cluster of the user's own have logged; of others nothing is known."""
         if self.config.name is None:

@@ -39,6 +39,7 @@ class EmbeddedCluster:
         self.gpus = gpus
         self.scratch = scratch
         self.environ = environ
+        self._address = ""
         self._worker: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -71,14 +72,18 @@ class EmbeddedCluster:
 
     def connect(self) -> Target:
         """Start the scheduler in a thread and give its address to the worker. Raises ClusterError."""
+        self._address = self._start_scheduler()
+        self._introduce()
+        return Target(self._address, foreign=False)
+
+    def _introduce(self) -> None:
+        """Tell the worker where the scheduler is."""
         assert self._worker is not None and self._worker.stdin is not None
-        address = self._start_scheduler()
         try:
-            self._worker.stdin.write(f"{address}\n".encode())
+            self._worker.stdin.write(f"{self._address}\n".encode())
             self._worker.stdin.flush()
         except OSError as error:
             raise ClusterError(f"the local Dask worker has ended: {self.worker_fault() or error}") from error
-        return Target(address, foreign=False)
 
     def worker_fault(self) -> str | None:
         """What became of the worker, if it has ended; None while it runs."""
@@ -92,6 +97,12 @@ class EmbeddedCluster:
         return f"the Dask worker (pid {self._worker.pid}) ended: {describe_status(status)}" + (
             f"; its last words: {words[-500:]}" if words else ""
         )
+
+    def mend(self) -> None:
+        """Start another worker where the last one has ended; the scheduler is the same. Raises ClusterError."""
+        if self.worker_fault() is not None:
+            self.begin()
+            self._introduce()
 
     def last_words(self) -> str:
         """Nothing but what `worker_fault` tells."""

@@ -43,6 +43,9 @@ class RunCluster:
         """Its workers are watched through the scheduler alone."""
         return None
 
+    def mend(self) -> None:
+        """Nothing: what has come back, or comes within the wait for slots, is used."""
+
     def last_words(self) -> str:
         """What its processes have logged."""
         return manage.last_words(self.name)

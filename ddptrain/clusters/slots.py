@@ -41,12 +41,20 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a driver asks for: `count` slots (None: all there are), those with a device only if `gpus_only`."""
+    """What a driver asks for: `count` slots (None: all there are), those with a device only if `gpus_only`.
+
+    `without` are workers that it does not want.
+    """
 
     client: str
     run_id: str
     count: int | None
     gpus_only: bool = False
+    without: frozenset[str] = frozenset()
+
+    def suits(self, slot: Slot) -> bool:
+        """Whether it would take that slot."""
+        return slot.worker not in self.without and (slot.gpu or not self.gpus_only)
 
 
 @dataclass(slots=True)
@@ -95,12 +103,10 @@ class SlotBook(SchedulerPlugin):
             if SLOT_RESOURCE not in state.resources and address not in self.offers
         ]
 
-    def free(self, *, gpus_only: bool = False, besides: Collection[Slot] = ()) -> list[Slot]:
+    def free(self, request: Request, besides: Collection[Slot] = ()) -> list[Slot]:
         """Free slots, hosts together, the emptiest hosts first so that a gang spreads over as few as possible."""
         taken = self.holders.keys() - set(besides)
-        slots = [
-            slot for address in self._running() for slot in self._free_of(address, taken) if slot.gpu or not gpus_only
-        ]
+        slots = [slot for address in self._running() for slot in self._free_of(address, taken) if request.suits(slot)]
         room = Counter(slot.host for slot in slots)
         return sorted(slots, key=lambda slot: (-room[slot.host], slot.host, slot.worker, slot.index))
 
@@ -116,10 +122,10 @@ class SlotBook(SchedulerPlugin):
         A run that holds slots asks for others in their place: it passes those who wait, for it has waited already.
         """
         self._forget_the_silent()
-        everything = [slot for slot in self.all() if slot.gpu or not request.gpus_only]
+        everything = [slot for slot in self.all() if request.suits(slot)]
         asked = request.count if request.count is not None else max(1, len(everything))
         mine = {slot for slot, holder in self.holders.items() if holder.run_id == request.run_id}
-        free = self.free(gpus_only=request.gpus_only, besides=mine)
+        free = self.free(request, besides=mine)
         runs = [waiter.request.run_id for waiter in self.line]
         is_next = not runs or runs[0] == request.run_id or bool(mine)
         if is_next and len(free) >= asked:
@@ -232,6 +238,7 @@ def reserve(
     *,
     gpus_only: bool = False,
     in_line: bool = False,
+    without: Sequence[str] = (),
 ) -> dict[str, Any]:
     """For run_on_scheduler: slots for a run, or a place `in_line`; `count` None asks for every slot of the cluster.
 
@@ -241,7 +248,7 @@ def reserve(
     book = _book(dask_scheduler)
     if unknown := book.unknown():
         return {"unknown": unknown}
-    answer = book.reserve(Request(client, run_id, count, gpus_only), in_line=in_line)
+    answer = book.reserve(Request(client, run_id, count, gpus_only, frozenset(without)), in_line=in_line)
     if isinstance(answer, Refusal):
         return {"refusal": {name: getattr(answer, name) for name in Refusal.__slots__}}
     return {"slots": [[slot.worker, slot.host, slot.index, slot.gpu, slot.counted] for slot in answer]}

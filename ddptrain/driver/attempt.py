@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain import events
@@ -25,9 +25,11 @@ from ddptrain.driver.inbox import (
 )
 from ddptrain.driver.mirror import SpoolMirror
 from ddptrain.driver.porter import Porter
+from ddptrain.driver.presence import Presence
+from ddptrain.driver.rankwatch import Outcome, RankWatch
 from ddptrain.driver.telling import Telling
+from ddptrain.driver.watchdog import Watchdog
 from ddptrain.results.errors import UnsafePath
-from ddptrain.results.record import RankRecord
 from ddptrain.spec import RankExit, RankSpec, describe_status
 from ddptrain.worker.spool import rank_spool
 
@@ -35,54 +37,8 @@ _TICK_S = 0.2  # between two looks at what sends no message: a worker's process,
 _SETTLE_S = 0.15  # after the first fault: an earlier one of another rank may still be on its way
 _CLEAN_UP_S = 2.0  # for a rank that has failed by itself to run its own clean-up, before it is stopped, too
 _VICTIM_SETTLE_S = 1.5  # after a fault of which another must be the cause
-_SCHEDULER_LOST_S = 3.0  # without a connection to the scheduler, before the run is given up
-_SILENCE_S = 15.0  # without a word from a rank's worker, which speaks every 2 s: it is gone, or cut off
-_STOPPED_S = 3.0  # between two looks of ours: this process was suspended itself, and has heard nobody
+_PREEMPT = "preempt"  # an order of rank/orders.py
 _STOP_MARGIN_S = 3.0  # beyond grace_s, for the word of a rank's end to arrive
-
-
-@dataclass
-class RankWatch:
-    """What the driver knows of one rank."""
-
-    spec: RankSpec
-    place: Place
-    mirror: SpoolMirror
-    started: events.Started | None = None
-    entered: bool = False
-    finished: bool = False
-    fault: Fault | None = None
-    ended: RankExit | None = None
-    given_up: bool = False
-    submitted_at: float = 0.0  # monotonic seconds, as the next; 0 before
-    heard_at: float = 0.0
-    step: int | None = None  # the last that it has logged
-
-    @property
-    def over(self) -> bool:
-        """Nothing more will come of this rank."""
-        return self.ended is not None or self.given_up
-
-    def record(self) -> RankRecord:
-        """The rank's lines in run.json."""
-        return RankRecord(
-            rank=self.spec.rank,
-            local_rank=self.spec.local_rank,
-            node_rank=self.spec.node_rank,
-            host=self.started.host if self.started else self.place.hostname,
-            pid=self.started.pid if self.started else (self.ended.pid if self.ended else None),
-            gpu=self.started.device if self.started and self.started.device != "cpu" else None,
-            exit=self.ended.status if self.ended else None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How the attempt ended: by a fault, by a signal to the driver, or well (neither)."""
-
-    ranks: Sequence[RankWatch]
-    fault: Fault | None
-    signum: int | None
 
 
 class Attempt:
@@ -96,19 +52,22 @@ class Attempt:
         telling: Telling,
         inbox: Inbox,
         worker_fault: Callable[[], str | None],
+        watchdog: Watchdog,
         start_timeout_s: float,
     ) -> None:
-        self.start_timeout_s = start_timeout_s
         self.gang, self.porter, self.telling, self.inbox = gang, porter, telling, inbox
         self.worker_fault = worker_fault
+        self.watchdog = watchdog
         self.ranks = [self._watched(*rank) for rank in ranks]
         self.faults: list[Fault] = []
         self.signum: int | None = None
+        self.notice: str | None = None
+        self.preempt_until: float | None = None
         self.settle_until: float | None = None
         self.stop_until: float | None = None
         self.spare_until: float | None = None
-        self.connected_at = self.looked_at = time.monotonic()
         self.errands = 0
+        self.presence = Presence(self.ranks, worker_fault, lambda: gang.connected, start_timeout_s, watchdog.suspended)
 
     def _watched(self, spec: RankSpec, place: Place, home_log: Path) -> RankWatch:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
@@ -133,14 +92,14 @@ class Attempt:
         self._submit(self.ranks[0])
         while not all(watch.over for watch in self.ranks):
             self._take_one()
-            self._watch_cluster()
+            self._watch_presence()
             self._watch_deadlines()
         self._drain()
         fault = cause.first_cause(self.faults) if self.faults else None
-        return Outcome(self.ranks, fault, self.signum)
+        return Outcome(self.ranks, fault, self.signum, self.notice)
 
     def _take_one(self) -> None:
-        deadlines = (self.settle_until, self.spare_until, self.stop_until)
+        deadlines = (self.settle_until, self.spare_until, self.preempt_until, self.stop_until)
         nearest = min((until - time.monotonic() for until in deadlines if until is not None), default=_TICK_S)
         try:
             message = self.inbox.get(timeout=max(0.0, min(_TICK_S, nearest)))
@@ -171,6 +130,11 @@ class Attempt:
         if fields.get("attempt") != watch.spec.attempt:
             return
         watch.heard_at = time.monotonic()
+        if "cpu_s" in fields:
+            self.watchdog.cpu(watch.spec.rank, float(str(fields["cpu_s"])))
+        if "leaving" in fields:
+            self.gang.avoid(watch.place.slot.worker)
+            self._preempt(f"the worker on host {watch.place.host} was sent SIGTERM")
         if "store_port" in fields:
             self._start_others(int(str(fields["store_port"])))
         if "data" in fields:
@@ -198,6 +162,9 @@ class Attempt:
         self.gang.submit(watch.spec, watch.place.slot)
 
     def _advance(self, watch: RankWatch, log_size: int, events_size: int) -> None:
+        if log_size > watch.log_size:
+            watch.log_size = log_size
+            self.watchdog.grew(watch.spec.rank)
         self._read(watch, lambda: watch.mirror.advance(log_size, events_size))
         self.telling.display.log_grew()
 
@@ -215,6 +182,7 @@ class Attempt:
 
     def _on_event(self, watch: RankWatch, event: events.Event) -> None:
         rank = watch.spec.rank
+        self.watchdog.heard(rank, event)
         match event:
             case events.Started():
                 watch.started = event
@@ -227,6 +195,10 @@ class Attempt:
                     self.telling.training(tuple(other.record() for other in self.ranks))
             case events.Finished():
                 watch.finished = True
+            case events.Noticed():
+                self._preempt(f"rank {rank} on host {watch.place.host} was sent SIGTERM")
+            case events.Preempted():
+                watch.preempted = True
             case events.CheckpointSaved() | events.FileSaved():
                 self._send_porter(watch, event)
             case events.Metrics():
@@ -249,7 +221,9 @@ class Attempt:
         self._advance(watch, ended.log_size, ended.events_size)
         self._take_events(watch)
         watch.ended = ended
-        if watch.finished:
+        if watch.preempted:
+            pass
+        elif watch.finished:
             if ended.status != 0 and not self.stopping:
                 self.telling.warn(
                     f"rank {ended.rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
@@ -273,7 +247,7 @@ class Attempt:
     def _tell_end(self, watch: RankWatch) -> None:
         if watch.mirror.refused:
             self.telling.warn(f"rank {watch.spec.rank} wrote {watch.mirror.refused} lines that are no events; left out")
-        stopped = self.stopping and watch.fault is None and not watch.finished
+        stopped = watch.preempted or (self.stopping and watch.fault is None and not watch.finished)
         self.telling.rank_ended(watch.record(), ok=watch.finished, stopped=stopped)
 
     def _on_worker_lost(self, address: str, text: str) -> None:
@@ -304,54 +278,37 @@ class Attempt:
         self.settle_until = until if self.settle_until is None else min(self.settle_until, until)
 
     def _on_signal(self, signum: int) -> None:
-        if self.signum is not None:
-            self.telling.status("stopping at once")
-            self._stop(0.0)
-            return
+        again = self.signum is not None
         self.signum = signum
-        self.telling.status("stopping the ranks (again to kill them at once)")
-        self._stop(None)
-
-    def _watch_cluster(self) -> None:
-        """Give up ranks whose worker or scheduler is gone: nobody else tells of them."""
-        now = time.monotonic()
-        if (text := self.worker_fault()) is not None:
-            for address in self.workers:
-                self._on_worker_lost(address, text)
-        if self.gang.connected:
-            self.connected_at = now
-        elif now - self.connected_at > _SCHEDULER_LOST_S:
-            for address in self.workers:
-                self._on_worker_lost(address, "the Dask scheduler is gone")
-        self._watch_silence(now)
-
-    def _watch_silence(self, now: float) -> None:
-        """A cut cable sends no message: give up workers that have said nothing for too long, once all is read."""
-        if now - self.looked_at > _STOPPED_S:
-            for watch in self.ranks:
-                watch.heard_at = watch.heard_at and now
-        self.looked_at = now
-        if not self.inbox.empty():
+        if signum == signal.SIGTERM and not again:
+            self._preempt("the driver was sent SIGTERM")
             return
-        running = [watch for watch in self.ranks if watch.heard_at and not watch.over]
-        silent = [watch for watch in running if now - watch.heard_at > _SILENCE_S]
-        alone = len(silent) < len(running) or len({watch.place.slot.host for watch in running}) == 1
-        for watch in silent:
-            host = f"host {watch.place.host}" if alone else "the cluster"
-            text = f"nothing was heard from {host} for {_SILENCE_S:.0f} s: is it down, or the network to it?"
-            self._on_worker_lost(watch.place.slot.worker, text)
-        self._watch_starts(now)
+        self.notice = None
+        self.telling.status("stopping at once" if again else "stopping the ranks (again to kill them at once)")
+        self._stop(0.0 if again else None)
 
-    def _watch_starts(self, now: float) -> None:
-        """A worker of others may be busy with other work, and never come to the rank: a gang must not wait for it."""
-        for watch in self.ranks:
-            waits = watch.submitted_at and not watch.heard_at and not watch.over
-            if waits and now - watch.submitted_at > self.start_timeout_s:
-                worker, host = watch.place.slot.worker, watch.place.host
-                text = (
-                    f"the Dask worker {worker} of host {host} has not begun with it within {self.start_timeout_s:g} s"
-                )
-                self._give_up(watch, Kind.INFRASTRUCTURE, f"{text}: is it busy with other tasks?")
+    def _preempt(self, notice: str) -> None:
+        """Have every rank finish its step, save, and end, within the grace that there is."""
+        if self.notice is not None or self.stopping:
+            return
+        self.notice = notice
+        grace_s = self.ranks[0].spec.grace_s
+        if not all(watch.entered for watch in self.ranks):  # nothing is done yet that could be saved
+            self._stop(1.0)
+            return
+        self.telling.notice(
+            f"{notice}: the ranks finish their step and save, within {grace_s:g} s (again to stop them)"
+        )
+        self.gang.tell([watch.spec for watch in self.ranks if not watch.over], _PREEMPT)
+        self.preempt_until = time.monotonic() + grace_s - min(_STOP_MARGIN_S, grace_s / 4)
+
+    def _watch_presence(self) -> None:
+        """Give up ranks that nobody else will tell of."""
+        for loss in self.presence.losses(time.monotonic(), all_read=self.inbox.empty()):
+            if loss.kind is Kind.WORKER_LOST:
+                self._on_worker_lost(loss.watch.place.slot.worker, loss.text)
+            else:
+                self._give_up(loss.watch, loss.kind, loss.text)
 
     def _watch_deadlines(self) -> None:
         """Go on with the stopping of the gang when its next moment has come."""
@@ -362,6 +319,11 @@ class Attempt:
                 self.telling.status("stopping the other ranks")
                 self._stop(None, spare_failed=True)
                 self.spare_until = now + _CLEAN_UP_S
+        if self.preempt_until is not None and now >= self.preempt_until:
+            self.preempt_until = None
+            if not self.stopping:
+                self.telling.warn("the ranks have not come to ctx.checkpoint() in time: they are stopped")
+                self._stop(1.0)
         if self.spare_until is not None and now >= self.spare_until:
             self.spare_until = None
             self._stop(None)

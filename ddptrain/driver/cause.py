@@ -42,6 +42,7 @@ class Fault:
     traceback: str = ""
     phase: str = ""
     victim: bool = False
+    status: int | None = None  # the process's own, where it chose one
 
     @property
     def exit_code(self) -> ExitCode:
@@ -68,6 +69,7 @@ def from_failure(rank: int, failure: events.Failure) -> Fault:
         traceback=failure.traceback,
         phase=failure.phase if failure.phase != "train" else "",
         victim=failure.lost_peer,
+        status=failure.exit_code,
     )
 
 
@@ -75,9 +77,8 @@ def from_exit(ended: RankExit) -> Fault:
     """The fault of a rank that ended without a word: killed, or os._exit."""
     if ended.status < 0:
         return Fault(ended.rank, Kind.SIGNAL, ended.time_ns, ended.text)
-    return Fault(
-        ended.rank, Kind.EXIT, ended.time_ns, f"the process ended with {ended.text} in the middle of the workload"
-    )
+    text = f"the process ended with {ended.text} in the middle of the workload"
+    return Fault(ended.rank, Kind.EXIT, ended.time_ns, text, status=ended.status)
 
 
 def first_cause(faults: Sequence[Fault]) -> Fault:

@@ -55,13 +55,15 @@ class Wish:
     """The slots that a run asks for, and how long it waits.
 
     `ranks` None asks for every slot there is; `start_timeout_s` is for workers to appear, `wait_s` for slots that other
-    runs hold (0: not at all).
+    runs hold (0: not at all). With `least`, so many are enough once `gather_s` have passed.
     """
 
     ranks: int | None
     gpus_only: bool
     start_timeout_s: float
     wait_s: float
+    least: int | None = None
+    gather_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Gang:
         self._echo: set[str] = set()
         self._topic = task.topic(run_id)
         self._workers: set[str] = set()
+        self._avoided: set[str] = set()
         self._worker_of: dict[int, str] = {}
         self._heard: Counter[str] = Counter()  # notices, by worker
 
@@ -108,14 +111,16 @@ class Gang:
         if watchers.check is not None:
             watchers.check(checked)
         queue = _Queue(wish, watchers)
+        count = wish.ranks
         while True:
             answer = self.client.run_on_scheduler(
                 slots.reserve,
                 self.client.id,
                 self.run_id,
-                wish.ranks,
+                count,
                 gpus_only=wish.gpus_only,
                 in_line=wish.wait_s > 0,
+                without=sorted(self._avoided),
             )
             if "unknown" in answer:
                 new = [worker for worker in answer["unknown"] if worker not in checked]
@@ -125,7 +130,7 @@ class Gang:
             elif "slots" in answer:
                 return self._placed([slots.Slot(*item) for item in answer["slots"]])
             else:
-                queue.wait(slots.Refusal(**answer["refusal"]))
+                count = queue.wait(slots.Refusal(**answer["refusal"]))
 
     def _learn(self, workers: list[str]) -> None:
         """Ask workers that are not ours what they offer, and tell the book."""
@@ -195,7 +200,11 @@ class Gang:
 
     def _on_all(self, event: tuple[float, Any]) -> None:
         message = event[1]
-        if isinstance(message, Mapping) and message.get("action") == "remove-worker":
+        if not isinstance(message, Mapping):
+            return
+        if message.get("action") == "add-worker":
+            self._avoided.discard(str(message.get("worker")))  # it is back, or another one has its port
+        if message.get("action") == "remove-worker":
             self.forget(str(message.get("worker")))  # at once: who is asking it something waits in vain
             self.inbox.put(WorkerLost(str(message.get("worker"))))
 
@@ -231,6 +240,11 @@ class Gang:
     def forget(self, worker: str) -> None:
         """A worker is lost: ask nothing of it any more, for that would only wait for a connection."""
         self._workers.discard(worker)
+        self.avoid(worker)
+
+    def avoid(self, worker: str) -> None:
+        """Take no slots of this worker any more: it is lost, or about to go."""
+        self._avoided.add(worker)
 
     def has(self, worker: str) -> bool:
         """Whether a worker of the gang is there, as far as is known."""
@@ -355,17 +369,25 @@ class _Queue:
         self.started = time.monotonic()
         self.told = ""
 
-    def wait(self, refusal: slots.Refusal) -> None:
-        """Wait a moment after a refusal. Raises ClusterError where there is no use in waiting any longer."""
+    def wait(self, refusal: slots.Refusal) -> int | None:
+        """Wait a moment after a refusal; return what to ask for next.
+
+        Raises: ClusterError where there is no use in waiting any longer.
+        """
         if (fault := self.watchers.worker_fault()) is not None:
             raise ClusterError(fault)
         waited_s = time.monotonic() - self.started
-        enough = refusal.total >= refusal.asked
-        if waited_s >= (self.wish.wait_s if enough else self.wish.start_timeout_s):
+        least = self.wish.least
+        if least is not None and waited_s >= self.wish.gather_s and refusal.free >= least:
+            return min(refusal.free, self.wish.ranks or refusal.free)
+        enough = refusal.total >= (least or refusal.asked)
+        patience_s = self.wish.wait_s if enough else self.wish.start_timeout_s
+        if waited_s >= max(patience_s, self.wish.gather_s):
             raise ClusterError(_held(refusal, waited_s) if enough else self._shortage(refusal, waited_s))
         if waited_s > _QUIET_S:
             self._tell(refusal, enough=enough)
         time.sleep(0.01 if waited_s < 5.0 else 0.2)
+        return self.wish.ranks
 
     def _tell(self, refusal: slots.Refusal, *, enough: bool) -> None:
         if enough:

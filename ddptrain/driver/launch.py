@@ -119,7 +119,7 @@ class _Run:
         try:
             verdict = self._train()
         except BaseException as error:
-            verdict = verdicts.of_error(error)
+            verdict = verdicts.of_error(error, self.writer)
             self._end(verdict)
             if not isinstance(error, DdptrainError):
                 raise
@@ -184,7 +184,10 @@ class _Run:
         gpus = 0 if cluster.gpus == "auto" else int(cluster.gpus)
         if self.machine is not None:
             return Wish(self.machine.ranks, False, cluster.start_timeout_s, cluster.wait_s)
-        return Wish(ranks or gpus or None, gpus > 0, cluster.start_timeout_s, cluster.wait_s)
+        least = cluster.ranks.min if isinstance(cluster.ranks, RankRange) else None
+        gather_s = self.config.failure.rejoin_wait_s if least is not None else 0.0
+        asked = ranks or gpus or None
+        return Wish(asked, gpus > 0, cluster.start_timeout_s, cluster.wait_s, least, gather_s)
 
     def _watchers(self, client: Client, target: Target) -> Watchers:
         from ddptrain.driver.gang import Watchers

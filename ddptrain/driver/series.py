@@ -12,13 +12,15 @@ from pathlib import Path
 from ddptrain.clusters.protocol import Cluster
 from ddptrain.configfile import LoadedConfig
 from ddptrain.driver import verdict as verdicts
-from ddptrain.driver.attempt import Attempt, Outcome
-from ddptrain.driver.cause import Fault, Kind
+from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.display import Display
 from ddptrain.driver.gang import Gang, Place
 from ddptrain.driver.porter import Porter
+from ddptrain.driver.rankwatch import Outcome
+from ddptrain.driver.restarts import Again, Enough, Restarts
 from ddptrain.driver.signals import Signals
 from ddptrain.driver.telling import Telling
+from ddptrain.driver.watchdog import Watchdog
 from ddptrain.registry import workload_target
 from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
 from ddptrain.results.record import AttemptRecord
@@ -27,9 +29,6 @@ from ddptrain.results.writer import RunWriter, utc_now
 from ddptrain.spec import RankSpec
 
 _PORTER_DEADLINE_S = 600.0
-_LONGEST_BACKOFF_S = 60.0
-# Another attempt would end the same way.
-_FINAL = frozenset({Kind.REFUSED, Kind.RESULTS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,39 +57,33 @@ class Series:
 
     def run(self) -> verdicts.Verdict:
         """Attempt after attempt; the verdict is that of the last one."""
-        before: tuple[Fault, int | None] | None = None
-        for restarts in range(self.config.failure.max_restarts + 1):
-            places = self.scene.reserve()
-            outcome = self._attempt(places)
-            verdict = verdicts.of_outcome(outcome, self.scene.writer.layout)
+        restarts = Restarts(self.config.failure)
+        while True:
+            outcome = self._attempt(self.scene.reserve())
+            verdict = verdicts.of_outcome(outcome, self.scene.writer)
             self._record_end(outcome, verdict)
-            fault = outcome.fault
-            if fault is None or outcome.signum is not None or restarts == self.config.failure.max_restarts:
-                return verdict
-            now = (fault, self._reached(outcome, fault.rank))
-            if (reason := _useless(now, before, self.scene.cluster.worker_fault())) is not None:
-                self.telling.warn(f"not started again: {reason}")
-                return verdict
-            before = now
-            self._prepare_another(restarts)
-        raise AssertionError("the last attempt has a verdict")
+            step = self._reached(outcome, outcome.fault.rank) if outcome.fault else None
+            match restarts.after(outcome, step, scheduler_is_there=self.scene.gang.connected):
+                case Enough(reason):
+                    if reason:
+                        self.telling.warn(f"not started again: {reason}")
+                    return verdict
+                case Again() as again:
+                    self._prepare_another(again)
 
     def _reached(self, outcome: Outcome, rank: int) -> int | None:
         """The last step that a rank has logged, or else the one that it went on from."""
         step = outcome.ranks[rank].step
         return self.checkpoint.step if step is None and self.checkpoint else step
 
-    def _prepare_another(self, restarts: int) -> None:
-        left = self.config.failure.max_restarts - restarts
-        pause_s = min(_LONGEST_BACKOFF_S, self.config.failure.backoff_s * 2**restarts)
+    def _prepare_another(self, again: Again) -> None:
         self.scene.gang.end_attempt()
         self.checkpoint = newest_verified(self.scene.writer.layout, self.telling.warn)
         whence = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
-        self.telling.warn(
-            f"starting the ranks again in {pause_s:g} s, {whence} (restart {restarts + 1} of {restarts + left})"
-        )
+        self.telling.warn(f"starting the ranks again in {again.pause_s:g} s, {whence} ({again.count})")
         with self.scene.signals.interrupting():
-            time.sleep(pause_s)
+            time.sleep(again.pause_s)
+        self.scene.cluster.mend()
 
     def _attempt(self, places: Sequence[Place]) -> Outcome:
         scene = self.scene
@@ -114,7 +107,9 @@ class Series:
         start_timeout_s = self.config.cluster.start_timeout_s
         fault = scene.cluster.worker_fault
         try:
-            return Attempt(scene.gang, specs, porter, self.telling, scene.gang.inbox, fault, start_timeout_s).run()
+            watchdog = Watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
+            parts = (porter, self.telling, scene.gang.inbox, fault, watchdog, start_timeout_s)
+            return Attempt(scene.gang, specs, *parts).run()
         finally:
             porter.close(_PORTER_DEADLINE_S)
 
@@ -175,21 +170,3 @@ class Series:
 def search_path(loaded: LoadedConfig) -> tuple[str, ...]:
     """Where a workload's module is looked for first: beside the YAML file, then in the working directory."""
     return (str(Path(loaded.path).resolve().parent), os.getcwd())
-
-
-def _useless(
-    now: tuple[Fault, int | None], before: tuple[Fault, int | None] | None, worker_fault: str | None
-) -> str | None:
-    """Why another attempt would end the same way; None where it may not."""
-    fault, step = now
-    if fault.kind in _FINAL:
-        return "what has failed does not go away by itself"
-    if worker_fault is not None:
-        return "the cluster of this run has lost its worker"
-    if (
-        before is not None
-        and step == before[1]
-        and (fault.line, fault.traceback) == (before[0].line, before[0].traceback)
-    ):
-        return "the same failure at the same step twice in a row is a mistake in the code"
-    return None

@@ -35,6 +35,11 @@ class Telling:
         """What is being waited for."""
         self.display.status(text)
 
+    def notice(self, text: str) -> None:
+        """Something that happens as it should."""
+        self._recorded("notice", {"message": text})
+        self.display.notice(text)
+
     def training(self, ranks: tuple[RankRecord, ...]) -> None:
         """Every rank has entered the workload: where each runs stands in run.json from now on."""
         attempts = self.writer.record.attempts

@@ -13,7 +13,9 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.record import FailureRecord, RunStatus
 
 if TYPE_CHECKING:
-    from ddptrain.driver.attempt import Outcome, RankWatch
+    from ddptrain.driver.cause import Fault
+    from ddptrain.driver.rankwatch import Outcome, RankWatch
+    from ddptrain.results.writer import RunWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,33 @@ class Verdict:
     failure: FailureRecord | None = None
 
 
-def of_outcome(outcome: Outcome, layout: RunLayout) -> Verdict:
+def of_outcome(outcome: Outcome, writer: RunWriter) -> Verdict:
     """The verdict on an attempt that was watched to its end."""
+    if outcome.finished and not outcome.fault:
+        return Verdict(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
+    if outcome.notice is not None and writer.record.checkpoints:
+        return _preempted(outcome.notice, writer)
     if outcome.signum is not None:
         return _interrupted(outcome.signum)
     if outcome.fault is None:
-        return Verdict(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
-    fault = outcome.fault
+        return _gone(outcome.notice or "the ranks ended before their work was done")
+    return _failed(outcome, outcome.fault, writer.layout)
+
+
+def _preempted(notice: str, writer: RunWriter) -> Verdict:
+    """The run was told to go, and can go on from what it has saved."""
+    newest = writer.record.checkpoints[0]
+    failure = FailureRecord(kind="preempted", message=notice)
+    cause = f"{notice}; checkpoint {newest} is saved, go on with --resume {writer.run_id}"
+    return Verdict(RunStatus.PREEMPTED, ExitCode.PREEMPTED, cause, failure)
+
+
+def _gone(notice: str) -> Verdict:
+    failure = FailureRecord(kind="worker_lost", message=notice)
+    return Verdict(RunStatus.FAILED, ExitCode.CLUSTER, f"{notice}; there is no checkpoint to go on from", failure)
+
+
+def _failed(outcome: Outcome, fault: Fault, layout: RunLayout) -> Verdict:
     watch = outcome.ranks[fault.rank]
     log = str(layout.log(fault.rank))
     failure = FailureRecord(
@@ -65,9 +87,11 @@ def _others(ranks: Sequence[RankWatch], first: int) -> str:
     return f" (likewise rank {', '.join(same)})" if same else ""
 
 
-def of_error(error: BaseException) -> Verdict:
+def of_error(error: BaseException, writer: RunWriter) -> Verdict:
     """The verdict on a run that an error of the driver or the cluster ended."""
     if isinstance(error, Interrupted):
+        if error.signum == signal.SIGTERM and writer.record.checkpoints:
+            return _preempted("the driver was sent SIGTERM", writer)
         return _interrupted(error.signum)
     if isinstance(error, DdptrainError):
         failure = FailureRecord(kind="infrastructure", type=type(error).__name__, message=str(error))

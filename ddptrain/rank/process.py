@@ -27,6 +27,7 @@ from ddptrain.rank import faults, orders, procs
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.loading import load_function
 from ddptrain.rank.orders import Orders
+from ddptrain.rank.stacks import Stacks, tell_of_threads
 from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class _Rank:
         """Run all phases; return the exit code. A clean return of the user's function is a success, come what may."""
         try:
             self._take_orders()
+            tell_of_threads(self.emitter)
             device = self._set_up_torch()
             self._emit_started(device)
             function = load_function(self.spec.workload)
@@ -144,6 +146,7 @@ class _Rank:
         signal.signal(signal.SIGTERM, notice)
         self.orders.on(orders.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         self.orders.on(orders.STOP, stop)
+        self.orders.on(orders.STACKS, Stacks(self.spec, self.emitter).tell)
         self.orders.listen()
 
     def _set_up_torch(self) -> torch.device:

@@ -221,13 +221,14 @@ async def _live(options: argparse.Namespace, address: str, host: RankHost, resou
         death_timeout=options.timeout,
     )
     worker.metrics[WORKER_METRIC] = host.metric
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    signals = _Signals()
     life = asyncio.ensure_future(_joined(worker, address))
-    told_to_stop = asyncio.ensure_future(stop.wait())
+    told_to_stop = asyncio.ensure_future(signals.first.wait())
     await asyncio.wait((life, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
+    if not life.done():
+        leaving = asyncio.ensure_future(host.leave(lambda: signals.count > 1))
+        await asyncio.wait((life, leaving), return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
     host.server.close()
     told_to_stop.cancel()
     if life.done():
@@ -235,6 +236,23 @@ async def _live(options: argparse.Namespace, address: str, host: RankHost, resou
     else:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(worker.close(timeout=2.0, executor_wait=False, nanny=False), 3.0)
+
+
+class _Signals:
+    """Counts what tells this process to end: SIGTERM, and Ctrl-C unless the driver answers that."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self.first = asyncio.Event()
+        self.count = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self._take)
+
+    def _take(self) -> None:
+        self.count += 1
+        self.first.set()
 
 
 async def _joined(worker: Worker, address: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddptrain.spec import RankSpec
+from ddptrain.worker.standin import FLIGHT_RECORD
 
 # glibc gives pages back to the kernel after every training step and faults them in again for the next: a third of a
 # CPU step is spent there. Only both settings together keep the pages; either one alone makes it worse.
@@ -63,6 +64,8 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
     tuned = {**tuned_defaults(), "OMP_NUM_THREADS": str(threads)}
     if place.interface is not None:
         tuned["GLOO_SOCKET_IFNAME"] = place.interface  # gloo asks the host's name otherwise: often a wrong address
+    if "nccl" in spec.dist_backend:
+        tuned |= _flight_recorder(place.staging)
     env = {**tuned, **chosen, **_contract(spec, gpu)}
     report = {
         name: {"value": env[name], "source": "user" if name in chosen else "ddptrain"}
@@ -72,6 +75,15 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
     return dataclasses.replace(spec, env=env, gpu=gpu, cpu_threads=threads, staging=place.staging, environment=report)
+
+
+def _flight_recorder(staging: str) -> dict[str, str]:
+    """NCCL writes down its last collective operations when one has timed out; newer torch reads these names, too."""
+    return {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{staging}/{FLIGHT_RECORD}",
+    }
 
 
 def interface_of(host: str) -> str | None:

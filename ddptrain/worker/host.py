@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -22,6 +23,7 @@ from ddptrain.worker.server import RankServer
 PLUGIN_NAME = "ddptrain"
 MOST_SLOTS = 1024
 RELEASED_GRACE_S = 5.0  # for a rank whose driver is gone: others wait for its slot
+_LEAVE_MARGIN_S = 5.0  # beyond the ranks' grace, for files that are brought home from here
 GONE_STATES = frozenset({"released", "forgotten", "cancelled", "error"})
 
 
@@ -71,6 +73,7 @@ class RankHost(WorkerPlugin):
         (self.scratch / "token").write_text(self.token)
         # Task key -> its children (a rank, and a store where it opened one) and how long each may take to end.
         self._children: dict[str, dict[str, float]] = {}
+        self.leaving = False
         self._lock = threading.Lock()
         self._mending = threading.Lock()
 
@@ -139,6 +142,18 @@ class RankHost(WorkerPlugin):
         """End at once what was started for a key that had been released before."""
         for child_id in (key, _store_id(key)):
             self.server.stop(child_id, 0.0)
+
+    async def leave(self, told: Callable[[], bool]) -> None:
+        """Have the drivers of all ranks here tell them to save and end, and wait for that as long as the ranks may take.
+
+        `told` says whether this process was told a second time to end: then nobody waits any longer.
+        """
+        self.leaving = True  # the tasks of the ranks pass it on
+        with self._lock:
+            graces = [grace_s for children in self._children.values() for grace_s in children.values()]
+        deadline = time.monotonic() + max(graces, default=0.0) + _LEAVE_MARGIN_S
+        while (self.server.ranks or self._children) and time.monotonic() < deadline and not told():
+            await asyncio.sleep(0.05)  # noqa: ASYNC110  # three things are waited for, in two threads
 
     def let_go(self, key: str) -> None:
         """Nobody waits for the ranks of `key` any more: its children end soon."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -15,15 +16,19 @@ from dask.system import cpu_count
 from distributed import Worker, get_worker
 
 from ddptrain.errors import ClusterError
-from ddptrain.spec import GPU_RESOURCE, RankExit, RankSpec
-from ddptrain.worker import environment, spool
+from ddptrain.spec import GPU_RESOURCE, RankExit, RankSpec, key_prefix
+from ddptrain.worker import environment, spool, standin
 from ddptrain.worker.attach import attach, offered, rank_host
 from ddptrain.worker.host import RankHost, own_host, slot_resources
+from ddptrain.worker.memory import MemoryWatch
 from ddptrain.worker.server import RankServerLost
+from ddptrain.worker.vitals import Vitals
 
 POLL_S = 0.02  # how soon the driver hears that a busy rank has printed something
 _IDLE_POLL_S = 0.1  # of one that has been silent for a while: each look costs the training some microseconds
 _ALIVE_S = 2.0  # without a word, before the driver is told that all is well
+_MEMORY_S = 1.0  # between two looks at how much memory is left
+_STACKS = "stacks"  # an order of rank/orders.py
 _NOTICE_BYTES = 12 * 1024  # of log or events in one message: the scheduler keeps the last thousand of a topic
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; what is over it the driver fetches from the spool
 
@@ -55,6 +60,9 @@ class _RankTask:
         self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
         self.told = {"log": 0, "events": 0}
         self.told_at = time.monotonic()
+        self.vitals: Vitals | None = None  # once the process is there, as the next
+        self.memory: MemoryWatch | None = None
+        self.looked_at = 0.0
 
     def run(self) -> str:
         self.spool.create()
@@ -89,10 +97,14 @@ class _RankTask:
 
     def _watch(self) -> str:
         pause_s = POLL_S
+        told_to_leave = False
         while (report := self.server.wait_exit(self.spec.key, pause_s)) is None:
             pause_s = POLL_S if self._tell_growth() else min(2 * pause_s, _IDLE_POLL_S)
+            if self.host.leaving and not told_to_leave:
+                told_to_leave = True
+                self._notify(leaving=True)
             if time.monotonic() - self.told_at > _ALIVE_S:
-                self._notify(alive=True)
+                self._notify(alive=True, cpu_s=self.server.cpu_s(self.spec.key))
         self._tell_growth()
         log_size, events_size = self.spool.sizes()
         ended = RankExit(self.spec.rank, report["pid"], report["status"], report["time_ns"], log_size, events_size)
@@ -161,7 +173,14 @@ async def tell_ranks(run_id: str, keys: list[str], order: str, dask_worker: Work
     with contextlib.suppress(RankServerLost):  # then it has no ranks any more
         host = rank_host(dask_worker, run_id)
         for key in keys:
+            if order == _STACKS and (pid := host.server.pid_of(key)) is not None:
+                _stand_by(host, run_id, key, pid)
             host.server.tell(key, order)
+
+
+def _stand_by(host: RankHost, run_id: str, key: str, pid: int) -> None:
+    attempt, rank = (int(word) for word in key.removeprefix(key_prefix(run_id)).split("/"))
+    standin.stand_by(spool.rank_spool(host.scratch, run_id, attempt, rank), pid, attempt, rank)
 
 
 async def read_spool(run_id: str, path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:

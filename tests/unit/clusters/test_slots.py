@@ -60,7 +60,7 @@ def scheduler(**workers: int | None) -> Any:
     return FakeScheduler(**workers)
 
 
-def ask(there: Any, run: str, count: int | None = 1, **options: bool) -> Any:
+def ask(there: Any, run: str, count: int | None = 1, **options: Any) -> Any:
     return slots.reserve(f"client-{run}", run, count, there, **options)
 
 

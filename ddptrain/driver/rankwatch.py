@@ -1,0 +1,73 @@
+"""What the driver knows of each rank of an attempt, and how an attempt has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddptrain import events
+from ddptrain.driver.cause import Fault
+from ddptrain.driver.gang import Place
+from ddptrain.driver.mirror import SpoolMirror
+from ddptrain.results.record import RankRecord
+from ddptrain.spec import RankExit, RankSpec
+
+
+@dataclass
+class RankWatch:
+    """What the driver knows of one rank."""
+
+    spec: RankSpec
+    place: Place
+    mirror: SpoolMirror
+    started: events.Started | None = None
+    entered: bool = False
+    finished: bool = False
+    preempted: bool = False  # it has saved, and ended where all ranks had agreed to
+    fault: Fault | None = None
+    ended: RankExit | None = None
+    given_up: bool = False
+    submitted_at: float = 0.0  # monotonic seconds, as the next; 0 before
+    heard_at: float = 0.0
+    log_size: int = 0  # bytes, as its worker tells
+    step: int | None = None  # the last that it has logged
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come of this rank."""
+        return self.ended is not None or self.given_up
+
+    @property
+    def well(self) -> bool:
+        """It has done what it was asked to."""
+        return self.finished or self.preempted
+
+    def record(self) -> RankRecord:
+        """The rank's lines in run.json."""
+        return RankRecord(
+            rank=self.spec.rank,
+            local_rank=self.spec.local_rank,
+            node_rank=self.spec.node_rank,
+            host=self.started.host if self.started else self.place.hostname,
+            pid=self.started.pid if self.started else (self.ended.pid if self.ended else None),
+            gpu=self.started.device if self.started and self.started.device != "cpu" else None,
+            exit=self.ended.status if self.ended else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended: by a fault, by a signal to the driver, by a notice that a host goes, or well (none).
+
+    `notice` says in words who was told to go, where the ranks were asked to save and end.
+    """
+
+    ranks: Sequence[RankWatch]
+    fault: Fault | None
+    signum: int | None
+    notice: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank has come to the end of the workload."""
+        return all(watch.finished for watch in self.ranks)

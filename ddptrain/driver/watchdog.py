@@ -1,0 +1,153 @@
+"""Who has stopped: the signs of life of every rank, and the verdict that a gang hangs.
+
+A rank goes on as long as it sends events or prints. One that reports seldom, or not at all, is also taken to go on
+while it uses the processor: a script that only prints its result must not be killed in the middle of its work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from ddptrain import events
+from ddptrain.spec import STACKS_FOLDER, RankSpec
+
+_CPU_SHARE = 0.01  # of the time allowed, before the use of the processor is a sign of life
+_SAYS_NOTHING = (events.Started, events.Stacks, events.Noticed, events.ThreadFailure)  # they come of themselves
+
+
+class Stage(StrEnum):
+    """How far a gang was when it stopped."""
+
+    START = "start"  # some rank has never entered the workload
+    TRAIN = "train"
+    END = "end"  # all that is left are ranks whose work is done
+
+
+class Watched(Protocol):
+    """What is asked of a rank."""
+
+    @property
+    def spec(self) -> RankSpec: ...
+    @property
+    def entered(self) -> bool: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def over(self) -> bool: ...
+    @property
+    def submitted_at(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A gang that goes nowhere: `ranks` gave no sign of life for `limit_s`, the longest silent first."""
+
+    stage: Stage
+    ranks: tuple[int, ...]
+    limit_s: float
+    idle_s: float  # of the one that has been silent for longest
+
+
+@dataclass
+class _Signs:
+    """What one rank has shown: clock seconds, 0 where it has not."""
+
+    spoke_at: float = 0.0  # an event or a line
+    worked_at: float = 0.0  # has used the processor
+    entered_at: float = 0.0
+    cpu_s: float = 0.0  # at its last sign
+    newest_cpu_s: float = 0.0
+    reports: bool | None = None  # more often than it has to; None before its first report
+
+    @property
+    def at(self) -> float:
+        return self.spoke_at if self.reports else max(self.spoke_at, self.worked_at)
+
+    def shift(self, seconds: float) -> None:
+        """Forget that time has passed."""
+        for name in ("spoke_at", "worked_at", "entered_at"):
+            if getattr(self, name):
+                setattr(self, name, getattr(self, name) + seconds)
+
+
+class Watchdog:
+    """Hears of every rank of an attempt, and is asked from time to time whether one has stopped.
+
+    `timeout_s` None turns it off. Ranks have the longer one of the two times to enter the workload.
+    """
+
+    def __init__(
+        self, timeout_s: float | None, start_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.start_timeout_s = max(start_timeout_s, timeout_s or 0.0)
+        self._clock = clock
+        self._signs: dict[int, _Signs] = {}
+
+    def heard(self, rank: int, event: events.Event) -> None:
+        """A rank has sent an event."""
+        ours = isinstance(event, events.FileSaved) and event.path.startswith(f"{STACKS_FOLDER}/")
+        if ours or isinstance(event, _SAYS_NOTHING) or self.timeout_s is None:
+            return
+        signs, now = self._of(rank), self._clock()
+        if isinstance(event, events.Entered):
+            signs.entered_at = now
+        elif isinstance(event, events.Metrics | events.Progress) and signs.reports is None:
+            signs.reports = now - signs.entered_at <= self.timeout_s
+        self._speaks(signs)
+
+    def grew(self, rank: int) -> None:
+        """A rank has printed something."""
+        self._speaks(self._of(rank))
+
+    def cpu(self, rank: int, seconds: float) -> None:
+        """A rank and its children have used the processor for `seconds` since they began."""
+        signs = self._of(rank)
+        signs.newest_cpu_s = seconds
+        if seconds < signs.cpu_s:  # a child has gone, with what it had used
+            signs.cpu_s = seconds
+        if self.timeout_s is not None and seconds - signs.cpu_s >= _CPU_SHARE * self.timeout_s:
+            signs.cpu_s = seconds
+            signs.worked_at = self._clock()
+
+    def suspended(self, seconds: float) -> None:
+        """We were stopped ourselves for that long, and have heard nobody."""
+        for signs in self._signs.values():
+            signs.shift(seconds)
+
+    def idle_s(self, rank: Watched, now: float) -> float:
+        """For how long a rank has given no sign of life, since it was ordered."""
+        return now - max(rank.submitted_at, self._of(rank.spec.rank).at)
+
+    def overdue(self, now: float, ranks: Sequence[Watched]) -> Hang | None:
+        """The hang that the gang is in by now, if it is."""
+        alive = [rank for rank in ranks if rank.submitted_at and not rank.over]
+        if self.timeout_s is None or not alive:
+            return None
+        stage = _stage(alive)
+        limit_s = self.start_timeout_s if stage == Stage.START else self.timeout_s
+        late = [rank for rank in alive if self.idle_s(rank, now) > limit_s]
+        if stage == Stage.TRAIN and any(now - self._of(rank.spec.rank).spoke_at <= limit_s for rank in alive):
+            # Who never reports is often waiting for the one that does: for a long evaluation on rank 0, say.
+            late = [rank for rank in late if self._of(rank.spec.rank).reports]
+        if not late:
+            return None
+        late.sort(key=lambda rank: self.idle_s(rank, now), reverse=True)
+        return Hang(stage, tuple(rank.spec.rank for rank in late), limit_s, self.idle_s(late[0], now))
+
+    def _of(self, rank: int) -> _Signs:
+        return self._signs.setdefault(rank, _Signs())
+
+    def _speaks(self, signs: _Signs) -> None:
+        signs.spoke_at = self._clock()
+        signs.cpu_s = signs.newest_cpu_s
+
+
+def _stage(alive: Sequence[Watched]) -> Stage:
+    if all(rank.finished for rank in alive):
+        return Stage.END
+    return Stage.TRAIN if all(rank.entered for rank in alive) else Stage.START

@@ -1,0 +1,101 @@
+"""Writes down where every thread of a rank is, when the driver asks: a hang is explained by its stacks.
+
+Where Python can't run because compiled code holds the interpreter, the worker sends a signal, on which C code writes
+the stacks into a file of its own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import itertools
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from ddptrain import events
+from ddptrain.rank import faults
+from ddptrain.rank.emitter import Emitter
+from ddptrain.spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
+
+_MOST_FRAMES = 200
+
+
+class Stacks:
+    """A rank's stacks: told as an event, and handed over as a file."""
+
+    def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
+        self._spec = spec
+        self._emitter = emitter
+        self._counter = itertools.count()
+        self._dump = (Path(spec.staging) / STACKS_DUMP).open("wb")  # open from the start: C code can open no file
+        faulthandler.register(STACKS_SIGNAL, file=self._dump, all_threads=True)
+
+    def tell(self) -> None:
+        """Write the stacks of all threads, and say where the main thread is; called in any other thread."""
+        frames = sys._current_frames()  # noqa: SLF001  # no other way is there
+        main = frames.get(threading.main_thread().ident or 0)
+        self._emitter.emit(events.Stacks(time.time_ns(), main=_innermost_first(main), sequence=_sequence()))
+        data = _text(self._spec, frames).encode("utf-8", "backslashreplace")
+        staged = Path(self._spec.staging) / f"stacks-{next(self._counter)}"
+        staged.write_bytes(data)
+        path = stacks_path(self._spec.attempt, self._spec.rank)
+        digest = hashlib.sha256(data).hexdigest()
+        self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, len(data), digest))
+
+
+def _innermost_first(frame: FrameType | None) -> tuple[str, ...]:
+    """The frames as "file:line function"; of very many the innermost."""
+    found = []
+    while frame is not None and len(found) < _MOST_FRAMES:
+        found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _sequence() -> int | None:
+    """How many collective operations have been begun in the default group; None where none is up."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        if c10d is None or not c10d.is_initialized():
+            return None
+        return int(c10d._get_default_group()._get_sequence_number_for_group())  # noqa: SLF001  # nor here
+    except Exception:  # a backend that doesn't count
+        return None
+
+
+def _text(spec: RankSpec, frames: dict[int, FrameType]) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    parts = [f"rank {spec.rank}, attempt {spec.attempt}, pid {os.getpid()}, {when} UTC\n"]
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != main):
+        thread = threads.get(ident)
+        name = thread.name if thread is not None else "a thread that Python did not start"
+        parts.append(f"\n{name} (most recent call last):\n" + "".join(traceback.format_stack(frame)))
+    return "".join(parts)
+
+
+def tell_of_threads(emitter: Emitter) -> None:
+    """From now on an exception that ends a thread is told; the rank goes on without it, as Python has it."""
+    print_it = threading.excepthook
+
+    def hook(ended: threading.ExceptHookArgs) -> None:
+        if ended.exc_value is not None and not isinstance(ended.exc_value, SystemExit):
+            _tell_of_thread(emitter, ended)
+        print_it(ended)
+
+    threading.excepthook = hook
+
+
+def _tell_of_thread(emitter: Emitter, ended: threading.ExceptHookArgs) -> None:
+    error = ended.exc_value
+    assert error is not None
+    name = ended.thread.name if ended.thread is not None else ""
+    trace = faults.clipped("".join(traceback.format_exception(error)), 100_000)
+    message = faults.clipped(str(error), 4_000)
+    emitter.emit(events.ThreadFailure(time.time_ns(), name, type(error).__qualname__, message, trace))
