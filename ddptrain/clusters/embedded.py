@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SCHEDULER_CONFIG = {
     "distributed.scheduler.allowed-failures": 0,
-    "distributed.scheduler.worker-ttl": "30s",
+    "distributed.scheduler.worker-ttl": None,  # the driver sees its worker's process, and hears its ranks
     "distributed.scheduler.http.routes": [],
     "distributed.scheduler.work-stealing": False,
     "distributed.admin.system-monitor.interval": "5s",

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.clusters.lifewatch import drop_the_silent
 from ddptrain.clusters.security import CERT_FILE, own_security, write_private
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ LOOKER = "ddptrain-look"  # name of a client that only looks: it does not keep a
 
 _CONFIG = {
     "distributed.scheduler.allowed-failures": 0,
-    "distributed.scheduler.worker-ttl": "8s",  # with the next but one: a cut link is known within 20 s
+    "distributed.scheduler.worker-ttl": None,  # see lifewatch
     "distributed.scheduler.work-stealing": False,
     "distributed.comm.timeouts.tcp": "11s",  # Dask takes no less
     "distributed.admin.system-monitor.interval": "5s",
@@ -44,6 +45,7 @@ _DASHBOARD_ADDRESS = "127.0.0.1:8787"  # HTTP without a password; Dask takes ano
 _NOWHERE = "127.0.0.1:0"  # Dask's HTTP server always listens, even when it serves nothing
 _NEVER_A_RUN = frozenset({"fire-and-forget"})  # Dask's own entry among the clients
 _LOOK_S = 1.0
+_WORKER_TTL_S = 8.0  # with the tcp timeout above: a cut link is known within 20 s
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,6 +79,7 @@ async def _serve(options: argparse.Namespace) -> None:
     ends = {
         asyncio.ensure_future(told.wait()): "",
         asyncio.ensure_future(scheduler.finished()): "a client of it shut it down",
+        asyncio.ensure_future(drop_the_silent(scheduler, _WORKER_TTL_S)): "",
         asyncio.ensure_future(_idle_for(scheduler, options.idle_timeout)): f"idle for {options.idle_timeout:g} s",
     }
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
