@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
 def generate(
-    run: Annotated[str, typer.Argument(help="A run's id, an unambiguous prefix of it, latest, or its directory.")],
-    runs_dir: Annotated[Path, typer.Option(help="The folder that holds the runs.")] = Path("runs"),
+    run: Annotated[
+        str, typer.Argument(help="A run's id, an unambiguous prefix of it, latest, its directory, or its URL.")
+    ],
+    runs_dir: Annotated[
+        str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
+    ] = "runs",
     count: Annotated[int, typer.Option(help="How many names.")] = 50,
     prefix: Annotated[str, typer.Option(help="What each name begins with.")] = "",
     temperature: Annotated[float, typer.Option(help="1 samples as trained; less plays safe, more dares.")] = 0.8,
@@ -22,10 +25,12 @@ def generate(
     import dataclasses
     import json
 
-    from ddptrain.results.find import find_run
+    from ddptrain.results.remote import open_runs_dir, split_run
+    from ddptrain.results.runsdir import Need
     from ddptrain.workloads.petnames.generate import generate_names
 
-    run_dir = find_run(runs_dir, run)
+    place, name = split_run(run, runs_dir)
+    run_dir = open_runs_dir(place).find(name, Need.MODEL).layout.root
     made = generate_names(run_dir, count, prefix, temperature, seed, keep_known)
     if as_json:
         typer.echo(json.dumps({"run_id": run_dir.name, **dataclasses.asdict(made)}))

@@ -20,6 +20,7 @@ from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.generate import generate
 from ddptrain.cli.results import app as results
 from ddptrain.cli.schema import schema
+from ddptrain.cli.stop import stop
 from ddptrain.cli.train import train
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted
 
@@ -61,6 +62,7 @@ def _root(
 
 # One line each in the list of commands; their own help says the rest.
 app.command("train", short_help="Train what a YAML file describes.")(train)
+app.command("stop", short_help="End a run that another shell has started.")(stop)
 app.add_typer(cluster, name="cluster")
 app.command("generate", short_help="Make new pet names with a trained run.")(generate)
 app.add_typer(results, name="results")

@@ -15,17 +15,23 @@ from ddptrain.cli.printing import write
 if TYPE_CHECKING:
     from ddptrain.results.chart import Style
     from ddptrain.results.find import RunView
+    from ddptrain.results.remote import RunsDir as Runs
 
 app = typer.Typer(name="results", help="List runs; show one, its logs, its curves.", no_args_is_help=False)
 
-_DEFAULT_RUNS_DIR = Path("runs")
+_DEFAULT_RUNS_DIR = "runs"
 
 RunsDir = Annotated[
-    Path | None,
-    typer.Option("--runs-dir", help="Folder that holds the runs.", show_default=str(_DEFAULT_RUNS_DIR)),
+    str | None,
+    typer.Option(
+        "--runs-dir",
+        metavar="DIR|URL",
+        help="Folder that holds the runs, or s3://bucket/folder.",
+        show_default=_DEFAULT_RUNS_DIR,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, or a directory.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -51,7 +57,7 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = Fa
     view = _view(ctx, runs_dir, run)
     if json:
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()]
-        logs = {str(rank): str(path) for rank, path in view.layout.logs().items()}
+        logs = {str(rank): view.layout.told(path) for rank, path in view.layout.logs().items()}
         _print_json({**view.as_dict(), "artifacts": files, "logs": logs})
     elif sys.stdout.isatty():
         from rich.console import Console
@@ -71,11 +77,17 @@ def logs(
     runs_dir: RunsDir = None,
 ) -> None:
     """Print what the ranks printed."""
+    from ddptrain.results.runsdir import Need
     from ddptrain.results.tail import follow_logs, show_logs
 
-    view = _view(ctx, runs_dir, run)
+    runs, name = _place(ctx, runs_dir, run)
+    view = runs.find(name, Need.LOGS, rank)
     try:
-        write(follow_logs(view, rank, lines, wait=_wait_for_reader()) if follow else show_logs(view, rank, lines))
+        if follow:
+            running = runs.follow(view, rank)
+            write(follow_logs(view, rank, lines, is_running=running, wait=_wait_for_reader()))
+        else:
+            write(show_logs(view, rank, lines))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -90,7 +102,10 @@ def plot(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The picture: .png, .svg or .pdf. Default: plot.png in the run's directory."),
+        typer.Option(
+            "--out",
+            help="The picture: .png, .svg or .pdf. Default: plot.png in the run's directory; a store's run: here.",
+        ),
     ] = None,
     no_terminal: Annotated[bool, typer.Option("--no-terminal", help="Only write the picture.")] = False,
     runs_dir: RunsDir = None,
@@ -99,10 +114,13 @@ def plot(
     """Draw the loss curves of a run, as a picture and in the terminal."""
     from ddptrain.results.curves import plot_data, plot_of
     from ddptrain.results.plot import save_picture, terminal_charts
+    from ddptrain.results.runsdir import Need
 
-    view = _view(ctx, runs_dir, run)
+    runs, name = _place(ctx, runs_dir, run)
+    view = runs.find(name, Need.METRICS)
     drawing = plot_of(view, metric or ())
-    picture = out or view.layout.plot_png
+    # In a copy of what is in a store nobody would look for it.
+    picture = out or (view.layout.plot_png if view.layout.is_original else Path(f"{view.run_id}.png"))
     save_picture(drawing, picture, view.record.best)
     if json:
         _print_json({"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)})
@@ -111,12 +129,12 @@ def plot(
     write([*charts, f"picture: {picture}"])
 
 
-def _list(runs_dir: Path, *, as_json: bool) -> None:
-    from ddptrain.results.find import list_runs
+def _list(runs_dir: str, *, as_json: bool) -> None:
+    from ddptrain.results.remote import open_runs_dir
     from ddptrain.results.render import HEADER, print_table, rows
     from ddptrain.tables import plain_table
 
-    views = list_runs(runs_dir)
+    views = open_runs_dir(runs_dir).list()
     if as_json:
         _print_json([view.as_dict() for view in views])
     elif not views:
@@ -129,15 +147,22 @@ def _list(runs_dir: Path, *, as_json: bool) -> None:
         write([plain_table([HEADER, *rows(views)])])
 
 
-def _folder(ctx: typer.Context, runs_dir: Path | None) -> Path:
-    given_before = ctx.obj if isinstance(ctx.obj, Path) else None
+def _folder(ctx: typer.Context, runs_dir: str | None) -> str:
+    given_before = ctx.obj if isinstance(ctx.obj, str) else None
     return runs_dir or given_before or _DEFAULT_RUNS_DIR
 
 
-def _view(ctx: typer.Context, runs_dir: Path | None, run: str) -> RunView:
-    from ddptrain.results.find import find_run, load_run
+def _place(ctx: typer.Context, runs_dir: str | None, run: str) -> tuple[Runs, str]:
+    """Where the run is to be looked for, and under which name."""
+    from ddptrain.results.remote import open_runs_dir, split_run
 
-    return load_run(find_run(_folder(ctx, runs_dir), run))
+    place, name = split_run(run, _folder(ctx, runs_dir))
+    return open_runs_dir(place), name
+
+
+def _view(ctx: typer.Context, runs_dir: str | None, run: str) -> RunView:
+    runs, name = _place(ctx, runs_dir, run)
+    return runs.find(name)
 
 
 def _print_json(data: object) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +25,7 @@ class Output(StrEnum):
 
 
 def train(
+    ctx: typer.Context,
     config: Annotated[str, typer.Argument(help="YAML file, or the name of an example that comes along (petnames).")],
     overrides: Annotated[
         list[str] | None,
@@ -38,7 +39,10 @@ def train(
             help="A cluster that is up: its name, its scheduler's address, or scheduler file.",
         ),
     ] = None,
-    runs_dir: Annotated[Path | None, typer.Option(help="Folder for run directories (results.dir).")] = None,
+    runs_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir)."),
+    ] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")] = None,
     resume: Annotated[
         str | None,
@@ -50,7 +54,11 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")
     ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Leave once the run has begun: it goes on without this shell.")
+    ] = False,
     output: Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")] = Output.AUTO,
+    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train what a YAML file describes: on this machine, on a cluster that is up, or on one that comes for the run."""
     from ddptrain.configfile import dump_config, resolved_config
@@ -65,11 +73,59 @@ def train(
 
     if resume is not None and run_id is not None:
         raise UsageError("--resume goes on with a run that has its id: leave --run-id out")
-    options = LaunchOptions(run_id=run_id, output=output.value, resume=resume, allow_changes=allow_changes)
+    if detach:
+        raise typer.Exit(_detached(ctx, loaded.config.results.dir, as_json=output is Output.JSON))
+    options = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd)
     raise typer.Exit(launch(loaded, options))
 
 
-def _options(ranks: int | None, cluster: str | None, runs_dir: Path | None) -> dict[str, str]:
+def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
+    """Start the same command again without us; say which run it is, and how to follow and stop it."""
+    import dataclasses
+    import json
+    import shlex
+
+    from ddptrain.driver.detach import EndedEarly, start_detached
+
+    begun = start_detached(["train", "--output", Output.PLAIN.value, *_typed(ctx, leave_out={"detach", "output"})])
+    if isinstance(begun, EndedEarly):
+        typer.echo(begun.said, err=True, nl=False)
+        return begun.exit_code
+    if as_json:
+        typer.echo(json.dumps({"event": "run_detached", **dataclasses.asdict(begun)}))
+        return 0
+    run = begun.run_id if runs_dir == "runs" else shlex.quote(begun.run_dir)
+    told = [
+        f"run {begun.run_id} in {begun.run_dir} goes on without this shell: process {begun.pid} on {begun.host}",
+        *([begun.reason] if begun.reason else []),
+        f"follow it with ddptrain results logs {run} --follow, stop it with ddptrain stop {run}",
+    ]
+    for line in told:
+        typer.echo(f"ddptrain: {line}", err=True)
+    typer.echo(begun.run_id)
+    return 0
+
+
+def _typed(ctx: typer.Context, leave_out: Container[str]) -> list[str]:
+    """The options and arguments of this command as they were typed, but for those."""
+    options: list[str] = []
+    arguments: list[str] = []
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(param.name or "")
+        if param.name in leave_out or source is None or source.name != "COMMANDLINE":
+            continue
+        value = ctx.params[param.name or ""]
+        if param.param_type_name == "argument":
+            arguments.append(str(value))
+        elif isinstance(value, bool):
+            options.append(param.opts[0])
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+            options += [word for item in values for word in (param.opts[0], str(item))]
+    return [*options, "--", *arguments]
+
+
+def _options(ranks: int | None, cluster: str | None, runs_dir: str | None) -> dict[str, str]:
     """Options that stand for configuration fields: `--set` text -> the option as it was typed."""
     import json
 
@@ -79,7 +135,7 @@ def _options(ranks: int | None, cluster: str | None, runs_dir: Path | None) -> d
     if cluster is not None:
         options |= dict.fromkeys(_cluster_fields(cluster), f"--cluster {cluster}")
     if runs_dir is not None:
-        options[f"results.dir={json.dumps(str(runs_dir))}"] = f"--runs-dir {runs_dir}"
+        options[f"results.dir={json.dumps(runs_dir)}"] = f"--runs-dir {runs_dir}"
     return options
 
 

@@ -36,7 +36,7 @@ class AttachedCluster:
         """Workers of a cluster that is up are watched through the scheduler alone."""
         return None
 
-    def mend(self) -> None:
+    def mend(self, *, leaving: bool) -> None:
         """Nothing was started here."""
 
     def last_words(self) -> str:

@@ -18,7 +18,7 @@ from ddptrain.errors import ClusterError
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-_SCHEDULER_CONFIG = {
+_SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": None,  # the driver sees its worker's process, and hears its ranks
     "distributed.scheduler.http.routes": [],
@@ -98,8 +98,10 @@ class EmbeddedCluster:
             f"; its last words: {words[-500:]}" if words else ""
         )
 
-    def mend(self) -> None:
+    def mend(self, *, leaving: bool) -> None:
         """Start another worker where the last one has ended; the scheduler is the same. Raises ClusterError."""
+        if leaving and self._worker is not None:
+            self._end_worker(self._worker)
         if self.worker_fault() is not None:
             self.begin()
             self._introduce()

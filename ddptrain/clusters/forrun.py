@@ -43,7 +43,7 @@ class RunCluster:
         """Its workers are watched through the scheduler alone."""
         return None
 
-    def mend(self) -> None:
+    def mend(self, *, leaving: bool) -> None:
         """Nothing: what has come back, or comes within the wait for slots, is used."""
 
     def last_words(self) -> str:

@@ -28,8 +28,8 @@ class Cluster(Protocol):
     def worker_fault(self) -> str | None:
         """What became of a worker that this object started, if it has ended."""
 
-    def mend(self) -> None:
-        """Start again what this object had started, and what has ended by itself."""
+    def mend(self, *, leaving: bool) -> None:
+        """Start again what this object had started, and what has ended by itself, or is about to (`leaving`)."""
 
     def last_words(self) -> str:
         """The last lines of the workers' logs, where they can be had: for the error that too few have come."""

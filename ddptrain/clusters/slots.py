@@ -203,16 +203,16 @@ class SlotBook(SchedulerPlugin):
 
     def _detach(self, run_id: str, workers: set[str]) -> None:
         """Take away what the run has put on its workers; that ends what is left of it there. Its topic goes, too."""
-        forget = partial(_forget_topic, self.scheduler, run_id)
         there = [address for address in workers if address in self.scheduler.workers]
         if not there:
-            forget()
+            _forget_topic(self.scheduler, run_id)
             return
         order = {"op": "plugin-remove", "name": attached_plugin(run_id)}
         errand = asyncio.ensure_future(self.scheduler.broadcast(msg=order, workers=there, on_error="ignore"))
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
         # Last words of the ranks come over other connections than the answers to this order.
+        forget = partial(_forget_unheard_topic, self.scheduler, run_id)
         errand.add_done_callback(lambda _: errand.get_loop().call_later(_LAST_WORDS_S, forget))
 
 
@@ -221,6 +221,14 @@ def _forget_topic(scheduler: Scheduler, run_id: str) -> None:
     broker = getattr(scheduler, "_broker", None)
     if broker is not None:
         broker._topics.pop(topic(run_id), None)  # noqa: SLF001  # there is no public way
+
+
+def _forget_unheard_topic(scheduler: Scheduler, run_id: str) -> None:
+    """The same some time later, unless another driver has taken the run up in between, and listens."""
+    broker = getattr(scheduler, "_broker", None)
+    found = broker._topics.get(topic(run_id)) if broker is not None else None  # noqa: SLF001
+    if found is None or scheduler.clients.keys().isdisjoint(found.subscribers):
+        _forget_topic(scheduler, run_id)
 
 
 def _book(scheduler: Scheduler) -> SlotBook:

@@ -15,20 +15,24 @@ from ddptrain.driver.cause import Fault, Kind
 from ddptrain.driver.gang import Gang, Place
 from ddptrain.driver.inbox import (
     BroughtHome,
+    Delayed,
     Inbox,
     Message,
     NotBroughtHome,
     Notice,
+    ResultsLost,
     Signalled,
     TaskFailed,
     WorkerLost,
 )
+from ddptrain.driver.inquiry import Inquiry
 from ddptrain.driver.mirror import SpoolMirror
 from ddptrain.driver.porter import Porter
 from ddptrain.driver.presence import Presence
 from ddptrain.driver.rankwatch import Outcome, RankWatch
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.watchdog import Watchdog
+from ddptrain.errors import DdptrainError
 from ddptrain.results.errors import UnsafePath
 from ddptrain.spec import RankExit, RankSpec, describe_status
 from ddptrain.worker.spool import rank_spool
@@ -38,6 +42,7 @@ _SETTLE_S = 0.15  # after the first fault: an earlier one of another rank may st
 _CLEAN_UP_S = 2.0  # for a rank that has failed by itself to run its own clean-up, before it is stopped, too
 _VICTIM_SETTLE_S = 1.5  # after a fault of which another must be the cause
 _PREEMPT = "preempt"  # an order of rank/orders.py
+_HUNG_GRACE_S = 2.0  # for ranks that hang: they have had their time
 _STOP_MARGIN_S = 3.0  # beyond grace_s, for the word of a rank's end to arrive
 
 
@@ -59,9 +64,12 @@ class Attempt:
         self.worker_fault = worker_fault
         self.watchdog = watchdog
         self.ranks = [self._watched(*rank) for rank in ranks]
+        self.inquiry = Inquiry(self.ranks, watchdog, gang.tell)
         self.faults: list[Fault] = []
         self.signum: int | None = None
         self.notice: str | None = None
+        self.leaving = False
+        self.loss: DdptrainError | None = None
         self.preempt_until: float | None = None
         self.settle_until: float | None = None
         self.stop_until: float | None = None
@@ -93,16 +101,19 @@ class Attempt:
         while not all(watch.over for watch in self.ranks):
             self._take_one()
             self._watch_presence()
+            self._watch_progress()
             self._watch_deadlines()
         self._drain()
-        fault = cause.first_cause(self.faults) if self.faults else None
-        return Outcome(self.ranks, fault, self.signum, self.notice)
+        finished = [watch.spec.rank for watch in self.ranks if watch.finished]
+        fault = self.inquiry.explained(cause.first_cause(self.faults, finished)) if self.faults else None
+        return Outcome(self.ranks, fault, self.signum, self.notice, self.loss, self.leaving)
 
     def _take_one(self) -> None:
         deadlines = (self.settle_until, self.spare_until, self.preempt_until, self.stop_until)
         nearest = min((until - time.monotonic() for until in deadlines if until is not None), default=_TICK_S)
+        shortest_s = _TICK_S / 10 if self.inquiry.under_way else 0.0  # what has settled waits for the answers then
         try:
-            message = self.inbox.get(timeout=max(0.0, min(_TICK_S, nearest)))
+            message = self.inbox.get(timeout=max(shortest_s, min(_TICK_S, nearest)))
         except queue.Empty:
             return
         self._handle(message)
@@ -111,8 +122,9 @@ class Attempt:
         match message:
             case Notice(fields):
                 self._on_notice(fields)
-            case TaskFailed(rank, text):
-                self._give_up(self.ranks[rank], Kind.INFRASTRUCTURE, text)
+            case TaskFailed(attempt, rank, text):
+                if attempt == self.ranks[rank].spec.attempt:
+                    self._give_up(self.ranks[rank], Kind.INFRASTRUCTURE, text)
             case WorkerLost(address):
                 self._on_worker_lost(address, self._why_lost(address))
             case Signalled(signum):
@@ -120,10 +132,15 @@ class Attempt:
             case BroughtHome(rank, what, path):
                 self.errands -= 1
                 self.telling.brought_home(rank, what, path)
+            case Delayed(rank, what, error, failures):
+                self.telling.warn(f"{what} could not be saved (failure {failures} in a row), trying again: {error}")
             case NotBroughtHome(rank, what, error):
                 self.errands -= 1
                 kind = Kind.REFUSED if isinstance(error, UnsafePath) else Kind.RESULTS
                 self._add_fault(Fault(rank, kind, time.time_ns(), f"{what} could not be saved: {error}"))
+            case ResultsLost(error):
+                self.loss = error
+                self._stop(None)
 
     def _on_notice(self, fields: Mapping[str, object]) -> None:
         watch = self.ranks[int(str(fields["rank"]))]
@@ -133,6 +150,7 @@ class Attempt:
         if "cpu_s" in fields:
             self.watchdog.cpu(watch.spec.rank, float(str(fields["cpu_s"])))
         if "leaving" in fields:
+            self.leaving = True
             self.gang.avoid(watch.place.slot.worker)
             self._preempt(f"the worker on host {watch.place.host} was sent SIGTERM")
         if "store_port" in fields:
@@ -183,6 +201,7 @@ class Attempt:
     def _on_event(self, watch: RankWatch, event: events.Event) -> None:
         rank = watch.spec.rank
         self.watchdog.heard(rank, event)
+        self.inquiry.heard(rank, event)
         match event:
             case events.Started():
                 watch.started = event
@@ -274,6 +293,8 @@ class Attempt:
         self.telling.fault(fault)
         if self.stopping:
             return
+        if fault.timed_out and not self.inquiry.begun:
+            self.inquiry.begin(None)
         until = time.monotonic() + (_VICTIM_SETTLE_S if fault.victim else _SETTLE_S)
         self.settle_until = until if self.settle_until is None else min(self.settle_until, until)
 
@@ -310,10 +331,28 @@ class Attempt:
             else:
                 self._give_up(loss.watch, loss.kind, loss.text)
 
+    def _watch_progress(self) -> None:
+        """Find out who is to blame where the ranks have stopped, and end the attempt."""
+        now = time.monotonic()
+        if self.stopping:
+            return
+        if not self.inquiry.begun and not self.faults and self.inbox.empty():
+            hang = self.watchdog.overdue(now, self.ranks)
+            if hang is not None:
+                self.telling.status(f"no progress for {hang.limit_s:g} s: asking the ranks where they are")
+                self.inquiry.begin(hang)
+        hung = self.inquiry.result(now)
+        if hung is None or not all(fault.victim for fault in self.faults):
+            return
+        watch = self.ranks[hung.rank]
+        watch.fault = watch.fault or hung
+        self._add_fault(hung)
+        self._stop(min(_HUNG_GRACE_S, watch.spec.grace_s))
+
     def _watch_deadlines(self) -> None:
         """Go on with the stopping of the gang when its next moment has come."""
         now = time.monotonic()
-        if self.settle_until is not None and now >= self.settle_until:
+        if self.settle_until is not None and now >= self.settle_until and not self.inquiry.under_way:
             self.settle_until = None
             if not self.stopping:
                 self.telling.status("stopping the other ranks")

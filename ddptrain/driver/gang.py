@@ -222,15 +222,19 @@ class Gang:
         )
         self.futures[spec.rank] = future
         self._worker_of[spec.rank] = slot.worker
-        future.add_done_callback(lambda done: self._on_done(spec.rank, done))
+        future.add_done_callback(lambda done: self._on_done(spec, done))
 
-    def _on_done(self, rank: int, future: Future[str]) -> None:
-        if self.futures.get(rank) is not future:
+    def _on_done(self, spec: RankSpec, future: Future[str]) -> None:
+        if self.futures.get(spec.rank) is not future:
             return  # of an attempt that is over
         if future.status == "error":
-            self.inbox.put(TaskFailed(rank, str(future.exception())))
+            self.inbox.put(TaskFailed(spec.attempt, spec.rank, str(future.exception())))
         elif future.status == "cancelled":
-            self.inbox.put(TaskFailed(rank, f"the Dask scheduler is gone, or the network to it: {self._address}"))
+            self.inbox.put(
+                TaskFailed(
+                    spec.attempt, spec.rank, f"the Dask scheduler is gone, or the network to it: {self._address}"
+                )
+            )
 
     @property
     def connected(self) -> bool:

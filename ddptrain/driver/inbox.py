@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddptrain.errors import DdptrainError
+
 
 @dataclass(frozen=True, slots=True)
 class Notice:
@@ -19,6 +21,7 @@ class Notice:
 class TaskFailed:
     """The Dask task of a rank ended with an error: no rank could be started, or its server died."""
 
+    attempt: int
     rank: int
     message: str
 
@@ -55,5 +58,22 @@ class NotBroughtHome:
     error: BaseException
 
 
-Message = Notice | TaskFailed | WorkerLost | Signalled | BroughtHome | NotBroughtHome
+@dataclass(frozen=True, slots=True)
+class Delayed:
+    """The porter could not, `failures` times in a row, and tries again."""
+
+    rank: int
+    what: str
+    error: BaseException
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResultsLost:
+    """The run directory can't be kept where it belongs any more: the run has to end for `error`."""
+
+    error: DdptrainError
+
+
+Message = Notice | TaskFailed | WorkerLost | Signalled | BroughtHome | NotBroughtHome | Delayed | ResultsLost
 Inbox = queue.SimpleQueue[Message]

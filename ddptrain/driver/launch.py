@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters import state
 from ddptrain.clusters.attached import AttachedCluster
@@ -19,13 +19,20 @@ from ddptrain.config import RankRange, RunConfig
 from ddptrain.configfile import LoadedConfig, dump_config, resolved_config
 from ddptrain.driver import summary
 from ddptrain.driver import verdict as verdicts
+from ddptrain.driver.detach import tell_begun
 from ddptrain.driver.display import open_display
-from ddptrain.driver.inbox import Inbox
+from ddptrain.driver.inbox import Inbox, ResultsLost
 from ddptrain.driver.machine import Offer, offer
 from ddptrain.driver.signals import Signals, signals_to
-from ddptrain.errors import DdptrainError
+from ddptrain.driver.stopping import stop_requests
+from ddptrain.driver.telling import Telling
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.registry import workload_target
+from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id
+from ddptrain.results.record import RunStatus
+from ddptrain.results.remote import RunsDir, open_runs_dir
+from ddptrain.results.runsdir import Keeping, LocalRuns
 from ddptrain.results.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -36,8 +43,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.resume import Choice
     from ddptrain.results.verified import VerifiedCheckpoint
 
-_PORTER_DEADLINE_S = 600.0
-_FIRST_ATTEMPT = 1
+_KEEP_S = 900.0  # for what is still to be uploaded when a run ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class LaunchOptions:
     output: str = "auto"
     resume: str | None = None
     allow_changes: bool = False
+    ready_fd: int | None = None  # of a detached driver: where to tell that the run has begun
 
 
 def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
@@ -61,25 +68,45 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
         state.find(config.cluster.name)
     machine = offer(config.cluster, os.environ) if config.cluster.is_embedded else None
     inbox: Inbox = queue.SimpleQueue()
-    choice = _choice(config, options)
-    with _opened(config, options, choice) as writer, signals_to(inbox) as signals:
-        return _Run(loaded, options, writer, inbox, signals, machine, choice).run()
+    runs = open_runs_dir(config.results.dir)
+    choice = _choice(config, options, runs)
+    with (
+        _kept(config, options, choice, runs) as (folder, keeping),
+        _opened(config, folder, choice) as writer,
+        signals_to(inbox) as signals,
+        stop_requests(writer, signals),
+    ):
+        keeping.begin()
+        if options.ready_fd is not None:
+            tell_begun(options.ready_fd, writer.layout, choice.reason if choice else "")
+        return _Run(loaded, options, writer, inbox, signals, machine, choice, keeping).run()
 
 
-def _choice(config: RunConfig, options: LaunchOptions) -> Choice | None:
+def _choice(config: RunConfig, options: LaunchOptions, runs: RunsDir) -> Choice | None:
     if options.resume is None:
         return None
     from ddptrain.driver.resume import choose
 
-    return choose(Path(config.results.dir), options.resume, config, allow_changes=options.allow_changes)
+    folder = runs.candidates(config.name, options.resume)
+    return choose(folder, options.resume, config, allow_changes=options.allow_changes)
 
 
-def _opened(config: RunConfig, options: LaunchOptions, choice: Choice | None) -> RunWriter:
+@contextmanager
+def _kept(
+    config: RunConfig, options: LaunchOptions, choice: Choice | None, runs: RunsDir
+) -> Iterator[tuple[Path, Keeping]]:
+    """The folder to write the run into, and what keeps it where it belongs; of a run in a store, its lock as well."""
+    resumed = choice.folder if choice is not None else None
+    run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
+    with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:
+        yield (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id, keeping
+
+
+def _opened(config: RunConfig, folder: Path, choice: Choice | None) -> RunWriter:
     text = dump_config(resolved_config(config))
     if choice is not None and choice.folder is not None:
-        return RunWriter.reopen(choice.folder, text)
-    run_id = options.run_id or new_run_id(config.name)
-    return RunWriter.create(Path(config.results.dir), run_id, config.name, text, config.workload)
+        return RunWriter.reopen(folder, text)
+    return RunWriter.create(folder.parent, folder.name, config.name, text, config.workload)
 
 
 class _Run:
@@ -94,15 +121,18 @@ class _Run:
         signals: Signals,
         machine: Offer | None,
         choice: Choice | None,
+        keeping: Keeping,
     ) -> None:
         self.loaded, self.options, self.writer, self.inbox, self.signals = loaded, options, writer, inbox, signals
         self.config: RunConfig = loaded.config
         self.machine = machine
         self.choice = choice
+        self.keeping = keeping
         self.display = open_display(options.output, writer.layout.logs_dir, 0, writer.run_id)
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
         self.began = time.monotonic()
+        keeping.listen(Telling(writer, self.display).warn, lambda error: inbox.put(ResultsLost(error)))
 
     def _cluster(self) -> Cluster:
         if self.machine is not None:
@@ -119,12 +149,11 @@ class _Run:
         try:
             verdict = self._train()
         except BaseException as error:
-            verdict = verdicts.of_error(error, self.writer)
-            self._end(verdict)
+            verdict = self._end(verdicts.of_error(error, self.writer))
             if not isinstance(error, DdptrainError):
                 raise
         else:
-            self._end(verdict)
+            verdict = self._end(verdict)
         return int(verdict.exit_code)
 
     def _train(self) -> verdicts.Verdict:
@@ -208,7 +237,7 @@ class _Run:
         return lambda workers: check_cluster(client, workers, needs)
 
     def _greet(self) -> None:
-        self.display.notice(f"run {self.writer.run_id} in {self.writer.layout.root}")
+        self.display.notice(f"run {self.writer.run_id} in {self.writer.layout.where}")
         if self.choice is not None:
             self.display.notice(self.choice.reason)
         if self.machine is not None:
@@ -217,14 +246,42 @@ class _Run:
         else:
             self.display.status(f"connecting to {self.cluster.words}")
 
-    def _end(self, verdict: verdicts.Verdict) -> None:
-        """Write the end into run.json, then show it: whoever sees the last line finds the file true."""
-        self.writer.finish(verdict.status, verdict.exit_code, verdict.failure)
-        duration_s = time.monotonic() - self.began
-        last_event = summary.last_event(self.writer, verdict, duration_s)
-        self.writer.event(last_event)
+    def _end(self, verdict: verdicts.Verdict) -> verdicts.Verdict:
+        """Write the end into run.json, then show it: whoever sees the last line finds the file true.
+
+        The verdict changes where a run that has succeeded can't be kept where it belongs.
+        """
+        verdict = self._flushed(verdict)
+        last_event = self._finish(verdict)
+        if (kept := self._flushed(verdict)) is not verdict:
+            verdict, last_event = kept, self._finish(kept)
+        duration_s = float(last_event["duration_s"])
         display = self.display
         if verdict.cause:
             display.notice(f"run {self.writer.run_id} {verdict.status}: {verdict.cause}", level="error")
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
         display.close(sizes, summary.lines(self.writer, verdict, duration_s), last_event)
+        return verdict
+
+    def _finish(self, verdict: verdicts.Verdict) -> dict[str, Any]:
+        """Write how the run ended; return the last event."""
+        self.writer.finish(verdict.status, verdict.exit_code, verdict.failure)
+        last_event = summary.last_event(self.writer, verdict, time.monotonic() - self.began)
+        self.writer.event(last_event)
+        return last_event
+
+    def _flushed(self, verdict: verdicts.Verdict) -> verdicts.Verdict:
+        """The verdict once everything is where it belongs, or a failure where it would be a success and is not."""
+        asked_to_go = bool(self.signals.taken) or verdict.status == RunStatus.PREEMPTED
+        deadline_s = self.config.failure.grace_s if asked_to_go else _KEEP_S
+        try:
+            with nullcontext() if self.signals.taken else self.signals.interrupting():
+                problem = self.keeping.flush(deadline_s)
+        except Interrupted:
+            problem = self.keeping.flush(0.0)
+        if not problem:
+            return verdict
+        if verdict.exit_code == ExitCode.SUCCEEDED:
+            return verdicts.of_error(ResultsError(problem), self.writer)
+        self.display.notice(problem, level="warning")
+        return verdict

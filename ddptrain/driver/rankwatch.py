@@ -9,6 +9,7 @@ from ddptrain import events
 from ddptrain.driver.cause import Fault
 from ddptrain.driver.gang import Place
 from ddptrain.driver.mirror import SpoolMirror
+from ddptrain.errors import DdptrainError
 from ddptrain.results.record import RankRecord
 from ddptrain.spec import RankExit, RankSpec
 
@@ -59,13 +60,16 @@ class RankWatch:
 class Outcome:
     """How an attempt ended: by a fault, by a signal to the driver, by a notice that a host goes, or well (none).
 
-    `notice` says in words who was told to go, where the ranks were asked to save and end.
+    `notice` says in words who was told to go, where the ranks were asked to save and end; `loss` is why the ranks
+    were stopped, where the run directory can't be kept; `leaving` says that a worker is about to end.
     """
 
     ranks: Sequence[RankWatch]
     fault: Fault | None
     signum: int | None
     notice: str | None = None
+    loss: DdptrainError | None = None
+    leaving: bool = False
 
     @property
     def finished(self) -> bool:

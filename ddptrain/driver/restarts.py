@@ -39,7 +39,7 @@ class Restarts:
 
     def after(self, outcome: Outcome, step: int | None, *, scheduler_is_there: bool) -> Again | Enough:
         """What follows an attempt; `step` is the last one that the failed rank had logged."""
-        if outcome.signum is not None or (outcome.fault is None and outcome.notice is None):
+        if outcome.signum is not None or outcome.loss is not None or (outcome.fault is None and outcome.notice is None):
             return Enough()
         if self._exhausted(lost := _lost(outcome)):
             return Enough()

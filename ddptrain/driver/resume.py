@@ -14,6 +14,7 @@ from ddptrain.configfile import resolved_config, without_secrets
 from ddptrain.errors import UsageError
 from ddptrain.results.find import RunView, find_run, list_runs, load_run
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.origin import where_of
 from ddptrain.results.record import RunStatus
 from ddptrain.wording import shown
 
@@ -66,7 +67,7 @@ def _auto(runs_dir: Path, config: RunConfig) -> Choice:
                 None, f"starting afresh: run {view.run_id} {_how_it_ended(view)}, but had {', '.join(changes)}"
             )
         return Choice(view.layout.root, f"going on with run {view.run_id}, which {_how_it_ended(view)}")
-    return Choice(None, f"starting afresh: there is no run named {config.name} to resume in {runs_dir}")
+    return Choice(None, f"starting afresh: there is no run named {config.name} to resume in {where_of(runs_dir)}")
 
 
 def _how_it_ended(view: RunView) -> str:

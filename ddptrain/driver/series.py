@@ -69,21 +69,21 @@ class Series:
                         self.telling.warn(f"not started again: {reason}")
                     return verdict
                 case Again() as again:
-                    self._prepare_another(again)
+                    self._prepare_another(again, leaving=outcome.leaving)
 
     def _reached(self, outcome: Outcome, rank: int) -> int | None:
         """The last step that a rank has logged, or else the one that it went on from."""
         step = outcome.ranks[rank].step
         return self.checkpoint.step if step is None and self.checkpoint else step
 
-    def _prepare_another(self, again: Again) -> None:
+    def _prepare_another(self, again: Again, *, leaving: bool) -> None:
         self.scene.gang.end_attempt()
         self.checkpoint = newest_verified(self.scene.writer.layout, self.telling.warn)
         whence = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
         self.telling.warn(f"starting the ranks again in {again.pause_s:g} s, {whence} ({again.count})")
         with self.scene.signals.interrupting():
             time.sleep(again.pause_s)
-        self.scene.cluster.mend()
+        self.scene.cluster.mend(leaving=leaving)
 
     def _attempt(self, places: Sequence[Place]) -> Outcome:
         scene = self.scene
@@ -96,14 +96,14 @@ class Series:
         self.telling.event(
             "run_started",
             run_id=scene.writer.run_id,
-            run_dir=str(scene.writer.layout.root),
+            run_dir=scene.writer.layout.where,
             world_size=len(places),
             attempt=number,
             resumed_from=self.checkpoint.step if self.checkpoint else None,
         )
         record = AttemptRecord(attempt=number, started_at=utc_now(), world_size=len(places))
         scene.writer.update(world_size=len(places), attempts=(*scene.writer.record.attempts, record))
-        porter = Porter(scene.writer, self.policy, scene.gang.inbox)
+        porter = Porter(scene.writer, self.policy, scene.gang.inbox, self.config.checkpoint.max_failures)
         start_timeout_s = self.config.cluster.start_timeout_s
         fault = scene.cluster.worker_fault
         try:

@@ -17,7 +17,7 @@ def last_event(writer: RunWriter, verdict: Verdict, duration_s: float) -> dict[s
     return {
         "event": "run_finished",
         "run_id": writer.run_id,
-        "run_dir": str(writer.layout.root),
+        "run_dir": writer.layout.where,
         "status": str(verdict.status),
         "exit_code": int(verdict.exit_code),
         "duration_s": round(duration_s, 3),
@@ -34,7 +34,7 @@ def lines(writer: RunWriter, verdict: Verdict, duration_s: float) -> list[str]:
         told.append(f"  last    {', '.join(figures)}")
     if record.best is not None:
         told.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
-    told.append(f"  results {writer.layout.root}")
+    told.append(f"  results {writer.layout.where}")
     return told
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddptrain import events
-from ddptrain.driver.cause import Fault
+from ddptrain.driver.cause import Fault, Kind, thread_in_words
 from ddptrain.driver.display import Display
 from ddptrain.results.record import EnvironmentValue, RankRecord
 from ddptrain.results.writer import RunWriter
@@ -72,8 +72,20 @@ class Telling:
                 self.event("failure", rank=rank, **_fields(event))
             case events.CheckpointSaved():
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
+            case events.CheckpointFailed():
+                self._checkpoint_failed(rank, event)
+            case events.ThreadFailure():
+                self.event("thread_failure", rank=rank, **_fields(event))
+                text = f"rank {rank}: thread {event.thread} has ended with {thread_in_words(event)}; the rank goes on"
+                self.display.notice(text, level="warning")
             case _:
                 pass
+
+    def _checkpoint_failed(self, rank: int, event: events.CheckpointFailed) -> None:
+        self.event("checkpoint_failed", rank=rank, **_fields(event))
+        then = "given up" if event.given_up else "trying again"
+        text = f"rank {rank}: checkpoint step-{event.step} could not be written (failure {event.failures} in a row)"
+        self.display.notice(f"{text}, {then}: {event.message}", level="warning")
 
     def _started(self, rank: int, event: events.Started) -> None:
         if rank == 0:
@@ -96,14 +108,15 @@ class Telling:
         self.event("fault", rank=fault.rank, kind=fault.kind, message=fault.line, victim=fault.victim)
         if not fault.victim and fault.line not in self._told:
             self._told.add(fault.line)  # one mistake that fails on every rank is told once
-            self.display.notice(f"rank {fault.rank} failed: {fault.line}", level="error")
+            what = "hung" if fault.kind is Kind.HANG else "failed"
+            self.display.notice(f"rank {fault.rank} {what}: {fault.line}", level="error")
 
     def brought_home(self, rank: int, what: str, path: str) -> None:
         """A checkpoint or a file of a rank is in the run directory."""
         self.event("brought_home", rank=rank, what=what, path=path)
 
 
-def _fields(event: events.Failure) -> dict[str, Any]:
+def _fields(event: events.Event) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(event).items() if name != "time_ns"} | {
         "rank_time_ns": event.time_ns
     }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ddptrain.driver.cause import Kind, ranks_in_words
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.record import FailureRecord, RunStatus
@@ -32,6 +33,8 @@ def of_outcome(outcome: Outcome, writer: RunWriter) -> Verdict:
     """The verdict on an attempt that was watched to its end."""
     if outcome.finished and not outcome.fault:
         return Verdict(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
+    if outcome.loss is not None:
+        return of_error(outcome.loss, writer)
     if outcome.notice is not None and writer.record.checkpoints:
         return _preempted(outcome.notice, writer)
     if outcome.signum is not None:
@@ -56,7 +59,7 @@ def _gone(notice: str) -> Verdict:
 
 def _failed(outcome: Outcome, fault: Fault, layout: RunLayout) -> Verdict:
     watch = outcome.ranks[fault.rank]
-    log = str(layout.log(fault.rank))
+    log = layout.told(layout.log(fault.rank))
     failure = FailureRecord(
         rank=fault.rank,
         host=watch.record().host,
@@ -67,24 +70,20 @@ def _failed(outcome: Outcome, fault: Fault, layout: RunLayout) -> Verdict:
         log=log,
     )
     place = f"rank {fault.rank} on {failure.host}"
-    cause = f"{place} failed first: {fault.line}{_others(outcome.ranks, fault.rank)}; log: {log}"
+    what = "hung" if fault.kind is Kind.HANG else "failed first"
+    cause = f"{place} {what}: {fault.line}{_others(outcome.ranks, fault.rank)}; log: {log}"
     return Verdict(RunStatus.FAILED, fault.exit_code, cause, failure)
 
 
 def _others(ranks: Sequence[RankWatch], first: int) -> str:
-    """Who failed in the same way by itself: one mistake in the code fails on every rank."""
+    """Who failed in the same way by itself (one mistake in the code fails on every rank), and who only lost a peer."""
     first_fault = ranks[first].fault
-    if first_fault is None:
-        return ""
-    same = [
-        str(watch.spec.rank)
-        for watch in ranks
-        if watch.spec.rank != first
-        and watch.fault is not None
-        and not watch.fault.victim
-        and watch.fault.line == first_fault.line
-    ]
-    return f" (likewise rank {', '.join(same)})" if same else ""
+    others = [(watch.spec.rank, watch.fault) for watch in ranks if watch.spec.rank != first and watch.fault is not None]
+    victims = [rank for rank, fault in others if fault.victim]
+    same = [rank for rank, fault in others if not fault.victim and first_fault and fault.line == first_fault.line]
+    parts = [f"likewise rank {ranks_in_words(same)}"] if same else []
+    parts += [f"only victims: rank {ranks_in_words(victims)}"] if victims else []
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def of_error(error: BaseException, writer: RunWriter) -> Verdict:

@@ -30,16 +30,14 @@ class Stage(StrEnum):
 class Watched(Protocol):
     """What is asked of a rank."""
 
+    spec: RankSpec
+    entered: bool
+    finished: bool
+    submitted_at: float
+
     @property
-    def spec(self) -> RankSpec: ...
-    @property
-    def entered(self) -> bool: ...
-    @property
-    def finished(self) -> bool: ...
-    @property
-    def over(self) -> bool: ...
-    @property
-    def submitted_at(self) -> float: ...
+    def over(self) -> bool:
+        """Whether nothing more will come of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,64 +1,78 @@
-"""A checkpoint's files: weights as safetensors, the rest as a state that loads without executing a pickle."""
+"""A checkpoint's files: tensors as safetensors, the rest as a state that loads without executing a pickle.
+
+The files are written here, not by safetensors and torch.save: in large pieces that leave the interpreter to the
+training thread, hashed on the way, and with an OSError that says what the disk said.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
 from ddptrain.events import StagedFile
+from ddptrain.rank.snapshot import SAFETENSORS_TYPES, Snapshot, unwrapped
 
 MODEL_FILE = "model.safetensors"
+TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt says where each belongs
 STATE_FILE = "state.pt"
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 4 << 20
+_LARGE_BYTES = 1 << 20
+_ELSEWHERE = "ddptrain.tensor"  # {this: name} in state.pt stands for the tensor of that name in TENSORS_FILE
 
 
-def write(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    step: int,
-    epoch: float | None,
-    metrics: Mapping[str, float],
-    more: Mapping[str, Any],
-) -> tuple[StagedFile, ...]:
-    """Write the weights and the state into a new `folder`; return the files with their sizes and hashes.
+def write(folder: Path, snapshot: Snapshot, ranks: list[Any] | None = None) -> tuple[StagedFile, ...]:
+    """Write a snapshot, and what each of the `ranks` adds, into a new `folder`; return the files and their hashes.
 
     Raises:
-        TypeError: `more` holds something that would only load by executing a pickle.
+        OSError: the disk is full, or worse.
     """
     folder.mkdir(parents=True)
-    save_model(_unwrapped(model), str(folder / MODEL_FILE))
-    state = {
-        "step": int(step),
-        "epoch": epoch,
-        "metrics": dict(metrics),
-        "optimizer": optimizer.state_dict() if optimizer is not None else None,
-        "extra": {name: _state_of(value) for name, value in more.items()},
-    }
-    _save_state(state, folder / STATE_FILE)
-    return tuple(_staged(folder / name) for name in (MODEL_FILE, STATE_FILE))
+    large: dict[str, Tensor] = {}
+    state = _map(snapshot.state, Tensor, lambda tensor: _set_aside(tensor, large))
+    file = io.BytesIO()
+    torch.save({**state, "ranks": ranks}, file)
+    files = [_write_file(folder / MODEL_FILE, _safetensors(snapshot.weights, snapshot.tied))]
+    if large:
+        files.append(_write_file(folder / TENSORS_FILE, _safetensors(large, {})))
+    files.append(_write_file(folder / STATE_FILE, [file.getbuffer()]))
+    return tuple(files)
 
 
 def read(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
 ) -> dict[str, Any]:
-    """Load a checkpoint into `model` and `optimizer`; return its state: step, epoch, metrics and extra.
+    """Load a checkpoint into `model` and `optimizer`; return its state: step, epoch, metrics, extra and ranks.
 
     Raises:
         RuntimeError: the weights don't fit the model; missing and unexpected names are told.
     """
-    load_model(_unwrapped(model), folder / MODEL_FILE, device=str(device))
-    state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location=device, weights_only=True)
+    state = read_state(folder)
+    weights: dict[str, Any] = load_file(folder / MODEL_FILE, device=str(device))
+    with safe_open(folder / MODEL_FILE, framework="pt") as file:
+        tied = file.metadata() or {}
+    weights |= {name: weights[kept] for name, kept in tied.items() if kept in weights}
+    unwrapped(model).load_state_dict({**weights, **(state.pop("model", None) or {})})
     if optimizer is not None and state["optimizer"] is not None:
         optimizer.load_state_dict(state["optimizer"])
     return state
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """All of a checkpoint but the weights, on the CPU."""
+    state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    large = load_file(folder / TENSORS_FILE) if (folder / TENSORS_FILE).exists() else {}
+    found: dict[str, Any] = _map(state, dict, lambda item: _fetched(item, large))
+    return found
 
 
 def hash_file(path: Path) -> tuple[int, str]:
@@ -72,29 +86,67 @@ def hash_file(path: Path) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _staged(path: Path) -> StagedFile:
-    size, digest = hash_file(path)
-    return StagedFile(path.name, size, digest)
+def _set_aside(tensor: Tensor, large: dict[str, Tensor]) -> Any:
+    if (
+        tensor.numel() * tensor.element_size() < _LARGE_BYTES
+        or tensor.dtype not in SAFETENSORS_TYPES
+        or tensor.is_sparse
+    ):
+        return tensor
+    name = str(len(large))
+    large[name] = tensor
+    return {_ELSEWHERE: name}
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+def _fetched(item: dict[Any, Any], large: Mapping[str, Tensor]) -> Any:
+    return large[item[_ELSEWHERE]] if item.keys() == {_ELSEWHERE} else item
 
 
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
+def _map(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
+    """`value` with each `kind` in its containers changed; a container's items come before itself."""
+    if type(value) in (list, tuple, set):
+        value = type(value)(_map(item, kind, change) for item in value)
+    elif isinstance(value, dict):
+        value = type(value)((key, _map(item, kind, change)) for key, item in value.items())
+    return change(value) if isinstance(value, kind) else value
 
 
-def _save_state(state: dict[str, Any], path: Path) -> None:
-    """Save, and prove that it loads with weights_only: better to fail now than when it is needed."""
-    with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterable[memoryview]:
+    """The bytes of a safetensors file: the header's length, the header, and the tensors without a gap between."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    # Wide types first: so each tensor lies at a multiple of its elements' size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        octets: Any = tensors[name].reshape(-1).view(torch.uint8).numpy()
+        yield memoryview(octets)
+
+
+def _write_file(path: Path, pieces: Iterable[memoryview]) -> StagedFile:
+    """Write and hash at once; the file is on the disk for good when this returns."""
+    digest = hashlib.sha256()
+    size = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        torch.load(path, map_location="meta", weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            "checkpoint state must load without executing a pickle: give numbers, text, lists, dictionaries, tensors, "
-            f"or objects with state_dict() ({error})"
-        ) from error
+        for piece in pieces:
+            for start in range(0, len(piece), _CHUNK_BYTES):
+                chunk = piece[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                size += len(chunk)
+                while chunk:
+                    chunk = chunk[os.write(descriptor, chunk) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return StagedFile(path.name, size, digest.hexdigest())

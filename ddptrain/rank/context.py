@@ -6,35 +6,53 @@ import itertools
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ddptrain import events
-from ddptrain.rank import checkpoint
+from ddptrain.rank import checkpoint, randomstate
+from ddptrain.rank.agreement import Calls, Due, GangStore, Preempted
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.saver import Save, Saver, done_key, state_key
+from ddptrain.rank.snapshot import HostBuffers, plain_bytes
 from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["Preempted", "RankContext", "Resumed"]
+
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a resumed run goes on: `step` and `epoch` are those of the checkpoint, `data` the extra state saved."""
+    """Where a resumed run goes on: `step` and `epoch` are those of the checkpoint, `data` the extra state saved.
+
+    `world_size` is how many ranks saved it; `rank_state` is this rank's own, None where there were more or fewer.
+    """
 
     step: int
     epoch: float | None
     data: Mapping[str, Any]
+    rank_state: Any = None
+    world_size: int = 0
 
 
 class RankContext:
     """A rank's view of its run; the process group is up while a workload holds one."""
 
-    def __init__(self, spec: RankSpec, emitter: Emitter, device: torch.device) -> None:
+    def __init__(self, spec: RankSpec, emitter: Emitter, device: torch.device, calls: Calls | None = None) -> None:
+        """`calls` counts those of checkpoint, and may be told to end before there is a context."""
         self._spec = spec
         self._emitter = emitter
         self._counter = itertools.count()
+        self._calls = calls or Calls(spec, GangStore(spec))
+        self._store = self._calls.store
+        self._due = Due(spec, self._store)
+        self._buffers = HostBuffers()
+        self._saver = Saver(spec, emitter, self._store)
+        self._saves = 0
         self.device = device
 
     @property
@@ -71,6 +89,11 @@ class RankContext:
     def node_rank(self) -> int:
         """This host among the run's hosts."""
         return self._spec.node_rank
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the run has been told to end: the next calls of checkpoint will save, and not return."""
+        return self._calls.told_to_end
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
@@ -114,36 +137,110 @@ class RankContext:
         epoch: float | None = None,
         metrics: Mapping[str, float | torch.Tensor] | None = None,
         last: bool = False,
+        rank_state: Any = None,
         **more: Any,
     ) -> bool:
-        """Save a checkpoint and hand it over; every rank calls it, rank 0 writes. Returns whether one was due.
+        """Save a checkpoint if one is due, and hand it over; every rank calls it equally often. Returns whether it was.
 
-        With `epoch` (counted from 1) given, `checkpoint.every_epochs` decides; `last` always saves. `more` is anything
-        with state_dict(), or plain data: numbers, text, lists, dictionaries, tensors. DDP's wrapper is taken off.
+        It may be called after every step: due is the `last`, one whose `epoch` (from 1) is whole and divided by
+        `checkpoint.every_epochs`, one at or after a multiple of `every_steps`, and one when `every_s` are over; with
+        no epoch and neither of these, every one. `more` is anything with state_dict(), or plain data: numbers, text,
+        lists, dictionaries, tensors; it is rank 0's, `rank_state` is each rank's own. The random states of all ranks
+        are saved as well. The call returns once all is copied; a thread writes it.
 
         Raises:
             TypeError: something can't be saved in a form that loads without executing a pickle.
+            OSError: a checkpoint before could not be written, `checkpoint.max_failures` times in a row.
+            Preempted: the ranks were told to end, and this is the call with which all do; it has been saved.
         """
-        every = self._spec.every_epochs
-        if not (last or epoch is None or (every is not None and int(epoch) % every == 0)):
+        call = self._calls.enter()
+        if self._saver.error is not None:
+            self._saver.raise_error()
+        due = self._due.now(call, step, epoch)
+        ends = self._calls.told_to_end and self._calls.is_last(call)
+        if not (due or last or ends):
             return False
-        if self.rank == 0:
-            folder = self._new_staging("checkpoint")
-            numbers = {str(name): _number(name, value) for name, value in (metrics or {}).items()}
-            files = checkpoint.write(folder, model, optimizer, step=step, epoch=epoch, metrics=numbers, more=more)
-            self._emitter.emit(
-                events.CheckpointSaved(
-                    time.time_ns(), int(step), folder.name, files, _optional("epoch", epoch), numbers
-                )
-            )
+        self._save(model, optimizer, int(step), _optional("epoch", epoch), metrics or {}, rank_state, more)
+        if not self._spec.asynchronous or ends:
+            self._saver.wait()
+        if ends and not last:
+            self._emitter.emit(events.Preempted(time.time_ns(), int(step)))
+            raise Preempted
         return True
 
-    def resume(self, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Resumed | None:
-        """Load the state to go on from into `model` and `optimizer`; None where there is nothing to resume."""
+    def _save(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        epoch: float | None,
+        metrics: Mapping[str, float | torch.Tensor],
+        rank_state: Any,
+        more: Mapping[str, Any],
+    ) -> None:
+        own = plain_bytes({"random": randomstate.capture(self.device), "rank_state": rank_state})
+        self._saves += 1
+        if self.rank != 0:
+            self._store.set(state_key(self._saves, self.rank), own)
+            return
+        numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+        self._saver.wait()  # for the one before, whose memory is used again
+        state = {"step": step, "epoch": epoch, "metrics": numbers, "extra": dict(more), "world_size": self.world_size}
+        copied = self._buffers.take(model, optimizer, state)
+        self._saver.start(Save(self._saves, step, epoch, numbers, self._new_staging("checkpoint"), copied, own))
+        self._due.saved()
+
+    def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:
+        """Complete what is being saved; whether that was possible in time. The workload calls no more.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self.rank == 0:
+            return self._saver.wait(deadline_s, hurry=failed)
+        if not failed:
+            with suppress(RuntimeError):
+                self._store.set(done_key(self.rank), "")
+        return True
+
+    def resume(
+        self, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any
+    ) -> Resumed | None:
+        """Load the state to go on from into what it is given; None where there is nothing to resume.
+
+        `more` are objects with load_state_dict(), named as in checkpoint(). With as many ranks as before, this rank's
+        random states are put back, too; else they are new ones.
+        """
         if not self._spec.resume_from:
             return None
         state = checkpoint.read(Path(self._spec.resume_from), model, optimizer, self.device)
-        return Resumed(state["step"], state["epoch"], state["extra"])
+        extra: dict[str, Any] = state["extra"]
+        for name, value in more.items():
+            if name in extra:
+                value.load_state_dict(extra[name])
+            else:
+                self._note(f"the checkpoint of step {state['step']} holds no {name!r}: it begins afresh")
+        self._due.step = state["step"]
+        ranks = state.get("ranks") or []
+        own = ranks[self.rank] if len(ranks) == self.world_size else None
+        data = {name: _on(self.device, value) for name, value in extra.items() if name not in more}
+        self._restore_random(ranks, own)
+        rank_state = own["rank_state"] if own else None
+        return Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or self.world_size)
+
+    def _restore_random(self, ranks: list[Any], own: Any) -> None:
+        if own:
+            randomstate.restore(own["random"], self.device)
+        elif ranks:
+            self._note(
+                f"the checkpoint is of {len(ranks)} ranks, this is rank {self.rank} of {self.world_size}: it goes on "
+                "where they were, and the ranks' random states are new"
+            )
+            randomstate.reseed(ranks[0]["random"], self.rank)
+
+    def _note(self, text: str) -> None:
+        if self.rank == 0:
+            self._emitter.emit(events.Note(time.time_ns(), text))
 
     def _new_staging(self, kind: str) -> Path:
         return Path(self._spec.staging) / f"{kind}-{next(self._counter)}"
@@ -161,6 +258,15 @@ def _integer(name: str, value: Any) -> int | None:
     if number is not None and int(number) != number:
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     return None if number is None else int(number)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """Plain data with its tensors on the device."""
+    if type(value) in (list, tuple, set):
+        return type(value)(_on(device, item) for item in value)
+    if isinstance(value, dict):
+        return {key: _on(device, item) for key, item in value.items()}
+    return value.to(device) if hasattr(value, "to") else value
 
 
 def _optional(name: str, value: Any) -> float | None:

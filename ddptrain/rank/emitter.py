@@ -18,6 +18,7 @@ class Emitter:
         self._fd = fd
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._torn = False
         self._progress_at_ns = 0
 
     def emit(self, event: events.Event) -> None:
@@ -26,8 +27,10 @@ class Emitter:
             return
         data = events.encode(event)
         with self._lock:
+            data = b"\n" + data if self._torn else data  # a full disk has cut a line off: this one is not to suffer
             while data:
                 data = data[os.write(self._fd, data) :]
+                self._torn = bool(data)
 
     def progress(self, done: float, total: float | None, unit: str) -> None:
         """Append a Progress event, at most ten a second; the last one (done == total) always goes."""

@@ -1,10 +1,17 @@
-"""What an exception that leaves the user's code says: its traceback, and whether it is only a victim's."""
+"""What an exception that leaves the user's code says: its traceback, and whether it is only a victim's.
+
+An exception in a DataLoader's worker comes to the rank as text inside another of the same type: it is taken apart
+again, so that the person reads the frames and the words of the real one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from ddptrain import events
@@ -21,16 +28,48 @@ _LOST_PEER_WORDS = (
     "recvvalue failed",
     "sendbytes failed",
     "ncclremoteerror",
-    "application timeout caused pair closure",
     "connectfullmesh failed",
-    "timed out waiting for clients",
+)
+# What a rank says that has waited in vain for another one, in gloo's, NCCL's and the store's words.
+_TIMED_OUT_WORDS = (
+    "timed out waiting",
+    "timed out in blocking wait",
+    "application timeout caused pair closure",
+    "failed to pass monitoredbarrier",
+    "collective operation timeout",
     "wait timeout",
 )
+_FROM_LOADER = re.compile(
+    r"Caught (?P<type>\w+) in (?P<where>[^\n]+)\.\nOriginal (?P<trace>Traceback \(most recent call last\):\n.*)",
+    re.DOTALL,
+)
+_WRAPPER = re.compile(r"^[\w.]+: [\"']?Caught \w+ in ", re.MULTILINE)
+_LOADERS_OWN = re.compile(r'  File ".*/torch/utils/data/_utils/(worker|fetch|pin_memory)\.py", line .*\n(    .*\n)*')
 
 
 def failure(error: BaseException, phase: str) -> events.Failure:
     """The event that tells of an exception that ends the rank, as of now."""
-    return _event(type(error).__qualname__, str(error), user_traceback(error), phase, lost_peer=lost_peer(error))
+    text, trace = _text(error), user_traceback(error)
+    if (wrapped := _FROM_LOADER.match(text)) is not None:
+        return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
+    failed = _event(type(error).__qualname__, str(error), trace, phase)
+    return dataclasses.replace(failed, lost_peer=lost_peer(error), timed_out=timed_out(error))
+
+
+def _text(error: BaseException) -> str:
+    """What the exception was given, where that is a text: str() of a KeyError puts it in quotes."""
+    return str(error.args[0]) if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+
+
+def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
+    """Message and traceback of the exception that a DataLoader's worker had, and how it reached the rank."""
+    trace = wrapped["trace"].rstrip("\n") + "\n"
+    last = list(re.finditer(rf"^(?:[\w.]+\.)?{wrapped['type']}(?::\ |$)", trace, re.MULTILINE))
+    message = trace[last[-1].end() :].strip() if last else ""
+    frames = _WRAPPER.split(outer, maxsplit=1)[0]
+    came = f"\nIn {wrapped['where']}, which this rank was waiting for:\n\n{frames}"
+    first, line_end, rest = message.partition("\n")
+    return f"{first} (in {wrapped['where']}){line_end}{rest}", _LOADERS_OWN.sub("", trace) + came
 
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
@@ -38,9 +77,7 @@ def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
     return _event("SystemExit", f"sys.exit({stop.code!r})", user_traceback(stop), phase, exit_code=exit_code(stop))
 
 
-def _event(
-    kind: str, message: str, trace: str, phase: str, *, exit_code: int | None = None, lost_peer: bool = False
-) -> events.Failure:
+def _event(kind: str, message: str, trace: str, phase: str, *, exit_code: int | None = None) -> events.Failure:
     return events.Failure(
         time.time_ns(),
         type=kind,
@@ -48,7 +85,6 @@ def _event(
         traceback=clipped(trace, 100_000),
         phase=phase,
         exit_code=exit_code,
-        lost_peer=lost_peer,
     )
 
 
@@ -75,10 +111,25 @@ def _dispatch_file() -> str:
 
 def lost_peer(error: BaseException) -> bool:
     """Whether the error only says that another rank has gone."""
-    if not isinstance(error, RuntimeError | ConnectionError | OSError):  # torch's DistError tree is below RuntimeError
-        return False
+    return _is_of_torch(error) and _says(error, _LOST_PEER_WORDS)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether the error only says that another rank has not come to a collective operation."""
+    return _is_of_torch(error) and _says(error, _TIMED_OUT_WORDS)
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Whether the error may be one of torch.distributed's, not that of the user's own connection to elsewhere."""
+    if isinstance(error, OSError):
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        return any("/torch/distributed/" in file for file in files)
+    return isinstance(error, RuntimeError)  # torch's DistError tree is below it
+
+
+def _says(error: BaseException, words: Iterable[str]) -> bool:
     text = str(error).lower()
-    return any(words in text for words in _LOST_PEER_WORDS)
+    return any(some in text for some in words)
 
 
 def clipped(text: str, limit: int) -> str:

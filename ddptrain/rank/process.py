@@ -7,6 +7,7 @@ down or any other clean-up runs, so that the first failing rank can be told from
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime as dt
 import faulthandler
 import importlib
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain import events
 from ddptrain.rank import faults, orders, procs
+from ddptrain.rank.agreement import Calls, GangStore, Preempted
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.loading import load_function
 from ddptrain.rank.orders import Orders
@@ -32,6 +34,8 @@ from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from ddptrain.rank.context import RankContext
 
 _COLD = (
     "ranks start cold, some seconds slower: the environment sets variables that only a fresh program reads "
@@ -110,6 +114,8 @@ class _Rank:
         self.phase = "setup"
         self.finished = False
         self.failed = False
+        self.calls = Calls(spec, GangStore(spec))
+        self.context: RankContext | None = None
 
     def run(self) -> int:
         """Run all phases; return the exit code. A clean return of the user's function is a success, come what may."""
@@ -121,7 +127,7 @@ class _Rank:
             function = load_function(self.spec.workload)
             self._dispatch(function, device)
         except SystemExit as stop:
-            if not self.failed:
+            if not self.failed and not isinstance(stop, Preempted):
                 self._exit_event(stop)
             return faults.exit_code(stop)
         except BaseException as error:
@@ -140,11 +146,13 @@ class _Rank:
             self.orders.post(orders.NOTICED)
 
         def stop() -> None:
+            self._complete_saves()
             if signal.getsignal(signal.SIGTERM) is notice:  # else the user's own handler has a say
                 procs.die_of_sigterm()
 
         signal.signal(signal.SIGTERM, notice)
         self.orders.on(orders.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
+        self.orders.on(orders.PREEMPT, self.calls.tell_to_end)
         self.orders.on(orders.STOP, stop)
         self.orders.on(orders.STACKS, Stacks(self.spec, self.emitter).tell)
         self.orders.listen()
@@ -207,15 +215,32 @@ class _Rank:
         self._meet()
         self.phase = "train"
         self.emitter.emit(events.Entered(time.time_ns()))
+        self.context = RankContext(self.spec, self.emitter, device, self.calls)
         try:
-            function(RankContext(self.spec, self.emitter, device), **self.spec.params)
+            try:
+                function(self.context, **self.spec.params)
+            except SystemExit as stop:
+                if faults.exit_code(stop) == 0:
+                    self.context.close()
+                raise
+            self.context.close()
+        except Preempted:
+            raise
         except SystemExit as stop:
             self._exit_event(stop)
+            self._complete_saves()
             raise
         except BaseException as error:
             self._failure_event(error)
+            self._complete_saves()
             raise
         self._finish()
+
+    def _complete_saves(self) -> None:
+        """The failure has been told, or the gang is being stopped: a checkpoint that is being written is still kept."""
+        if self.context is not None:
+            with contextlib.suppress(Exception):
+                self.context.close(self.spec.grace_s, failed=True)
 
     def _meet(self) -> None:
         """Wait for all ranks: one that fails or ends at once would look like a lost peer to those still connecting."""

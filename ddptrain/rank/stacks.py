@@ -6,6 +6,7 @@ the stacks into a file of its own.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hashlib
 import itertools
@@ -32,11 +33,16 @@ class Stacks:
         self._spec = spec
         self._emitter = emitter
         self._counter = itertools.count()
-        self._dump = (Path(spec.staging) / STACKS_DUMP).open("wb")  # open from the start: C code can open no file
-        faulthandler.register(STACKS_SIGNAL, file=self._dump, all_threads=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        dump_fd = os.open(Path(spec.staging) / STACKS_DUMP, flags, 0o600)  # from the start: C code can open no file
+        faulthandler.register(STACKS_SIGNAL, file=dump_fd, all_threads=True)
 
     def tell(self) -> None:
         """Write the stacks of all threads, and say where the main thread is; called in any other thread."""
+        with contextlib.suppress(OSError):  # a full disk must not end the thread that takes orders
+            self._tell()
+
+    def _tell(self) -> None:
         frames = sys._current_frames()  # noqa: SLF001  # no other way is there
         main = frames.get(threading.main_thread().ident or 0)
         self._emitter.emit(events.Stacks(time.time_ns(), main=_innermost_first(main), sequence=_sequence()))
@@ -50,7 +56,7 @@ class Stacks:
 
 def _innermost_first(frame: FrameType | None) -> tuple[str, ...]:
     """The frames as "file:line function"; of very many the innermost."""
-    found = []
+    found: list[str] = []
     while frame is not None and len(found) < _MOST_FRAMES:
         found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back

@@ -60,7 +60,7 @@ class CheckpointShelf:
         versions: Mapping[str, str],
     ) -> Path:
         """Bring a staged checkpoint home, point `latest` and `best` to what they now are, and drop what is
-        too old.
+        too old. The staged files stay.
 
         Raises:
             CheckpointDamaged: it is not what its event says; nothing visible has changed.
@@ -68,7 +68,7 @@ class CheckpointShelf:
         """
         final = self._folder / step_name(event.step)
         incoming = self._folder / f"{INCOMING}{final.name}-{secrets.token_hex(4)}"
-        names = _checked_names(event, source)
+        _check_names(event, source)
         try:
             with naming(incoming):
                 incoming.mkdir(parents=True)
@@ -81,11 +81,6 @@ class CheckpointShelf:
         except BaseException:
             shutil.rmtree(incoming, ignore_errors=True)
             raise
-        for name in (*names, MANIFEST):
-            with suppress(OSError):
-                (source / name).unlink()
-        with suppress(OSError):
-            source.rmdir()
         self._remember(event, policy)
         return final
 
@@ -135,8 +130,17 @@ def _deciding(metrics: Mapping[str, float], policy: CheckpointPolicy) -> float |
     return value if value is not None and math.isfinite(value) else None
 
 
-def _checked_names(event: CheckpointSaved, source: Path) -> list[str]:
-    """The names of the event's files, all of them plain, in a folder without links and folders."""
+def discard_staged(event: CheckpointSaved, source: Path) -> None:
+    """Take away the staged files of a checkpoint that is home."""
+    for file in event.files:
+        with suppress(OSError):
+            (source / file.name).unlink()
+    with suppress(OSError):
+        source.rmdir()
+
+
+def _check_names(event: CheckpointSaved, source: Path) -> None:
+    """Refuse an event whose files' names are not all plain, or a folder that holds links or folders."""
     names = [file.name for file in event.files]
     for name in names:
         if name != Path(name).name or name in ("", ".", "..", MANIFEST) or "\\" in name or not name.isprintable():
@@ -153,7 +157,6 @@ def _checked_names(event: CheckpointSaved, source: Path) -> list[str]:
         raise CheckpointDamaged(f"cannot read the staging folder {source}: {error.strerror}") from error
     if odd:
         raise CheckpointDamaged(f'the staging folder {source} holds "{shown(odd[0])}", which is no plain file')
-    return names
 
 
 def _manifest(event: CheckpointSaved, world_size: int, versions: Mapping[str, str]) -> bytes:

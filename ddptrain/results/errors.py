@@ -3,6 +3,7 @@
 ResultsError             4  the run directory can't be written: disk full, no permission, not a folder
 ├── CheckpointDamaged    4  a staged checkpoint is not what its event says
 ├── FileDamaged          4  a staged file is not what its event says
+├── StoreError           4  an object store can't be reached, or refuses
 └── UnsafePath           1  the training code asked for a path outside its run directory
 """
 
@@ -28,6 +29,10 @@ class CheckpointDamaged(ResultsError):
 
 class FileDamaged(ResultsError):
     """A staged file is not what its event says; nothing visible has changed."""
+
+
+class StoreError(ResultsError):
+    """An object store can't be reached, or refuses; its own error is the cause."""
 
 
 class UnsafePath(ResultsError):

@@ -18,6 +18,7 @@ from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results import lock
 from ddptrain.results.checkpoints import MANIFEST
 from ddptrain.results.layout import LATEST, RunLayout, step_name, step_of
+from ddptrain.results.origin import origin_of, where_of
 from ddptrain.results.record import FailureRecord, RecordError, RunRecord, RunStatus
 from ddptrain.wording import nearest, shown
 
@@ -68,7 +69,7 @@ class RunView:
         return {
             **self.record.as_dict(),
             "duration_s": None if duration_s is None else round(duration_s, 3),
-            "run_dir": str(self.layout.root),
+            "run_dir": self.layout.where,
             "problem": self.problem or None,
         }
 
@@ -122,14 +123,14 @@ def _latest(runs_dir: Path) -> Path:
     runs = list_runs(runs_dir)
     if not runs:
         raise RunNotFound(
-            f"there is no run in {runs_dir} yet; start one with ddptrain train, or say where with --runs-dir"
+            f"there is no run in {where_of(runs_dir)} yet; start one with ddptrain train, or say where with --runs-dir"
         )
     return runs[0].layout.root
 
 
 def _nothing_found(runs_dir: Path, run: str) -> str:
     names = _names(runs_dir)
-    what = f'no run "{shown(run)}" in {runs_dir}'
+    what = f'no run "{shown(run)}" in {where_of(runs_dir)}'
     if os.path.isdir(run):
         what += f', and the folder "{shown(run)}" holds no run.json'
     if not names:
@@ -168,6 +169,8 @@ def load_run(path: Path) -> RunView:
     layout = RunLayout(path)
     try:
         record = _read(layout)
+        if record.status == RunStatus.RUNNING and (origin := origin_of(path)) and origin.alive is not None:
+            return RunView(layout, record if origin.alive else _abandoned(layout, record))
         if record.status == RunStatus.RUNNING and _is_here(record) and not lock.is_held(layout.lock_file):
             record = _read(layout)  # it may just have ended
             if record.status == RunStatus.RUNNING:

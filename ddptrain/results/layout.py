@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
 from ddptrain.results.errors import UnsafePath
+from ddptrain.results.origin import origin_of, where_of
 from ddptrain.wording import shown
 
 LATEST = "latest"
@@ -29,6 +30,20 @@ class RunLayout:
     """Where everything of one run is."""
 
     root: Path
+
+    @property
+    def is_original(self) -> bool:
+        """Whether `root` is the run's own place, and no copy of what is in a store."""
+        return origin_of(self.root) is None
+
+    @property
+    def where(self) -> str:
+        """The run's place as people know it: an address, where `root` is a copy of what is there."""
+        return where_of(self.root)
+
+    def told(self, path: Path) -> str:
+        """A path below `root` as people know it."""
+        return f"{self.where}/{path.relative_to(self.root).as_posix()}"
 
     @property
     def run_json(self) -> Path:
@@ -71,6 +86,16 @@ class RunLayout:
         return self.root / "run.lock"
 
     @property
+    def driver_log(self) -> Path:
+        """What a detached driver printed."""
+        return self.root / "driver.log"
+
+    @property
+    def stop_json(self) -> Path:
+        """What somebody asks of the driver, until it has read it."""
+        return self.root / ".stop.json"
+
+    @property
     def scratch_dir(self) -> Path:
         """The embedded cluster's, while the run is on; no reader looks here."""
         return self.root / ".scratch"
@@ -86,14 +111,21 @@ class RunLayout:
 
     def logs(self) -> dict[int, Path]:
         """The logs there are, by rank, in the order of ranks."""
-        found = ((_LOG_NAME.fullmatch(path.name), path) for path in _entries(self.logs_dir))
+        elsewhere = {self.root / path for path in self._elsewhere("logs/")}
+        found = ((_LOG_NAME.fullmatch(path.name), path) for path in {*_entries(self.logs_dir), *elsewhere})
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def artifacts(self) -> dict[str, int]:
         """The files that ranks handed over: path below artifacts/ -> size in bytes, in the order of paths."""
         files = (path for path in self.artifacts_dir.rglob("*") if path.is_file() and not path.is_symlink())
         sizes = {path.relative_to(self.artifacts_dir).as_posix(): path.stat().st_size for path in files}
+        sizes |= {path.partition("/")[2]: size_bytes for path, size_bytes in self._elsewhere("artifacts/").items()}
         return {path: sizes[path] for path in sorted(sizes) if not PurePosixPath(path).name.startswith(INCOMING)}
+
+    def _elsewhere(self, folder: str) -> dict[str, int]:
+        """What the original of this folder holds there, by path from `root`; it may not have been fetched."""
+        origin = origin_of(self.root)
+        return {path: size for path, size in origin.files.items() if path.startswith(folder)} if origin else {}
 
 
 def _entries(folder: Path) -> list[Path]:

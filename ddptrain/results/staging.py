@@ -1,5 +1,5 @@
-"""Brings staged files home: moved on one file system, copied between two, and only if they are what was
-announced.
+"""Brings staged files home: linked on one file system, copied between two, and only if they are what was
+announced. The staged ones stay, so that one that finds no room can be brought again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import BinaryIO
 from ddptrain.results.errors import ResultsError, naming
 
 _CHUNK_BYTES = 1 << 20
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Parcel:
 
 
 def bring_home(parcels: Sequence[Parcel], damaged: type[ResultsError]) -> None:
-    """Put every file in its place, on the disk for good; the staged ones stay until all have been found good.
+    """Put every file in its place, on the disk for good; the staged ones are for the caller to remove.
 
     Raises:
         ResultsError: a target can't be written; as `damaged`, a staged file is not what was announced.
@@ -38,7 +39,7 @@ def bring_home(parcels: Sequence[Parcel], damaged: type[ResultsError]) -> None:
     if _on_one_file_system(parcels):
         for parcel in parcels:
             _receive(parcel, damaged, None)
-        if _moved(parcels):
+        if _linked(parcels):
             return
     for parcel in parcels:
         with naming(parcel.target), parcel.target.open("xb") as out:
@@ -54,16 +55,14 @@ def _on_one_file_system(parcels: Sequence[Parcel]) -> bool:
         return False
 
 
-def _moved(parcels: Sequence[Parcel]) -> bool:
-    """Move the files; False where the system says that source and target are on different file systems after
-    all.
-    """
+def _linked(parcels: Sequence[Parcel]) -> bool:
+    """Give the files a second name; False where the file system, or the kernel, has none to give."""
     for parcel in parcels:
         with naming(parcel.target):
             try:
-                os.replace(parcel.source, parcel.target)
+                os.link(parcel.source, parcel.target, follow_symlinks=False)
             except OSError as error:
-                if error.errno == errno.EXDEV and parcel is parcels[0]:
+                if error.errno in _NO_LINKS and parcel is parcels[0]:
                     return False
                 raise
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ def read_manifest(folder: Path) -> VerifiedCheckpoint:
         step=int(manifest["step"]),
         epoch=manifest["epoch"],
         world_size=int(manifest["world_size"]),
-        metrics={str(name): value for name, value in manifest["metrics"].items() if isinstance(value, int | float)},
+        metrics={str(name): value for name, value in manifest["metrics"].items() if _is_finite(value)},
         files=(*(str(file["name"]) for file in manifest["files"]), MANIFEST),
     )
 
@@ -76,16 +77,43 @@ def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
-        names = [Path(file["name"]).name == file["name"] for file in manifest["files"]]
-        complete = names and all(names) and {"step", "epoch", "world_size", "metrics"} <= manifest.keys()
     except OSError as error:
         raise CheckpointDamaged(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"{path} is damaged: {error!r}") from error
-    if not complete:
-        raise CheckpointDamaged(f"{path} is damaged: it lists no files, or lacks a field")
-    assert isinstance(manifest, dict)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} is damaged: it is not JSON") from error
+    if not isinstance(manifest, dict) or not _is_complete(manifest):
+        raise CheckpointDamaged(f"{path} is damaged: it lists no files, or a field is missing or of another type")
     return manifest
+
+
+def _is_complete(manifest: dict[str, Any]) -> bool:
+    """Whether all fields that are read later are there, and what they should be."""
+    files = manifest.get("files")
+    return (
+        _is_count(manifest.get("step"))
+        and _is_count(manifest.get("world_size"))
+        and ("epoch" in manifest and (manifest["epoch"] is None or _is_finite(manifest["epoch"])))
+        and isinstance(manifest.get("metrics"), dict)
+        and (isinstance(files, list) and bool(files) and all(map(_is_file, files)))
+    )
+
+
+def _is_file(file: object) -> bool:
+    if not isinstance(file, dict) or not isinstance(name := file.get("name"), str):
+        return False
+    plain = name == Path(name).name and name not in ("", ".", "..", MANIFEST) and name.isprintable()
+    return plain and _is_count(file.get("size_bytes")) and isinstance(file.get("sha256"), str)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _compare(path: Path, size_bytes: int, sha256: str) -> None:

@@ -20,7 +20,7 @@ from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, Usa
 from ddptrain.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.results import artifacts, lock
 from ddptrain.results.atomic import JsonLines, write_whole
-from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
+from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
 from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.find import load_run
 from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
@@ -108,6 +108,8 @@ class RunWriter:
             view = load_run(layout.root)
             if view.problem:
                 raise UsageError(f"run {layout.root.name} can't be resumed: {view.problem}")
+            with naming(layout.stop_json):
+                layout.stop_json.unlink(missing_ok=True)  # the driver before was asked, this one is not
             record = dataclasses.replace(
                 view.record,
                 status=RunStatus.RUNNING,
@@ -192,6 +194,7 @@ class RunWriter:
         final = self._shelf.adopt(event, source, policy, world_size=self._record.world_size, versions=versions)
         self.update(checkpoints=self._shelf.names, best=self._shelf.best)
         self.event({"event": "checkpoint_adopted", "rank": rank, "step": event.step, "folder": final.name})
+        discard_staged(event, source)  # not before all is written: else there would be nothing to try again with
         return final
 
     def adopt_file(self, event: FileSaved, source: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
@@ -59,19 +58,6 @@ class RankServer:
     def has(self, rank_id: str) -> bool:
         """Whether the rank was ordered and has not ended."""
         return rank_id in self._inboxes
-
-    def cpu_s(self, rank_id: str) -> float:
-        """Seconds of the processor that a rank and its children have used; 0.0 where that is not known."""
-        import psutil
-
-        pid = self._pids.get(rank_id)
-        if pid is None:
-            return 0.0
-        with contextlib.suppress(psutil.Error):
-            rank = psutil.Process(pid)
-            times = [process.cpu_times() for process in (rank, *rank.children(recursive=True))]
-            return float(sum(time.user + time.system for time in times))
-        return 0.0
 
     def pid_of(self, rank_id: str) -> int | None:
         """The process of a rank that was started and has not ended."""

@@ -103,13 +103,38 @@ class _RankTask:
             if self.host.leaving and not told_to_leave:
                 told_to_leave = True
                 self._notify(leaving=True)
+            self._look()
             if time.monotonic() - self.told_at > _ALIVE_S:
-                self._notify(alive=True, cpu_s=self.server.cpu_s(self.spec.key))
+                self._notify(alive=True, cpu_s=self.vitals.cpu_s() if self.vitals is not None else 0.0)
+        standin.hand_over_flight_record(self.spool, self.spec)
         self._tell_growth()
-        log_size, events_size = self.spool.sizes()
-        ended = RankExit(self.spec.rank, report["pid"], report["status"], report["time_ns"], log_size, events_size)
+        ended = self._ended(report)
         self._notify(exit=ended.to_json())
         return ended.to_json()
+
+    def _look(self) -> None:
+        """See now and then how the process does: once it has been killed, nothing can be asked any more."""
+        if time.monotonic() - self.looked_at < _MEMORY_S:
+            return
+        if self.memory is not None:
+            self.memory.look()
+        elif (pid := self.server.pid_of(self.spec.key)) is not None:
+            self.vitals, self.memory = Vitals(pid), MemoryWatch(pid)
+        else:
+            return
+        self.looked_at = time.monotonic()
+
+    def _ended(self, report: dict[str, Any]) -> RankExit:
+        """The exit as the rank server reports it, and what lies behind the signal."""
+        oom, timed_out = "", False
+        if report["status"] == -signal.SIGKILL and self.memory is not None:
+            oom = self.memory.why()
+        elif report["status"] == -signal.SIGABRT:
+            timed_out = standin.timed_out(self.spool)
+        sizes = self.spool.sizes()
+        return RankExit(
+            self.spec.rank, report["pid"], report["status"], report["time_ns"], *sizes, oom=oom, timed_out=timed_out
+        )
 
     def _tell_growth(self) -> bool:
         """Tell the driver how far the files are; whether they have grown."""

@@ -38,10 +38,19 @@ class Sizes:
     generated_one_by_one: int = 50
     burst_lines: int = 100_000
     burst_lines_peer: int = 20_000
+    checkpoint_mb: int = 500
+    checkpoints: int = 4
 
 
 QUICK = Sizes(
-    steady_s=0.3, petnames_steps=1, generated=500, generated_one_by_one=5, burst_lines=5_000, burst_lines_peer=1_000
+    steady_s=0.3,
+    petnames_steps=1,
+    generated=500,
+    generated_one_by_one=5,
+    burst_lines=5_000,
+    burst_lines_peer=1_000,
+    checkpoint_mb=20,
+    checkpoints=1,
 )
 
 

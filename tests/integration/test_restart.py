@@ -49,6 +49,22 @@ def steps(ctx, epochs=4, die_in=0, how="kill", always=False, wait_for=""):
             while not os.path.exists(wait_for):
                 time.sleep(0.05)
         ctx.checkpoint(model=model, optimizer=optimizer, step=epoch, epoch=epoch, metrics={}, note=f"of {epoch}")
+
+
+def names(ctx, die_at=0, **params):
+    from ddptrain.workloads.petnames.train import train
+
+    progress, calls = ctx.progress, []
+
+    def dying(*args, **kwargs):
+        progress(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == die_at and ctx.rank == 1 and ctx.attempt == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ctx.progress = dying
+    train(ctx, **params)
 '''
 
 
@@ -75,6 +91,13 @@ class Trainer:
     def record(self, run: str) -> dict[str, Any]:
         record: dict[str, Any] = json.loads((self.cli.folder / "runs" / run / "run.json").read_text())
         return record
+
+    def losses(self, run: str) -> list[tuple[Any, ...]]:
+        """What was logged of each epoch, newest last where a step was taken twice."""
+        text = (self.cli.folder / "runs" / run / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        found = {(line["step"], line["rank"], name): line[name] for line in lines for name in line if "loss" in name}
+        return sorted((*key, value) for key, value in found.items())
 
     def weights(self, run: str, step: int = 4) -> dict[str, bytes]:
         file = self.cli.folder / "runs" / run / "checkpoints" / f"step-{step}" / "model.safetensors"
@@ -166,6 +189,35 @@ def test_run_that_goes_on_is_not_resumed_by_another_driver(trainer: Trainer) -> 
     assert second.rc == 6 and "run busy is held by process" in second.stderr
     go.touch()
     assert running.finish().rc == 0
+
+
+def names_config(trainer: Trainer, die_at: int) -> Path:
+    """A dozen steps an epoch, a checkpoint after every third, and a rate and dropout that change with each step."""
+    model = {"hidden_size": 8, "layers": 2, "dropout": 0.3, "lr_schedule": "one_cycle", "learning_rate": 0.01}
+    params = {**model, "context": "full", "batch_size": 40, "epochs": 2, "max_name_length": 4, "die_at": die_at}
+    path = trainer.cli.folder / "names.yaml"
+    failure = {"backoff_s": 0.1, "grace_s": 2.0}
+    content = {"workload": "work:names", "params": params, "cluster": {"ranks": 2}, "failure": failure}
+    path.write_text(json.dumps({**content, "checkpoint": {"every_epochs": None, "every_steps": 3}}))
+    return path
+
+
+def test_run_that_was_killed_in_mid_epoch_ends_bit_equal_and_other_ranks_go_on_from_there(trainer: Trainer) -> None:
+    undisturbed = trainer.cli("train", names_config(trainer, 0), "--run-id", "undisturbed")
+    assert undisturbed.rc == 0, undisturbed.stderr
+    (last,) = {os.path.basename(path) for path in (trainer.cli.folder / "runs/undisturbed/checkpoints").glob("latest")}
+    step = int((trainer.cli.folder / "runs/undisturbed/checkpoints" / last).read_text().strip().removeprefix("step-"))
+    config = names_config(trainer, step // 2 + 5)
+    killed = trainer.cli("train", config, "--run-id", "killed", "--set", "failure.max_restarts=1")
+    assert killed.rc == 0, killed.stderr
+    assert "restart 1 of 1" in killed.stderr
+    assert f"going on after epoch 1, step {(step // 2 + 4) // 3 * 3}" in killed.stdout
+    assert trainer.weights("killed", step) == trainer.weights("undisturbed", step)
+    assert trainer.losses("killed") == trainer.losses("undisturbed")
+    assert trainer.cli("train", config, "--run-id", "shrunk").rc == 1
+    shrunk = trainer.cli("train", config, "--resume", "shrunk", "--ranks", "1")
+    assert shrunk.rc == 0, shrunk.stderr
+    assert "the checkpoint is of 2 ranks, this is rank 0 of 1" in shrunk.stderr
 
 
 def _can_unshare() -> bool:

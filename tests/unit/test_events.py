@@ -18,6 +18,11 @@ EXAMPLES: list[events.Event] = [
     events.CheckpointSaved(1, 5, "checkpoint-0", (events.StagedFile("model.safetensors", 3, "ab"),), 1, {"l": 1}),
     events.FileSaved(1, "a/b.txt", "file-1", 3, "ab"),
     events.Failure(1, "ValueError", "boom", "Traceback", exit_code=None, lost_peer=True),
+    events.CheckpointFailed(1, 5, "disk full", failures=2, given_up=True),
+    events.ThreadFailure(1, "reader", "ValueError", "boom", "Traceback"),
+    events.Stacks(1, ("train.py:3 main", "run.py:1 <module>"), sequence=7, state="stopped"),
+    events.Noticed(1),
+    events.Preempted(1, step=5),
     events.Finished(1),
     events.Note(1, "said", "warning"),
 ]
@@ -61,6 +66,7 @@ def test_lone_surrogates_in_a_message_can_be_sent() -> None:
         b'{"event":"metrics","time_ns":1,"values":[1]}',
         b'{"event":"checkpoint","time_ns":1,"step":1,"staging":"s","files":[{"name":1,"size_bytes":1,"sha256":""}]}',
         b'{"event":"file","time_ns":1,"path":null,"staging":"s","size_bytes":1,"sha256":""}',
+        b'{"event":"stacks","time_ns":1,"main":"train.py:3 main"}',
         b"[" * 100_000,
     ],
 )

@@ -8,9 +8,9 @@ _RISE = 0.3  # one_cycle: the part of the run in which the rate rises (Smith and
 _START = 0.04  # one_cycle: the rate at the first step, as a share of the highest
 
 
-def learning_rate_factor(schedule: str, step: int, total_steps: int) -> float:
-    """The share (0 to 1) of the highest learning rate that step `step` of `total_steps`, from 0, takes."""
-    done = min(1.0, step / total_steps)
+def learning_rate_factor(schedule: str, done: float, total: float) -> float:
+    """The share (0 to 1) of the highest learning rate that a step takes after `done` of `total` steps, or epochs."""
+    done = min(1.0, done / total)
     if schedule == "cosine":
         return _falling(done)
     if schedule == "one_cycle":

@@ -6,7 +6,8 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from ddptrain.workloads.petnames.params import PetnamesParams
 from ddptrain.workloads.petnames.schedule import learning_rate_factor
 
 if TYPE_CHECKING:
-    from ddptrain.rank.context import RankContext
+    from ddptrain.rank.context import RankContext, Resumed
 
 _CPU_MICROBATCH = 512  # rows whose activations stay in a core's caches
 
@@ -38,15 +39,15 @@ def train(ctx: RankContext, **params: Any) -> None:
     config = ModelConfig.of(settings)
     model = CharacterModel(config).to(ctx.device)
     optimizer = AdamW(model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
+    ddp = _distributed(ctx, model, rows)
     resumed = ctx.resume(model=model, optimizer=optimizer)
-    epochs_done, steps_done = (int(resumed.epoch or 0), resumed.step) if resumed else (0, 0)
-    trainer = _Trainer(ctx, settings, rows, model, optimizer, epochs_done, steps_done)
-    _greet(ctx, model, rows, trainer, epochs_done)
+    trainer = _Trainer(ctx, settings, rows, ddp, optimizer, resumed)
+    _greet(ctx, model, rows, trainer)
 
-    for epoch in range(epochs_done + 1, settings.epochs + 1):
-        began = time.perf_counter()
+    for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
+        began, before = time.perf_counter(), trainer.samples
         metrics = {"train/loss": trainer.train_epoch(epoch)}
-        rate = trainer.rows_per_epoch / (time.perf_counter() - began)
+        rate = (trainer.samples - before) / (time.perf_counter() - began)
         ctx.log({**metrics, "samples": trainer.samples, "samples_per_s": rate}, step=trainer.step, epoch=epoch)
         if held_out is not None:
             metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size)
@@ -54,66 +55,122 @@ def train(ctx: RankContext, **params: Any) -> None:
             ctx.log({"val/loss": metrics["val/loss"]}, step=trainer.step, epoch=epoch)
         said = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         print(f"epoch {epoch}/{settings.epochs}: {said}, {rate:,.0f} {trainer.unit}/s", flush=True)
-        ctx.checkpoint(
-            model=model,
-            optimizer=optimizer,
-            step=trainer.step,
-            epoch=epoch,
-            metrics=metrics,
-            last=epoch == settings.epochs,
-            model_config=config.plain(),
-        )
+        trainer.save(epoch, metrics, last=epoch == settings.epochs)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Where in an epoch the ranks are: `steps` of their own, after others who have `taken` and did the share `begun`.
+
+    taken: (number of ranks, steps) pairs, as plan_epoch wants them.
+    """
+
+    taken: list[list[int]] = field(default_factory=list)
+    begun: float = 0.0
+    steps: int = 0
+    is_resumed: bool = False
+
+    @classmethod
+    def after(cls, taken: list[list[int]], begun: float, done: float, ctx: RankContext) -> _Part:
+        """The part that follows where the share `done` is done; the last pair of `taken` began at the share `begun`."""
+        if not taken:
+            return cls()
+        if taken[-1][0] == ctx.world_size:
+            return cls(taken[:-1], begun, taken[-1][1], is_resumed=True)  # the same plan goes on
+        return cls(taken, done, is_resumed=True)
+
+    def done(self, n_steps: int) -> float:
+        """The share of the epoch that is done, where this part has `n_steps`."""
+        return self.begun + (1 - self.begun) * self.steps / n_steps
 
 
 class _Trainer:
-    """One rank's training: the DDP model, and how far it is."""
+    """One rank's training: the DDP model, and how far it is.
+
+    A checkpoint in mid epoch holds, besides, `taken`: how many ranks took how many steps of the epoch, as plan_epoch
+    wants it; and of each rank the losses that it has summed up, so that train/loss is that of the whole epoch.
+    """
 
     def __init__(
         self,
         ctx: RankContext,
         settings: PetnamesParams,
         rows: Rows,
-        model: CharacterModel,
+        model: DistributedDataParallel,
         optimizer: AdamW,
-        epochs_done: int,
-        steps_done: int,
+        resumed: Resumed | None,
     ) -> None:
         self._ctx = ctx
         self._settings = settings
         self._rows = rows
-        self._model = DistributedDataParallel(model, device_ids=[ctx.device] if ctx.device.type == "cuda" else None)
+        self._model = model
         self._optimizer = optimizer
         self._microbatch = _microbatch_rows(settings, ctx.device)
-        plan = self._plan(epochs_done + 1)
+        self._model_config = model.module.config.plain()
+        self.epochs_done, self.step = (int(resumed.epoch or 0), resumed.step) if resumed else (0, 0)
+        plan = self._plan(self.epochs_done + 1)
         self.steps_per_epoch = len(plan)
         self.rows_per_epoch = sum(len(share.index) for share in plan)
-        self.step = steps_done
-        self.samples = epochs_done * self.rows_per_epoch
+        self.samples = self.epochs_done * self.rows_per_epoch
+        self._part = _Part()
+        self._loss_sum = torch.zeros((), device=ctx.device)
+        self._n_targets = 0
+        if resumed:
+            self._go_on(resumed)
         self.unit = "names" if settings.context == "full" else "windows"
 
+    def _go_on(self, resumed: Resumed) -> None:
+        done = (resumed.epoch or 0) - self.epochs_done
+        self._part = _Part.after(resumed.data.get("taken", []), resumed.data.get("begun", 0.0), done, self._ctx)
+        self.samples += round(done * self.rows_per_epoch)
+        if state := resumed.rank_state:
+            self._loss_sum, self._n_targets = state["loss_sum"].to(self._ctx.device), state["n_targets"]
+            self.samples = state["samples"]
+
     def train_epoch(self, epoch: int) -> float:
-        """Takes every step of an epoch; returns the mean loss, in nats, over this rank's own targets.
+        """Takes the steps of an epoch that are left; returns the mean loss, in nats, over this rank's own targets.
 
         Raises:
             FloatingPointError: the loss is no longer a number.
         """
-        torch.manual_seed(hash((self._settings.seed, epoch, self._ctx.rank)))  # dropout, the same after a resume
-        loss_sum = torch.zeros((), device=self._ctx.device)
-        n_targets = 0
-        for number, share in enumerate(self._plan(epoch)):
-            self._set_learning_rate((epoch - 1) * self.steps_per_epoch + number)
+        if not self._part.is_resumed:
+            torch.manual_seed(hash((self._settings.seed, epoch, self._ctx.rank)))  # dropout, whatever was before
+            self._loss_sum.zero_()
+            self._n_targets = 0
+        plan = self._plan(epoch, self._part.taken)
+        while self._part.steps < len(plan):
+            share = plan[self._part.steps]
+            self._set_learning_rate(epoch - 1 + self._part.done(len(plan)))
             self._optimizer.zero_grad()
-            loss_sum += self._forward_backward(share)
+            self._loss_sum += self._forward_backward(share)
             self._clip_gradient()
             self._optimizer.step()
             self._advance(share)
-            n_targets += int(self._rows.n_targets[share.index].sum())
-        loss = float(loss_sum) / max(1, n_targets)
+            if self._part.steps < len(plan):  # else the epoch is over, and its end saves
+                self.save(epoch - 1 + self._part.done(len(plan)), {})
+        self._part = _Part()
+        loss = float(self._loss_sum) / max(1, self._n_targets)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"train/loss is {loss} in epoch {epoch}: lower params.learning_rate, or set params.grad_clip"
             )
         return loss
+
+    def save(self, epoch: float, metrics: Mapping[str, float], *, last: bool = False) -> None:
+        """Saves a checkpoint, if one is due after `epoch` epochs."""
+        part = self._part
+        self._ctx.checkpoint(
+            model=self._model,
+            optimizer=self._optimizer,
+            step=self.step,
+            epoch=epoch,
+            metrics=metrics,
+            last=last,
+            rank_state={"loss_sum": self._loss_sum, "n_targets": self._n_targets, "samples": self.samples},
+            model_config=self._model_config,
+            taken=[*part.taken, [self._ctx.world_size, part.steps]] if part.steps else part.taken,
+            begun=part.begun,
+        )
 
     def _forward_backward(self, share: Share) -> Tensor:
         """Leaves the gradient of the mean over all ranks' targets of the step; returns this rank's summed loss.
@@ -141,14 +198,14 @@ class _Trainer:
         for number, index in enumerate(parts, start=1):
             yield index, 1.0, number == len(parts)
 
-    def _plan(self, epoch: int) -> list[Share]:
+    def _plan(self, epoch: int, taken: Sequence[Sequence[int]] = ()) -> list[Share]:
         settings, ctx = self._settings, self._ctx
-        return plan_epoch(self._rows, settings.batch_size, ctx.world_size, ctx.rank, settings.seed, epoch)
+        return plan_epoch(self._rows, settings.batch_size, ctx.world_size, ctx.rank, settings.seed, epoch, taken)
 
-    def _set_learning_rate(self, step: int) -> None:
-        """For the `step`-th step of a run with as many ranks as now; a resumed one may have had others before."""
+    def _set_learning_rate(self, epochs: float) -> None:
+        """For the step that follows after so many epochs."""
         settings = self._settings
-        factor = learning_rate_factor(settings.lr_schedule, step, settings.epochs * self.steps_per_epoch)
+        factor = learning_rate_factor(settings.lr_schedule, epochs, settings.epochs)
         for group in self._optimizer.param_groups:
             group["lr"] = settings.learning_rate * factor
 
@@ -158,6 +215,8 @@ class _Trainer:
 
     def _advance(self, share: Share) -> None:
         self.step += 1
+        self._part.steps += 1
+        self._n_targets += int(self._rows.n_targets[share.index].sum())
         self.samples += len(share.index)
         self._ctx.progress(self.samples, self._settings.epochs * self.rows_per_epoch, unit=self.unit)
 
@@ -180,17 +239,30 @@ def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
     return split
 
 
+def _distributed(ctx: RankContext, model: CharacterModel, rows: Rows) -> DistributedDataParallel:
+    """The model, wrapped, its gradients' places in the reduction settled.
+
+    DDP settles them after the first backward. Were that a step, a resumed run's first would add the ranks' gradients
+    up in another order than an uninterrupted run does.
+    """
+    ddp = DistributedDataParallel(model, device_ids=[ctx.device] if ctx.device.type == "cuda" else None)
+    inputs, targets = rows.batch(torch.zeros(1, dtype=torch.int64))
+    (0.0 * summed_nll(ddp(inputs), targets)).backward()
+    ddp.zero_grad(set_to_none=True)
+    return ddp
+
+
 def _rows(ctx: RankContext, settings: PetnamesParams, names: Sequence[str]) -> Rows:
     return make_rows(names, settings.context, settings.window, ctx.device, skip_blanks=settings.skip_blanks)
 
 
-def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: _Trainer, epochs_done: int) -> None:
+def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: _Trainer) -> None:
     if ctx.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(
             f"training {size:,} parameters on {len(rows):,} {trainer.unit}, "
             f"{trainer.steps_per_epoch:,} steps an epoch over {ctx.world_size} ranks"
-            + (f", going on after epoch {epochs_done}" if epochs_done else ""),
+            + (f", going on after epoch {trainer.epochs_done}, step {trainer.step}" if trainer.step else ""),
             flush=True,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.bench.experiments import burst, clusters, first_step, generation, help_text, petnames, steady
+from tests.bench.experiments import burst, checkpoint, clusters, first_step, generation, help_text, petnames, steady
 from tests.bench.measure import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -12,6 +12,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     clusters.GANGS,
     steady.EXPERIMENT,
     petnames.EXPERIMENT,
+    checkpoint.EXPERIMENT,
     generation.EXPERIMENT,
     burst.EXPERIMENT,
 )

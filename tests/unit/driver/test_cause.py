@@ -47,6 +47,7 @@ def test_lost_worker_does_not_hide_an_earlier_exception() -> None:
         (Kind.WORKER_LOST, ExitCode.CLUSTER),
         (Kind.INFRASTRUCTURE, ExitCode.CLUSTER),
         (Kind.RESULTS, ExitCode.CLUSTER),
+        (Kind.HANG, ExitCode.HANG),
     ],
 )
 def test_exit_code_follows_the_kind_of_fault(kind: Kind, code: ExitCode) -> None:
@@ -75,3 +76,36 @@ def test_silent_end_is_told_by_its_status(status: int, kind: Kind, words: str) -
     found = cause.from_exit(RankExit(1, 100, status, 1, 0, 0))
     assert found.kind == kind
     assert words in found.line
+
+
+def test_rank_that_returned_is_the_cause_where_all_others_only_lost_it() -> None:
+    first = cause.first_cause([fault(0, 5, victim=True), fault(2, 6, victim=True)], finished=[1])
+    assert (first.rank, first.kind, first.exit_code) == (1, Kind.EXIT, ExitCode.TRAINING_FAILED)
+    assert first.line == "returned from the workload while rank 0, 2 waited for it in a collective operation"
+
+
+def test_rank_that_returned_is_not_the_cause_of_an_error_of_another() -> None:
+    assert cause.first_cause([fault(0, 5)], finished=[1]).rank == 0
+
+
+def test_time_out_in_a_collective_is_a_victims() -> None:
+    found = cause.from_failure(0, events.Failure(1, "RuntimeError", "Timed out waiting", "", timed_out=True))
+    assert (found.victim, found.timed_out) == (True, True)
+    ended = cause.from_exit(RankExit(0, 1, -6, 1, 0, 0, timed_out=True))
+    assert (ended.victim, ended.timed_out) == (True, True)
+
+
+def test_kill_for_want_of_memory_is_told() -> None:
+    text = "out of memory (the memory limit of 2.0 GiB of its control group)"
+    found = cause.from_exit(RankExit(1, 1, -9, 1, 0, 0, oom=text))
+    assert found.line == f"killed by SIGKILL: {text}"
+
+
+def test_exception_of_a_thread_before_is_told_with_a_fault() -> None:
+    ended = events.ThreadFailure(1, "producer", "ValueError", "no such shard", "Traceback of the thread")
+    failed = Fault(1, Kind.EXCEPTION, 5, "no batch came", type="TimeoutError", traceback="Traceback of the rank\n")
+    told = cause.after_thread(failed, ended)
+    assert told.line == "TimeoutError: no batch came (its thread producer had ended with ValueError: no such shard)"
+    assert told.traceback.index("of the rank") < told.traceback.index("of the thread")
+    assert cause.after_thread(fault(1, 0), ended) == fault(1, 0)  # it was earlier
+    assert cause.after_thread(failed, None) is failed

@@ -12,9 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from ddptrain import events
+from ddptrain.rank.agreement import GangStore
 from ddptrain.rank.context import RankContext
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.saver import done_key
+from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
+
+_GANG = ("rank", "world_size", "master_addr", "master_port", "dist_timeout_s")
 
 
 class Rank:
@@ -23,11 +28,13 @@ class Rank:
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.folder = folder
         self.file = (folder / "events").open("ab", buffering=0)
-        spec = make_spec(**{"staging": str(folder / "staging"), **changes})
+        spec = make_spec(**{"staging": str(folder / "staging"), "world_size": 1, **changes})
         (folder / "staging").mkdir()
         self.context = RankContext(spec, Emitter(self.file.fileno()), torch.device("cpu"))
 
     def events(self) -> list[events.Event]:
+        """What it has told, once nothing is being written."""
+        self.context.close()
         return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
 
 
@@ -115,10 +122,34 @@ def test_checkpoints_are_due_every_so_many_epochs_and_at_the_last(tmp_path: Path
     rank.file.close()
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, rank=1)
+def test_other_ranks_write_nothing_but_tell_rank_0_their_state(tmp_path: Path) -> None:
+    gang = Gang()
+    ranks = []
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        spec = gang.spec(number, 2)
+        ranks.append(Rank(tmp_path / str(number), **{name: getattr(spec, name) for name in _GANG}))
+    model = torch.nn.Linear(1, 1)
+    for rank in ranks:
+        assert rank.context.checkpoint(model=model, step=1, rank_state={"position": rank.context.rank + 10})
+    (event,) = ranks[0].events()
+    assert isinstance(event, events.CheckpointSaved)
+    assert ranks[1].events() == [] and list((tmp_path / "1/staging").iterdir()) == []
+    state = torch.load(tmp_path / "0/staging" / event.staging / "state.pt", weights_only=True)
+    assert [rank["rank_state"] for rank in state["ranks"]] == [{"position": 10}, {"position": 11}]
+    for rank in ranks:
+        rank.file.close()
+
+
+def test_a_rank_that_does_not_call_is_told_of_and_not_waited_for_in_vain(tmp_path: Path) -> None:
+    gang = Gang()
+    spec = gang.spec(0, 2)
+    rank = Rank(tmp_path, **{name: getattr(spec, name) for name in _GANG})
     assert rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=1)
-    assert rank.events() == []
+    GangStore(spec).set(done_key(1), "")
+    note, event = rank.events()
+    assert isinstance(note, events.Note) and "rank 1 did not call ctx.checkpoint" in note.message
+    assert isinstance(event, events.CheckpointSaved)
     rank.file.close()
 
 
@@ -129,6 +160,7 @@ def test_resume_gives_back_what_was_saved(rank: Rank, tmp_path: Path) -> None:
     optimizer.step()
     assert rank.context.resume(model=model) is None
     rank.context.checkpoint(model=model, optimizer=optimizer, step=3, epoch=1, seen=12)
+    rank.context.close()
     again = tmp_path / "again"
     again.mkdir()
     resumed = Rank(again, resume_from=str(rank.folder / "staging" / "checkpoint-0"))

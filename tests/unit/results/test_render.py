@@ -6,7 +6,7 @@ import pytest
 
 from ddptrain.results.find import RunView
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.record import BestRecord, FailureRecord, RunRecord
+from ddptrain.results.record import AttemptRecord, BestRecord, DriverRecord, FailureRecord, RunRecord
 from ddptrain.results.render import duration, rows, sections, size
 from ddptrain.tables import clean, plain_sections, plain_table
 
@@ -60,3 +60,13 @@ def test_empty_parts_are_left_out_and_long_values_indented(tmp_path: Path) -> No
     text = plain_sections(sections(view))
     assert "  message    no\n  traceback  one\n             two" in text
     assert "artifacts" not in text and "best" not in text
+
+
+def test_running_run_tells_its_driver_its_attempt_and_where_the_driver_prints(tmp_path: Path) -> None:
+    attempts = (AttemptRecord(1, outcome="failed"), AttemptRecord(2))
+    record = RunRecord(run_id="r", attempts=attempts, driver=DriverRecord(7, "far"))
+    view = RunView(RunLayout(tmp_path), record)
+    view.layout.driver_log.touch()
+    about = dict(sections(view)[0][1])
+    told = (about["driver"], about["attempt"], about["driver's log"])
+    assert told == ("process 7 on far", "2", str(tmp_path / "driver.log"))

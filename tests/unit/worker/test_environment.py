@@ -95,3 +95,11 @@ def test_what_a_nanny_exported_is_left_out_and_what_the_user_set_stays() -> None
 
 def test_repr_shows_no_environment() -> None:
     assert "hunter2" not in repr(completed({}, env={"TOKEN": "hunter2"}))
+
+
+def test_nccls_flight_recorder_is_on_and_the_user_has_the_last_word() -> None:
+    assert not [name for name in completed({}).env if "NCCL" in name]
+    env = completed({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, dist_backend="nccl").env
+    assert env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/s/flight-record-"

@@ -1,62 +1,68 @@
 """One rank of a real gloo group that runs the pet-name workload case after case, and writes what it saw.
 
-python petnames_ranks.py FOLDER RANK WORLD_SIZE     FOLDER/cases.json holds [{"params", "resume_from"?}, ...]
+python petnames_ranks.py FOLDER RANK WORLD_SIZE     FOLDER/cases.json holds
+                                               [{"params", "resume_from"?, "stop_after"?}, ...]
 """
 
+import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddptrain.rank import checkpoint
-from ddptrain.rank.context import RankContext, Resumed
+from ddptrain import events
+from ddptrain.rank.context import Preempted, RankContext
+from ddptrain.rank.emitter import Emitter
+from ddptrain.spec import RankSpec
 from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.petnames.data import Share
+from tests.unit.specs import make_spec
 
 
-class FakeContext:
-    """The part of RankContext that the workload uses, writing to a folder."""
+class WatchedContext(RankContext):
+    """A rank's context that writes to a folder, and remembers what it was told."""
 
-    def __init__(self, rank: int, world_size: int, folder: Path, resume_from: Path | None) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, torch.device("cpu")
+    def __init__(self, spec: RankSpec, folder: Path, stop_after: int | None) -> None:
+        (folder / f"staging-{spec.rank}").mkdir()
+        self._events = (folder / f"events-{spec.rank}").open("ab", buffering=0)
+        super().__init__(spec, Emitter(self._events.fileno()), torch.device("cpu"))
         self.logged: list[dict[str, Any]] = []
         self.progressed: list[tuple[float, float | None, str]] = []
-        self._folder, self._resume_from = folder, resume_from
+        self._folder, self._calls_left = folder, stop_after
 
-    def log(self, values: Mapping[str, float], *, step: int | None = None, epoch: float | None = None) -> None:
+    def log(
+        self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
+    ) -> None:
         self.logged.append({"values": dict(values), "step": step, "epoch": epoch})
 
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
         self.progressed.append((done, total, unit))
 
-    def save_file(self, path: str, data: str) -> None:
-        (self._folder / path).write_text(data)
+    def save_file(self, path: str, data: bytes | str | Path) -> None:
+        (self._folder / path).write_text(str(data))
 
-    def checkpoint(
-        self,
-        *,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        step: int,
-        epoch: float,
-        metrics: Mapping[str, float],
-        last: bool,
-        **more: Any,
-    ) -> None:
-        if self.rank == 0 and last:
-            folder = self._folder / "checkpoint"
-            checkpoint.write(folder, model, optimizer, step=step, epoch=epoch, metrics=metrics, more=more)
+    def checkpoint(self, **what: Any) -> bool:
+        if self._calls_left is not None:
+            self._calls_left -= 1
+            if self._calls_left == 0:
+                self._calls.tell_to_end()
+        return super().checkpoint(**what)
+
+    def hand_over(self) -> None:
+        """Leave the newest checkpoint as FOLDER/checkpoint."""
+        self.close()
         dist.barrier()
-
-    def resume(self, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
-        if self._resume_from is None:
-            return None
-        state = checkpoint.read(self._resume_from, model, optimizer, self.device)
-        return Resumed(state["step"], state["epoch"], state["extra"])
+        if self.rank == 0:
+            told = [events.decode(line) for line in (self._folder / "events-0").read_bytes().splitlines()]
+            *_, saved = [event for event in told if isinstance(event, events.CheckpointSaved)]
+            (self._folder / "staging-0" / saved.staging).rename(self._folder / "checkpoint")
+        dist.barrier()
+        self._events.close()
 
 
 def record_rows(trainer: type[workload._Trainer]) -> list[list[int]]:
@@ -74,19 +80,45 @@ def record_rows(trainer: type[workload._Trainer]) -> list[list[int]]:
     return taken
 
 
+def join(root: Path, rank: int, world_size: int) -> int:
+    """Bring the group up, with a store that rank 0 hosts; return the store's port."""
+    note = root / f"port-{world_size}"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+        note.with_suffix(".new").write_text(str(store.port))
+        note.with_suffix(".new").rename(note)
+    else:
+        while not note.exists():
+            time.sleep(0.02)
+        store = dist.TCPStore("127.0.0.1", int(note.read_text()))  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return int(store.port)
+
+
 def main() -> None:
     root, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    store = f"file://{root}/store-{world_size}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    port = join(root, rank, world_size)
     taken = record_rows(workload._Trainer)
     for number, case in enumerate(json.loads((root / "cases.json").read_text())):
         folder = root / f"world-{world_size}" / f"case-{number}"
         folder.mkdir(parents=True, exist_ok=True)
-        resume_from = folder.parent / case["resume_from"] if "resume_from" in case else None
+        resume_from = str(folder.parent / case["resume_from"]) if "resume_from" in case else ""
         taken.clear()
-        ctx = FakeContext(rank, world_size, folder, resume_from)
-        workload.train(cast("RankContext", ctx), **case["params"])
+        spec = make_spec(
+            attempt=number + 1,
+            rank=rank,
+            world_size=world_size,
+            master_addr="127.0.0.1",
+            master_port=port,
+            every_epochs=None,
+            resume_from=resume_from,
+            staging=str(folder / f"staging-{rank}"),
+        )
+        ctx = WatchedContext(spec, folder, case.get("stop_after"))
+        with contextlib.suppress(Preempted):
+            workload.train(ctx, **case["params"])
+        ctx.hand_over()
         seen = {"rows": taken, "logged": ctx.logged, "progressed": ctx.progressed}
         (folder / f"rank-{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()

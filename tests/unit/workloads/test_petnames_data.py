@@ -66,6 +66,19 @@ def test_ranks_take_every_row_once_in_as_many_steps(
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
+def test_other_ranks_go_on_with_the_rows_that_were_not_taken(context: str) -> None:
+    rows = make_rows(NAMES, context, 8, CPU)
+    taken: list[list[int]] = []
+    seen: list[int] = []
+    for world_size, steps in ((3, 2), (2, 3), (2, 1), (4, None)):
+        plans = [plan_epoch(rows, 3, world_size, rank, 0, 1, taken) for rank in range(world_size)]
+        seen += [row for plan in plans for share in plan[:steps] for row in share.index.tolist()]
+        taken.append([world_size, steps or 0])
+    assert sorted(seen) == list(range(len(rows)))
+    assert plan_epoch(rows, 3, 2, 0, 0, 1, [[1, len(rows)]]) == []
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
 def test_the_order_is_another_in_each_epoch_and_the_same_for_a_seed(context: str) -> None:
     rows = make_rows(NAMES, context, 8, CPU)
 

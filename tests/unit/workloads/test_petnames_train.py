@@ -16,7 +16,7 @@ from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summe
 from ddptrain.workloads.petnames.names import load_names, split_names
 
 SCRIPT = Path(__file__).with_name("petnames_ranks.py")
-WINDOW, FULL, TINY, STRAIGHT, FIRST_PART, RESUMED = range(6)
+WINDOW, FULL, TINY, STRAIGHT, FIRST_PART, RESUMED, STOPPED, GOES_ON = range(8)
 WORLD_SIZES = (1, 2, 3)
 
 
@@ -25,7 +25,14 @@ def cases(names: str, few_names: str) -> list[dict[str, Any]]:
     window = {**small, "context": "window", "batch_size": 20, "loss_microbatch": 7, "epochs": 2}
     full = {**small, "context": "full", "batch_size": 4, "loss_microbatch": 3, "epochs": 2, "grad_clip": 1.0}
     tiny = {**full, "names": few_names, "batch_size": 1, "val_fraction": 0.0}
-    straight = {**full, "dropout": 0.3, "output_dropout": 0.3, "epochs": 3, "input": "embedding"}
+    straight = {
+        **full,
+        "dropout": 0.3,
+        "output_dropout": 0.3,
+        "epochs": 3,
+        "input": "embedding",
+        "lr_schedule": "cosine",
+    }
     return [
         {"params": window},
         {"params": full},
@@ -33,6 +40,8 @@ def cases(names: str, few_names: str) -> list[dict[str, Any]]:
         {"params": straight},
         {"params": {**straight, "epochs": 2}},
         {"params": straight, "resume_from": f"case-{FIRST_PART}/checkpoint"},
+        {"params": straight, "stop_after": 7},
+        {"params": straight, "resume_from": f"case-{STOPPED}/checkpoint"},
     ]
 
 
@@ -44,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "names.txt").write_text("\n".join(some))
     (root / "few.txt").write_text("\n".join(some[:4]))
     (root / "cases.json").write_text(json.dumps(cases(str(root / "names.txt"), str(root / "few.txt"))))
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(root), str(rank), str(world_size)],
@@ -141,6 +150,25 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(runs: Path, world_si
     for name, weight in straight.items():
         torch.testing.assert_close(weight, resumed[name], atol=1e-6, rtol=1e-5)
     assert [entry["epoch"] for entry in ranks_of(runs, world_size, RESUMED)[0]["logged"]] == [3, 3]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_run_that_stopped_in_mid_epoch_goes_on_exactly_where_it_was(runs: Path, world_size: int) -> None:
+    """Bit-equal weights and losses, dropout and all, and every row once an epoch."""
+    stopped, went_on = ranks_of(runs, world_size, STOPPED), ranks_of(runs, world_size, GOES_ON)
+    straight, resumed = weights_of(runs, world_size, STRAIGHT), weights_of(runs, world_size, GOES_ON)
+    assert all(torch.equal(weight, resumed[name]) for name, weight in straight.items())
+    for rank, whole in enumerate(ranks_of(runs, world_size, STRAIGHT)):
+        assert len(stopped[rank]["progressed"]) == 7
+        assert stopped[rank]["rows"] + went_on[rank]["rows"] == whole["rows"]
+        assert stopped[rank]["progressed"] + went_on[rank]["progressed"] == whole["progressed"]
+        assert losses(stopped[rank]) + losses(went_on[rank]) == losses(whole)
+
+
+def losses(rank: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What was logged, but for the rates."""
+    kept = [(entry["values"].get("train/loss"), entry["values"].get("val/loss")) for entry in rank["logged"]]
+    return [(*values, entry["step"], entry["epoch"]) for values, entry in zip(kept, rank["logged"], strict=True)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

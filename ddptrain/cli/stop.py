@@ -1,0 +1,95 @@
+"""`ddptrain stop RUN`: end a run that another shell, or another host, has started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ddptrain.driver.stopping import Going
+    from ddptrain.results.find import RunView
+
+_STORE_EVERY_S = 2.0
+
+
+def stop(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")
+    ],
+    now: Annotated[bool, typer.Option("--now", help="Don't let the ranks finish their step and save.")] = False,
+    runs_dir: Annotated[
+        str, typer.Option(metavar="DIR|URL", help="Folder that holds the runs, or s3://bucket/folder.")
+    ] = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """End a run: its ranks finish their step and save, so that --resume can go on; wait until it has ended.
+
+    It works in any shell, and on any host, that sees the run's directory; a run in an object store is stopped
+    on its driver's host.
+    """
+    import json
+
+    from ddptrain.driver.stopping import is_going, stop_run
+
+    going = _going(runs_dir, run)
+    was_going = is_going(going.look())
+    ended = stop_run(going, now=now, by=_who(), tell=lambda text: typer.echo(f"ddptrain: {text}", err=True))
+    if as_json:
+        record = ended.record
+        typer.echo(json.dumps({"run_id": ended.run_id, "status": str(ended.status), "exit_code": record.exit_code}))
+    else:
+        typer.echo(_words(ended, was_going=was_going))
+
+
+def _going(runs_dir: str, run: str) -> Going:
+    """The run, and where its driver looks for what is asked of it.
+
+    Raises: RunNotFound; UsageError where run.json can't be read, or only the driver's host could ask.
+    """
+    import socket
+
+    from ddptrain.driver.stopping import Going, is_going
+    from ddptrain.errors import UsageError
+    from ddptrain.results.find import load_run
+    from ddptrain.results.layout import RunLayout
+    from ddptrain.results.record import RunStatus
+    from ddptrain.results.remote import StoreRuns, open_runs_dir, split_run
+
+    place, name = split_run(run, runs_dir)
+    runs = open_runs_dir(place)
+    view = runs.find(name)
+    run_id, driver = view.run_id, view.record.driver
+    if view.status == RunStatus.UNREADABLE:
+        raise UsageError(f"run {run_id} can't be stopped: {view.problem}")
+    if view.layout.is_original or not isinstance(runs, StoreRuns):
+        return Going(view.layout, lambda: load_run(view.layout.root))
+    if is_going(view) and driver.host != socket.gethostname():
+        raise UsageError(
+            f"run {run_id} can only be stopped on {driver.host}, where its driver is process {driver.pid}: "
+            "it has no directory that other hosts see"
+        )
+    return Going(RunLayout(runs.work / run_id), lambda: runs.find(run_id), look_every_s=_STORE_EVERY_S)
+
+
+def _words(view: RunView, *, was_going: bool) -> str:
+    """How it ended, in one line."""
+    from ddptrain.results.record import RunStatus
+
+    record = view.record
+    code = "" if record.exit_code is None else f" (exit code {record.exit_code})"
+    why = f": {record.failure.message.splitlines()[0]}" if record.failure and record.failure.message else ""
+    saved = f"; go on with --resume {view.run_id}" if view.status == RunStatus.PREEMPTED else ""
+    how = f"{view.status}{code}{why}{saved}"
+    return f"run {view.run_id} {how}" if was_going else f"run {view.run_id} is not running, it has ended: {how}"
+
+
+def _who() -> str:
+    import getpass
+    import socket
+
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user need have no name
+        user = "somebody"
+    return f"{user}@{socket.gethostname()}"

@@ -1,0 +1,91 @@
+"""Asks all ranks where they are, once one of them hangs or has waited in vain, and says whom they wait for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ddptrain import events
+from ddptrain.driver import cause
+from ddptrain.driver.cause import Fault
+from ddptrain.driver.missing import Report, missing
+from ddptrain.driver.rankwatch import RankWatch
+from ddptrain.driver.watchdog import Hang, Watchdog
+from ddptrain.spec import STACKS_FOLDER, RankSpec
+
+_ANSWERS_S = 2.5  # for every rank to answer, or its worker in its place
+_STACKS = "stacks"  # an order of rank/orders.py
+
+
+class Inquiry:
+    """Hears what ranks tell of themselves and, once begun, waits a moment for all of them to say where they are."""
+
+    def __init__(
+        self, ranks: Sequence[RankWatch], watchdog: Watchdog, tell: Callable[[Sequence[RankSpec], str], None]
+    ) -> None:
+        self.ranks = ranks
+        self.watchdog = watchdog
+        self._tell = tell
+        self._until: float | None = None
+        self._closed = False
+        self._limit_s: float | None = None
+        self._idle_s: dict[int, float] = {}
+        self._stacks: dict[int, events.Stacks] = {}
+        self._files: set[int] = set()
+        self._threads: dict[int, events.ThreadFailure] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether the ranks have been asked."""
+        return self._until is not None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether answers are waited for."""
+        return self.begun and not self._closed
+
+    def begin(self, hang: Hang | None) -> None:
+        """Ask every rank that is there; None for `hang` says that a rank has given up its wait by itself."""
+        now = time.monotonic()
+        self._until = now + _ANSWERS_S
+        self._limit_s = hang.limit_s if hang is not None else None
+        self._idle_s = {watch.spec.rank: self.watchdog.idle_s(watch, now) for watch in self.ranks}
+        self._tell([watch.spec for watch in self.ranks if not watch.over], _STACKS)
+
+    def heard(self, rank: int, event: events.Event) -> None:
+        """An event of a rank."""
+        match event:
+            case events.Stacks():
+                self._stacks.setdefault(rank, event)
+            case events.FileSaved() if event.path.startswith(f"{STACKS_FOLDER}/"):
+                self._files.add(rank)
+            case events.ThreadFailure():
+                self._threads.setdefault(rank, event)
+
+    def result(self, now: float) -> Fault | None:
+        """The fault, once and as soon as every rank has answered or the time for it is over; None before and after."""
+        if self._until is None or self._closed:
+            return None
+        waiting = [watch for watch in self.ranks if not watch.over and watch.spec.rank not in self._files]
+        if waiting and now < self._until:
+            return None
+        self._closed = True
+        return missing([self._report(watch) for watch in self.ranks], self._limit_s)
+
+    def explained(self, fault: Fault) -> Fault:
+        """A fault, with what had befallen a thread of its rank before."""
+        return cause.after_thread(fault, self._threads.get(fault.rank))
+
+    def _report(self, watch: RankWatch) -> Report:
+        rank = watch.spec.rank
+        return Report(
+            rank,
+            self._idle_s.get(rank, 0.0),
+            self._stacks.get(rank),
+            started=watch.started is not None,
+            entered=watch.entered,
+            finished=watch.finished,
+            over=watch.over and not (watch.fault is not None and watch.fault.timed_out),
+            timed_out=watch.fault is not None and watch.fault.timed_out,
+            thread=self._threads.get(rank),
+        )

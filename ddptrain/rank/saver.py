@@ -1,0 +1,154 @@
+"""Writes checkpoints in a thread, one at a time, while training goes on; a full disk is tried again, not the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddptrain import events
+from ddptrain.rank import checkpoint, snapshot
+from ddptrain.rank.agreement import GangStore
+from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.snapshot import Snapshot
+from ddptrain.spec import RankSpec
+
+_POLL_S = 0.01
+_LONGEST_PAUSE_S = 60.0
+_NICENESS = 10  # of the thread: what it does can wait, a training step can't
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A checkpoint to be written: the `number`-th of this attempt; `own` is what rank 0 adds of itself."""
+
+    number: int
+    step: int
+    epoch: float | None
+    metrics: Mapping[str, float]
+    folder: Path
+    snapshot: Snapshot
+    own: bytes
+
+
+def state_key(number: int, rank: int) -> str:
+    """The key under which a rank leaves what it adds to the `number`-th checkpoint."""
+    return f"state/{number}/{rank}"
+
+
+def done_key(rank: int) -> str:
+    """The key that says that a rank calls ctx.checkpoint no more."""
+    return f"done/{rank}"
+
+
+class Saver:
+    """Rank 0's: at most one checkpoint is on its way."""
+
+    def __init__(self, spec: RankSpec, emitter: Emitter, store: GangStore) -> None:
+        self._spec = spec
+        self._emitter = emitter
+        self._store = store
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
+        self._silent: set[int] = set()  # ranks that have once not come to a checkpoint: not waited for again
+        self.error: BaseException | None = None
+
+    def start(self, save: Save) -> None:
+        """Write `save` from now on; none other may be on its way."""
+        self._thread = threading.Thread(target=self._run, args=(save,), name="ddptrain-saver", daemon=True)
+        self._thread.start()
+
+    def wait(self, deadline_s: float | None = None, *, hurry: bool = False) -> bool:
+        """Wait until nothing is on its way; whether that was so in time. In a `hurry` nothing is tried again.
+
+        Raises:
+            OSError: a checkpoint has been given up; told once.
+        """
+        if hurry:
+            self._hurry.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(deadline_s)
+            if thread.is_alive():
+                return False
+        self.raise_error()
+        return True
+
+    def raise_error(self) -> None:
+        """Raise what has ended a save for good, once."""
+        error, self.error = self.error, None
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"a checkpoint could not be written: {error.strerror or error}") from error
+        if error is not None:
+            raise error
+
+    def _run(self, save: Save) -> None:
+        if self._spec.asynchronous:
+            with suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux: of this thread
+        try:
+            ranks = self._gathered(save)
+            if ranks is not None:
+                self._write(save, ranks)
+        except BaseException as error:
+            self.error = error
+
+    def _write(self, save: Save, ranks: list[Any]) -> None:
+        failures = 0
+        while True:
+            try:
+                files = checkpoint.write(save.folder, save.snapshot, ranks)
+                self._emitter.emit(
+                    events.CheckpointSaved(
+                        time.time_ns(), save.step, save.folder.name, files, save.epoch, dict(save.metrics)
+                    )
+                )
+                return
+            except OSError as error:
+                shutil.rmtree(save.folder, ignore_errors=True)
+                failures += 1
+                pause_s = min(2.0 ** (failures - 1), _LONGEST_PAUSE_S)
+                given_up = failures >= self._spec.max_failures or self._hurry.is_set()
+                self._tell_failure(save, error, failures, given_up)
+                if given_up or self._hurry.wait(pause_s):
+                    raise
+
+    def _tell_failure(self, save: Save, error: OSError, failures: int, given_up: bool) -> None:
+        message = f"{error.strerror or error}"
+        with suppress(OSError):  # the same disk may be full for events, too
+            self._emitter.emit(events.CheckpointFailed(time.time_ns(), save.step, message, failures, given_up))
+
+    def _gathered(self, save: Save) -> list[Any] | None:
+        """What each rank adds, None for one that does not come; None at all in a hurry with ranks missing."""
+        ranks: list[Any] = [snapshot.from_bytes(save.own)]
+        deadline = time.monotonic() + self._spec.dist_timeout_s
+        for rank in range(1, self._spec.world_size):
+            key = state_key(save.number, rank)
+            while not self._store.has(key):
+                if self._hurry.is_set():
+                    return None  # it has not come to this step, and won't
+                if rank in self._silent or time.monotonic() > deadline or self._store.has(done_key(rank)):
+                    self._miss(rank, save.step)
+                    break
+                time.sleep(_POLL_S)
+            else:
+                ranks.append(snapshot.from_bytes(self._store.get(key)))
+                self._store.delete(key)
+                continue
+            ranks.append(None)
+        return ranks
+
+    def _miss(self, rank: int, step: int) -> None:
+        if rank not in self._silent:
+            self._silent.add(rank)
+            text = (
+                f"rank {rank} did not call ctx.checkpoint for step {step}: its random state is not saved; "
+                "every rank is to call it"
+            )
+            self._emitter.emit(events.Note(time.time_ns(), text, "warning"))

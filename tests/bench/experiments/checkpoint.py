@@ -1,0 +1,41 @@
+"""What a checkpoint costs the training step: copied and written beside, against torch.save in the loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
+from tests.bench.stage import BenchError, Stage
+
+
+@contextmanager
+def _open(stage: Stage) -> Iterator[Variants]:
+    def lost(kind: str) -> Figures:
+        out = stage.new_folder(f"checkpoint-{kind}") / "lost.json"
+        sizes = stage.sizes
+        params = {"mega_bytes": sizes.checkpoint_mb, "checkpoints": sizes.checkpoints, "kind": kind}
+        stage.run(stage.ddptrain("checkpoint", 1, "--set", "checkpoint.keep=1", out=str(out), **params))
+        if not out.exists():
+            raise BenchError("rank 0 wrote no figures")
+        figures: Figures = json.loads(out.read_text())
+        return figures
+
+    yield {"ours": lambda: lost("ours"), "torch": lambda: lost("torch")}
+
+
+EXPERIMENT = Experiment(
+    rows=(
+        Row(
+            name="checkpoint",
+            unit="s",
+            ours=Source("ours", "lost_s"),
+            peer=Source("torch", "lost_s"),
+            peer_name="torch.save in the loop",
+            goal=Goal("ratio", "<=", 0.15),
+            what="step time lost to a checkpoint of 500 MB (weights and Adam's moments), one rank on the CPU",
+        ),
+    ),
+    open=_open,
+)

@@ -1,0 +1,144 @@
+"""Where the cases of one thread take place: folders, the command, and a cluster that is up for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import processes
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_STUB = Path(__file__).with_name("stub.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended; `at_ns` is when it was reaped, None as code that it had to be killed."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterUp:
+    """A cluster that `ddptrain cluster up` has made."""
+
+    name: str
+    worker: int
+    scheduler: int
+    scratch: Path
+
+    def is_whole(self) -> bool:
+        """Whether its processes live, a rank server among them."""
+        below = processes.descendants(self.worker)
+        return processes.named("ddptrain-ranks", below) is not None and Path(f"/proc/{self.scheduler}").exists()
+
+
+class Command:
+    """`python -m ddptrain ...` under way in a session of its own; what takes too long is killed."""
+
+    def __init__(self, folder: Path, arguments: list[str], environment: dict[str, str], timeout_s: float) -> None:
+        self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self.late = False
+        self._timer = threading.Timer(timeout_s, self._kill)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _kill(self) -> None:
+        self.late = True
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def wait(self) -> Ended:
+        """Reap it, the moment it ends."""
+        code = self.popen.wait()
+        at_ns = time.time_ns()
+        self._timer.cancel()
+        said = [path.read_text(errors="replace") for path in (self.out, self.err)]
+        return Ended(None if self.late else code, said[0], said[1], at_ns)
+
+
+class Arena:
+    """A folder for cases, and clusters that are up; for one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        self._warm: ClusterUp | None = None
+        self._clusters = 0
+
+    def new_folder(self, name: str) -> Path:
+        """A fresh folder with the stub in it."""
+        folder = self.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        shutil.copyfile(_STUB, folder / "stub.py")
+        return folder
+
+    def start(self, folder: Path, mark: str, *arguments: str, timeout_s: float = 60) -> Command:
+        """Start a command in `folder`: a module's name and its arguments."""
+        return Command(folder, list(arguments), self._environment(mark), timeout_s)
+
+    def warm(self) -> ClusterUp:
+        """The cluster that cases share; a new one where the last has suffered."""
+        if self._warm is not None and not self._warm.is_whole():
+            self.down(self._warm)
+            self._warm = None
+        if self._warm is None:
+            self._warm = self.up()
+        return self._warm
+
+    def up(self) -> ClusterUp:
+        """Another cluster of two slots."""
+        self._clusters += 1
+        name = f"chaos-{self._clusters}"
+        settings = ["--ranks", "2", "--gpus", "0", "--json"]
+        ended = self._cluster("up", "--name", name, *settings)
+        if ended.code != 0:
+            raise RuntimeError(f"no cluster came up:\n{ended.stdout}{ended.stderr}")
+        parts: dict[str, Any] = json.loads(ended.stdout)["parts"]
+        scratch = Path(parts["worker"]["folder"]) / "scratch"
+        return ClusterUp(name, parts["worker"]["pid"], parts["scheduler"]["pid"], scratch)
+
+    def down(self, cluster: ClusterUp) -> None:
+        """End a cluster, whatever is left of it."""
+        self._cluster("down", cluster.name, "--now")
+        processes.kill([cluster.worker, cluster.scheduler, *processes.descendants(cluster.worker)])
+
+    def close(self) -> None:
+        """End what is up."""
+        if self._warm is not None:
+            self.down(self._warm)
+            self._warm = None
+
+    def _cluster(self, *arguments: str) -> Ended:
+        folder = self.folder / "cluster"
+        folder.mkdir(exist_ok=True)
+        return self.start(folder, "cluster", "ddptrain", "cluster", *arguments).wait()
+
+    def _environment(self, mark: str) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+        ours = {processes.MARK: mark, "XDG_STATE_HOME": str(self.folder / ".state"), "PYTHONPATH": path}
+        return {**os.environ, **ours}

@@ -1,0 +1,104 @@
+"""What a case has to end in: exit code, root cause, and what may be lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.chaos.table import INTERVAL, STEPS, Case
+
+KILLED = -9  # the command itself
+_STATUS = {0: "succeeded", 75: "preempted", 130: "cancelled", 143: "cancelled"}
+_WORDS = {
+    "raise": ("exception", "on purpose"),
+    "raise_slow": ("exception", "on purpose"),
+    "loader": ("exception", "in the loader"),
+    "exit3": ("exit", "sys.exit(3)"),
+    "os_exit0": ("exit", "exit code 0 in the middle"),
+    "os_exit5": ("exit", "exit code 5 in the middle"),
+    "kill": ("signal", "killed by SIGKILL"),
+    "segv": ("signal", "killed by SIGSEGV"),
+    "abort": ("signal", "killed by SIGABRT"),
+    "other_kill": ("signal", "killed by SIGKILL"),
+    "early": ("exit", "returned from the workload while"),
+    "hang": ("hang", ""),
+    "stop": ("hang", "stopped"),
+    "other_stop": ("hang", "stopped"),
+    "server": ("infrastructure", "rank server"),
+    "worker": ("worker_lost", ""),
+    "scheduler": ("infrastructure", "scheduler"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The first command's end. `ranks` are those that may be named, none where it does not matter."""
+
+    codes: tuple[int, ...]
+    kind: str = ""
+    words: str = ""
+    ranks: tuple[int, ...] = ()
+    attempts: int = 1
+
+    @property
+    def fails(self) -> bool:
+        """Whether there is a root cause to tell."""
+        return bool(self.kind)
+
+
+def status_of(code: int) -> str:
+    """What run.json must say of a run that ended with that exit code."""
+    return _STATUS.get(code, "failed")
+
+
+def expected(case: Case) -> Expected:
+    """What the contract says of a case."""
+    fault, moment = case.kind.fault, case.kind.moment
+    if fault.startswith("driver_"):
+        return _of_driver(fault, moment)
+    if fault == "term":
+        return Expected((75,))
+    if fault in ("no_space", "store"):  # tried again; needed for the rendezvous only
+        return Expected((0,)) if fault == "no_space" else _of_store(moment)
+    kind, words = _WORDS[fault]
+    ranks = (1 - int(case.kind.victim),) if fault.startswith("other_") else tuple(case.ranks)
+    code = {"hang": 5, "infrastructure": 4, "worker_lost": 4}.get(kind, 1)
+    if code == 4:
+        ranks = ()
+    if case.kind.restart:
+        return Expected((0,), kind, words, ranks, attempts=2)
+    return Expected((code,), kind, words, ranks)
+
+
+def _of_driver(fault: str, moment: str) -> Expected:
+    if fault == "driver_kill":
+        return Expected((KILLED,))
+    if fault == "driver_int":
+        return Expected((130,))
+    # With nothing saved yet there is nothing to go on from; after the last step nothing to save.
+    early = moment in ("start", "import", "rendezvous")
+    return Expected((143,) if early else (0, 75) if moment == "end" else (75,))
+
+
+def _of_store(moment: str) -> Expected:
+    return Expected((1, 4), "", "")
+
+
+def least_step(case: Case) -> int:
+    """The step that a run must go on from at the least: at most one interval is lost."""
+    moment = case.kind.moment
+    if moment == "end":
+        return STEPS - (INTERVAL if _may_be_on_its_way(case) else 0)
+    if moment == "write":
+        begun = int(case.share * (STEPS // INTERVAL))  # checkpoints that were written before
+        if case.kind.fault in ("raise", "exit3"):
+            return case.step
+        return begun * INTERVAL
+    if moment not in ("first", "mid"):
+        return 0
+    due = (case.step - 1) // INTERVAL * INTERVAL
+    return max(0, due - (INTERVAL if _may_be_on_its_way(case) else 0))
+
+
+def _may_be_on_its_way(case: Case) -> bool:
+    """Whether the last checkpoint may still be in the writing, or on its way home, when the fault comes."""
+    return case.settle_s == 0

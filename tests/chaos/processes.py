@@ -1,0 +1,83 @@
+"""Processes as /proc tells them: who belongs to a case, and who has been left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "DDPTRAIN_CHAOS"  # in the environment of every process of a case
+_SERVER = "ddptrain-ranks"  # a worker has one as long as it lives
+
+
+def marked(mark: str) -> set[int]:
+    """Live processes whose environment holds the mark: driver, embedded worker, rank server, and their children."""
+    wanted = f"{MARK}={mark}\0".encode()
+    found = set()
+    for pid in _all():
+        with suppress(OSError):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes() + b"\0" and not _is_zombie(pid):
+                found.add(pid)
+    return found
+
+
+def ranks_below(worker: int) -> set[int]:
+    """Live descendants of a worker that is up, but for its rank server."""
+    return {pid for pid in descendants(worker) if _comm(pid) != _SERVER and not _is_zombie(pid)}
+
+
+def descendants(pid: int) -> set[int]:
+    """All that come of a process."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found |= {child, *descendants(child)}
+    return found
+
+
+def named(name: str, pids: Iterable[int]) -> int | None:
+    """The process of that name among `pids`."""
+    return next((pid for pid in pids if _comm(pid) == name), None)
+
+
+def describe(pid: int) -> str:
+    """A process in words, for a report."""
+    with suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"{pid} {_comm(pid)} ({command.strip()[-80:]})"
+    return f"{pid} (gone)"
+
+
+def until_none(find: Callable[[], set[int]], timeout_s: float) -> set[int]:
+    """What is still left after `timeout_s`; none as soon as there is none."""
+    deadline = time.monotonic() + timeout_s
+    while (left := find()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL for each."""
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _all() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def _comm(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _is_zombie(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    return True

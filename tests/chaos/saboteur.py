@@ -1,0 +1,44 @@
+"""`python -m tests.chaos.saboteur N ARGS...`: ddptrain's driver, killed at a file operation of its own.
+
+Counted are those that change the run directory once a rank's first checkpoint is being brought home.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+_COUNTED = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate"})
+
+
+class Saboteur:
+    """An audit hook: the `last` operation that it counts is not done."""
+
+    def __init__(self, last: int) -> None:
+        self.left = last
+        self.begun = False
+
+    def __call__(self, event: str, args: tuple[object, ...]) -> None:
+        if event not in _COUNTED or not args or not isinstance(args[0], str | os.PathLike):
+            return
+        path = os.fspath(args[0])
+        if event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        self.begun = self.begun or ".incoming-step-" in str(path)
+        if not self.begun or f"{os.sep}runs{os.sep}" not in os.path.abspath(str(path)):
+            return
+        self.left -= 1
+        if self.left == 0:
+            Path("fired-driver").write_text(str(time.time_ns()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    from ddptrain.cli.main import main
+
+    sys.addaudithook(Saboteur(int(sys.argv[1])))
+    sys.argv = ["ddptrain", *sys.argv[2:]]
+    main()

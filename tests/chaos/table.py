@@ -1,0 +1,171 @@
+"""The table: which fault, at which moment, of whom, with a restart or without, and where."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+STEPS, INTERVAL = 12, 3  # of the stub: steps, and how many of them lie between two checkpoints
+
+_RAISES = ("raise", "exit3")
+_SILENT = ("os_exit0", "os_exit5", "kill", "segv", "abort")
+_OURS = ("server", "store", "worker")
+_DRIVER = ("driver_kill", "driver_term", "driver_int")
+# Runs in these can share a cluster that is up: it is as good as new afterwards.
+_HARMLESS = frozenset(
+    {*_RAISES, *_SILENT, *_DRIVER, "hang", "stop", "term", "early", "loader", "raise_slow", "no_space"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A row of the table, without what chance decides."""
+
+    fault: str
+    moment: str
+    victim: str  # "0", "1", "both"; of faults that are no rank's: the rank that commits them
+    restart: bool = False
+    cluster: str = "warm"  # "warm": up, and used again; "own": up, for this case; "embedded"
+
+    @property
+    def words(self) -> str:
+        """What is searched by --only."""
+        restart = " restart" if self.restart else ""
+        return f"{self.fault} at {self.moment} by {self.victim}{restart} on {self.cluster}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case with all that chance has decided; the same for the same seed and number."""
+
+    seed: int
+    number: int
+    kind: Kind
+    step: int
+    share: float  # of all bytes of all checkpoints: where a write is hit
+    operation: int  # of the driver's
+    settle_s: float
+    asynchronous: bool
+
+    @property
+    def words(self) -> str:
+        """The case in one line."""
+        where = {"write": f", {self.share:.2%} of all bytes", "home": f", operation {self.operation}"}.get(
+            self.kind.moment, ""
+        )
+        step = f", step {self.step}" if self.kind.moment in ("first", "mid") else ""
+        return f"{self.kind.words}{step}{where}{'' if self.asynchronous else ', synchronous'}"
+
+    @property
+    def reproduction(self) -> str:
+        """The command line that does it again."""
+        return f"python -m tests.chaos --seed {self.seed} --case {self.number}"
+
+    @property
+    def ranks(self) -> list[int]:
+        """Who strikes."""
+        return [0, 1] if self.kind.victim == "both" else [int(self.kind.victim)]
+
+
+def kinds() -> list[Kind]:
+    """All rows."""
+    return [*_of_ranks(), *_of_ours(), *_of_drivers()]
+
+
+def _of_ranks() -> Iterator[Kind]:
+    for fault in _RAISES:
+        for moment in ("import", "first", "mid", "write", "end"):
+            yield from _restarts(fault, moment, ("0", "1", "both") if moment != "write" else ("0", "1"))
+    for fault in _SILENT:
+        for moment in ("import", "rendezvous", "first", "mid", "write", "end"):
+            both = ("both",) if moment in ("import", "mid") else ()
+            yield from _restarts(fault, moment, ("0", *(("1",) if moment != "write" else ()), *both))
+    for fault in ("other_kill", "other_stop"):
+        yield from _restarts(fault, "write", ("0",))
+    for moment in ("first", "mid", "end"):
+        yield from _restarts("hang", moment, ("0", "1"))
+    for moment in ("rendezvous", "mid", "write", "end"):
+        yield from _restarts("stop", moment, ("0", *(("1",) if moment != "write" else ())))
+    yield from _restarts("hang", "import", ("1",))
+    yield from _restarts("early", "mid", ("0", "1"))
+    yield from _restarts("loader", "mid", ("0", "1"))
+    yield from _restarts("raise_slow", "mid", ("0", "1"))
+    yield from _restarts("no_space", "write", ("0",))
+    for victim in ("0", "1", "both"):
+        yield Kind("term", "mid", victim)
+    yield Kind("term", "write", "0")
+    yield Kind("kill", "start", "0")
+    yield Kind("kill", "start", "1")
+
+
+def _of_ours() -> Iterator[Kind]:
+    for fault in _OURS:
+        for moment in ("import", "rendezvous", "first", "mid", "write", "end"):
+            victim = "1" if moment in ("import", "rendezvous") else "0"
+            yield Kind(fault, moment, victim, False, "embedded")
+            if moment in ("mid", "write"):
+                yield Kind(fault, moment, victim, True, "embedded")
+                yield Kind(fault, moment, victim, False, "own")
+    for moment in ("first", "mid", "write"):
+        yield Kind("scheduler", moment, "0", False, "own")
+    yield Kind("server", "mid", "0", True, "own")
+
+
+def _of_drivers() -> Iterator[Kind]:
+    for fault in _DRIVER:
+        for moment in ("start", "import", "rendezvous", "first", "mid", "write", "end"):
+            yield Kind(fault, moment, "0" if moment in ("mid", "write") else "1")
+        for moment in ("start", "mid", "write"):
+            yield Kind(fault, moment, "0", False, "embedded")
+    for _ in range(12):
+        yield Kind("driver_kill", "home", "0")
+
+
+def _restarts(fault: str, moment: str, victims: tuple[str, ...]) -> Iterator[Kind]:
+    for victim in victims:
+        yield Kind(fault, moment, victim)
+        if victim != "both" or moment == "mid":
+            yield Kind(fault, moment, victim, restart=True)
+
+
+def cases(seed: int, count: int, only: str) -> Iterator[Case]:
+    """The first `count` cases in whose words all words of `only` are."""
+    if not any(_matches(kind, only) for kind in kinds()):
+        return
+    numbered = (case(seed, number) for number in itertools.count())
+    yield from itertools.islice((found for found in numbered if _matches(found.kind, only)), count)
+
+
+def _matches(kind: Kind, only: str) -> bool:
+    return {*only.split()} <= {*kind.words.split()}
+
+
+def case(seed: int, number: int) -> Case:
+    """The case of that number; all rows come once before one comes again."""
+    rows = kinds()
+    turn, place = divmod(number, len(rows))
+    random.Random(f"{seed}/{turn}").shuffle(rows)
+    kind = rows[place]
+    chance = random.Random(f"{seed}/{number}/{kind.words}")
+    if kind.cluster == "warm" and kind.fault in _HARMLESS and chance.random() < 0.08:
+        kind = Kind(kind.fault, kind.moment, kind.victim, kind.restart, "embedded")
+    return Case(
+        seed=seed,
+        number=number,
+        kind=kind,
+        step=_step(kind, chance),
+        share=chance.uniform(0.0, 0.999),
+        operation=chance.randrange(1, 60),
+        settle_s=0.3 if kind.moment != "mid" or chance.random() < 0.7 else 0.0,
+        asynchronous=chance.random() < 0.7,
+    )
+
+
+def _step(kind: Kind, chance: random.Random) -> int:
+    if kind.moment == "first":
+        return 1
+    if kind.moment == "write":  # of faults of the main thread: those after a checkpoint
+        return INTERVAL * chance.randrange(1, STEPS // INTERVAL + 1)
+    return chance.randrange(2, STEPS + 1)

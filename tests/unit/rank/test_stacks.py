@@ -1,0 +1,65 @@
+"""A rank writes down where its threads are, and tells of those that end with an exception."""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ddptrain import events
+from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.stacks import Stacks, tell_of_threads
+from ddptrain.spec import STACKS_SIGNAL
+from tests.unit.specs import make_spec
+
+
+def events_of(path: Path) -> list[events.Event]:
+    return [events.decode(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.fixture
+def emitter(tmp_path: Path) -> Emitter:
+    return Emitter(os.open(tmp_path / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+
+
+def test_stacks_of_all_threads_are_written_and_the_main_one_is_told(tmp_path: Path, emitter: Emitter) -> None:
+    stacks = Stacks(make_spec(rank=3, staging=str(tmp_path)), emitter)
+    try:
+        asking = threading.Thread(target=stacks.tell, name="asking")
+        asking.start()
+        asking.join()
+    finally:
+        faulthandler.unregister(STACKS_SIGNAL)
+    told, file = events_of(tmp_path / "events")
+    assert isinstance(told, events.Stacks)
+    assert any(
+        frame.endswith(" test_stacks_of_all_threads_are_written_and_the_main_one_is_told") for frame in told.main
+    )
+    assert (told.sequence, told.state) == (None, "")
+    assert isinstance(file, events.FileSaved)
+    data = (tmp_path / file.staging).read_bytes()
+    assert (file.path, file.size_bytes) == ("stacks/rank-3.txt", len(data))
+    assert file.sha256 == hashlib.sha256(data).hexdigest()
+    text = data.decode()
+    assert text.index("MainThread") < text.index("asking (most recent call last)")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_exception_that_ends_a_thread_is_told(
+    tmp_path: Path, emitter: Emitter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    tell_of_threads(emitter)
+    thread = threading.Thread(target=lambda: int("x"), name="reader")
+    thread.start()
+    thread.join()
+    (told,) = events_of(tmp_path / "events")
+    assert isinstance(told, events.ThreadFailure)
+    assert (told.thread, told.type) == ("reader", "ValueError")
+    assert "invalid literal" in told.message
+    assert "in <lambda>" in told.traceback
+    assert "invalid literal" in capsys.readouterr().err

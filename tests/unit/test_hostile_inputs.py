@@ -1,0 +1,358 @@
+"""What the network, the disk and ranks gone wrong may hand us: it is taken, or refused with a declared error.
+
+DDPTRAIN_HOSTILE_INPUTS says how many inputs are tried in all; without it some hundred of each kind, always the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from ddptrain import events
+from ddptrain.config import RunConfig
+from ddptrain.configfile import load_config
+from ddptrain.driver.porter import _plain_name
+from ddptrain.errors import ConfigError
+from ddptrain.rank.orders import Orders
+from ddptrain.results import render
+from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
+from ddptrain.results.find import load_run
+from ddptrain.results.layout import RunLayout, safe_relative, step_name, step_of, valid_run_id
+from ddptrain.results.record import FailureRecord, RecordError, RunRecord
+from ddptrain.results.verified import newest_verified, read_manifest, verify
+from ddptrain.results.writer import RunWriter
+
+_TESTS = 8
+_IN_ALL = int(os.environ.get("DDPTRAIN_HOSTILE_INPUTS", "0"))
+EXAMPLES = settings(
+    max_examples=max(1, -(-_IN_ALL // _TESTS)) if _IN_ALL else 120,
+    deadline=None,
+    derandomize=not _IN_ALL,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+odd_numbers = st.sampled_from(
+    [0, -1, 2**31, 2**63, 2**64, 10**400, -(10**400), float("nan"), float("inf"), 1e-320, -0.0]
+)
+odd_text = st.sampled_from(
+    [
+        "",
+        " ",
+        "\0",
+        "\n",
+        "..",
+        ".",
+        "/",
+        "../x",
+        "a/b",
+        "\\",
+        "\ud800",
+        "\u202e",
+        "é" * 300,
+        "1e999",
+        "null",
+        "step-1",
+        "-",
+    ]
+)
+leaves = st.none() | st.booleans() | st.integers() | odd_numbers | odd_text | st.text(max_size=8) | st.floats()
+odd = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: Any) -> Any:
+    """JSON data with some of its parts put out of shape, taken away, or added to."""
+    data = copy.deepcopy(whole)
+    for _ in range(draw(st.integers(1, 3))):
+        spots = list(_spots(data))
+        parent, key = draw(st.sampled_from(spots)) if spots else (None, None)
+        what = draw(st.sampled_from(["other", "other", "other", "gone", "more"]))
+        if parent is None:
+            return draw(odd)
+        if what == "other":
+            parent[key] = draw(odd)
+        elif what == "gone":
+            del parent[key]
+        elif isinstance(parent, dict):
+            parent[draw(st.text(max_size=5))] = draw(odd)
+        else:
+            parent.append(draw(odd))
+    return data
+
+
+def _spots(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place in nested data, as container and key."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield data, key
+        yield from _spots(value)
+
+
+def as_bytes(data: Any) -> bytes:
+    return json.dumps(data).encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def damaged_bytes(draw: st.DrawFn, whole: Any) -> bytes:
+    """A JSON text that was damaged as data, or as text."""
+    text = bytearray(as_bytes(draw(damaged(whole))))
+    if draw(st.integers(0, 4)) == 0:
+        at = draw(st.integers(0, len(text)))
+        cut = bool(draw(st.booleans()))
+        text[at : len(text) if cut else at + 3] = draw(
+            st.sampled_from([b"", b"\0", b"\xff", b"[" * 20_000, b"9" * 5000, b'"'])
+        )
+    return bytes(text)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory where there is such a thing: thousands of examples are written."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place) as name:
+        yield Path(name)
+
+
+# --- configurations ---
+
+
+def _settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + (field.alias or name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _settings_of(field.annotation, f"{prefix}{field.alias or name}.")
+
+
+SETTINGS = [*_settings_of(RunConfig), "params.epochs", "params.optimizer", "env.A"]
+CONFIG: dict[str, Any] = {
+    "workload": "petnames",
+    "name": "n",
+    "params": {"epochs": 1},
+    "env": {"A": "b"},
+    "cluster": {
+        "ranks": {"min": 1, "max": 2},
+        "gpus": 0,
+        "backend": "ssh",
+        "ssh": {"hosts": ["a"], "ranks_per_host": 2},
+    },
+    "dist": {"backend": "gloo", "timeout_s": 3.0},
+    "checkpoint": {"every_epochs": 1, "every_steps": None, "every_s": 1.0, "keep": 3, "metric": "a", "mode": "min"},
+    "failure": {"max_restarts": 1, "no_restart": [42, "ValueError"], "hang_timeout_s": None, "grace_s": 1.0},
+    "results": {"dir": "runs"},
+}
+
+
+@EXAMPLES
+@given(data=damaged(CONFIG), style=st.sampled_from([None, True, False]))
+def test_configuration_is_loaded_or_refused_with_its_problems(folder: Path, data: Any, style: bool | None) -> None:
+    path = folder / "c.yaml"
+    path.write_bytes(
+        yaml.safe_dump(data, default_flow_style=style, allow_unicode=True).encode("utf-8", "surrogatepass")
+    )
+    _load(path, [])
+
+
+@EXAMPLES
+@given(
+    options=st.lists(st.tuples(st.sampled_from(SETTINGS), st.text(max_size=12) | odd.map(json.dumps))),
+    joint=st.sampled_from(["=", "=", "=", "", ".", "..x=", "[0]=", " = "]),
+)
+def test_options_are_taken_or_refused(folder: Path, options: list[tuple[str, str]], joint: str) -> None:
+    path = folder / "c.yaml"
+    path.write_text("workload: petnames\n")
+    _load(path, [f"{key}{joint}{value}" for key, value in options])
+
+
+def _load(path: Path, overrides: list[str]) -> None:
+    refused = None
+    try:
+        load_config(path, overrides)
+    except ConfigError as error:
+        refused = error
+    assert refused is None or (refused.problems and str(refused).replace("\n", "").isprintable())
+
+
+# --- what ranks tell ---
+
+EVENTS: list[dict[str, Any]] = [
+    {"event": "started", "time_ns": 1, "pid": 2, "host": "h", "environment": {"A": {"value": "1", "source": "user"}}},
+    {"event": "metrics", "time_ns": 1, "values": {"a": 0.5, "b": 1}, "step": 3, "epoch": 1.5},
+    {"event": "progress", "time_ns": 1, "done": 3, "total": None, "unit": "steps"},
+    {
+        "event": "checkpoint",
+        "time_ns": 1,
+        "step": 5,
+        "staging": "checkpoint-0",
+        "files": [{"name": "model.safetensors", "size_bytes": 1, "sha256": hashlib.sha256(b"w").hexdigest()}],
+        "metrics": {"val/loss": 1.0},
+        "epoch": 1.0,
+    },
+    {"event": "file", "time_ns": 1, "path": "a/b.txt", "staging": "file-1", "size_bytes": 3, "sha256": "ab"},
+    {"event": "failure", "time_ns": 1, "type": "ValueError", "message": "m", "traceback": "t", "exit_code": 3},
+    {"event": "stacks", "time_ns": 1, "main": ["a.py:1 f"], "sequence": 3, "state": ""},
+    {"event": "checkpoint_failed", "time_ns": 1, "step": 1, "message": "m", "failures": 1, "given_up": False},
+    {"event": "note", "time_ns": 1, "message": "m", "level": "info"},
+]
+
+
+@EXAMPLES
+@given(line=st.sampled_from(EVENTS).flatmap(damaged_bytes))
+def test_event_line_is_an_event_that_can_be_sent_on_or_none(line: bytes) -> None:
+    with suppress(events.EventFormatError):
+        event = events.decode(line)
+        assert events.encode(event).endswith(b"\n")
+
+
+@EXAMPLES
+@given(event=st.sampled_from([*EVENTS[1:2], *EVENTS[3:5]]).flatmap(damaged))
+def test_event_of_a_rank_gone_wrong_is_written_or_refused(folder: Path, event: Any) -> None:
+    try:
+        decoded = events.decode(as_bytes(event))
+    except events.EventFormatError:
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as name, _writer(Path(name)) as writer:
+        staged = Path(name) / "staged"
+        staged.mkdir()
+        (staged / "model.safetensors").write_bytes(b"w")
+        with suppress(ResultsError):
+            if isinstance(decoded, events.Metrics):
+                writer.metrics(decoded, 0)
+            elif isinstance(decoded, events.CheckpointSaved):
+                writer.adopt_checkpoint(0, decoded, staged, CheckpointPolicy())
+            elif isinstance(decoded, events.FileSaved):
+                writer.adopt_file(decoded, staged / _plain_name(decoded.staging))
+
+
+def _writer(folder: Path) -> RunWriter:
+    return RunWriter.create(folder / "runs", "a-run", "n", "workload: m:f\n", "m:f")
+
+
+# --- what lies on the disk ---
+
+MANIFEST = {
+    "schema": 1,
+    "step": 3,
+    "epoch": 1.0,
+    "metrics": {"val/loss": 0.5},
+    "world_size": 2,
+    "versions": {"torch": "2"},
+    "files": [{"name": "model.safetensors", "size_bytes": 1, "sha256": hashlib.sha256(b"w").hexdigest()}],
+}
+
+
+@EXAMPLES
+@given(manifest=damaged_bytes(MANIFEST))
+def test_manifest_vouches_for_its_checkpoint_or_is_passed_over(folder: Path, manifest: bytes) -> None:
+    layout = RunLayout(folder)
+    checkpoint = layout.checkpoints_dir / "step-3"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "model.safetensors").write_bytes(b"w")
+    (checkpoint / "checkpoint.json").write_bytes(manifest)
+    said: list[str] = []
+    found = newest_verified(layout, said.append)
+    assert (found is None) == bool(said)
+    if found is not None:
+        assert found.words.isprintable()
+        assert all((checkpoint / name).is_file() for name in found.files)
+    for read in (verify, read_manifest):
+        with suppress(CheckpointDamaged):
+            read(checkpoint)
+
+
+RECORD = json.loads(
+    RunRecord(
+        run_id="a-run",
+        name="n",
+        status="failed",
+        exit_code=1,
+        started_at="2026-01-01T00:00:00+00:00",
+        ended_at="2026-01-01T00:01:00+00:00",
+        duration_s=60.0,
+        world_size=2,
+        failure=FailureRecord(rank=1, host="h", kind="exception", message="m", log="l"),
+        versions={"torch": "2"},
+        last_metrics={"a": 0.5},
+        checkpoints=("step-3",),
+    ).to_json()
+)
+RECORD["attempts"] = [
+    {"attempt": 1, "started_at": "", "world_size": 2, "ranks": [{"rank": 0, "host": "h", "exit": -9}]}
+]
+
+
+@EXAMPLES
+@given(text=damaged_bytes(RECORD))
+def test_run_json_is_read_and_shown_or_refused(folder: Path, text: bytes) -> None:
+    with suppress(RecordError):
+        record = RunRecord.from_json(text)
+        assert RunRecord.from_json(record.to_json()).run_id == record.run_id
+    root = folder / "a-run"
+    root.mkdir(exist_ok=True)
+    (root / "run.json").write_bytes(text)
+    view = load_run(root)
+    assert json.dumps(view.as_dict(), allow_nan=False)
+    assert render.rows([view]) and render.sections(view)
+
+
+# --- paths, names and orders ---
+
+
+@EXAMPLES
+@given(
+    path=st.lists(
+        odd_text | st.text(max_size=4) | st.sampled_from(["a", "con", ".incoming-x", "x" * 201]), max_size=4
+    ).map("/".join)
+)
+def test_path_stays_below_its_folder_or_is_refused(folder: Path, path: str) -> None:
+    with suppress(UnsafePath):
+        taken = folder / safe_relative(path)
+        assert taken != folder and taken.resolve().is_relative_to(folder.resolve())
+        taken.parent.mkdir(parents=True, exist_ok=True)  # the file system can hold it
+        taken.exists()
+    with suppress(UnsafePath):
+        assert "/" not in _plain_name(path)
+    assert not valid_run_id(path) or (folder / path).parent == folder
+    step = step_of(path)
+    assert step is None or step_of(step_name(step)) == step
+
+
+@EXAMPLES
+@given(before=st.binary(max_size=60), pieces=st.integers(1, 3))
+def test_orders_are_heard_after_whatever_came_before(before: bytes, pieces: int) -> None:
+    read_fd, write_fd = os.pipe()
+    heard: list[str] = []
+    orders = Orders(read_fd)
+    try:
+        orders.on("preempt", lambda: heard.append("preempt"))
+        os.write(write_fd, before + b"\n")
+        for piece in _split(b"preempt\n", pieces):
+            os.write(write_fd, piece)
+        os.close(write_fd)
+        orders._read()
+    finally:
+        for fd in (read_fd, orders._mine_r, orders._mine_w):
+            os.close(fd)
+    assert heard[-1:] == ["preempt"]
+
+
+def _split(data: bytes, pieces: int) -> list[bytes]:
+    size = -(-len(data) // pieces)
+    return [data[at : at + size] for at in range(0, len(data), size)]

@@ -1,0 +1,93 @@
+"""A kill for want of memory is told from any other SIGKILL, by what control groups of either version count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddptrain.worker.memory import MemoryWatch, groups_of
+
+GIB = 1 << 30
+
+
+class Machine:
+    """A /proc and a /sys/fs/cgroup of its own; the rank is process 7."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc, self.root = folder / "proc", folder / "cgroup"
+        (self.proc / "7").mkdir(parents=True)
+        self.put(self.proc / "meminfo", "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 500 kB\n")
+        self.put(self.proc / "vmstat", "pgfault 3\noom_kill 0\n")
+
+    def put(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def group(self, version: int, path: str, *, kills: int, limit: str, usage: int = 0) -> None:
+        if version == 2:
+            self.put(self.proc / "7" / "cgroup", f"0::/{path}\n")
+            folder, names = self.root / path, ("memory.events", "memory.max", "memory.current")
+        else:
+            self.put(self.proc / "7" / "cgroup", f"5:cpu,cpuacct:/x\n4:memory:/{path}\n0::/\n")
+            folder = self.root / "memory" / path
+            names = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes")
+        for name, text in zip(names, (f"oom 9\noom_kill {kills}\n", f"{limit}\n", f"{usage}\n"), strict=True):
+            self.put(folder / name, text)
+
+    def watch(self) -> MemoryWatch:
+        return MemoryWatch(7, self.root, self.proc)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limit_of_the_group_is_told_where_it_has_counted_a_kill(machine: Machine, version: int) -> None:
+    machine.group(version, "jobs/a", kills=1, limit=str(2 * GIB))
+    watch = machine.watch()
+    assert watch.why() == ""
+    machine.group(version, "jobs/a", kills=2, limit=str(2 * GIB))
+    assert watch.why() == "out of memory (the memory limit of 2.0 GiB of its control group)"
+
+
+def test_group_without_a_limit_was_hit_by_the_hosts_own_want(machine: Machine) -> None:
+    machine.group(2, "jobs/a", kills=0, limit="max")
+    watch = machine.watch()
+    machine.group(2, "jobs/a", kills=1, limit="max")
+    assert watch.why() == "out of memory (the host's)"
+
+
+def test_kill_elsewhere_on_the_host_makes_it_likely(machine: Machine) -> None:
+    watch = machine.watch()
+    machine.put(machine.proc / "vmstat", "oom_kill 1\n")
+    assert watch.why().startswith("likely out of memory (the kernel has killed")
+
+
+def test_rank_that_was_near_the_limit_has_likely_been_killed_for_it(machine: Machine) -> None:
+    machine.group(2, "a", kills=0, limit=str(2 * GIB), usage=2 * GIB - 1)
+    watch = machine.watch()
+    watch.look()
+    assert watch.why() == "likely out of memory (2.0 GiB of 2.0 GiB of its control group were used shortly before)"
+
+
+def test_host_with_hardly_any_memory_left_makes_it_likely(machine: Machine) -> None:
+    machine.put(machine.proc / "meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {1 << 20} kB\n")
+    watch = machine.watch()
+    watch.look()
+    assert watch.why() == "likely out of memory (1.0 GiB of the host's 64.0 GiB were left shortly before)"
+
+
+def test_nothing_is_said_where_nothing_points_to_memory(machine: Machine) -> None:
+    machine.group(2, "a", kills=3, limit=str(2 * GIB), usage=GIB)
+    watch = machine.watch()
+    watch.look()
+    assert watch.why() == ""
+
+
+def test_machine_that_counts_nothing_is_no_error(tmp_path: Path) -> None:
+    watch = MemoryWatch(7, tmp_path / "none", tmp_path / "none")
+    watch.look()
+    assert (groups_of(7, tmp_path, tmp_path), watch.why()) == ([], "")

@@ -1,0 +1,105 @@
+"""What a worker says in the place of a rank that can't speak."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddptrain import events
+from ddptrain.spec import STACKS_SIGNAL
+from ddptrain.worker import standin
+from ddptrain.worker.spool import RankSpool
+from ddptrain.worker.vitals import Vitals, catches
+from tests.unit.specs import make_spec
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> RankSpool:
+    there = RankSpool(tmp_path / "rank-1")
+    there.create()
+    return there
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def told(spool: RankSpool, count: int) -> list[events.Event]:
+    deadline = time.monotonic() + 10.0
+    while len(lines := spool.events.read_bytes().splitlines()) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [events.decode(line) for line in lines]
+
+
+def test_stopped_process_is_told_at_once_with_a_file(spool: RankSpool, sleeper: subprocess.Popen[bytes]) -> None:
+    sleeper.send_signal(signal.SIGSTOP)
+    while Vitals(sleeper.pid).state() != "T":
+        time.sleep(0.01)
+    standin.stand_by(spool, sleeper.pid, 2, 1)
+    stacks, file = told(spool, 2)
+    assert isinstance(stacks, events.Stacks)
+    assert stacks.state == "stopped"
+    assert isinstance(file, events.FileSaved)
+    assert file.path == "stacks/rank-1.attempt-2.txt"
+    assert "SIGSTOP" in (spool.staging / file.staging).read_text()
+
+
+def test_process_that_would_die_of_the_signal_is_not_sent_it(
+    spool: RankSpool, sleeper: subprocess.Popen[bytes]
+) -> None:
+    assert not catches(sleeper.pid, STACKS_SIGNAL)
+    standin.stand_by(spool, sleeper.pid, 1, 1)
+    stacks, _ = told(spool, 2)
+    assert isinstance(stacks, events.Stacks)
+    assert (stacks.state, stacks.main) == ("busy", ())
+    assert sleeper.poll() is None
+
+
+def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool) -> None:
+    standin.stand_by(spool, os.getpid(), 1, 1)
+    spool.events.write_bytes(events.encode(events.Stacks(1, ("a.py:1 f",))))
+    time.sleep(1.3)
+    assert told(spool, 1) == [events.Stacks(1, ("a.py:1 f",))]
+
+
+def test_flight_record_is_handed_over_where_there_is_one(spool: RankSpool) -> None:
+    spec = make_spec(rank=1)
+    standin.hand_over_flight_record(spool, spec)
+    assert told(spool, 0) == []
+    (spool.staging / "flight-record-1").write_bytes(b"pickle")
+    standin.hand_over_flight_record(spool, spec)
+    (file,) = told(spool, 1)
+    assert isinstance(file, events.FileSaved)
+    assert (file.path, file.staging, file.size_bytes) == ("flight-recorder/rank-1.pickle", "flight-record-1", 6)
+
+
+def test_last_words_of_nccls_watchdog_are_known(spool: RankSpool) -> None:
+    assert not standin.timed_out(spool)
+    spool.log.write_text("[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
+    assert standin.timed_out(spool)
+
+
+def test_processor_time_counts_children_of_the_group_too() -> None:
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'while True: pass']); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        time.sleep(1.0)
+        vitals = Vitals(process.pid)
+        before = vitals.cpu_s()
+        time.sleep(0.5)
+        assert vitals.cpu_s() - before > 0.1
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert Vitals(process.pid).state() == ""
