@@ -9,7 +9,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train lint format test check bench wheel clean
+.PHONY: help venv train lint format test check chaos bench wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-14s%s\n' "$$target" "$$what"; done
@@ -40,6 +40,9 @@ test: $(INSTALLED) ## run the tests; options go into ARGS
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint test ## lint and test
+
+chaos: $(INSTALLED) ## break runs in every way, some minutes long; options go into ARGS
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 bench: $(INSTALLED) ## measure against torchrun; options go into ARGS
 	$(BIN)/python -m tests.bench $(ARGS)

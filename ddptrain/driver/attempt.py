@@ -247,6 +247,8 @@ class Attempt:
                 self.telling.warn(
                     f"rank {ended.rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 )
+        elif self.notice is not None and ended.status == -signal.SIGTERM:
+            self._stop(1.0)  # it never saves: there is nothing that the others could wait for
         elif watch.fault is None and not self.stopping:
             watch.fault = cause.from_exit(ended)
             self._add_fault(watch.fault)

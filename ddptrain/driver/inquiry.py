@@ -13,7 +13,7 @@ from ddptrain.driver.rankwatch import RankWatch
 from ddptrain.driver.watchdog import Hang, Watchdog
 from ddptrain.spec import STACKS_FOLDER, RankSpec
 
-_ANSWERS_S = 2.5  # for every rank to answer, or its worker in its place
+_ANSWERS_S = 5.0  # for every rank to answer, or its worker in its place
 _STACKS = "stacks"  # an order of rank/orders.py
 
 
@@ -56,7 +56,8 @@ class Inquiry:
         """An event of a rank."""
         match event:
             case events.Stacks():
-                self._stacks.setdefault(rank, event)
+                if rank not in self._stacks or not event.state:  # its own answer, late as it is, says more
+                    self._stacks[rank] = event
             case events.FileSaved() if event.path.startswith(f"{STACKS_FOLDER}/"):
                 self._files.add(rank)
             case events.ThreadFailure():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.2
 _AGAIN_S = 0.1
+_SEEN_WITHIN_S = 2.0  # while a cluster starts, the first may be kept waiting until the second comes
 _ENOUGH = 2  # a second signal stops at once; a third would end the driver before it has written how the run ended
 _MARGIN_S = 30.0
 _DEFAULT_GRACE_S = 30.0
@@ -77,12 +78,13 @@ def stop_requests(writer: RunWriter, signals: Signals) -> Iterator[None]:
 
 
 def _watch(writer: RunWriter, signals: Signals, over: threading.Event) -> None:
+    sent = 0
     while not over.is_set():
         request = _taken(writer.layout)
         if request is not None:
             with suppress(ResultsError):  # a full disk is a reason to stop, not one to go on
                 writer.event({"event": "stop_requested", "now": request.now, "by": request.by})
-            _obey(request, signals, over)
+            sent += _obey(request, signals, sent, over)
         over.wait(_LOOK_EVERY_S)
 
 
@@ -100,16 +102,18 @@ def _taken(layout: RunLayout) -> StopRequest | None:
     return request if (request.pid, request.host) == (os.getpid(), socket.gethostname()) else None
 
 
-def _obey(request: StopRequest, signals: Signals, over: threading.Event) -> None:
-    if not request.now:
-        if not signals.taken:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return
+def _obey(request: StopRequest, signals: Signals, sent: int, over: threading.Event) -> int:
+    """Send this process what is still to be sent, and return how many signals that was; `sent` were before."""
+    missing = (_ENOUGH if request.now else 1) - max(sent, len(signals.taken))
     # A shell's background job has SIGINT ignored.
-    number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
-    while len(signals.taken) < _ENOUGH and not over.is_set():
-        os.kill(os.getpid(), number)
-        over.wait(_AGAIN_S)
+    can_interrupt = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    for _ in range(missing):
+        before = len(signals.taken)
+        os.kill(os.getpid(), signal.SIGINT if request.now and can_interrupt else signal.SIGTERM)
+        seen_by = time.monotonic() + _SEEN_WITHIN_S
+        while len(signals.taken) == before and time.monotonic() < seen_by and not over.wait(_AGAIN_S):
+            continue  # two at once would count as one
+    return max(0, missing)
 
 
 # --- the other side ---

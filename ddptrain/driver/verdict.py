@@ -39,7 +39,7 @@ def of_outcome(outcome: Outcome, writer: RunWriter) -> Verdict:
         return _preempted(outcome.notice, writer)
     if outcome.signum is not None:
         return _interrupted(outcome.signum)
-    if outcome.fault is None:
+    if outcome.fault is None or (outcome.notice is not None and outcome.fault.victim):
         return _gone(outcome.notice or "the ranks ended before their work was done")
     return _failed(outcome, outcome.fault, writer.layout)
 

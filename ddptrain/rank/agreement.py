@@ -83,10 +83,12 @@ class Calls:
         self._entered = 0
         self._last: float | None = None
         self.told_to_end = False
+        self.saves = False  # whether the workload has resumed, or saved: else there is no call to wait for
 
     def enter(self) -> int:
         """The number of the call that begins now, from 1."""
         with self._lock:
+            self.saves = True
             self._entered += 1
             return self._entered
 

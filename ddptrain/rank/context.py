@@ -93,6 +93,7 @@ class RankContext:
     @property
     def preempted(self) -> bool:
         """Whether the run has been told to end: the next calls of checkpoint will save, and not return."""
+        self._calls.saves = True  # who asks will do something about it
         return self._calls.told_to_end
 
     def log(
@@ -211,6 +212,7 @@ class RankContext:
         `more` are objects with load_state_dict(), named as in checkpoint(). With as many ranks as before, this rank's
         random states are put back, too; else they are new ones.
         """
+        self._calls.saves = True
         if not self._spec.resume_from:
             return None
         state = checkpoint.read(Path(self._spec.resume_from), model, optimizer, self.device)

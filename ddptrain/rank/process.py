@@ -145,6 +145,14 @@ class _Rank:
         def notice(*_: object) -> None:
             self.orders.post(orders.NOTICED)
 
+        def preempt() -> None:
+            if self.calls.saves:
+                self.calls.tell_to_end()
+            elif signal.getsignal(signal.SIGTERM) is notice:
+                procs.die_of_sigterm()
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+
         def stop() -> None:
             self._complete_saves()
             if signal.getsignal(signal.SIGTERM) is notice:  # else the user's own handler has a say
@@ -152,7 +160,7 @@ class _Rank:
 
         signal.signal(signal.SIGTERM, notice)
         self.orders.on(orders.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
-        self.orders.on(orders.PREEMPT, self.calls.tell_to_end)
+        self.orders.on(orders.PREEMPT, preempt)
         self.orders.on(orders.STOP, stop)
         self.orders.on(orders.STACKS, Stacks(self.spec, self.emitter).tell)
         self.orders.listen()

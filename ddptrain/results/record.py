@@ -212,8 +212,20 @@ def _read(hint: Any, raw: Any) -> Any:
         return {name: item for name, item in items.items() if item is not _WRONG}
     if issubclass(hint, _Part):
         return hint.parse(raw) if isinstance(raw, dict) else _WRONG
-    accepted = (int, float) if hint is float else hint
-    return raw if isinstance(raw, accepted) and (hint is bool or not isinstance(raw, bool)) else _WRONG
+    if hint is float:
+        return raw if _is_float(raw) else _WRONG
+    return raw if isinstance(raw, hint) and (hint is bool or not isinstance(raw, bool)) else _WRONG
+
+
+def _is_float(raw: Any) -> bool:
+    """Whether a JSON number is one that a float can hold."""
+    if not isinstance(raw, int | float) or isinstance(raw, bool):
+        return False
+    try:
+        float(raw)
+    except OverflowError:
+        return False
+    return True
 
 
 def _kept(items: Iterable[Any]) -> tuple[Any, ...]:

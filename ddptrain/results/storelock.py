@@ -19,6 +19,7 @@ from ddptrain.results.store import Store
 LOCK = "run.lock"
 STALE_S = 180.0
 _REFRESH_S = 60.0
+_PARTING_S = 5.0
 _SETTLE_S = 1.0  # after it, of two drivers that wrote at the same time both see the one that wrote last
 
 
@@ -96,8 +97,11 @@ class StoreLock:
     def release(self, *, forget: bool = False) -> None:
         """Stop refreshing, and say that the run is free; `forget` deletes the file. Raises nothing."""
         self._over.set()
+        briefly(lambda: self._release(forget), _PARTING_S)
+
+    def _release(self, forget: bool) -> None:
         if self._thread is not None:
-            self._thread.join(timeout=5.0)
+            self._thread.join(timeout=_PARTING_S)
         try:
             self._check()
             if forget:
@@ -133,6 +137,13 @@ class StoreLock:
             f"run {self.store.url} is held by process {claim.pid} on {claim.host}, heard of {ago:.0f} s ago; wait for "
             f"it (a driver that is gone is taken for dead after {STALE_S:g} s), or choose another --run-id"
         )
+
+
+def briefly(work: Callable[[], None], seconds: float) -> None:
+    """Do it, but wait for it only so long: the end of a run does not hang on a store that is away."""
+    thread = threading.Thread(target=work, name="ddptrain-parting", daemon=True)
+    thread.start()
+    thread.join(timeout=seconds)
 
 
 def _born(pid: int) -> float:

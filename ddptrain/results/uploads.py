@@ -19,7 +19,7 @@ from ddptrain.results.layout import INCOMING, RunLayout
 from ddptrain.results.origin import Origin
 from ddptrain.results.store import Store
 from ddptrain.results.storedcheckpoints import CHECKPOINTS, StoredCheckpoints
-from ddptrain.results.storelock import LOCK
+from ddptrain.results.storelock import LOCK, briefly
 
 _LOOK_EVERY_S = 2.0
 _FILE_EVERY_S = 10.0
@@ -27,7 +27,8 @@ _BYTES_PER_S = 1 << 20  # on average, of a log that is uploaded as a whole again
 _RECORD_EVERY_S = 3.0
 _PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # after a pass that failed
 _FLUSH_PAUSE_S = 2.0
-_LAST_S = 10.0  # for another try, once one has taken all of its time
+_LAST_S = 3.0  # for another try, once one has taken all of its time
+_PARTING_S = 5.0
 _RECORD = "run.json"
 _BESIDE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -124,17 +125,19 @@ class Uploads:
 
     def close(self, deadline_s: float) -> None:
         """Flush, stop, and delete the working folder, if all of it is in the store."""
-        why = self.flush(deadline_s)
+        why = self.flush(0.0 if self._in_vain else deadline_s)
         self._over.set()
         with self._state:
             self._state.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout=10.0)
-            if not why and not self._thread.is_alive():
-                shutil.rmtree(self.root, ignore_errors=True)
-            elif not self._taken and not self._thread.is_alive():
-                with suppress(StoreError, OSError):  # how it ended is true, whatever else is missing
-                    self.store.write(_RECORD, self._record.read_bytes())
+        if self._thread is None:
+            return
+        self._thread.join(timeout=_PARTING_S)
+        if self._thread.is_alive() or self._taken:
+            return
+        if not why:
+            shutil.rmtree(self.root, ignore_errors=True)
+        else:
+            briefly(self._send_last_record, _PARTING_S)
 
     def __enter__(self) -> Self:
         return self
@@ -143,6 +146,10 @@ class Uploads:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(30.0)
+
+    def _send_last_record(self) -> None:
+        with suppress(StoreError, OSError):  # how it ended is true, whatever else is missing
+            self.store.write(_RECORD, self._record.read_bytes())
 
     # The thread.
 

@@ -123,7 +123,7 @@ class RankHost(WorkerPlugin):
             listening.bind((host, 0))
             listening.listen(1024)
             self.hold(key, _store_id(key), grace_s=0.0)
-            self.server.start_store(_store_id(key), host, listening)
+            self.server.start_store(_store_id(key), host, listening, key)
             return int(listening.getsockname()[1])
 
     def stop(self, key: str, grace_s: float | None = None) -> None:

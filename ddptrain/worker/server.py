@@ -17,8 +17,10 @@ from typing import Any
 
 from ddptrain import socketfolder
 from ddptrain.errors import ClusterError
+from ddptrain.spec import describe_status
 
 _MAX_REPORT_BYTES = 64 * 1024
+_WITHOUT_STORE_S = 2.0  # for a rank to end: a checkpoint that is being written is still completed
 _DEATH_S = 0.5  # a killed process closes all its sockets within that
 
 
@@ -37,6 +39,7 @@ class RankServer:
         self._lock = threading.Lock()
         self._inboxes: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._pids: dict[str, int] = {}
+        self._stores: dict[str, str] = {}  # those that nobody has told to end, and the rank that is lost without it
         self._lost: str | None = None
         self._reader = threading.Thread(target=self._read_reports, name="ddptrain-rank-server", daemon=True)
 
@@ -75,13 +78,18 @@ class RankServer:
             request = {"op": "rank", "id": rank_id, "place": place, "cpus": _own_cpus()}
             self._order(request, [file.fileno(), log_fd, events_fd])
 
-    def start_store(self, store_id: str, host: str, listening: socket.socket) -> None:
-        """Order a process that hosts a TCPStore on a listening socket. Raises RankServerLost."""
+    def start_store(self, store_id: str, host: str, listening: socket.socket, rank_id: str = "") -> None:
+        """Order a process that hosts a TCPStore on a listening socket; `rank_id` is the rank that is lost without it.
+
+        Raises RankServerLost.
+        """
         port = listening.getsockname()[1]
+        self._stores[store_id] = rank_id
         self._send({"op": "store", "id": store_id, "host": host, "port": port}, [listening.fileno()])
 
     def stop(self, child_id: str, grace_s: float) -> None:
         """SIGTERM to the child's process group now, SIGKILL after `grace_s`; nothing happens where it is gone."""
+        self._stores.pop(child_id, None)
         try:
             self._send({"op": "stop", "id": child_id, "grace_s": grace_s}, [])
         except RankServerLost:
@@ -164,6 +172,11 @@ class RankServer:
             return
         elif report["report"] == "exited":
             self._pids.pop(child_id, None)
+            if (rank_id := self._stores.pop(child_id, None)) is not None:
+                # Its ranks would wait for it for ever, or complain of each other.
+                words = f"the process of the gang's store (TCPStore) has ended: {describe_status(report['status'])}"
+                child_id, report = rank_id, {"report": "broken", "message": words}
+                self.stop(rank_id, _WITHOUT_STORE_S)
         elif not child_id:
             trace = report["message"].strip()
             last = trace.splitlines()[-1]

@@ -19,7 +19,7 @@ from ddptrain.spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.worker.spool import RankSpool
 from ddptrain.worker.vitals import Vitals, catches
 
-_ANSWER_S = 1.0  # for the rank itself to tell where it is
+_ANSWER_S = 1.5  # for the rank itself to tell where it is
 _DUMP_S = 0.3  # for C code to write stacks
 _LOOK_S = 0.05
 _TAIL_BYTES = 256 << 10

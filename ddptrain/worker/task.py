@@ -89,7 +89,7 @@ class _RankTask:
 
     def _with_rendezvous(self) -> RankSpec:
         """Rank 0's task opens the gang's store and publishes its port; the others were told it."""
-        if self.spec.rank != 0:
+        if self.spec.rank != 0 or self.spec.master_port:  # the client may have had it opened before
             return self.spec
         port = self.host.open_store(self.spec.key, self.spec.master_addr)
         self._notify(store_port=port)

@@ -23,6 +23,7 @@ _WORDS = {
     "hang": ("hang", ""),
     "stop": ("hang", "stopped"),
     "other_stop": ("hang", "stopped"),
+    "store": ("infrastructure", "store"),
     "server": ("infrastructure", "rank server"),
     "worker": ("worker_lost", ""),
     "scheduler": ("infrastructure", "scheduler"),
@@ -57,8 +58,8 @@ def expected(case: Case) -> Expected:
         return _of_driver(fault, moment)
     if fault == "term":
         return Expected((75,))
-    if fault in ("no_space", "store"):  # tried again; needed for the rendezvous only
-        return Expected((0,)) if fault == "no_space" else _of_store(moment)
+    if fault == "no_space":  # is tried again
+        return Expected((0,))
     kind, words = _WORDS[fault]
     ranks = (1 - int(case.kind.victim),) if fault.startswith("other_") else tuple(case.ranks)
     code = {"hang": 5, "infrastructure": 4, "worker_lost": 4}.get(kind, 1)
@@ -77,10 +78,6 @@ def _of_driver(fault: str, moment: str) -> Expected:
     # With nothing saved yet there is nothing to go on from; after the last step nothing to save.
     early = moment in ("start", "import", "rendezvous")
     return Expected((143,) if early else (0, 75) if moment == "end" else (75,))
-
-
-def _of_store(moment: str) -> Expected:
-    return Expected((1, 4), "", "")
 
 
 def least_step(case: Case) -> int:

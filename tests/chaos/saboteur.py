@@ -41,4 +41,4 @@ if __name__ == "__main__":
 
     sys.addaudithook(Saboteur(int(sys.argv[1])))
     sys.argv = ["ddptrain", *sys.argv[2:]]
-    main()
+    sys.exit(main())

@@ -156,10 +156,10 @@ def case(seed: int, number: int) -> Case:
         number=number,
         kind=kind,
         step=_step(kind, chance),
-        share=chance.uniform(0.0, 0.999),
+        share=chance.uniform(0.0, 0.74 if kind.fault.startswith("other_") else 0.999),  # the last one it has left
         operation=chance.randrange(1, 60),
         settle_s=0.3 if kind.moment != "mid" or chance.random() < 0.7 else 0.0,
-        asynchronous=chance.random() < 0.7,
+        asynchronous=not kind.fault.startswith("other_") and chance.random() < 0.7,
     )
 
 

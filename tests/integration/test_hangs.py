@@ -103,7 +103,7 @@ def stacks(folder: Path) -> list[str]:
 def assert_hung(ended: Finished, record: dict[str, Any], *words: str) -> None:
     assert (ended.rc, record["exit_code"], record["status"]) == (5, 5, "failed"), ended.stderr
     failure = record["failure"]
-    assert (failure["rank"], failure["kind"]) == (1, "hang")
+    assert (failure["rank"], failure["kind"]) == (1, "hang"), failure["message"]
     for word in words:
         assert word in failure["message"], failure["message"]
         assert word in ended.stderr
@@ -140,8 +140,8 @@ def test_rank_whose_interpreter_is_held_by_compiled_code_has_its_stack_taken(tra
 
 
 def test_rank_that_never_comes_to_the_rendezvous_is_named(train: Train) -> None:
-    ended, record = train("none", "--set", "cluster.start_timeout_s=6", SLEEP_AT_IMPORT="1")
-    assert_hung(ended, record, "did not reach the rendezvous within 6 s", "hanging.py:7 in <module>", "rank 0 waits")
+    ended, record = train("none", "--set", "cluster.start_timeout_s=8", SLEEP_AT_IMPORT="1")
+    assert_hung(ended, record, "did not reach the rendezvous within 8 s", "hanging.py:7 in <module>", "rank 0 waits")
 
 
 def test_collective_operation_that_times_out_is_blamed_on_the_rank_that_did_not_come(train: Train) -> None:

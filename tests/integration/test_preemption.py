@@ -132,7 +132,7 @@ def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer:
 
 
 def test_second_signal_stops_at_once_and_who_never_saves_is_stopped_in_time(trainer: Trainer) -> None:
-    running = trainer.start("--run-id", "twice", saves=False, n=4000)
+    running = trainer.start("--run-id", "twice", saves=False, n=4000)  # it has asked to resume: so it may save
     running.wait_for("under way")
     os.kill(running.popen.pid, signal.SIGTERM)
     running.wait_for("the ranks finish their step and save, within 8 s")

@@ -1,12 +1,13 @@
 """Step time lost to a checkpoint: the same loop without one, with ddptrain's, and with a synchronous torch.save.
 
-The model and Adam's moments are 500 MB together. A step is what a rank does between two checkpoints that follow each
-other fast: matrix products that keep a core busy.
+The model and Adam's moments are 500 MB together. A step is some
+matrix products, which keep a core busy.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,26 +16,27 @@ from typing import Any
 import torch
 from torch import nn
 
-_STEPS_BETWEEN = 40
+_BETWEEN_S = 2.5  # more than the writing takes
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, between: Callable[[int], None]) -> float:
-    """Seconds that `number` steps take, with a call after each."""
-    inputs = torch.randn(256, 1024)
-    busy = torch.randn(512, 512)
-    began = time.perf_counter()
-    for step in range(number):
-        for _ in range(20):
-            busy = torch.tanh(busy @ busy * 1e-3)
-        optimizer.zero_grad()
-        loss = model[0](inputs).pow(2).mean()  # type: ignore[index]
-        loss.backward()
-        between(step)
-    return time.perf_counter() - began
+def _took(step: Callable[[], None], number: int, after: Callable[[int], None]) -> list[float]:
+    """Seconds of each of `number` steps, with the call after it."""
+    times = []
+    for index in range(number):
+        began = time.perf_counter()
+        step()
+        after(index)
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def _excess(times: list[float]) -> float:
+    """Seconds beyond what as many usual steps take."""
+    return sum(times) - len(times) * statistics.median(times)
 
 
 def workload(ctx: Any, out: str, mega_bytes: int, checkpoints: int, kind: str) -> None:
-    """Trains with `checkpoints` of them; rank 0 writes the seconds lost to each to `out`."""
+    """Trains with `checkpoints` of them; writes the seconds lost to each to `out`."""
     torch.manual_seed(0)
     n_layers = max(1, mega_bytes * 1_000_000 // (3 * 4 * 1024 * 1024))  # weights and two moments, of 4 bytes
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(n_layers)))
@@ -42,21 +44,27 @@ def workload(ctx: Any, out: str, mega_bytes: int, checkpoints: int, kind: str) -
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    folder = Path(out).parent
 
-    def save(step: int) -> None:
-        if step % _STEPS_BETWEEN != 0:
+    inputs, busy = torch.randn(64, 1024), torch.randn(384, 384)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model[0](inputs).pow(2).mean().backward()
+        for _ in range(4):
+            torch.tanh(busy @ busy * 1e-3)
+
+    def save(number: int) -> None:
+        if number % between != 0:
             return
         if kind == "ours":
-            ctx.checkpoint(model=model, optimizer=optimizer, step=step)
-        elif kind == "torch" and ctx.rank == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{step}.pt")
-            (folder / f"{step - _STEPS_BETWEEN}.pt").unlink(missing_ok=True)
+            ctx.checkpoint(model=model, optimizer=optimizer, step=number)
+        else:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, Path(out).with_suffix(f".{number // between % 2}.pt"))
 
-    _steps(model, optimizer, _STEPS_BETWEEN, lambda step: None)
-    _steps(model, optimizer, _STEPS_BETWEEN, save)  # the first one allocates memory, or makes the page cache grow
-    number = checkpoints * _STEPS_BETWEEN
-    plain = _steps(model, optimizer, number, lambda step: None)
-    with_saves = _steps(model, optimizer, number, save)
-    if ctx.rank == 0:
-        Path(out).write_text(json.dumps({"lost_s": (with_saves - plain) / checkpoints, "step_s": plain / number}))
+    times = _took(step, 100, lambda _: None)
+    between = max(10, round(_BETWEEN_S / statistics.median(times)))
+    _took(step, between, save)  # the first allocates memory, and makes the page cache grow
+    plain = _excess(_took(step, checkpoints * between, lambda _: None))
+    lost_s = (_excess(_took(step, checkpoints * between, save)) - plain) / checkpoints
+    Path(out).write_text(json.dumps({"lost_s": lost_s, "noise_s": plain / checkpoints}))

@@ -69,7 +69,7 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
 def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool) -> None:
     standin.stand_by(spool, os.getpid(), 1, 1)
     spool.events.write_bytes(events.encode(events.Stacks(1, ("a.py:1 f",))))
-    time.sleep(1.3)
+    time.sleep(0.3)
     assert told(spool, 1) == [events.Stacks(1, ("a.py:1 f",))]
 
 

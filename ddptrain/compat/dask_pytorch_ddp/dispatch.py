@@ -1,0 +1,169 @@
+"""`dispatch.run`: a function on every slot of a Dask cluster, as the ranks of one process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import queue
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+from distributed import Client, Future
+
+from ddptrain.clusters import slots
+from ddptrain.clusters.check import Needs, check_cluster
+from ddptrain.compat.dask_pytorch_ddp import gangwatch, job
+from ddptrain.driver.gang import Gang, Place, Watchers, Wish
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.results.layout import new_run_id
+from ddptrain.spec import SLOT_RESOURCE, RankSpec
+
+if TYPE_CHECKING:
+    from dask_pytorch_ddp.dispatch import dispatch_with_ddp
+
+__all__ = ["dispatch_with_ddp", "run"]
+
+logger = logging.getLogger(__name__)
+
+_WORKLOAD = "ddptrain.compat.dask_pytorch_ddp.rankside:main"
+_START_S = 60.0  # for a first worker to appear
+_WAIT_S = 300.0  # in line, for slots that others hold
+_DIST_TIMEOUT_S = 1800.0  # as torch has it
+
+
+def run(
+    client: Client,
+    pytorch_function: Callable[..., Any],
+    *args: Any,
+    backend: str | None = None,
+    pass_local_rank: bool = False,
+    **kwargs: Any,
+) -> list[Future[Any]]:
+    """Run `pytorch_function(*args, **kwargs)` on every slot of the cluster; return a future a rank, in their order.
+
+    A worker that ddptrain has not started is one slot. A rank is a process of its own, with the process group up
+    (`backend`: nccl where every slot has a GPU, else gloo). Its future resolves to what the function returns, or
+    raises what it raises; the others are then stopped. With `pass_local_rank` the function gets `local_rank` as well.
+
+    Raises:
+        ClusterError: the slots can't be had, or workers lack what is needed.
+        UsageError: the client is an asynchronous one, or the function can't be pickled.
+    """
+    if client.asynchronous:
+        raise UsageError("dispatch.run needs a client that was not made with asynchronous=True")
+    pickled = _pickled(pytorch_function, args, kwargs)
+    gang = Gang(client, new_run_id("dispatch"), queue.SimpleQueue())
+    try:
+        places = gang.reserve(Wish(None, False, _START_S, _WAIT_S), _watchers(client))
+        specs = _specs(gang.run_id, places, backend)
+        port = _store_port(client, specs[0], places[0])
+        futures = []
+        for spec, place in zip(specs, places, strict=True):
+            given = _futures_in(args, kwargs) | ({"local_rank": place.local_rank} if pass_local_rank else {})
+            futures.append(_submit(client, spec, port, place, pickled, given))
+    except BaseException:
+        client.run_on_scheduler(slots.release, gang.run_id)
+        raise
+    gangwatch.start(client, gang.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)})
+    return futures
+
+
+def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    """All that the rank needs, but for what Dask itself will bring."""
+    plain_args = tuple(None if isinstance(value, Future) else value for value in args)
+    plain_kwargs = {name: None if isinstance(value, Future) else value for name, value in kwargs.items()}
+    try:
+        data: bytes = cloudpickle.dumps((function, plain_args, plain_kwargs))
+    except Exception as error:
+        raise UsageError(f"{function!r} or its arguments can't be pickled for the workers: {error}") from error
+    return data
+
+
+def _futures_in(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+    places: dict[int | str, Any] = {place: value for place, value in enumerate(args) if isinstance(value, Future)}
+    return places | {name: value for name, value in kwargs.items() if isinstance(value, Future)}
+
+
+def _watchers(client: Client) -> Watchers:
+    needs = Needs(_WORKLOAD, ())
+    return Watchers(
+        check=lambda workers: check_cluster(client, workers, needs),
+        worker_fault=lambda: None,
+        last_words=lambda: "",
+        tell=logger.warning,
+        cluster="",
+    )
+
+
+def _specs(run_id: str, places: Sequence[Place], backend: str | None) -> list[RankSpec]:
+    chosen = backend or ("nccl" if all(place.slot.gpu for place in places) else "gloo")
+    return [
+        RankSpec(
+            run_id=run_id,
+            attempt=1,
+            rank=place.rank,
+            world_size=len(places),
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+            slot=place.slot.index,
+            workload=_WORKLOAD,
+            params={},
+            dist_backend=chosen,
+            dist_timeout_s=_DIST_TIMEOUT_S,
+            grace_s=gangwatch.GRACE_S,
+            every_epochs=1,
+            every_steps=None,
+            every_s=None,
+            workdir=os.getcwd(),
+            sys_path=_search_path(),
+            master_addr=places[0].slot.host,
+        )
+        for place in places
+    ]
+
+
+def _search_path() -> tuple[str, ...]:
+    """Where modules are found that the function is made of: beside the client's script, and in its folder."""
+    first = os.path.abspath(sys.path[0]) if sys.path else os.getcwd()
+    return tuple(dict.fromkeys((first, os.getcwd())))
+
+
+def _store_port(client: Client, first: RankSpec, place: Place) -> int:
+    worker = place.slot.worker
+    try:
+        ports = client.run(job.open_store, first.run_id, first.key, first.master_addr, workers=[worker])
+    except OSError as error:
+        raise ClusterError(f"the worker {worker} can't listen on {first.master_addr}: {error}") from error
+    return int(ports[worker])
+
+
+def _submit(
+    client: Client, spec: RankSpec, port: int, place: Place, pickled: bytes, given: dict[int | str, Any]
+) -> Future[Any]:
+    return client.submit(
+        job.run_job,
+        dataclasses.replace(spec, master_port=port).to_json(),
+        pickled,
+        given,
+        key=spec.key,
+        workers=[place.slot.worker],
+        allow_other_workers=False,
+        resources={SLOT_RESOURCE: 1} if place.slot.counted else None,
+        pure=False,
+        retries=0,
+    )
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        # Late: it needs torch.
+        if name == "dispatch_with_ddp":
+            from dask_pytorch_ddp.dispatch import dispatch_with_ddp
+
+            return dispatch_with_ddp
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

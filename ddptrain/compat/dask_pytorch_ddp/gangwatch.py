@@ -1,0 +1,82 @@
+"""Watches a gang from the client: a failure stops the others, a lost worker's rank fails, and slots come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from distributed import Client, Future, Scheduler
+
+from ddptrain.clusters import slots
+from ddptrain.worker import task
+
+GRACE_S = 10.0  # from SIGTERM to SIGKILL for ranks that are stopped
+_LOOK_S = 0.05
+_PRESENCE_S = 1.0
+_OTHERS_S = 1.0  # for the others to fail by themselves, and say how
+
+
+def start(client: Client, run_id: str, places: Mapping[str, str]) -> None:
+    """Watch the gang until it has ended; `places` are its keys, and the worker of each."""
+    client.loop.add_callback(_Watch(client, run_id, dict(places)).run)
+
+
+class _Watch:
+    """One gang. It holds keys, not futures: who drops all futures ends the gang, as with any task of Dask."""
+
+    def __init__(self, client: Client, run_id: str, places: dict[str, str]) -> None:
+        self.client, self.run_id, self.places = client, run_id, places
+        self.failed_at: float | None = None
+        self.stopped = False
+
+    async def run(self) -> None:
+        """Watch to the end; never raises."""
+        with suppress(Exception):
+            await self._watch()
+        with suppress(Exception):
+            await self.client.run_on_scheduler(slots.release, self.run_id)
+
+    async def _watch(self) -> None:
+        looked_at = time.monotonic()
+        while (left := self._left()) and self.client.status == "running":
+            if self.failed_at is not None and not self.stopped and time.monotonic() - self.failed_at > _OTHERS_S:
+                self.stopped = True
+                await self._stop(left)
+            if time.monotonic() - looked_at > _PRESENCE_S:
+                await self._give_up_lost(left)
+                looked_at = time.monotonic()
+            await asyncio.sleep(_LOOK_S)
+
+    def _left(self) -> list[str]:
+        """The keys of ranks that have not ended."""
+        states = {key: self.client.futures.get(key) for key in self.places}
+        if self.failed_at is None and any(state is None or state.status in _BAD for state in states.values()):
+            self.failed_at = time.monotonic()
+        return [key for key, state in states.items() if state is not None and state.status == "pending"]
+
+    async def _stop(self, keys: Sequence[str]) -> None:
+        workers = sorted({self.places[key] for key in keys})
+        await self.client.run(
+            task.stop_ranks, self.run_id, list(keys), GRACE_S, workers=workers, on_error="ignore", asynchronous=True
+        )
+
+    async def _give_up_lost(self, keys: Sequence[str]) -> None:
+        """Dask lets the key of a lost worker wait for it for ever."""
+        wanted = sorted({self.places[key] for key in keys})
+        gone = await self.client.run_on_scheduler(_absent, wanted)
+        for key in keys:
+            if self.places[key] in gone:
+                reason = f"the worker {self.places[key]} of rank {key.rpartition('/')[2]} was lost"
+                future: Future[Any] = Future(key, self.client)
+                await self.client.cancel([future], asynchronous=True, force=True, reason="lost", msg=reason)
+
+
+_BAD = ("error", "cancelled", "lost")
+
+
+def _absent(workers: Sequence[str], dask_scheduler: Scheduler) -> list[str]:
+    """For run_on_scheduler: those that are not there."""
+    return [worker for worker in workers if worker not in dask_scheduler.workers]

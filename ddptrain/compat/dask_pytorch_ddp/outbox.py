@@ -1,0 +1,123 @@
+"""Results that wait on a worker's host for the client: one folder a job, a data file and an entry for each result."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from distributed import Worker
+
+from ddptrain.spec import key_prefix
+from ddptrain.worker.spool import read_chunk
+
+VARIABLE = "DDPTRAIN_RESULTS"  # in the environment of a job's ranks: where their results wait
+_FOLDER = "ddptrain-results"
+_TOKEN = "token"  # by this file a client knows that it sees the same files
+_DATA, _ENTRY = ".data", ".json"
+_NAME = re.compile(r"\d{20}-\d+-\d+")
+_MOST_LISTED = 200
+_BLOCK_BYTES = 8 << 20
+_counter = itertools.count()
+
+
+def box_of(key: str) -> str:
+    """The box of what a Dask task submits: one for all ranks of a job, one for any other task."""
+    run_id = key.partition("/")[2].partition("/")[0]
+    return run_id if run_id and key.startswith(key_prefix(run_id)) else hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def make_box(worker: Worker, box: str) -> Path:
+    """The folder of a box on this worker, made if need be."""
+    root = Path(worker.local_directory) / _FOLDER
+    folder = root / box
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with suppress(FileExistsError), (root / _TOKEN).open("x") as file:
+        file.write(os.urandom(16).hex())
+    return folder
+
+
+def put(folder: Path, key: str, path: str, data: memoryview) -> None:
+    """Leave a result in a box, whole or not at all. Raises OSError."""
+    name = f"{time.time_ns():020d}-{os.getpid()}-{next(_counter)}"
+    digest = hashlib.sha256()
+    with (folder / f"{name}{_DATA}").open("xb") as file:
+        for start in range(0, len(data), _BLOCK_BYTES):
+            block = data[start : start + _BLOCK_BYTES]
+            digest.update(block)
+            file.write(block)
+    entry = {"key": key, "path": path, "size_bytes": len(data), "sha256": digest.hexdigest()}
+    beside = folder / f".{name}"
+    beside.write_text(json.dumps(entry), encoding="utf-8")
+    os.replace(beside, folder / f"{name}{_ENTRY}")
+
+
+# --- for client.run ---
+
+
+async def look(boxes: Sequence[str], key: str, done: Sequence[str], dask_worker: Worker) -> dict[str, Any]:
+    """What waits here under `key`, in the order of its making, once what was `done` has been removed.
+
+    {"token", "root", "entries": [{"name": "box/name", "path", "size_bytes", "sha256"}]}: the first 200 of them.
+    """
+    root = Path(dask_worker.local_directory) / _FOLDER
+    return await asyncio.to_thread(_look, root, boxes, key, done)
+
+
+def _look(root: Path, boxes: Sequence[str], key: str, done: Sequence[str]) -> dict[str, Any]:
+    for name in done:
+        for ending in (_ENTRY, _DATA):
+            _file(root, name, ending).unlink(missing_ok=True)
+    found = []
+    for box in boxes:
+        for path in sorted((root / box).glob(f"*{_ENTRY}")):
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            if entry.pop("key") == key:
+                found.append({"name": f"{box}/{path.stem}", **entry})
+    token = root / _TOKEN
+    return {
+        "root": str(root),
+        "token": token.read_text() if token.exists() else "",
+        "entries": sorted(found, key=lambda entry: str(entry["name"]).partition("/")[2])[:_MOST_LISTED],
+    }
+
+
+async def read(name: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
+    """Bytes of a result that waits here."""
+    path = data_file(Path(dask_worker.local_directory) / _FOLDER, name)
+    return await asyncio.to_thread(read_chunk, path, offset, size_bytes)
+
+
+async def sweep(boxes: Sequence[str], dask_worker: Worker) -> None:
+    """Nobody adds to these boxes any more: those that are empty go, others are another handler's."""
+    for box in boxes:
+        with suppress(OSError):
+            (Path(dask_worker.local_directory) / _FOLDER / Path(box).name).rmdir()
+
+
+def data_file(root: Path, name: str) -> Path:
+    """The file behind the name "box/name" of an entry. Raises ValueError for anything else."""
+    return _file(root, name, _DATA)
+
+
+def _file(root: Path, name: str, ending: str) -> Path:
+    box, _, stem = name.partition("/")
+    if Path(box).name != box or not _NAME.fullmatch(stem):
+        raise ValueError(f"no result has the name {name!r}")
+    return root / box / f"{stem}{ending}"
+
+
+def is_shared(root: str, token: str) -> bool:
+    """Whether this process sees the files of a worker that has told this."""
+    try:
+        return bool(token) and (Path(root) / _TOKEN).read_text() == token
+    except OSError:
+        return False

@@ -1,0 +1,59 @@
+"""What a rank of `dispatch.run` runs: the user's function out of its pickle, and its answer into a file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from ddptrain.compat.dask_pytorch_ddp import failures
+from ddptrain.rank import faults
+
+if TYPE_CHECKING:
+    from ddptrain.rank.context import RankContext
+
+VALUE, ERROR = "value", "error"
+
+
+def main(ctx: RankContext, *, job: str, answer: str) -> None:
+    """Call the function in the file `job`, in the process group; leave what comes of it beside `answer`."""
+    try:
+        function, args, kwargs = _loaded(job)
+        value = function(*args, **kwargs)
+        data = cloudpickle.dumps(value)
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or faults.exit_code(error):
+            _leave(answer, ERROR, _sealed(ctx, error))
+        raise
+    _leave(answer, VALUE, data)
+
+
+def _loaded(job: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function and its arguments. The user's own client has pickled them, as Dask does with every task."""
+    pickled, given = pickle.loads(Path(job).read_bytes())  # noqa: S301
+    function, args, kwargs = pickle.loads(pickled)  # noqa: S301
+    args = tuple(given.pop(place, value) for place, value in enumerate(args))
+    return function, args, {**kwargs, **given}
+
+
+def _sealed(ctx: RankContext, error: BaseException) -> bytes:
+    where = f"rank {ctx.rank} on {socket.gethostname()}"
+    trace = faults.user_traceback(error)
+    return failures.sealed(error, where, trace, time.time_ns(), victim=faults.lost_peer(error))
+
+
+def _leave(answer: str, ending: str, data: bytes) -> None:
+    beside = Path(f"{answer}.beside")
+    beside.write_bytes(data)
+    os.replace(beside, f"{answer}.{ending}")
+
+
+def answered(answer: str, ending: str) -> Any:
+    """What the rank has left: VALUE or ERROR. Raises FileNotFoundError where it has not, and whatever unpickling does."""
+    return pickle.loads(Path(f"{answer}.{ending}").read_bytes())  # noqa: S301  # the worker's own child has written it
