@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -16,6 +17,7 @@ from ddptrain.clusters.settings import (
     TlsSettings,
 )
 from ddptrain.configtypes import (
+    MODULE_PATTERN,
     MOST_RANKS,
     NAME_PATTERN,
     ExitStatus,
@@ -26,6 +28,7 @@ from ddptrain.configtypes import (
     Strict,
     SystemText,
     VariableName,
+    Word,
     wrong_field,
 )
 from ddptrain.wording import did_you_mean, seen
@@ -40,6 +43,47 @@ def default_name(workload: str, stem: str = "") -> str:
     """The name of a run that was given none: a built-in's, or the file's stem, or the function's name."""
     module, _, function = workload.rpartition(":")
     return slug(stem if module and slug(stem) else function) or "run"
+
+
+class ScriptWorkload(Strict):
+    """A program that torchrun would run: it makes its own process group."""
+
+    script: FilledText | None = Field(
+        default=None, description="A Python file, looked for beside the YAML file, then in the working directory."
+    )
+    module: Annotated[str, Field(pattern=MODULE_PATTERN)] | None = Field(
+        default=None, description="A module to run instead of a script, as python -m does."
+    )
+    args: list[Word] = Field(default_factory=list, description="Its arguments; numbers may stand without quotes.")
+    local_rank_arg: bool = Field(
+        default=False, description="Whether --local-rank=N comes first, as torch.distributed.launch had it."
+    )
+
+    @property
+    def words(self) -> str:
+        """What a person would type after python: "train.py", or "-m package.module"."""
+        return self.script or f"-m {self.module}"
+
+    @property
+    def run_name(self) -> str:
+        """A name for runs of it: the script's stem, or the module's last part."""
+        parts = (self.module or "").removesuffix(".__main__").split(".")
+        return slug(PurePath(self.script).stem if self.script else parts[-1]) or "run"
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if self.script is None and self.module is None:
+            raise wrong_field("script", "is required, and not given", "as in {script: train.py}, or {module: a.b}")
+        if self.script is not None and self.module is not None:
+            raise wrong_field("module", "is given, and so is workload.script", "leave one of them out")
+        return self
+
+
+# Told apart first, so that an error speaks only of what was meant.
+Workload = Annotated[
+    Annotated[ScriptWorkload, Tag("script")] | Annotated[FilledText, Tag("function")],
+    Discriminator(lambda value: "script" if isinstance(value, dict | ScriptWorkload) else "function"),
+]
 
 
 def _known_backend(name: str) -> str:
@@ -252,12 +296,18 @@ class ResultsConfig(Strict):
     dir: FilledText = Field(default="runs", description="Folder that holds a folder for each run.")
 
 
+def _name_for(workload: str | ScriptWorkload) -> str:
+    return workload.run_name if isinstance(workload, ScriptWorkload) else default_name(workload)
+
+
 class RunConfig(Strict):
     """One training run."""
 
-    workload: FilledText = Field(description="What is trained: a built-in workload's name, or package.module:function.")
+    workload: Workload = Field(
+        description="What is trained: a built-in workload's name, package.module:function, or {script: train.py}."
+    )
     name: str = Field(
-        default_factory=lambda data: default_name(data["workload"]),
+        default_factory=lambda data: _name_for(data["workload"]),
         pattern=NAME_PATTERN,
         description="Name of the run: lower-case letters, digits, dots, dashes and underscores.",
     )
@@ -272,6 +322,24 @@ class RunConfig(Strict):
     )
     failure: FailureConfig = Field(default=FailureConfig(), description="What happens when a rank fails.")
     results: ResultsConfig = Field(default=ResultsConfig(), description="Where results go.")
+
+    @property
+    def script(self) -> ScriptWorkload | None:
+        """The workload where it is a script, None where it is a function."""
+        return self.workload if isinstance(self.workload, ScriptWorkload) else None
+
+    @property
+    def workload_name(self) -> str:
+        """The workload as people call it: "petnames", "mine.train:main", "train.py", "-m package.module"."""
+        return self.workload.words if isinstance(self.workload, ScriptWorkload) else self.workload
+
+    @model_validator(mode="after")
+    def _params_are_a_functions(self) -> Self:
+        if self.script is not None and self.params:
+            raise wrong_field(
+                "params", "is given, but the workload is a script", "a script takes workload.args, as [--lr, 0.1]"
+            )
+        return self
 
     @model_validator(mode="after")
     def _nccl_has_gpus(self) -> Self:

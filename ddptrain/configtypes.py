@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+MODULE_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 # Longer waits overflow timedelta and poll() further down.
 _A_YEAR_S = 31_536_000
@@ -43,7 +44,13 @@ def _scheduler_address(text: str) -> str:
     return text
 
 
+def _as_word(value: object) -> object:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 SystemText = Annotated[str, AfterValidator(_without_nul)]
+# An argument of a command: a number is the text that a shell would pass on.
+Word = Annotated[SystemText, BeforeValidator(_as_word, json_schema_input_type=str | int | float)]
 # The length comes first, so that an error speaks of characters.
 FilledText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Line = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]

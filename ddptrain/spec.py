@@ -53,6 +53,10 @@ class RankSpec(_Message):
     for CUDA_VISIBLE_DEVICES; None on the CPU), `staging`, `cpu_threads`, the rest of `env`, and `environment` (what of
     it was tuned, and by whom). `shared` says that driver and worker see the same file system; without `use_gpu` the
     rank trains on the CPU, whatever its slot has.
+
+    A rank is a function (`workload`, with `params`) or a program (`script`, as it was typed, or `module`, with
+    `args`), which makes its own process group and sees `local_gpus`, the devices of all of the run's ranks on its host
+    in the order of their local ranks.
     """
 
     run_id: str
@@ -86,6 +90,18 @@ class RankSpec(_Message):
     cpu_threads: int = 1
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    hosts: int = 1
+    local_gpus: tuple[str, ...] = ()
+    script: str = ""
+    module: str = ""
+    args: tuple[str, ...] = ()
+    local_rank_arg: bool = False
+    full_traceback: bool = False
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the rank is a program of its own, not a function."""
+        return bool(self.script or self.module)
 
     @property
     def key(self) -> str:

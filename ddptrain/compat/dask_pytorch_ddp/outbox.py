@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed import Worker
 
-from ddptrain.spec import key_prefix
+from ddptrain.spec import attached_plugin, key_prefix
 from ddptrain.worker.spool import read_chunk
 
 VARIABLE = "DDPTRAIN_RESULTS"  # in the environment of a job's ranks: where their results wait
@@ -25,6 +25,7 @@ _TOKEN = "token"  # by this file a client knows that it sees the same files
 _DATA, _ENTRY = ".data", ".json"
 _NAME = re.compile(r"\d{20}-\d+-\d+")
 _MOST_LISTED = 200
+_LEAVE_S = 5.0
 _BLOCK_BYTES = 8 << 20
 _counter = itertools.count()
 
@@ -97,10 +98,14 @@ async def read(name: str, offset: int, size_bytes: int, dask_worker: Worker) -> 
 
 
 async def sweep(boxes: Sequence[str], dask_worker: Worker) -> None:
-    """Nobody adds to these boxes any more: those that are empty go, others are another handler's."""
+    """Remove the boxes that are empty, and wait until their jobs have left: the user may end the worker at once."""
+    local = Path(dask_worker.local_directory)
+    deadline = time.monotonic() + _LEAVE_S
     for box in boxes:
         with suppress(OSError):
-            (Path(dask_worker.local_directory) / _FOLDER / Path(box).name).rmdir()
+            (local / _FOLDER / Path(box).name).rmdir()
+        while (local / attached_plugin(box)).exists() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)  # noqa: ASYNC110  # a thread is at it
 
 
 def data_file(root: Path, name: str) -> Path:
