@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["RankContext", "__version__"]
+__all__ = ["RankContext", "Run", "__version__", "context", "launch"]
 
 if TYPE_CHECKING:
+    from ddptrain.api import Run, launch
     from ddptrain.rank.context import RankContext
+    from ddptrain.rank.current import context
 else:
 
     def __getattr__(name: str) -> object:
@@ -17,4 +19,12 @@ else:
             from ddptrain.rank.context import RankContext
 
             return RankContext
+        if name == "context":
+            from ddptrain.rank.current import context
+
+            return context
+        if name in ("Run", "launch"):
+            from ddptrain import api
+
+            return getattr(api, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

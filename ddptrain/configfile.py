@@ -7,7 +7,8 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ddptrain import registry
+from ddptrain import registry, signatures
 from ddptrain.config import ClusterConfig, ClusterFile, RunConfig, default_name
 from ddptrain.configcheck import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.errors import ConfigError, Problem
@@ -24,6 +25,7 @@ from ddptrain.wording import dotted, nearest, seen, shown
 from ddptrain.yamlsource import MAX_DEPTH, Located, Node, Place, parse_yaml, plain, read_text, scalar
 
 _MAX_NEIGHBOURS = 1000
+_LAUNCHED = "the configuration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,28 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> LoadedConf
     if problems or config is None:
         raise ConfigError(_in_order(problems, shown(str(path), 300)))
     return LoadedConfig(config, path, text)
+
+
+def _nodes(place: Place, value: Any) -> Node:
+    if isinstance(value, Mapping):
+        return Node(place, {key: _nodes(place, below) for key, below in value.items()})
+    return Node(place, [_nodes(place, item) for item in value] if isinstance(value, list) else value)
+
+
+def load_mapping(
+    data: Mapping[str, Any], folder: Path, overrides: Sequence[str] = (), *, source: str = _LAUNCHED
+) -> LoadedConfig:
+    """The configuration that `data`, JSON data of a program, describes, as if it stood in a file in that folder.
+
+    `source` is what errors call it. Raises: ConfigError with every problem found.
+    """
+    root = _nodes(Place(0, 0, 0, source), data)
+    problems = _overridden(root, overrides)
+    path = folder / "-"  # there is none of that name, nor does it give one to the run
+    config = _validate(root, path, problems)
+    if problems or config is None:
+        raise ConfigError(_in_order(problems, source))
+    return LoadedConfig(config, path, "")
 
 
 def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> ClusterConfig:
@@ -107,7 +131,7 @@ def _in_order(problems: list[Located], name: str) -> list[Problem]:
 def _validate(root: Node, path: Path, problems: list[Located]) -> RunConfig | None:
     data = plain(root)
     workload = data.get("workload")
-    model = _params_model(workload, root, problems) if isinstance(workload, str) and workload else None
+    model = _params_model(workload, path, root, problems) if isinstance(workload, str) and workload else None
     schema = Schema(RunConfig, model)
     if "name" not in data and isinstance(workload, str):
         data["name"] = default_name(workload, path.stem)
@@ -118,21 +142,81 @@ def _validate(root: Node, path: Path, problems: list[Located]) -> RunConfig | No
         except ValidationError as error:
             problems += explain(error, root, schema, ("params",))
     try:
-        return RunConfig.model_validate(data)
+        config = RunConfig.model_validate(data)
     except ValidationError as error:
         problems += explain(error, root, schema)
         return None
+    problems += _script_problems(config, path, root)
+    return config
 
 
-def _params_model(workload: str, root: Node, problems: list[Located]) -> type[BaseModel] | None:
+def search_folders(path: Path) -> tuple[str, str]:
+    """Where user code is looked for first: beside the YAML file, then in the working directory."""
+    return (str(path.resolve().parent), os.getcwd())
+
+
+def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]:
+    """A script that is not there. One of a cluster's own file system, named by its whole path, may well be there."""
+    script = config.script
+    if script is None or script.script is None or any(_is_file(found) for found in _candidates(script.script, path)):
+        return []
+    if os.path.isabs(script.script) and not config.cluster.is_embedded:
+        return []
+    place = place_of(root, ("workload", "script"))
+    message = f"there is no such file, got {seen(script.script)}"
+    name = Path(script.script)
+    beside = [found.name for found in _candidates(str(name.parent), path) for found in _files(found)]
+    match = nearest(name.name, beside[:_MAX_NEIGHBOURS])
+    looked = " and ".join(dict.fromkeys(shown(folder, 200) for folder in search_folders(path)))
+    hint = f"did you mean {name.parent / match}?" if match else f"looked for in {looked}"
+    return [Located(place, Problem(place.text, "workload.script", message, hint))]
+
+
+def _candidates(name: str, path: Path) -> list[Path]:
+    return [Path(folder) / name for folder in search_folders(path)]
+
+
+def _is_file(path: Path) -> bool:
     try:
-        return registry.params_model(workload)
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(itertools.islice(folder.glob("*.py"), _MAX_NEIGHBOURS))
+    except (OSError, ValueError):
+        return []
+
+
+def _params_model(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
+    try:
+        model = registry.params_model(workload)
+        return model or _model_of_function(workload, path, root, problems)
     except ConfigError as error:
         place = place_of(root, ("workload",))
         for problem in error.problems:
             message = f"{problem.message}, got {seen(workload)}"
             problems.append(Located(place, Problem(place.text, "workload", message, problem.hint)))
         return None
+
+
+def _model_of_function(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
+    """What the source of a user's own function says about its params; one that is not there is a problem."""
+    module, _, name = registry.workload_target(workload).partition(":")
+    found = signatures.find_source(module, [*search_folders(path), *sys.path])
+    if found is None:
+        return None
+    names = signatures.names_in(found)
+    if names is not None and (first := name.partition(".")[0]) not in names:
+        place = place_of(root, ("workload",))
+        message = f"{shown(str(found.path), 300)} has no {first}, got {seen(workload)}"
+        match = nearest(first, names)
+        hint = f"did you mean {module}:{match}?" if match else "name a function that it has"
+        problems.append(Located(place, Problem(place.text, "workload", message, hint)))
+        return None
+    return signatures.params_model(found, name)
 
 
 def _fill(model: type[BaseModel], params: dict[str, Any]) -> BaseModel:
@@ -145,7 +229,7 @@ def resolved_params(config: RunConfig) -> dict[str, Any]:
 
     Raises: ConfigError where the workload is unknown; ValidationError where the params were never checked.
     """
-    model = registry.params_model(config.workload)
+    model = registry.params_model(config.workload) if isinstance(config.workload, str) else None
     return _fill(model, config.params).model_dump(mode="json") if model else dict(config.params)
 
 

@@ -8,6 +8,7 @@ DdptrainError               3  (only as a base; a bare one is a bug of ours)
 ├── ClusterError            4  no cluster, too few slots, a worker lost
 ├── TrainingFailed          1  the training code failed
 ├── HangDetected            5  no progress in time
+├── RunPreempted           75  the run was told to go; it has saved a checkpoint
 └── Interrupted       130/143  Ctrl-C or SIGTERM
 """
 
@@ -89,6 +90,18 @@ class TrainingFailed(DdptrainError):
     """The training code failed; the message is the one-line cause."""
 
     exit_code = ExitCode.TRAINING_FAILED
+
+
+class HangDetected(DdptrainError):
+    """No progress in time; the message names who is to blame."""
+
+    exit_code = ExitCode.HANG
+
+
+class RunPreempted(DdptrainError):
+    """The run was told to go, and has saved a checkpoint: resume it to go on."""
+
+    exit_code = ExitCode.PREEMPTED
 
 
 class Interrupted(DdptrainError):

@@ -42,7 +42,7 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True)
 class Entered(Event):
-    """The process group is up and the workload's function is being called."""
+    """The process group is up and the workload's function is being called, or a script begins, which has none yet."""
 
     kind: ClassVar[str] = "entered"
 
@@ -164,15 +164,26 @@ class Noticed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
-    """The rank has ended at the step that all ranks agreed on, with a checkpoint of it; written before clean-up."""
+    """The rank has ended at the step that all ranks agreed on, with a checkpoint of it; written before clean-up.
+
+    Of a script (with step 0) it says that it has ended with exit code 75: it has seen to its state itself.
+    """
 
     kind: ClassVar[str] = "preempted"
     step: int
 
 
 @dataclass(frozen=True, slots=True)
+class Returned(Event):
+    """What rank 0's function returned, as JSON text of at most 64 kB; nothing is sent for None."""
+
+    kind: ClassVar[str] = "returned"
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """The user's function returned: this rank has succeeded, whatever its clean-up does."""
+    """The user's function returned, or the script ended: this rank has succeeded, whatever its clean-up does."""
 
     kind: ClassVar[str] = "finished"
 
@@ -201,6 +212,7 @@ KINDS: dict[str, type[Event]] = {
         Stacks,
         Noticed,
         Preempted,
+        Returned,
         Finished,
         Note,
     )

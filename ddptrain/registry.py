@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "ddptrain.workloads"
 BACKEND_GROUP = "ddptrain.clusters"
+CONTEXT_NAMES = frozenset({"ctx", "context", ""})  # of a function's first parameter, less underscores around them
+CONTEXT_TYPE = "RankContext"
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -57,6 +59,12 @@ def workload_target(name: str) -> str:
     if name in installed:
         return installed[name]
     raise ConfigError([_unknown(name, [*BUILT_IN, *installed])])
+
+
+def takes_context(name: str, annotation: str) -> bool:
+    """Whether a function's first parameter, with its annotation as text, is for the context."""
+    kind = annotation.strip("'\"").partition("|")[0].strip().rpartition(".")[2]
+    return name.strip("_") in CONTEXT_NAMES or kind == CONTEXT_TYPE
 
 
 def params_model(name: str) -> type[BaseModel] | None:

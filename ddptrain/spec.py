@@ -15,6 +15,7 @@ GPU_RESOURCE = "GPU"  # how many of a worker's slots have a device
 # A rank that takes no orders writes its stacks to this file in its staging folder on this signal (see faulthandler).
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 STACKS_DUMP = "stacks-dump"
+ERROR_FILE = "error.json"  # in the staging folder: where torch elastic's record() writes a script's error
 STACKS_FOLDER = "stacks"  # below artifacts/
 
 

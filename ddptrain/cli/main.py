@@ -18,7 +18,9 @@ from typer.main import get_command
 from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.generate import generate
+from ddptrain.cli.init import init
 from ddptrain.cli.results import app as results
+from ddptrain.cli.run import SCRIPT_SETTINGS, run
 from ddptrain.cli.schema import schema
 from ddptrain.cli.stop import stop
 from ddptrain.cli.train import train
@@ -62,10 +64,12 @@ def _root(
 
 # One line each in the list of commands; their own help says the rest.
 app.command("train", short_help="Train what a YAML file describes.")(train)
+app.command("run", short_help="Run a script that torchrun would run.", context_settings=SCRIPT_SETTINGS)(run)
 app.command("stop", short_help="End a run that another shell has started.")(stop)
 app.add_typer(cluster, name="cluster")
 app.command("generate", short_help="Make new pet names with a trained run.")(generate)
 app.add_typer(results, name="results")
+app.command("init", short_help="Write a starting point for code of your own.")(init)
 app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)
 
 

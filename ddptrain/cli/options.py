@@ -22,3 +22,39 @@ def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], o
         typed = {f"--set {text}": option for text, option in options.items()}
         problems = [replace(problem, where=typed.get(problem.where, problem.where)) for problem in error.problems]
         raise ConfigError(problems) from None
+
+
+def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) -> dict[str, str]:
+    """Options that stand for configuration fields: `--set` text -> the option as it was typed."""
+    import json
+
+    options: dict[str, str] = {}
+    if ranks is not None:
+        options[f"cluster.ranks={ranks}"] = f"--ranks {ranks}"
+    if cluster is not None:
+        options |= dict.fromkeys(_cluster_fields(cluster), f"--cluster {cluster}")
+    if runs_dir is not None:
+        options[f"results.dir={json.dumps(runs_dir)}"] = f"--runs-dir {runs_dir}"
+    return options
+
+
+def _cluster_fields(cluster: str) -> list[str]:
+    """What `--cluster` changes: a name, an address (it has a port) or a scheduler's file, instead of what is set."""
+    import json
+    import re
+
+    if re.fullmatch(r"(\w+://)?[^/]+:\d+", cluster):
+        field = "address"
+    elif "/" in cluster or cluster.endswith(".json"):
+        field = "scheduler_file"
+    else:
+        return [f"cluster.name={json.dumps(cluster)}"]
+    others = ["name", "ssh", "slurm", "saturn", "kubernetes", "class", "address", "scheduler_file"]
+    cleared = [f"cluster.{other}=null" for other in others if other != field]
+    return [
+        *cleared,
+        "cluster.kwargs={}",
+        "cluster.options={}",
+        "cluster.backend=address",
+        f"cluster.{field}={json.dumps(cluster)}",
+    ]

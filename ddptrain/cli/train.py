@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import checked
+from ddptrain.cli.options import checked, field_options
 
 if TYPE_CHECKING:
     from ddptrain.configfile import LoadedConfig
@@ -57,13 +57,18 @@ def train(
     detach: Annotated[
         bool, typer.Option("--detach", help="Leave once the run has begun: it goes on without this shell.")
     ] = False,
+    full_traceback: Annotated[
+        bool, typer.Option("--full-traceback", help="Show the frames of torch and ddptrain, too, where ranks fail.")
+    ] = False,
     output: Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")] = Output.AUTO,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+    ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
 ) -> None:
     """Train what a YAML file describes: on this machine, on a cluster that is up, or on one that comes for the run."""
     from ddptrain.configfile import dump_config, resolved_config
 
-    loaded = _load(config, overrides or [], _options(ranks, cluster, runs_dir))
+    options = field_options(ranks, cluster, runs_dir)
+    loaded = _ordered(config, options) if ordered else _load(config, overrides or [], options)
     if dry_run:
         typer.echo(dump_config(resolved_config(loaded.config)), nl=False)
         return
@@ -75,8 +80,8 @@ def train(
         raise UsageError("--resume goes on with a run that has its id: leave --run-id out")
     if detach:
         raise typer.Exit(_detached(ctx, loaded.config.results.dir, as_json=output is Output.JSON))
-    options = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd)
-    raise typer.Exit(launch(loaded, options))
+    chosen = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback)
+    raise typer.Exit(launch(loaded, chosen))
 
 
 def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
@@ -125,44 +130,21 @@ def _typed(ctx: typer.Context, leave_out: Container[str]) -> list[str]:
     return [*options, "--", *arguments]
 
 
-def _options(ranks: int | None, cluster: str | None, runs_dir: str | None) -> dict[str, str]:
-    """Options that stand for configuration fields: `--set` text -> the option as it was typed."""
-    import json
-
-    options: dict[str, str] = {}
-    if ranks is not None:
-        options[f"cluster.ranks={ranks}"] = f"--ranks {ranks}"
-    if cluster is not None:
-        options |= dict.fromkeys(_cluster_fields(cluster), f"--cluster {cluster}")
-    if runs_dir is not None:
-        options[f"results.dir={json.dumps(runs_dir)}"] = f"--runs-dir {runs_dir}"
-    return options
-
-
-def _cluster_fields(cluster: str) -> list[str]:
-    """What `--cluster` changes: a name, an address (it has a port) or a scheduler's file, instead of what is set."""
-    import json
-    import re
-
-    if re.fullmatch(r"(\w+://)?[^/]+:\d+", cluster):
-        field = "address"
-    elif "/" in cluster or cluster.endswith(".json"):
-        field = "scheduler_file"
-    else:
-        return [f"cluster.name={json.dumps(cluster)}"]
-    others = ["name", "ssh", "slurm", "saturn", "kubernetes", "class", "address", "scheduler_file"]
-    cleared = [f"cluster.{other}=null" for other in others if other != field]
-    return [
-        *cleared,
-        "cluster.kwargs={}",
-        "cluster.options={}",
-        "cluster.backend=address",
-        f"cluster.{field}={json.dumps(cluster)}",
-    ]
-
-
 def _load(config: str, overrides: list[str], options: dict[str, str]) -> LoadedConfig:
     """The configuration with the command line's changes, all checked the same way; errors name the option typed."""
     from ddptrain.configfile import load_config
 
     return checked(partial(load_config, config), overrides, options)
+
+
+def _ordered(config: str, options: dict[str, str]) -> LoadedConfig:
+    """The configuration as a program has ordered it (see ddptrain.launch), which may keep all secrets to itself."""
+    from pathlib import Path
+
+    from ddptrain.configfile import load_config, load_mapping
+    from ddptrain.driver.order import take_order
+
+    order = take_order()
+    if order.config is None:
+        return checked(partial(load_config, config), order.overrides, options)
+    return checked(partial(load_mapping, order.config, Path(order.folder)), order.overrides, options)

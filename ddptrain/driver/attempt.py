@@ -32,7 +32,7 @@ from ddptrain.driver.presence import Presence
 from ddptrain.driver.rankwatch import Outcome, RankWatch
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.watchdog import Watchdog
-from ddptrain.errors import DdptrainError
+from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.results.errors import UnsafePath
 from ddptrain.spec import RankExit, RankSpec, describe_status
 from ddptrain.worker.spool import rank_spool
@@ -240,6 +240,9 @@ class Attempt:
         self._advance(watch, ended.log_size, ended.events_size)
         self._take_events(watch)
         watch.ended = ended
+        if watch.spec.is_script and watch.fault is None:  # os._exit is an end like any other
+            watch.finished = watch.finished or ended.status == 0
+            watch.preempted = watch.preempted or ended.status == ExitCode.PREEMPTED
         if watch.preempted:
             pass
         elif watch.finished:

@@ -60,7 +60,7 @@ def start_detached(arguments: Sequence[str], *, deadline_s: float = _BEGIN_DEADL
     with naming(Path(tempfile.gettempdir())):
         output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it is closed below
     with output:
-        process, ready = _start(arguments, output)
+        process, ready = _start(arguments, output, subprocess.DEVNULL)
         try:
             line = _read_line(ready, deadline_s)
             if not line:
@@ -74,13 +74,44 @@ def start_detached(arguments: Sequence[str], *, deadline_s: float = _BEGIN_DEADL
             os.close(ready)
 
 
-def _start(arguments: Sequence[str], output: IO[bytes]) -> tuple[subprocess.Popen[bytes], int]:
+def start_ordered(
+    arguments: Sequence[str], order: bytes, *, deadline_s: float = _BEGIN_DEADLINE_S
+) -> tuple[subprocess.Popen[bytes], Begun | EndedEarly]:
+    """The same, with an order in the driver's standard input, which stays open; the process is the caller's to wait for.
+
+    Raises: ClusterError where it is not ready in time.
+    """
+    with naming(Path(tempfile.gettempdir())):
+        output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it is closed below
+    with output:
+        process, ready = _start(arguments, output, subprocess.PIPE)
+        try:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.write(order)
+                process.stdin.flush()
+            line = _read_line(ready, deadline_s)
+            if not line:
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+                return process, EndedEarly(process.wait(_END_DEADLINE_S) or ExitCode.INTERNAL, _said(output.fileno()))
+            return process, Begun(**json.loads(line))
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            os.close(ready)
+
+
+def _start(
+    arguments: Sequence[str], output: IO[bytes], stdin: int
+) -> tuple[subprocess.Popen[bytes], int]:
     """The driver, and where it will tell that it is ready."""
     ready, tell = os.pipe()
     try:
         process = subprocess.Popen(
             [*_program(), *arguments[:1], READY_OPTION, str(tell), *arguments[1:]],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output,
             stderr=output,
             pass_fds=[tell],

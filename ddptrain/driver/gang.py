@@ -42,6 +42,7 @@ class Place:
     hostname: str
     scratch: Path
     shared: bool
+    gpu: str = ""  # the slot's device, as CUDA_VISIBLE_DEVICES names it
 
     @property
     def host(self) -> str:
@@ -149,6 +150,7 @@ class Gang:
         for rank, slot in enumerate(chosen):
             of_worker = about[slot.worker]
             scratch = Path(of_worker["scratch"])
+            gpus = of_worker["gpus"].split(",")
             places.append(
                 Place(
                     rank=rank,
@@ -159,6 +161,7 @@ class Gang:
                     hostname=of_worker["hostname"],
                     scratch=scratch,
                     shared=_same_token(scratch / "token", of_worker["token"]),
+                    gpu=gpus[slot.index] if slot.index < len(gpus) else "",
                 )
             )
             seen[slot.host] += 1

@@ -55,6 +55,7 @@ class LaunchOptions:
     resume: str | None = None
     allow_changes: bool = False
     ready_fd: int | None = None  # of a detached driver: where to tell that the run has begun
+    full_traceback: bool = False  # in the ranks' logs; run.json has all of it anyway
 
 
 def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
@@ -106,7 +107,14 @@ def _opened(config: RunConfig, folder: Path, choice: Choice | None) -> RunWriter
     text = dump_config(resolved_config(config))
     if choice is not None and choice.folder is not None:
         return RunWriter.reopen(folder, text)
-    return RunWriter.create(folder.parent, folder.name, config.name, text, config.workload)
+    return RunWriter.create(folder.parent, folder.name, config.name, text, config.workload_name)
+
+
+def _module_needed(config: RunConfig) -> str:
+    """The workload's module:attr, which workers are asked for; a script needs none."""
+    if isinstance(config.workload, str):
+        return workload_target(config.workload)
+    return f"{config.workload.module or 'runpy'}:"
 
 
 class _Run:
@@ -128,6 +136,7 @@ class _Run:
         self.machine = machine
         self.choice = choice
         self.keeping = keeping
+        self.warned = False  # that not everything is where it belongs
         self.display = open_display(options.output, writer.layout.logs_dir, 0, writer.run_id)
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
@@ -182,6 +191,7 @@ class _Run:
                 self.cluster,
                 gang,
                 lambda: self._reserved(gang, watchers),
+                self.options.full_traceback,
             )
             return Series(scene, self._checkpoint()).run()
 
@@ -233,7 +243,7 @@ class _Run:
         from ddptrain.clusters.check import Needs, check_cluster
         from ddptrain.driver.series import search_path
 
-        needs = Needs(workload=workload_target(self.config.workload), sys_path=search_path(self.loaded))
+        needs = Needs(workload=_module_needed(self.config), sys_path=search_path(self.loaded))
         return lambda workers: check_cluster(client, workers, needs)
 
     def _greet(self) -> None:
@@ -281,7 +291,9 @@ class _Run:
             problem = self.keeping.flush(0.0)
         if not problem:
             return verdict
+        told, self.warned = self.warned, True
         if verdict.exit_code == ExitCode.SUCCEEDED:
             return verdicts.of_error(ResultsError(problem), self.writer)
-        self.display.notice(problem, level="warning")
+        if not told:
+            self.display.notice(problem, level="warning")
         return verdict

@@ -72,6 +72,12 @@ class Outcome:
     leaving: bool = False
 
     @property
+    def saved_itself(self) -> bool:
+        """Whether this was a script whose ranks have ended because they were to go, and said that they have saved."""
+        scripts = all(watch.spec.is_script and watch.well for watch in self.ranks)
+        return scripts and any(watch.preempted for watch in self.ranks)
+
+    @property
     def finished(self) -> bool:
         """Whether every rank has come to the end of the workload."""
         return all(watch.finished for watch in self.ranks)

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddptrain.clusters.protocol import Cluster
-from ddptrain.configfile import LoadedConfig
+from ddptrain.config import RunConfig
+from ddptrain.configfile import LoadedConfig, search_folders
 from ddptrain.driver import verdict as verdicts
 from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.display import Display
@@ -42,6 +44,7 @@ class Scene:
     cluster: Cluster
     gang: Gang
     reserve: Callable[[], list[Place]]
+    full_traceback: bool = False
 
 
 class Series:
@@ -140,7 +143,10 @@ class Series:
             local_world_size=place.local_world_size,
             node_rank=place.node_rank,
             slot=place.slot.index,
-            workload=workload_target(config.workload),
+            **_workload(config),
+            hosts=len({other.slot.host for other in places}),
+            local_gpus=_gpus_beside(place, places) if config.cluster.gpus != 0 else (),
+            full_traceback=self.scene.full_traceback,
             params=dict(config.params),
             dist_backend=self._dist_backend(places),
             dist_timeout_s=config.dist.timeout_s,
@@ -167,6 +173,26 @@ class Series:
         return "nccl" if on_gpus else "gloo"
 
 
+def _workload(config: RunConfig) -> dict[str, Any]:
+    """What the ranks run, as fields of their specs."""
+    script = config.script
+    if script is None:
+        return {"workload": workload_target(str(config.workload))}
+    return {
+        "workload": script.words,
+        "script": script.script or "",
+        "module": script.module or "",
+        "args": tuple(script.args),
+        "local_rank_arg": script.local_rank_arg,
+    }
+
+
+def _gpus_beside(place: Place, places: Sequence[Place]) -> tuple[str, ...]:
+    """The devices of all ranks on a place's host, in the order of their local ranks; none where one has none."""
+    beside = sorted((each for each in places if each.slot.host == place.slot.host), key=lambda each: each.local_rank)
+    return tuple(each.gpu for each in beside) if all(each.gpu for each in beside) else ()
+
+
 def search_path(loaded: LoadedConfig) -> tuple[str, ...]:
     """Where a workload's module is looked for first: beside the YAML file, then in the working directory."""
-    return (str(Path(loaded.path).resolve().parent), os.getcwd())
+    return search_folders(Path(loaded.path))

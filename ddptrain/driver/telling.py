@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 from ddptrain import events
 from ddptrain.driver.cause import Fault, Kind, thread_in_words
 from ddptrain.driver.display import Display
-from ddptrain.results.record import EnvironmentValue, RankRecord
+from ddptrain.results.record import EnvironmentValue, RankRecord, plain
 from ddptrain.results.writer import RunWriter
+
+_MOST_RETURNED = 1 << 16  # characters
 
 
 class Telling:
@@ -72,14 +75,31 @@ class Telling:
                 self.event("failure", rank=rank, **_fields(event))
             case events.CheckpointSaved():
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
+            case _:
+                self._rare_event(rank, event)
+
+    def _rare_event(self, rank: int, event: events.Event) -> None:
+        match event:
             case events.CheckpointFailed():
                 self._checkpoint_failed(rank, event)
+            case events.Returned():
+                self._returned(rank, event)
             case events.ThreadFailure():
                 self.event("thread_failure", rank=rank, **_fields(event))
                 text = f"rank {rank}: thread {event.thread} has ended with {thread_in_words(event)}; the rank goes on"
                 self.display.notice(text, level="warning")
             case _:
                 pass
+
+    def _returned(self, rank: int, event: events.Returned) -> None:
+        if rank != 0 or len(event.value) > _MOST_RETURNED:
+            return
+        try:
+            result = json.loads(event.value)
+        except (ValueError, RecursionError):
+            return  # a rank is not trusted
+        self.writer.update(result=result)
+        self._recorded("returned", {"rank": rank, "result": plain(result)})
 
     def _checkpoint_failed(self, rank: int, event: events.CheckpointFailed) -> None:
         self.event("checkpoint_failed", rank=rank, **_fields(event))

@@ -35,6 +35,8 @@ def of_outcome(outcome: Outcome, writer: RunWriter) -> Verdict:
         return Verdict(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
     if outcome.loss is not None:
         return of_error(outcome.loss, writer)
+    if outcome.saved_itself and outcome.signum in (None, signal.SIGTERM) and outcome.fault is None:
+        return _saved_itself(outcome.notice or "the script ended with exit code 75")
     if outcome.notice is not None and writer.record.checkpoints:
         return _preempted(outcome.notice, writer)
     if outcome.signum is not None:
@@ -50,6 +52,11 @@ def _preempted(notice: str, writer: RunWriter) -> Verdict:
     failure = FailureRecord(kind="preempted", message=notice)
     cause = f"{notice}; checkpoint {newest} is saved, go on with --resume {writer.run_id}"
     return Verdict(RunStatus.PREEMPTED, ExitCode.PREEMPTED, cause, failure)
+
+
+def _saved_itself(notice: str) -> Verdict:
+    failure = FailureRecord(kind="preempted", message=notice)
+    return Verdict(RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; it has saved, run it again to go on", failure)
 
 
 def _gone(notice: str) -> Verdict:

@@ -102,6 +102,10 @@ class Calls:
             if self._spec.world_size == 1:
                 self._last = entered + 1
                 return
+        # In a thread: to reach a store that is gone takes its time, and the caller has other orders to hear.
+        threading.Thread(target=self._publish, args=(entered,), name="ddptrain-publish", daemon=True).start()
+
+    def _publish(self, entered: int) -> None:
         with contextlib.suppress(RuntimeError):  # a gang whose store is gone is being stopped
             self.store.set(f"end/{self._spec.rank}", str(entered))
 

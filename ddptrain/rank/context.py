@@ -235,8 +235,10 @@ class RankContext:
             randomstate.restore(own["random"], self.device)
         elif ranks:
             self._note(
-                f"the checkpoint is of {len(ranks)} ranks, this is rank {self.rank} of {self.world_size}: it goes on "
-                "where they were, and the ranks' random states are new"
+                f"the checkpoint is of {len(ranks)} ranks, this run has {self.world_size}: it goes on where they were, "
+                "with new random states"
+                if len(ranks) != self.world_size
+                else "the checkpoint lacks the random states of some ranks: those are new"
             )
             randomstate.reseed(ranks[0]["random"], self.rank)
 

@@ -95,10 +95,17 @@ def exit_code(stop: SystemExit) -> int:
     return stop.code & 0xFF if isinstance(stop.code, int) else 1
 
 
+def name_search_path(error: BaseException) -> None:
+    """Add to an import error which Python has looked where: it is the worker's, not that of the command."""
+    if isinstance(error, ModuleNotFoundError) and sys.executable not in str(error):
+        error.add_note(f"looked for by {sys.executable} in sys.path {sys.path}")
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback from the user's first frame on: the frames of the launcher say nothing about the fault."""
     lines = traceback.TracebackException.from_exception(error)
-    ours = {str(Path(__file__).with_name("process.py")), _dispatch_file()}
+    ours = {str(Path(__file__).with_name(name)) for name in ("process.py", "scripts.py", "calling.py", "loading.py")}
+    ours.add(_dispatch_file())
     kept = [frame for frame in lines.stack if frame.filename not in ours]
     lines.stack[:] = kept or list(lines.stack)
     return "".join(lines.format())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import datetime as dt
 import faulthandler
 import importlib
@@ -21,16 +22,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain import events
-from ddptrain.rank import faults, orders, procs
-from ddptrain.rank.agreement import Calls, GangStore, Preempted
+from ddptrain import errorfile, events
+from ddptrain.rank import current, faults, orders, procs, scripts
+from ddptrain.rank.agreement import EXIT_PREEMPTED, Calls, GangStore, Preempted
+from ddptrain.rank.calling import as_json, bind
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.folding import folded
 from ddptrain.rank.loading import load_function
 from ddptrain.rank.orders import Orders
 from ddptrain.rank.stacks import Stacks, tell_of_threads
-from ddptrain.spec import RankSpec
+from ddptrain.spec import ERROR_FILE, RankSpec
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +96,8 @@ def _enter_environment(spec: RankSpec) -> None:
     os.environ.clear()
     os.environ.update(spec.env)
     os.chdir(spec.workdir)
-    for entry in reversed(spec.sys_path):
+    # A script sees its own folder first, and no other; scripts.run sees to it.
+    for entry in reversed(spec.sys_path if not spec.script else ()):
         if entry in sys.path:
             sys.path.remove(entry)
         sys.path.insert(0, entry)
@@ -114,6 +119,7 @@ class _Rank:
         self.phase = "setup"
         self.finished = False
         self.failed = False
+        self.preempted = False
         self.calls = Calls(spec, GangStore(spec))
         self.context: RankContext | None = None
 
@@ -124,10 +130,14 @@ class _Rank:
             tell_of_threads(self.emitter)
             device = self._set_up_torch()
             self._emit_started(device)
-            function = load_function(self.spec.workload)
-            self._dispatch(function, device)
+            current.provide(lambda: self._own_context(device))
+            if self.spec.is_script:
+                self._work(lambda: scripts.run(self.spec))
+            else:
+                call = bind(load_function(self.spec.workload), self.spec.params)
+                self._dispatch(call, device)
         except SystemExit as stop:
-            if not self.failed and not isinstance(stop, Preempted):
+            if not (self.failed or self.finished or self.preempted):
                 self._exit_event(stop)
             return faults.exit_code(stop)
         except BaseException as error:
@@ -158,7 +168,12 @@ class _Rank:
             if signal.getsignal(signal.SIGTERM) is notice:  # else the user's own handler has a say
                 procs.die_of_sigterm()
 
+        def forked() -> None:
+            if signal.getsignal(signal.SIGTERM) is notice:  # a child that is told to end is not to speak for the rank
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
         signal.signal(signal.SIGTERM, notice)
+        os.register_at_fork(after_in_child=forked)
         self.orders.on(orders.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         self.orders.on(orders.PREEMPT, preempt)
         self.orders.on(orders.STOP, stop)
@@ -176,16 +191,22 @@ class _Rank:
         np.random.seed(None)  # forks share the server's state otherwise
         torch.set_num_threads(self.spec.cpu_threads)
         timeout = dt.timedelta(seconds=self.spec.dist_timeout_s)
+        if self.spec.gpu is None:
+            device = torch.device("cpu")
+        else:
+            device = torch.device("cuda", self.spec.local_rank if self.spec.is_script else 0)
+        if self.spec.is_script:
+            return device  # how long its collectives may take, and what touches the device first, is the script's
         # dispatch_with_ddp has no timeout argument: these are init_process_group's defaults.
         vars(c10d).update(default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
         if self.spec.gpu is None:
-            return torch.device("cpu")
+            return device
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"this rank was given GPU {self.spec.gpu}, but torch sees none: check the driver and torch's build"
             )
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        return device
 
     def _emit_started(self, device: torch.device) -> None:
         import torch
@@ -195,13 +216,21 @@ class _Rank:
                 time.time_ns(),
                 pid=os.getpid(),
                 host=socket.gethostname(),
-                device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+                device=self._device_name(device),
                 environment=self.spec.environment,
                 versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
             )
         )
 
-    def _dispatch(self, function: Callable[..., Any], device: torch.device) -> None:
+    def _device_name(self, device: torch.device) -> str:
+        import torch
+
+        if device.type != "cuda":
+            return "cpu"
+        # Asking for the name brings CUDA up, which is the script's to do: it may fork first.
+        return str(self.spec.gpu) if self.spec.is_script else torch.cuda.get_device_name(device)
+
+    def _dispatch(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
         """Let dask_pytorch_ddp bring the process group up, call the function, and bring it down."""
         from dask_pytorch_ddp.dispatch import dispatch_with_ddp
 
@@ -217,22 +246,34 @@ class _Rank:
             backend=self.spec.dist_backend,
         )
 
-    def _call(self, function: Callable[..., Any], device: torch.device) -> None:
+    def _call(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
+        self._meet()
+        context = self._own_context(device)
+        self._work(lambda: self._returned(function(context)))
+
+    def _own_context(self, device: torch.device) -> RankContext:
+        """The rank's only context, made when it is asked for."""
         from ddptrain.rank.context import RankContext
 
-        self._meet()
+        if self.context is None:
+            self.context = RankContext(self.spec, self.emitter, device, self.calls)
+        return self.context
+
+    def _work(self, work: Callable[[], None]) -> None:
+        """Run the user's code, and tell how it ended before anything is cleared up."""
         self.phase = "train"
         self.emitter.emit(events.Entered(time.time_ns()))
-        self.context = RankContext(self.spec, self.emitter, device, self.calls)
         try:
             try:
-                function(self.context, **self.spec.params)
+                work()
             except SystemExit as stop:
-                if faults.exit_code(stop) == 0:
+                if faults.exit_code(stop) == 0 and self.context is not None:
                     self.context.close()
                 raise
-            self.context.close()
+            if self.context is not None:
+                self.context.close()
         except Preempted:
+            self.preempted = True
             raise
         except SystemExit as stop:
             self._exit_event(stop)
@@ -243,6 +284,17 @@ class _Rank:
             self._complete_saves()
             raise
         self._finish()
+
+    def _returned(self, value: Any) -> None:
+        """Keep what rank 0's function has returned, where that is JSON."""
+        if self.spec.rank != 0 or value is None:
+            return
+        try:
+            event: events.Event = events.Returned(time.time_ns(), as_json(value))
+        except Exception as error:  # whatever a value of the user's raises when it is looked at
+            text = f"what the workload returned ({type(value).__name__}) is not kept: {error}"
+            event = events.Note(time.time_ns(), faults.clipped(text, 1_000), "warning")
+        self.emitter.emit(event)
 
     def _complete_saves(self) -> None:
         """The failure has been told, or the gang is being stopped: a checkpoint that is being written is still kept."""
@@ -262,16 +314,32 @@ class _Rank:
         self.finished = True
 
     def _exit_event(self, stop: SystemExit) -> None:
-        if faults.exit_code(stop) == 0:
+        code = faults.exit_code(stop)
+        if code == 0:
             self._finish()
+            return
+        if self.spec.is_script and code == EXIT_PREEMPTED:
+            self.preempted = True
+            self.emitter.emit(events.Preempted(time.time_ns(), step=0))
             return
         if not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)  # as the interpreter does
-        self._fail(faults.bad_exit(stop, self.phase))
+        failure = faults.bad_exit(stop, self.phase)
+        recorded = self._recorded()
+        self._fail(dataclasses.replace(recorded, exit_code=code) if recorded is not None else failure)
 
     def _failure_event(self, error: BaseException) -> None:
-        print(faults.user_traceback(error), end="", file=sys.stderr)
-        self._fail(faults.failure(error, self.phase))
+        faults.name_search_path(error)
+        trace = faults.user_traceback(error)
+        print(trace if self.spec.full_traceback else folded(trace), end="", file=sys.stderr)
+        failure, recorded = faults.failure(error, self.phase), self._recorded()
+        if recorded is not None and recorded.message.partition("\n")[0] not in failure.message:
+            failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
+        self._fail(failure)
+
+    def _recorded(self) -> events.Failure | None:
+        """What a script has written as its error, as torch elastic's record() does."""
+        return errorfile.take(Path(self.spec.staging) / ERROR_FILE) if self.spec.is_script else None
 
     def _fail(self, failure: events.Failure) -> None:
         self.failed = True

@@ -21,7 +21,12 @@ from ddptrain.spec import RankSpec
 
 _POLL_S = 0.01
 _LONGEST_PAUSE_S = 60.0
-_NICENESS = 10  # of the thread: what it does can wait, a training step can't
+_STRAGGLE_S = 0.5  # what a rank may be behind another when the gang is being stopped
+_NICENESS = 5  # of the thread: what it does can wait, a training step can't
+
+
+class _Dropped(Exception):
+    """The gang is being stopped, and a rank has not come to this checkpoint: it can't be completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +98,9 @@ class Saver:
             with suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux: of this thread
         try:
-            ranks = self._gathered(save)
-            if ranks is not None:
-                self._write(save, ranks)
+            self._write(save, self._gathered(save))
+        except _Dropped:
+            pass
         except BaseException as error:
             self.error = error
 
@@ -124,25 +129,30 @@ class Saver:
         with suppress(OSError):  # the same disk may be full for events, too
             self._emitter.emit(events.CheckpointFailed(time.time_ns(), save.step, message, failures, given_up))
 
-    def _gathered(self, save: Save) -> list[Any] | None:
-        """What each rank adds, None for one that does not come; None at all in a hurry with ranks missing."""
-        ranks: list[Any] = [snapshot.from_bytes(save.own)]
+    def _gathered(self, save: Save) -> list[Any]:
+        """What each rank adds, None for one that does not come. Raises _Dropped."""
         deadline = time.monotonic() + self._spec.dist_timeout_s
-        for rank in range(1, self._spec.world_size):
-            key = state_key(save.number, rank)
-            while not self._store.has(key):
-                if self._hurry.is_set():
-                    return None  # it has not come to this step, and won't
-                if rank in self._silent or time.monotonic() > deadline or self._store.has(done_key(rank)):
-                    self._miss(rank, save.step)
-                    break
-                time.sleep(_POLL_S)
-            else:
-                ranks.append(snapshot.from_bytes(self._store.get(key)))
-                self._store.delete(key)
-                continue
-            ranks.append(None)
-        return ranks
+        others = [self._awaited(rank, save, deadline) for rank in range(1, self._spec.world_size)]
+        return [snapshot.from_bytes(save.own), *others]
+
+    def _awaited(self, rank: int, save: Save, deadline: float) -> Any:
+        key = state_key(save.number, rank)
+        while True:
+            gone = rank in self._silent or self._store.has(done_key(rank))
+            if self._store.has(key):  # looked at last: a rank leaves its state before it says that it is done
+                break
+            if self._hurry.is_set():
+                deadline = min(deadline, time.monotonic() + _STRAGGLE_S)
+            late = time.monotonic() > deadline
+            if late and not gone and self._hurry.is_set():
+                raise _Dropped
+            if late or gone:
+                self._miss(rank, save.step)
+                return None
+            time.sleep(_POLL_S)
+        state = snapshot.from_bytes(self._store.get(key))
+        self._store.delete(key)
+        return state
 
     def _miss(self, rank: int, step: int) -> None:
         if rank not in self._silent:

@@ -146,6 +146,7 @@ class RunRecord(_Part):
     last_metrics: Mapping[str, float | None] = field(default_factory=dict)
     best: BestRecord | None = None
     checkpoints: tuple[str, ...] = ()
+    result: Any = None  # what rank 0's function returned: JSON
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON data; a number that is not finite becomes null."""
@@ -201,6 +202,8 @@ def _read(hint: Any, raw: Any) -> Any:
     """The JSON value as the declared type, or _WRONG where it is of another; wrong items of a collection are
     left out.
     """
+    if hint is Any:
+        return raw
     if get_origin(hint) is UnionType:
         return None if raw is None else _read(get_args(hint)[0], raw)
     if get_origin(hint) is tuple:

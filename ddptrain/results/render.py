@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from ddptrain.results.find import RunView, moment
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.spec import describe_status
 from ddptrain.tables import Section, clean
+from ddptrain.wording import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +27,7 @@ _STATUS_STYLE = {
     RunStatus.UNKNOWN: "yellow",
 }
 _RESULT_WIDTH = 60
+_RETURNED_WIDTH = 2_000
 _KIB = 1024.0
 
 
@@ -84,6 +87,7 @@ def sections(view: RunView) -> list[Section]:
         ("git", git),
         ("best", f"{best.metric} {number(best.value)} at step {best.step}" if best else ""),
         ("checkpoints", ", ".join(record.checkpoints)),
+        ("result", "" if record.result is None else shown(json.dumps(record.result), _RETURNED_WIDTH)),
     ]
     environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
     all_sections = [

@@ -90,10 +90,9 @@ class Store:
             UsageError: its bucket is missing, or closed to us.
             StoreError: it can't be reached.
         """
-        once = replace(self, pauses_s=())
         bucket = self.root.lstrip("/").partition("/")[0]
         try:
-            once._call("list", "", lambda: once._listed(bucket))
+            self._call("list", "", lambda: self._listed(bucket), pauses_s=())
         except StoreError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise UsageError(
@@ -188,9 +187,9 @@ class Store:
     def _at(self, path: str) -> str:
         return f"{self.root}/{path}"
 
-    def _call(self, action: str, path: str, work: Callable[[], T]) -> T:
+    def _call(self, action: str, path: str, work: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
         """`work`, again after a pause where that may help. Raises StoreError."""
-        for pause_s in (*self.pauses_s, None):
+        for pause_s in (*(self.pauses_s if pauses_s is None else pauses_s), None):
             try:
                 return work()
             except Exception as error:  # each file system has its own kinds

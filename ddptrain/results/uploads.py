@@ -114,14 +114,18 @@ class Uploads:
             self._asked += 1
             mine = self._asked
             self._state.notify_all()
+            given_up = self._loss is not None
             while self._done < mine and not self._over.is_set() and (left_s := until - time.monotonic()) > 0:
+                if self._loss is not None and not given_up:
+                    break
                 # In short pieces: a signal's handler runs between them.
                 self._state.wait(min(left_s, 0.5))
             if self._done >= mine:
                 return ""
             self._in_vain = True
             why = self._problem or f"it took longer than {deadline_s:g} s"
-        return f"the results are not all in {self.store.url} ({why}); they are kept in {self.root}"
+        kept = f"they are kept in {self.root}, and --resume {self.root.name} uploads them"
+        return f"the results are not all in {self.store.url} ({why}); {kept}"
 
     def close(self, deadline_s: float) -> None:
         """Flush, stop, and delete the working folder, if all of it is in the store."""

@@ -116,6 +116,7 @@ class RunWriter:
                 exit_code=None,
                 ended_at=None,
                 failure=None,
+                result=None,
                 git=git_state(Path.cwd()),
                 versions=installed_versions(),
                 driver=DriverRecord(os.getpid(), socket.gethostname()),

@@ -11,7 +11,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddptrain.spec import RankSpec
+from ddptrain.spec import ERROR_FILE, RankSpec
 from ddptrain.worker.standin import FLIGHT_RECORD
 
 # glibc gives pages back to the kernel after every training step and faults them in again for the next: a third of a
@@ -66,7 +66,7 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
         tuned["GLOO_SOCKET_IFNAME"] = place.interface  # gloo asks the host's name otherwise: often a wrong address
     if "nccl" in spec.dist_backend:
         tuned |= _flight_recorder(place.staging)
-    env = {**tuned, **chosen, **_contract(spec, gpu)}
+    env = {**tuned, **chosen, **_contract(spec, gpu, place.staging)}
     report = {
         name: {"value": env[name], "source": "user" if name in chosen else "ddptrain"}
         for name in (*tuned, *_THREAD_VARIABLES)
@@ -96,9 +96,20 @@ def interface_of(host: str) -> str | None:
     return "lo" if host.startswith("127.") and "lo" in psutil.net_if_addrs() else None
 
 
-def _contract(spec: RankSpec, gpu: str | None) -> dict[str, str]:
+def _script_contract(spec: RankSpec, staging: str) -> dict[str, str | int]:
+    """What else torchrun's own scripts may ask for: all ranks have one role, and a file for their error."""
+    return {
+        "GROUP_WORLD_SIZE": spec.hosts,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": spec.rank,
+        "ROLE_WORLD_SIZE": spec.world_size,
+        "TORCHELASTIC_ERROR_FILE": f"{staging}/{ERROR_FILE}",
+    }
+
+
+def _contract(spec: RankSpec, gpu: str | None, staging: str) -> dict[str, str]:
     """What torchrun promises to a rank, and the device that this one sees."""
-    variables = {
+    variables: dict[str, str | int] = {
         "RANK": spec.rank,
         "WORLD_SIZE": spec.world_size,
         "LOCAL_RANK": spec.local_rank,
@@ -113,4 +124,8 @@ def _contract(spec: RankSpec, gpu: str | None) -> dict[str, str]:
         "DDPTRAIN_RUN_ID": spec.run_id,
         "CUDA_VISIBLE_DEVICES": gpu if gpu is not None else "",
     }
+    if spec.is_script:
+        variables |= _script_contract(spec, staging)
+        if gpu is not None and spec.local_gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.local_gpus)  # LOCAL_RANK is an index into these
     return {name: str(value) for name, value in variables.items()}

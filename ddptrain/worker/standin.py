@@ -7,6 +7,7 @@ the driver takes both as if they came from the rank.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import re
@@ -14,8 +15,8 @@ import threading
 import time
 from pathlib import Path
 
-from ddptrain import events
-from ddptrain.spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
+from ddptrain import errorfile, events
+from ddptrain.spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.worker.spool import RankSpool
 from ddptrain.worker.vitals import Vitals, catches
 
@@ -84,6 +85,12 @@ def hand_over_flight_record(spool: RankSpool, spec: RankSpec) -> None:
     if (spool.staging / name).is_file():
         again = f".attempt-{spec.attempt}" if spec.attempt > 1 else ""
         _hand_over(spool, f"flight-recorder/rank-{spec.rank}{again}.pickle", name)
+
+
+def hand_over_error(spool: RankSpool, status: int) -> None:
+    """Tell of the error that a script has written down before it ended without another word."""
+    if status != 0 and (failure := errorfile.take(spool.staging / ERROR_FILE)) is not None:
+        _announce(spool, dataclasses.replace(failure, exit_code=status if status > 0 else None))
 
 
 def timed_out(spool: RankSpool) -> bool:

@@ -107,6 +107,7 @@ class _RankTask:
             if time.monotonic() - self.told_at > _ALIVE_S:
                 self._notify(alive=True, cpu_s=self.vitals.cpu_s() if self.vitals is not None else 0.0)
         standin.hand_over_flight_record(self.spool, self.spec)
+        standin.hand_over_error(self.spool, report["status"])
         self._tell_growth()
         ended = self._ended(report)
         self._notify(exit=ended.to_json())
@@ -179,6 +180,7 @@ async def describe_host(run_id: str, dask_worker: Worker) -> dict[str, str]:
         "pid": str(os.getpid()),
         "hostname": socket.gethostname(),
         "interface": host.interface or "",
+        "gpus": ",".join(host.gpus),
     }
 
 

@@ -39,7 +39,7 @@ class Sizes:
     burst_lines: int = 100_000
     burst_lines_peer: int = 20_000
     checkpoint_mb: int = 500
-    checkpoints: int = 4
+    checkpoints: int = 2
 
 
 QUICK = Sizes(

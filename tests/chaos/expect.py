@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.chaos.table import INTERVAL, STEPS, Case
+from tests.chaos.table import STEPS, Case
 
 KILLED = -9  # the command itself
 _STATUS = {0: "succeeded", 75: "preempted", 130: "cancelled", 143: "cancelled"}
@@ -21,6 +21,7 @@ _WORDS = {
     "other_kill": ("signal", "killed by SIGKILL"),
     "early": ("exit", "returned from the workload while"),
     "hang": ("hang", ""),
+    "thread": ("hang", "ChaosError: in a thread"),
     "stop": ("hang", "stopped"),
     "other_stop": ("hang", "stopped"),
     "store": ("infrastructure", "store"),
@@ -56,7 +57,7 @@ def expected(case: Case) -> Expected:
     fault, moment = case.kind.fault, case.kind.moment
     if fault.startswith("driver_"):
         return _of_driver(fault, moment)
-    if fault == "term":
+    if fault in ("term", "worker_term"):
         return Expected((75,))
     if fault == "no_space":  # is tried again
         return Expected((0,))
@@ -75,6 +76,10 @@ def _of_driver(fault: str, moment: str) -> Expected:
         return Expected((KILLED,))
     if fault == "driver_int":
         return Expected((130,))
+    if fault == "driver_stop":  # for two seconds: nobody is to blame for them
+        return Expected((0,))
+    if fault == "driver_twice":
+        return Expected((143,))
     # With nothing saved yet there is nothing to go on from; after the last step nothing to save.
     early = moment in ("start", "import", "rendezvous")
     return Expected((143,) if early else (0, 75) if moment == "end" else (75,))
@@ -84,16 +89,15 @@ def least_step(case: Case) -> int:
     """The step that a run must go on from at the least: at most one interval is lost."""
     moment = case.kind.moment
     if moment == "end":
-        return STEPS - (INTERVAL if _may_be_on_its_way(case) else 0)
+        return STEPS - (case.interval if _may_be_on_its_way(case) else 0)
     if moment == "write":
-        begun = int(case.share * (STEPS // INTERVAL))  # checkpoints that were written before
         if case.kind.fault in ("raise", "exit3"):
             return case.step
-        return begun * INTERVAL
+        return int(case.share * case.saves) * case.interval  # those that were written before
     if moment not in ("first", "mid"):
         return 0
-    due = (case.step - 1) // INTERVAL * INTERVAL
-    return max(0, due - (INTERVAL if _may_be_on_its_way(case) else 0))
+    due = (case.step - 1) // case.interval * case.interval
+    return max(0, due - (case.interval if _may_be_on_its_way(case) else 0))
 
 
 def _may_be_on_its_way(case: Case) -> bool:

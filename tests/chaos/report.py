@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from tests.chaos.runner import Findings
+from tests.chaos.runner import HANGS, Findings
 
-_APART = ("hang", "stop", "other_stop")
 _GOALS = {"prompt": "median <= 1 s, worst <= 5 s", "hang": "its window + 10 s"}
 
 
 def table(found: Sequence[Findings], took_s: float) -> str:
     """All figures that the suite is for."""
     blamed = [one.cause_right for one in found if one.cause_right is not None]
-    hangs = [one for one in found if one.case.kind.fault in _APART]
+    hangs = [one for one in found if one.case.kind.fault in HANGS]
     prompt = [one for one in found if one not in hangs]
     writes = [one for one in found if one.case.kind.moment in ("write", "home")]
     rows = [

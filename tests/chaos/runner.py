@@ -20,10 +20,12 @@ from ddptrain.results.verified import verify
 from tests.chaos import processes
 from tests.chaos.arena import Arena, ClusterUp, Command, Ended
 from tests.chaos.expect import KILLED, Expected, expected, least_step, status_of
-from tests.chaos.table import INTERVAL, STEPS, Case, Kind
+from tests.chaos.table import STEPS, Case, Kind
 
 RUN = "run"
+HANGS = ("hang", "stop", "other_stop", "thread")
 LEFT_S = 10.0
+_KEPT = 3  # checkpoint.keep's default
 _HANG_S = 1.5
 _START_S = 8.0  # of cases that hang before the training
 
@@ -91,12 +93,13 @@ def _write_config(folder: Path, case: Case | None) -> None:
     failure: dict[str, Any] = {"backoff_s": 0.1, "grace_s": 3.0, "hang_timeout_s": 20.0}
     cluster: dict[str, Any] = {"ranks": 2, "gpus": 0, "wait_s": 10.0}
     if case is not None:
-        if case.kind.fault in ("hang", "stop", "other_stop"):
+        if case.kind.fault in HANGS:
             failure["hang_timeout_s"] = _HANG_S
             cluster["start_timeout_s"] = _START_S
         if case.kind.restart:
             failure["max_restarts"] = 1
-    checkpoint = {"metric": None, "asynchronous": case is None or case.asynchronous}
+    every = {"every_epochs": 1} if case is None or case.interval == 3 else {"every_epochs": None, "every_steps": 2}
+    checkpoint = {"metric": None, "asynchronous": case is None or case.asynchronous, **every}
     content = {"workload": "stub:steps", "cluster": cluster, "failure": failure, "checkpoint": checkpoint}
     (folder / "run.yaml").write_text(json.dumps(content))
 
@@ -155,7 +158,7 @@ class _CaseRun:
                 "moment": self.kind.moment,
                 "ranks": self.case.ranks,
                 "step": self.case.step,
-                "byte": int(self.case.share * (STEPS // INTERVAL) * self.reference.checkpoint_bytes),
+                "byte": int(self.case.share * self.case.saves * self.reference.checkpoint_bytes),
                 "settle_s": self.case.settle_s,
             }
             (self.folder / "fault.json").write_text(json.dumps(plan))
@@ -207,7 +210,7 @@ class _CaseRun:
         check(ended.code is not None, "the command did not end in time")
         check(ended.code is None or ended.code in self.expected.codes, f"exit code {ended.code}, not {codes}")
         check("Traceback" not in _without_ranks(ended.stderr), "a traceback of ours on stderr")
-        if fired and not self.kind.restart and self.kind.fault != "no_space":
+        if fired and not self.kind.restart and self.kind.fault not in ("no_space", "driver_stop"):
             self.findings.fault_to_end_s = (ended.at_ns - min(fired)) / 1e9
 
     def _look_at_left(self) -> None:
@@ -276,13 +279,21 @@ class _CaseRun:
         self.findings.check(right, f"root cause: {found}, not {wanted.kind} of {wanted.ranks} with {wanted.words!r}")
 
     def _look_at_checkpoints(self, record: dict[str, Any] | None) -> None:
-        """What run.json vouches for is there."""
-        for name in (record or {}).get("checkpoints", [])[:3]:
+        """What run.json vouches for is there, or so many newer ones that it was too old."""
+        whole = set()
+        problems: dict[int, str] = {}
+        for path in (self.run_dir / "checkpoints").glob("step-*"):
             try:
-                verify(self.run_dir / "checkpoints" / name)
+                whole.add(verify(path).step)
             except CheckpointDamaged as error:
+                problems[int(path.name[len("step-") :])] = str(error)
+        for step in (int(name[len("step-") :]) for name in (record or {}).get("checkpoints", [])):
+            newer = [other for other in whole if other > step]
+            if step not in whole and len(newer) < _KEPT:
                 self.findings.lost += 1
-                self.findings.problems.append(f"checkpoint {name} is lost: {error}")
+                self.findings.problems.append(
+                    f"the checkpoint of step {step} is lost: {problems.get(step, 'not there')}"
+                )
 
     # --- going on ---
 

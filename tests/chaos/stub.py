@@ -59,7 +59,11 @@ def strike() -> None:
         os._exit(int(fault[-1]))
     if fault == "loader":
         next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))
-    if fault == "hang":
+    if fault == "thread":
+        thread = threading.Thread(target=_fail, name="feeder")
+        thread.start()
+        thread.join()
+    if fault in ("hang", "thread"):
         time.sleep(10_000)
     _send(fault)
 
@@ -77,12 +81,29 @@ def _send(fault: str) -> None:
         os.kill(pids[fault](), signal.SIGKILL)
     if fault == "scheduler":
         os.kill(int(Path("scheduler.pid").read_text()), signal.SIGKILL)
+    if fault == "worker_term":
+        os.kill(_parent(os.getppid()), signal.SIGTERM)
     if fault.startswith("driver_"):
-        number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[fault[len("driver_") :]]
-        os.kill(int(Path("driver.pid").read_text()), number)
+        _to_driver(int(Path("driver.pid").read_text()), fault[len("driver_") :])
     if fault.startswith("other_"):  # a rank that is elsewhere while this one writes
         os.kill(int(Path(f"rank-{1 - RANK}.pid").read_text()), SIGNALS[fault[len("other_") :]])
     time.sleep(0.5)  # the driver hears of a signal before training is over
+
+
+def _to_driver(pid: int, what: str) -> None:
+    numbers = {"kill": signal.SIGKILL, "int": signal.SIGINT, "stop": signal.SIGSTOP}
+    os.kill(pid, numbers.get(what, signal.SIGTERM))
+    if what == "twice":
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(2.0)
+    if what == "stop":
+        time.sleep(2.0)
+        os.kill(pid, signal.SIGCONT)
+
+
+def _fail() -> None:
+    raise ChaosError("in a thread")
 
 
 def _parent(pid: int) -> int:

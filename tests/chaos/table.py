@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-STEPS, INTERVAL = 12, 3  # of the stub: steps, and how many of them lie between two checkpoints
+STEPS = 12  # of the stub
 
 _RAISES = ("raise", "exit3")
 _SILENT = ("os_exit0", "os_exit5", "kill", "segv", "abort")
@@ -15,7 +15,21 @@ _OURS = ("server", "store", "worker")
 _DRIVER = ("driver_kill", "driver_term", "driver_int")
 # Runs in these can share a cluster that is up: it is as good as new afterwards.
 _HARMLESS = frozenset(
-    {*_RAISES, *_SILENT, *_DRIVER, "hang", "stop", "term", "early", "loader", "raise_slow", "no_space"}
+    {
+        *_RAISES,
+        *_SILENT,
+        *_DRIVER,
+        "thread",
+        "driver_stop",
+        "driver_twice",
+        "hang",
+        "stop",
+        "term",
+        "early",
+        "loader",
+        "raise_slow",
+        "no_space",
+    }
 )
 
 
@@ -48,6 +62,12 @@ class Case:
     operation: int  # of the driver's
     settle_s: float
     asynchronous: bool
+    interval: int  # steps from one checkpoint to the next: 3 are an epoch
+
+    @property
+    def saves(self) -> int:
+        """How many checkpoints an undisturbed run writes."""
+        return STEPS // self.interval
 
     @property
     def words(self) -> str:
@@ -56,7 +76,8 @@ class Case:
             self.kind.moment, ""
         )
         step = f", step {self.step}" if self.kind.moment in ("first", "mid") else ""
-        return f"{self.kind.words}{step}{where}{'' if self.asynchronous else ', synchronous'}"
+        how = f"{'' if self.asynchronous else ', synchronous'}, saved every {self.interval} steps"
+        return f"{self.kind.words}{step}{where}{how}"
 
     @property
     def reproduction(self) -> str:
@@ -93,6 +114,8 @@ def _of_ranks() -> Iterator[Kind]:
     yield from _restarts("loader", "mid", ("0", "1"))
     yield from _restarts("raise_slow", "mid", ("0", "1"))
     yield from _restarts("no_space", "write", ("0",))
+    for moment in ("mid", "end"):
+        yield from _restarts("thread", moment, ("0", "1"))
     for victim in ("0", "1", "both"):
         yield Kind("term", "mid", victim)
     yield Kind("term", "write", "0")
@@ -111,6 +134,9 @@ def _of_ours() -> Iterator[Kind]:
     for moment in ("first", "mid", "write"):
         yield Kind("scheduler", moment, "0", False, "own")
     yield Kind("server", "mid", "0", True, "own")
+    for moment in ("mid", "write"):
+        yield Kind("worker_term", moment, "0", False, "own")
+        yield Kind("worker_term", moment, "0", False, "embedded")
 
 
 def _of_drivers() -> Iterator[Kind]:
@@ -119,6 +145,9 @@ def _of_drivers() -> Iterator[Kind]:
             yield Kind(fault, moment, "0" if moment in ("mid", "write") else "1")
         for moment in ("start", "mid", "write"):
             yield Kind(fault, moment, "0", False, "embedded")
+    for moment in ("mid", "write", "end"):
+        yield Kind("driver_stop", moment, "0")  # for two seconds
+        yield Kind("driver_twice", moment, "0")  # SIGTERM, and again
     for _ in range(12):
         yield Kind("driver_kill", "home", "0")
 
@@ -139,7 +168,8 @@ def cases(seed: int, count: int, only: str) -> Iterator[Case]:
 
 
 def _matches(kind: Kind, only: str) -> bool:
-    return {*only.split()} <= {*kind.words.split()}
+    in_writes = {"writes"} if kind.moment in ("write", "home") else set()
+    return {*only.split()} <= {*kind.words.split()} | in_writes
 
 
 def case(seed: int, number: int) -> Case:
@@ -151,21 +181,30 @@ def case(seed: int, number: int) -> Case:
     chance = random.Random(f"{seed}/{number}/{kind.words}")
     if kind.cluster == "warm" and kind.fault in _HARMLESS and chance.random() < 0.08:
         kind = Kind(kind.fault, kind.moment, kind.victim, kind.restart, "embedded")
+    interval = chance.choice((2, 3))
     return Case(
         seed=seed,
         number=number,
         kind=kind,
-        step=_step(kind, chance),
-        share=chance.uniform(0.0, 0.74 if kind.fault.startswith("other_") else 0.999),  # the last one it has left
+        step=_step(kind, interval, chance),
+        share=chance.uniform(0.0, _last_share(kind.fault)),
         operation=chance.randrange(1, 60),
         settle_s=0.3 if kind.moment != "mid" or chance.random() < 0.7 else 0.0,
         asynchronous=not kind.fault.startswith("other_") and chance.random() < 0.7,
+        interval=interval,
     )
 
 
-def _step(kind: Kind, chance: random.Random) -> int:
+def _last_share(fault: str) -> float:
+    """Up to where in all that is written a fault may come: one that needs another checkpoint after it comes early."""
+    if fault in ("term", "worker_term", "driver_term"):
+        return 0.49
+    return 0.74 if fault.startswith("other_") else 0.999
+
+
+def _step(kind: Kind, interval: int, chance: random.Random) -> int:
     if kind.moment == "first":
         return 1
     if kind.moment == "write":  # of faults of the main thread: those after a checkpoint
-        return INTERVAL * chance.randrange(1, STEPS // INTERVAL + 1)
+        return interval * chance.randrange(1, STEPS // interval + 1)
     return chance.randrange(2, STEPS + 1)

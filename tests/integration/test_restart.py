@@ -217,7 +217,7 @@ def test_run_that_was_killed_in_mid_epoch_ends_bit_equal_and_other_ranks_go_on_f
     assert trainer.cli("train", config, "--run-id", "shrunk").rc == 1
     shrunk = trainer.cli("train", config, "--resume", "shrunk", "--ranks", "1")
     assert shrunk.rc == 0, shrunk.stderr
-    assert "the checkpoint is of 2 ranks, this is rank 0 of 1" in shrunk.stderr
+    assert "the checkpoint is of 2 ranks, this run has 1" in shrunk.stderr
 
 
 def _can_unshare() -> bool:

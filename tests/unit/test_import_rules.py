@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
 DOORS = {
     ("workloads", "ddptrain.rank.context"),
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext
+    ("__init__.py", "ddptrain.rank.current"),  # ddptrain.context
     ("__main__.py", "ddptrain.cli.main"),
     ("config.py", "ddptrain.clusters.settings"),  # what a backend can be told stands beside the backends
 }

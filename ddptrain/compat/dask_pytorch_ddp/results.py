@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import secrets
@@ -57,8 +56,9 @@ class DaskResultsHandler:
         if folder := os.environ.get(outbox.VARIABLE):
             outbox.put(Path(folder), self.pub_sub_key, path, memoryview(raw).cast("B"))
         elif "DDPTRAIN_RUN_ID" in os.environ:  # a rank of a run
-            ours: Any = importlib.import_module("ddptrain")
-            ours.context().save_file(path, bytes(raw))
+            from ddptrain.rank.current import context
+
+            context().save_file(path, bytes(raw))
         else:
             outbox.put(_box_of_task(), self.pub_sub_key, path, memoryview(raw).cast("B"))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_BETWEEN_S = 2.5  # more than the writing takes
+_BETWEEN_S = 4.0  # more than the writing takes
 
 
 def _took(step: Callable[[], None], number: int, after: Callable[[int], None]) -> list[float]:

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from ddptrain.cli import train
+from ddptrain.cli import options, train
 from ddptrain.cli.main import main
 from ddptrain.config import RunConfig
 from ddptrain.driver.detach import EndedEarly
 from ddptrain.errors import ConfigError
 
 
-def load(tmp_path: Path, **options: Any) -> RunConfig:
+def load(tmp_path: Path, **given: Any) -> RunConfig:
     (tmp_path / "c.yaml").write_text("workload: json:dumps\ncluster: {ranks: 2}\n")
-    chosen = {"ranks": None, "cluster": None, "runs_dir": None, **options}
-    return train._load(str(tmp_path / "c.yaml"), ["cluster.start_timeout_s=5"], train._options(**chosen)).config
+    chosen = {"ranks": None, "cluster": None, "runs_dir": None, **given}
+    return train._load(str(tmp_path / "c.yaml"), ["cluster.start_timeout_s=5"], options.field_options(**chosen)).config
 
 
 def test_options_win_over_the_file(tmp_path: Path) -> None:

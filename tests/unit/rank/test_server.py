@@ -189,3 +189,19 @@ def test_store_lives_until_it_is_stopped(tmp_path: Path) -> None:
         until(lambda: len(parent.children()) == 1, "the store's process")
         server.stop("store", 0.0)
         until(lambda: not parent.children(), "the store's end")
+
+
+def test_rank_is_given_up_when_the_store_of_its_gang_dies(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with bench.own() as server, socket.create_server(("127.0.0.1", 0)) as listening:
+        server.start_store("store", "127.0.0.1", listening, "r")
+        bench.order(server, "r", "import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(60)")
+        parent = psutil.Process(pid_of(bench, "r"))
+        rank = int(bench.said("r").split()[1])
+        until(lambda: len(parent.children()) == 2, "the store's process")
+        (store,) = [child for child in parent.children() if child.pid != rank]
+        store.kill()
+        with pytest.raises(RankServerLost, match=r"the gang's store \(TCPStore\) has ended: killed by SIGKILL"):
+            status(server, "r")
+        until(lambda: not alive(rank), "the rank's end")
+        assert server.fault is None

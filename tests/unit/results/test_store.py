@@ -76,7 +76,9 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
-    with pytest.raises(UsageError, match=r"^cannot use s3://b/c: a package is not installed: pip install 'ddptrain\[s3\]'$"):
+    with pytest.raises(
+        UsageError, match=r"^cannot use s3://b/c: a package is not installed: pip install 'ddptrain\[s3\]'$"
+    ):
         Store.open("s3://b/c")
 
 

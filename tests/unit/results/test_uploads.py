@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.errors import DdptrainError, RunLocked, RunNotFound
 from ddptrain.events import CheckpointSaved
 from ddptrain.results import restore, uploads
 from ddptrain.results.checkpoints import CheckpointPolicy
-from ddptrain.results.errors import StoreError
+from ddptrain.results.errors import CheckpointDamaged, StoreError
 from ddptrain.results.record import RunStatus
 from ddptrain.results.store import Store
 from ddptrain.results.uploads import Uploads
@@ -155,7 +155,7 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
     assert f"given up after 2 failures, all is kept in {kept.writer.layout.root}" in str(loss)
     problem = kept.uploads.flush(5)
     assert problem.startswith(f"the results are not all in {kept.store.url} (cannot write")
-    assert problem.endswith(f"they are kept in {kept.writer.layout.root}")
+    assert problem.endswith(f"they are kept in {kept.writer.layout.root}, and --resume a-run uploads them")
     kept.uploads.close(0.1)
     assert kept.writer.layout.run_json.exists()
 
@@ -271,3 +271,20 @@ def test_unreadable_store_is_an_error_not_an_empty_run(kept: Kept, tmp_path: Pat
     fs.errors = [OSError("away")] * 3
     with pytest.raises(StoreError, match="away"):
         restore.bring(kept.store, tmp_path / "other", pytest.fail)
+
+
+def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Kept, tmp_path: Path) -> None:
+    kept.save(1, 1.0, b"best")
+    kept.save(2, 2.0, b"newest")
+    upload(kept)
+    copy = tmp_path / "copy"
+    for _ in range(2):
+        restore.copy_model(kept.store, copy, kept.store.files())
+        assert (copy / "checkpoints/best").read_text() == "step-1\n"
+        assert [path.parent.name for path in copy.rglob("*.safetensors")] == ["step-1"]
+    overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"worn")
+    restore.copy_model(kept.store, copy, kept.store.files())  # it is here, whole
+    with pytest.raises(CheckpointDamaged, match=r"SHA-256 of model\.safetensors"):
+        restore.copy_model(kept.store, tmp_path / "another", kept.store.files())
+    with pytest.raises(RunNotFound, match="has no checkpoint in memory://"):
+        restore.copy_model(kept.store.below("none"), copy, {})

@@ -31,7 +31,6 @@ def cases(names: str, few_names: str) -> list[dict[str, Any]]:
         "output_dropout": 0.3,
         "epochs": 3,
         "input": "embedding",
-        "lr_schedule": "cosine",
     }
     return [
         {"params": window},

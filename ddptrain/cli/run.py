@@ -1,0 +1,79 @@
+"""`ddptrain run SCRIPT -- ARGS`: what torchrun would run, with no configuration file."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ddptrain.cli.options import checked, field_options
+from ddptrain.cli.train import Output
+
+if TYPE_CHECKING:
+    from ddptrain.configfile import LoadedConfig
+
+# What follows the script is its own, be it an option of ours or not.
+SCRIPT_SETTINGS = {"allow_interspersed_args": False}
+
+
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file, or with -m a module.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's own arguments, after --.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
+    ranks: Annotated[int | None, typer.Option(help="Training processes (cluster.ranks).")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|ADDRESS|FILE",
+            help="A cluster that is up: its name, its scheduler's address, or scheduler file.",
+        ),
+    ] = None,
+    runs_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir)."),
+    ] = None,
+    run_id: Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set failure.max_restarts=3; repeatable."),
+    ] = None,
+    local_rank: Annotated[
+        bool, typer.Option("--local-rank", help="Give the script --local-rank=N first, as torch.distributed.launch.")
+    ] = False,
+    full_traceback: Annotated[
+        bool, typer.Option("--full-traceback", help="Show the frames of torch and ddptrain, too, where ranks fail.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")
+    ] = False,
+    output: Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")] = Output.AUTO,
+) -> None:
+    """Run an unmodified torchrun script on every GPU: on this machine, or on a cluster that is up."""
+    from ddptrain.configfile import dump_config
+
+    workload = {"module" if module else "script": script, "args": _own(args or []), "local_rank_arg": local_rank}
+    loaded = _load(workload, overrides or [], field_options(ranks, cluster, runs_dir))
+    if dry_run:
+        typer.echo(dump_config(loaded.config), nl=False)
+        return
+    from ddptrain.driver.launch import LaunchOptions
+    from ddptrain.driver.launch import train as launch
+
+    raise typer.Exit(launch(loaded, LaunchOptions(run_id, output.value, full_traceback=full_traceback)))
+
+
+def _own(args: list[str]) -> list[str]:
+    """The script's arguments, less the -- that may stand before them."""
+    return args[1:] if args[:1] == ["--"] else args
+
+
+def _load(workload: dict[str, Any], overrides: list[str], options: dict[str, str]) -> LoadedConfig:
+    from pathlib import Path
+
+    from ddptrain.configfile import load_mapping
+
+    load = partial(load_mapping, {"workload": workload}, Path.cwd(), source="ddptrain run")
+    return checked(lambda changes: load(overrides=changes), overrides, options)

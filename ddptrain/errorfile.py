@@ -1,0 +1,43 @@
+"""The file in which a script under torch elastic's record() leaves its error: what torchrun would tell of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from ddptrain import events
+
+_MAX_BYTES = 1 << 20
+_MOST = 100_000  # characters of a traceback
+_TYPE = re.compile(r"(?P<type>[^\W\d][\w.]*): (?P<message>.*)", re.DOTALL)
+
+
+def take(path: Path) -> events.Failure | None:
+    """The failure that the file tells of, as of when it was written; None where there is none. The file is gone then.
+
+    What is no JSON, or another's, is told as it stands.
+    """
+    try:
+        time_ns = path.stat().st_mtime_ns
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES).decode("utf-8", "backslashreplace")
+    except OSError:
+        return None
+    with suppress(OSError):
+        path.unlink()
+    message, trace = _parts(text)
+    match = _TYPE.match(message)
+    kind, message = (match["type"], match["message"]) if match else ("", message)
+    return events.Failure(time_ns, type=kind, message=message[:4_000], traceback=trace[-_MOST:])
+
+
+def _parts(text: str) -> tuple[str, str]:
+    try:
+        message = json.loads(text)["message"]
+        if isinstance(message, str):
+            return message, ""
+        return str(message["message"]), str((message.get("extraInfo") or {}).get("py_callstack", ""))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return text.strip(), ""

@@ -1,0 +1,260 @@
+"""What a function takes, as far as its source says it: read with ast, for neither user code nor torch is imported.
+
+What can't be known this way is no error: a decorator, **kwargs, a type that is not spelled out. Then the rank, which
+imports the function, has the last word.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from ddptrain.registry import takes_context
+
+_MAX_BYTES = 1 << 20
+_SIMPLE: Mapping[str, Any] = types.MappingProxyType(
+    {
+        **{kind.__name__: kind for kind in (int, float, str, bool, list, dict)},
+        "tuple": tuple[Any, ...],
+        "List": list,
+        "Dict": dict,
+        "Tuple": tuple[Any, ...],
+        "Mapping": dict,
+    }
+)
+_HARMLESS_DECORATORS = frozenset({"record"})  # torch elastic's: it keeps the signature
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A module's source, parsed; `path` is its file."""
+
+    path: Path
+    tree: ast.Module
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """One parameter, or field of a model: its type (Any where it is not known), and whether it may be left out."""
+
+    name: str
+    type: Any
+    optional: bool
+
+
+def find_source(module: str, folders: Sequence[str]) -> Found | None:
+    """The source of a module, looked for as an import would; None where it can't be told."""
+    first, *rest = module.split(".")
+    for folder in folders:
+        top = Path(folder or ".") / first
+        found = [path for path in (top / "__init__.py", top.with_suffix(".py")) if path.is_file()]
+        whole = top.joinpath(*rest)
+        inside = [path for path in (whole / "__init__.py", whole.parent / f"{whole.name}.py") if path.is_file()]
+        if inside:
+            return _parsed(inside[0])
+        if found:
+            return None  # the import ends here, whatever follows on the path
+    return None
+
+
+def _parsed(path: Path) -> Found | None:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            return None
+        return Found(path, ast.parse(path.read_bytes()))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def names_in(found: Found) -> list[str] | None:
+    """The names that the module binds at its top level; None where others may come (a star import, __getattr__)."""
+    names: list[str] = []
+    for node in _statements(found.tree.body):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            return None
+        names += _bound(node)
+    return None if {"__getattr__", "globals", "exec"} & {*names, *_called(found.tree)} else names
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those that run when the module is imported, also inside if, try, with and loops."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        for block in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(node, block, []))
+        for handler in getattr(node, "handlers", []) + getattr(node, "cases", []):
+            yield from _statements(handler.body)
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    targets = [part for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+    return [target.id for target in targets]
+
+
+def _called(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node.func.id
+
+
+def params_model(found: Found, function: str) -> type[BaseModel] | None:
+    """A model of the params that a function of the module takes, for checking; None where it can't be told."""
+    defined = [node for node in _statements(found.tree.body) if function in _bound(node)]
+    if len(defined) != 1 or not isinstance(defined[0], ast.FunctionDef):
+        return None
+    if not all(_last_name(decorator) in _HARMLESS_DECORATORS for decorator in defined[0].decorator_list):
+        return None
+    arguments = defined[0].args
+    given = _without_context(arguments)
+    if given is None or (arguments.vararg is not None and not given):
+        return None
+    if len(given) == 1 and arguments.kwarg is None and (cls := _class_named(found, given[0][0].annotation)) is not None:
+        return _model_of_class(found, cls)
+    parameters = [_parameter(argument.arg, argument.annotation, default) for argument, default in given]
+    return _model(parameters, open_to_others=arguments.kwarg is not None)
+
+
+def _without_context(arguments: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]] | None:
+    """Parameters and their defaults, less the one for the context."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + [*arguments.defaults]
+    pairs = list(zip(positional, defaults, strict=True))
+    if pairs and takes_context(pairs[0][0].arg, _text(pairs[0][0].annotation)):
+        pairs = pairs[1:]
+    if any(argument in arguments.posonlyargs for argument, _ in pairs):
+        return None
+    return [*pairs, *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+
+
+def _text(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return ast.unparse(node) if node is not None else ""
+
+
+def _parameter(name: str, annotation: ast.expr | None, default: ast.expr | None) -> _Parameter:
+    kind = _type(annotation)
+    if isinstance(default, ast.Constant) and default.value is None and kind is not Any:
+        kind = kind | None  # as in lr: float = None
+    return _Parameter(name, kind, default is not None)
+
+
+def _model(parameters: Sequence[_Parameter], *, open_to_others: bool) -> type[BaseModel]:
+    """Fields are known by their aliases: a parameter may be called copy, or _x, which no field may."""
+    fields: dict[str, Any] = {
+        f"p{number}": (each.type, Field(alias=each.name, default=None) if each.optional else Field(alias=each.name))
+        for number, each in enumerate(parameters)
+    }
+    settings = ConfigDict(extra="allow" if open_to_others else "forbid", strict=True)
+    return create_model("Params", __config__=settings, **fields)
+
+
+# --- a dataclass or a pydantic model that stands for all params ---
+
+
+def _class_named(found: Found, annotation: ast.expr | None) -> ast.ClassDef | None:
+    """The model's class, where it is defined in the same module."""
+    name = _text(annotation)
+    classes = [node for node in found.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    if len(classes) != 1 or not (_is_dataclass(classes[0]) or _is_model(classes[0])):
+        return None
+    return classes[0]
+
+
+def _is_dataclass(cls: ast.ClassDef) -> bool:
+    return any(_last_name(decorator) == "dataclass" for decorator in cls.decorator_list)
+
+
+def _is_model(cls: ast.ClassDef) -> bool:
+    return any(_last_name(base) == "BaseModel" for base in cls.bases)
+
+
+def _model_of_class(found: Found, cls: ast.ClassDef) -> type[BaseModel] | None:
+    """None where fields may be inherited, renamed, or changed by code."""
+    plain_bases = {"BaseModel"} if _is_model(cls) else set()
+    methods = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
+    special = [node for node in methods if node.decorator_list or node.name in ("__init__", "__new__")]
+    settings = [node for node in cls.body if "model_config" in _bound(node) or "Config" in _bound(node)]
+    if {_last_name(base) for base in cls.bases} - plain_bases or cls.keywords or special or settings:
+        return None
+    if len(cls.decorator_list) != (0 if _is_model(cls) else 1):
+        return None
+    fields = [node for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    if any(_last_name(node.annotation) in ("ClassVar", "InitVar") or _is_renamed(node.value) for node in fields):
+        return None
+    return _model([_field(node) for node in fields], open_to_others=False)
+
+
+def _is_renamed(value: ast.expr | None) -> bool:
+    words = {keyword.arg or "" for keyword in value.keywords} if isinstance(value, ast.Call) else set()
+    return bool(words & {"alias", "validation_alias", "init", ""})
+
+
+def _field(node: ast.AnnAssign) -> _Parameter:
+    assert isinstance(node.target, ast.Name)
+    value = node.value
+    if isinstance(value, ast.Call) and _last_name(value.func) in ("field", "Field"):
+        has_default = any(word.arg in ("default", "default_factory") for word in value.keywords)
+        first = value.args[0] if value.args else None
+        is_given = has_default or (first is not None and _text(first) != "...")
+        return _Parameter(node.target.id, _type(node.annotation), is_given)
+    return _parameter(node.target.id, node.annotation, value)
+
+
+# --- types ---
+
+
+def _last_name(node: ast.expr) -> str:
+    """`dataclass` of dataclasses.dataclass(frozen=True)."""
+    if isinstance(node, ast.Call):
+        return _last_name(node.func)
+    if isinstance(node, ast.Subscript):
+        return _last_name(node.value)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _type(node: ast.expr | None) -> Any:
+    """The type that an annotation spells out, Any where it is none that YAML has."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        try:
+            return _type(ast.parse(node.value, mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError):
+            return Any
+    if isinstance(node, ast.Constant) and node.value is None:
+        return None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _union([node.left, node.right])
+    if isinstance(node, ast.Subscript):
+        return _generic(_last_name(node.value), node.slice)
+    return _SIMPLE.get(_last_name(node), Any) if isinstance(node, ast.Name | ast.Attribute) else Any
+
+
+def _generic(name: str, inside: ast.expr) -> Any:
+    members = inside.elts if isinstance(inside, ast.Tuple) else [inside]
+    if name == "Literal":
+        values = [member.value for member in members if isinstance(member, ast.Constant)]
+        return Literal[tuple(values)] if len(values) == len(members) else Any
+    if name == "Optional":
+        return _union([inside, ast.Constant(None)])
+    if name == "Union":
+        return _union(members)
+    if name in ("list", "List"):
+        return list[_type(inside)]  # type: ignore[misc]  # made while it runs
+    return _SIMPLE.get(name, Any)
+
+
+def _union(members: Sequence[ast.expr]) -> Any:
+    kinds = [_type(member) for member in members]
+    return Any if Any in kinds else Union[tuple(kinds)]  # noqa: UP007  # made while it runs

@@ -1,0 +1,55 @@
+"""A model that tells two spirals apart: put your own in its place. Try it: ddptrain train train.yaml."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from ddptrain import RankContext
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 0.01, hidden: int = 64) -> None:
+    """Runs in every rank, one process a GPU (or on the CPU); the process group is up."""
+    torch.manual_seed(0)  # the same model on every rank
+    layers = [nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1)]
+    model = DistributedDataParallel(nn.Sequential(*layers).to(ctx.device))
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+
+    data = TensorDataset(*spirals(4096))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)  # each rank has its own share
+    loader = DataLoader(data, batch_size, sampler=sampler)
+
+    resumed = ctx.resume(model=model, optimizer=optimizer)  # None, unless there is a checkpoint to go on from
+    first, step = (int(resumed.epoch or 0), resumed.step) if resumed else (0, 0)
+    for epoch in range(first + 1, epochs + 1):
+        sampler.set_epoch(epoch)
+        total, right, seen = 0.0, 0, 0
+        for points, labels in loader:
+            points, labels = points.to(ctx.device), labels.to(ctx.device)
+            optimizer.zero_grad()
+            scores = model(points).squeeze(1)
+            loss = nn.functional.binary_cross_entropy_with_logits(scores, labels)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            total += loss.item() * len(labels)
+            right += int(((scores > 0) == (labels > 0.5)).sum())
+            seen += len(labels)
+            ctx.progress((epoch - 1) * len(loader) + seen / batch_size, epochs * len(loader), unit="steps")
+        metrics = {"loss": total / seen, "accuracy": right / seen}
+        ctx.log(metrics, step=step, epoch=epoch)
+        # Called by every rank; saved as `checkpoint:` in train.yaml says.
+        ctx.checkpoint(model=model, optimizer=optimizer, step=step, epoch=epoch, metrics=metrics, last=epoch == epochs)
+
+
+def spirals(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points on two spirals, and which of the two each is on."""
+    generator = torch.Generator().manual_seed(0)
+    turn = torch.rand(count, generator=generator).sqrt() * 3 * math.pi
+    label = torch.randint(2, (count,), generator=generator)
+    angle = turn + math.pi * label
+    points = torch.stack([turn * angle.cos(), turn * angle.sin()], dim=1) / 10
+    return points + 0.02 * torch.randn(count, 2, generator=generator), label.float()
