@@ -191,7 +191,7 @@ def _started(
     process, begun = start_ordered(["train", "--ordered", *arguments, "--", path], order.to_line())
     if isinstance(begun, EndedEarly):
         raise _error(begun.exit_code, _last_error(begun.said))
-    run = Run(begun.run_id, begun.run_dir, process)
+    run = Run(begun.run_id, begun.run_dir, process, begun.log_from)
     if not together:
         run._let_go()  # noqa: SLF001  # its own module
     return run
@@ -214,13 +214,16 @@ def _error(exit_code: int, cause: str) -> DdptrainError:
 class Run:
     """A run: what it is about is read anew each time it is asked for."""
 
-    def __init__(self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None, log_from: int = 0
+    ) -> None:
         """Runs come from `launch` or `find`. `run_dir` is a folder or, of a run in an object store, its address."""
         from ddptrain.results.remote import StoreRuns, open_runs_dir
 
         self.id = run_id
         self.where = run_dir
         self._process = process
+        self._log_from = log_from
         place = run_dir.rstrip("/").rpartition("/")[0] if "://" in run_dir else str(Path(run_dir).parent)
         self._runs = open_runs_dir(place)
         self._is_stored = isinstance(self._runs, StoreRuns)
@@ -382,7 +385,7 @@ class Run:
 
     def _attend(self, say: Callable[[str], object]) -> None:
         """Pass on what the driver says until it has ended; an exception stops the run. Raises how it ended."""
-        said = _Said(self._desk / "driver.log", say)
+        said = _Said(self._desk / "driver.log", say, self._log_from)
         try:
             while self._is_on():
                 said.pass_on()
@@ -421,8 +424,8 @@ def _whole(step: float | None) -> float | None:
 class _Said:
     """What a driver has printed, line by line."""
 
-    def __init__(self, log: Path, say: Callable[[str], object]) -> None:
-        self._log, self._say, self._offset = log, say, 0
+    def __init__(self, log: Path, say: Callable[[str], object], offset: int = 0) -> None:
+        self._log, self._say, self._offset = log, say, offset
 
     def pass_on(self) -> None:
         """Say the whole lines that have come."""

@@ -29,7 +29,10 @@ _BLOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a detached driver tells when its run directory is there; `reason` is why --resume chose that run."""
+    """What a detached driver tells when its run directory is there; `reason` is why --resume chose that run.
+
+    `log_from` is where in `log` it has begun to write: a run that was resumed has one already.
+    """
 
     run_id: str
     run_dir: str
@@ -37,6 +40,7 @@ class Begun:
     host: str
     log: str
     reason: str
+    log_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +107,7 @@ def start_ordered(
             os.close(ready)
 
 
-def _start(
-    arguments: Sequence[str], output: IO[bytes], stdin: int
-) -> tuple[subprocess.Popen[bytes], int]:
+def _start(arguments: Sequence[str], output: IO[bytes], stdin: int) -> tuple[subprocess.Popen[bytes], int]:
     """The driver, and where it will tell that it is ready."""
     ready, tell = os.pipe()
     try:
@@ -171,21 +173,23 @@ def tell_begun(ready: int, layout: RunLayout, reason: str) -> None:
 
     Raises: ResultsError where the log can't be written.
     """
-    _print_into(layout.driver_log)
-    begun = Begun(
-        layout.root.name, layout.where, os.getpid(), socket.gethostname(), layout.told(layout.driver_log), reason
-    )
+    log_from = _print_into(layout.driver_log)
+    place = (layout.root.name, layout.where, os.getpid(), socket.gethostname(), layout.told(layout.driver_log))
+    begun = Begun(*place, reason, log_from)
     with suppress(OSError), os.fdopen(ready, "wb") as told:  # who waited may have been killed: the run goes on
         told.write(json.dumps(dataclasses.asdict(begun)).encode())
 
 
-def _print_into(log: Path) -> None:
+def _print_into(log: Path) -> int:
+    """Let stdout and stderr go on in the file, after what they have said so far; how long it was before."""
     with naming(log):
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
+            before = os.fstat(descriptor).st_size
             os.write(descriptor, _said(sys.stdout.fileno()).encode())
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
                 os.dup2(descriptor, stream.fileno())
         finally:
             os.close(descriptor)
+    return before

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from ddptrain.clusters.find import Target
-    from ddptrain.driver.gang import Gang, Place, Watchers, Wish
+    from ddptrain.driver.gang import Gang, Place
+    from ddptrain.driver.reservation import Watchers, Wish
     from ddptrain.driver.resume import Choice
     from ddptrain.results.verified import VerifiedCheckpoint
 
@@ -215,7 +216,7 @@ class _Run:
         return places
 
     def _wish(self) -> Wish:
-        from ddptrain.driver.gang import Wish
+        from ddptrain.driver.reservation import Wish
 
         cluster = self.config.cluster
         most = cluster.ranks.max if isinstance(cluster.ranks, RankRange) else cluster.ranks
@@ -229,7 +230,7 @@ class _Run:
         return Wish(asked, gpus > 0, cluster.start_timeout_s, cluster.wait_s, least, gather_s)
 
     def _watchers(self, client: Client, target: Target) -> Watchers:
-        from ddptrain.driver.gang import Watchers
+        from ddptrain.driver.reservation import Watchers
 
         return Watchers(
             check=self._check_of(client) if target.foreign else None,

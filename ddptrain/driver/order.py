@@ -39,7 +39,9 @@ def take_order() -> Order:
     try:
         order = Order(**json.loads(_line()))
     except (ValueError, TypeError) as error:
-        raise UsageError(f"--ordered is for ddptrain.launch, which tells more in the standard input: {error}") from error
+        raise UsageError(
+            f"--ordered is for ddptrain.launch, which tells more in the standard input: {error}"
+        ) from error
     if order.together:
         threading.Thread(target=_end_with_program, name="ddptrain-program", daemon=True).start()
     return order

@@ -72,6 +72,7 @@ class Series:
                         self.telling.warn(f"not started again: {reason}")
                     return verdict
                 case Again() as again:
+                    self.telling.attempt_over(outcome.fault)
                     self._prepare_another(again, leaving=outcome.leaving)
 
     def _reached(self, outcome: Outcome, rank: int) -> int | None:

@@ -126,7 +126,17 @@ class Telling:
     def fault(self, fault: Fault) -> None:
         """A rank has failed, be it the cause or a victim."""
         self.event("fault", rank=fault.rank, kind=fault.kind, message=fault.line, victim=fault.victim)
-        if not fault.victim and fault.line not in self._told:
+        if not fault.victim:
+            self._show_once(fault)
+
+    def attempt_over(self, cause: Fault | None) -> None:
+        """Another attempt follows: the cause is shown where it was not, as one among victims; the next begins anew."""
+        if cause is not None:
+            self._show_once(cause)
+        self._told.clear()
+
+    def _show_once(self, fault: Fault) -> None:
+        if fault.line not in self._told:
             self._told.add(fault.line)  # one mistake that fails on every rank is told once
             what = "hung" if fault.kind is Kind.HANG else "failed"
             self.display.notice(f"rank {fault.rank} {what}: {fault.line}", level="error")

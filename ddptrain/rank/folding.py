@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ddptrain.wording import counted
+
 _OURS = Path(__file__).parents[1]
 _FRAME = r'  File "[^"\n]*", line [^\n]*\n(?:    [^\n]*\n|  \[Previous line repeated[^\n]*\n)*'
 _FILE = re.compile(r'  File "([^"\n]*)"')
@@ -14,7 +16,7 @@ _ONE_FRAME = re.compile(_FRAME)
 
 
 def folded(trace: str) -> str:
-    """The traceback with runs of two and more frames of torch, ddptrain or Python's import as one line each."""
+    """The traceback with each run of frames of torch, ddptrain or Python's import as one line."""
     return _FRAMES.sub(lambda found: _fold(found.group()), trace)
 
 
@@ -27,8 +29,7 @@ def _fold(frames: str) -> str:
         else:
             runs.append((library, [frame]))
     return "".join(
-        f"  ... {len(run)} frames of {library} ...\n" if library and len(run) > 1 else "".join(run)
-        for library, run in runs
+        f"  ... {counted(len(run), 'frame')} of {library} ...\n" if library else "".join(run) for library, run in runs
     )
 
 

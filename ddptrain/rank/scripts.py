@@ -63,7 +63,7 @@ def _new_main() -> types.ModuleType:
     main = types.ModuleType("__main__")
     main.__dict__.update({"__builtins__": __builtins__, "__cached__": None, "__annotations__": {}})
     _kept.append(sys.modules["__main__"])  # its functions still run
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the latter is its name in what a child sends back
     return main
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.chaos import report
 from tests.chaos.arena import REPOSITORY, Arena
 from tests.chaos.runner import Findings, Reference, run_case, undisturbed
-from tests.chaos.table import Case, case, cases
+from tests.chaos.table import Case, case, cases, kinds
 
 _HOSTILE_INPUTS = "10000"  # in all
 
@@ -108,7 +108,7 @@ def _hostile_inputs() -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, help="decides everything that chance decides; printed where not given")
-    parser.add_argument("--cases", type=int, default=240, help="how many (default 240)")
+    parser.add_argument("--cases", type=int, default=len(kinds()), help="how many (default: all kinds, %(default)s)")
     parser.add_argument("--case", type=int, metavar="K", help="only the K-th of this seed")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases with these words, as 'kill mid restart'")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default 2)")

@@ -1,0 +1,101 @@
+"""What a run asks for in slots, and its wait for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ddptrain.clusters import slots
+from ddptrain.errors import ClusterError
+
+_QUIET_S = 1.0  # of waiting before it is worth a word
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The slots that a run asks for, and how long it waits.
+
+    `ranks` None asks for every slot there is; `start_timeout_s` is for workers to appear, `wait_s` for slots that other
+    runs hold (0: not at all). With `least`, so many are enough once `gather_s` have passed.
+    """
+
+    ranks: int | None
+    gpus_only: bool
+    start_timeout_s: float
+    wait_s: float
+    least: int | None = None
+    gather_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """Who is asked, and told, while a run waits for its slots.
+
+    `check` raises ClusterError where workers of others can't run this (their addresses; none asks about the scheduler
+    alone); `worker_fault` tells of a worker that will never appear, `last_words` what the failed ones have logged;
+    `cluster` is the name of a cluster of the user's own, or "".
+    """
+
+    check: Callable[[Sequence[str]], None] | None
+    worker_fault: Callable[[], str | None]
+    last_words: Callable[[], str]
+    tell: Callable[[str], None]
+    cluster: str
+
+
+class Queue:
+    """The wait for slots: tells what it waits for when that changes, and ends it in time."""
+
+    def __init__(self, wish: Wish, watchers: Watchers) -> None:
+        self.wish, self.watchers = wish, watchers
+        self.started = time.monotonic()
+        self.told = ""
+
+    def wait(self, refusal: slots.Refusal) -> int | None:
+        """Wait a moment after a refusal; return what to ask for next.
+
+        Raises: ClusterError where there is no use in waiting any longer.
+        """
+        if (fault := self.watchers.worker_fault()) is not None:
+            raise ClusterError(fault)
+        waited_s = time.monotonic() - self.started
+        least = self.wish.least
+        if least is not None and waited_s >= self.wish.gather_s and refusal.free >= least:
+            return min(refusal.free, self.wish.ranks or refusal.free)
+        enough = refusal.total >= (least or refusal.asked)
+        patience_s = self.wish.wait_s if enough else self.wish.start_timeout_s
+        if waited_s >= max(patience_s, self.wish.gather_s):
+            raise ClusterError(_held(refusal, waited_s) if enough else self._shortage(refusal, waited_s))
+        if waited_s > _QUIET_S:
+            self._tell(refusal, enough=enough)
+        time.sleep(0.01 if waited_s < 5.0 else 0.2)
+        return self.wish.ranks
+
+    def _tell(self, refusal: slots.Refusal, *, enough: bool) -> None:
+        if enough:
+            text = f"waiting for {refusal.asked} slots, {refusal.free} of {refusal.total} are free"
+            text += f": number {refusal.place} in line, held by {', '.join(refusal.holders) or 'nobody'}"
+        else:
+            text = f"waiting for workers: {refusal.total} of {refusal.asked} slots are there"
+        if text != self.told:
+            self.told = text
+            self.watchers.tell(text)
+
+    def _shortage(self, refusal: slots.Refusal, waited_s: float) -> str:
+        kind = "slots with a GPU" if self.wish.gpus_only else "slots"
+        came = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items()) or "from nowhere"
+        text = f"{refusal.asked} {kind} were asked for, {refusal.total} came within {waited_s:.0f} s ({came}). "
+        words = self.watchers.last_words()
+        name = self.watchers.cluster
+        more = f"give it more: ddptrain cluster scale {name} {refusal.asked}" if name else "start more workers"
+        return f"{text}Ask for fewer with --ranks, or {more}" + (f"\n{words}" if words else "")
+
+
+def _held(refusal: slots.Refusal, waited_s: float) -> str:
+    holders = f", held by {', '.join(refusal.holders)}" if refusal.holders else ""
+    ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""
+    return (
+        f"{refusal.asked} slots were asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
+        f"{holders}{ahead}. Wait in line with cluster.wait_s, or ask for fewer with --ranks"
+    )
