@@ -1,4 +1,4 @@
-"""Fits a small network to a known function, as any script for torchrun does; nothing here knows ddptrain.
+"""Fits a small network, as any script for torchrun does; nothing here knows ddptrain.
 
     torchrun --nproc-per-node 2 examples/torchrun_script.py --epochs 2
     ddptrain run --ranks 2 examples/torchrun_script.py -- --epochs 2
@@ -9,48 +9,54 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def make_data(samples: int) -> TensorDataset:
-    inputs = torch.rand(samples, 8, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+class Trainer:
+    def __init__(self, model: torch.nn.Module, data: TensorDataset, snapshot: str) -> None:
+        self.rank = dist.get_rank()
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else "cpu"
+        self.loader = DataLoader(data, batch_size=64, sampler=DistributedSampler(data))
+        self.snapshot = snapshot
+        self.epochs_run = 0
+        if os.path.exists(snapshot):
+            saved = torch.load(snapshot, weights_only=True)
+            model.load_state_dict(saved["model"])
+            self.epochs_run = saved["epochs_run"]
+            print(f"going on after epoch {self.epochs_run} of {snapshot}")
+        self.model = DistributedDataParallel(model.to(self.device))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
+    def train(self, epochs: int) -> None:
+        for epoch in range(self.epochs_run + 1, epochs + 1):
+            self.loader.sampler.set_epoch(epoch)
+            losses = [self.run_batch(inputs.to(self.device), targets.to(self.device)) for inputs, targets in self.loader]
+            print(f"rank {self.rank} epoch {epoch}: loss {sum(losses) / len(losses):.6f}")
+            if self.rank == 0 and self.snapshot:
+                torch.save({"model": self.model.module.state_dict(), "epochs_run": epoch}, self.snapshot)
 
-def train(epochs: int, device: torch.device) -> None:
-    torch.manual_seed(0)
-    network = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).to(device)
-    model = DistributedDataParallel(network)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = make_data(2048)
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=64, sampler=sampler)
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        total = torch.zeros(1, device=device)
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
-        dist.all_reduce(total)
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {total.item() / len(loader) / dist.get_world_size():.6f}")
+    def run_batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        self.optimizer.zero_grad()
+        loss = mse_loss(self.model(inputs), targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--snapshot", default="", help="file to save the model in after each epoch, and to go on from")
     arguments = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    else:
-        device = torch.device("cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    train(arguments.epochs, device)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    torch.manual_seed(0)
+    inputs = torch.rand(2048, 8)
+    network = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    Trainer(network, TensorDataset(inputs, inputs.sin().sum(1, keepdim=True)), arguments.snapshot).train(arguments.epochs)
     dist.destroy_process_group()
 
 

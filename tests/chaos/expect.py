@@ -76,12 +76,14 @@ def _of_driver(fault: str, moment: str) -> Expected:
         return Expected((KILLED,))
     if fault == "driver_int":
         return Expected((130,))
+    if fault == "driver_term" and moment == "start":  # it may come before there is anything to stop, or to tell
+        return Expected((143, -15))
     if fault == "driver_stop":  # for two seconds: nobody is to blame for them
         return Expected((0,))
     if fault == "driver_twice":
         return Expected((143,))
     # With nothing saved yet there is nothing to go on from; after the last step nothing to save.
-    early = moment in ("start", "import", "rendezvous")
+    early = moment in ("import", "rendezvous")
     return Expected((143,) if early else (0, 75) if moment == "end" else (75,))
 
 

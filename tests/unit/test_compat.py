@@ -18,7 +18,7 @@ from ddptrain.errors import TrainingFailed
 from ddptrain.results.errors import UnsafePath
 from ddptrain.spec import RankExit
 
-from tests.unit.specs import rank_spec
+from tests.unit.specs import make_spec
 
 
 class Unpicklable(Exception):
@@ -112,7 +112,7 @@ def test_first_cause_is_the_earliest_that_did_not_lose_a_peer() -> None:
 def outcome(folder: Path, status: int) -> Any:
     log = folder / "log"
     log.write_text("last words\n")
-    return job._outcome(rank_spec(rank=1), str(folder / "answer"), log, RankExit(1, 7, status, 9, 0, 0))
+    return job._outcome(make_spec(rank=1), str(folder / "answer"), log, RankExit(1, 7, status, 9, 0, 0))
 
 
 def test_rank_that_was_killed_fails_with_its_last_words(tmp_path: Path) -> None:

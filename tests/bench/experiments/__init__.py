@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.bench.experiments import burst, checkpoint, clusters, first_step, generation, help_text, petnames, steady
+from tests.bench.experiments import (
+    burst,
+    checkpoint,
+    clusters,
+    first_step,
+    generation,
+    help_text,
+    petnames,
+    restart,
+    steady,
+)
 from tests.bench.measure import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -10,6 +20,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     first_step.EXPERIMENT,
     clusters.UP,
     clusters.GANGS,
+    restart.EXPERIMENT,
     steady.EXPERIMENT,
     petnames.EXPERIMENT,
     checkpoint.EXPERIMENT,

@@ -1,0 +1,147 @@
+"""Scripts that know nothing of ddptrain run as under torchrun, and examples do what their first lines say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Cli, Finished
+
+SCRIPTS = Path(__file__).with_name("scripts")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = (str(Path(sys.executable).with_name("torchrun")),)
+LOSS = re.compile(r"\d.* loss .*")
+
+# The DDP tutorial's script, torch elastic's ImageNet, and minGPT-ddp: each in miniature.
+SHAPES = [
+    (EXAMPLES / "torchrun_script.py", ["--epochs", "2", "--snapshot", "snapshot.pt"]),
+    (SCRIPTS / "imagenet.py", ["-j", "1", "--epochs", "2"]),
+    (SCRIPTS / "mingpt" / "main.py", ["trainer.max_epochs=2"]),
+]
+
+
+def run_json(folder: Path) -> dict[str, Any]:
+    (path,) = (folder / "runs").glob("*/run.json")
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def losses(said: Finished) -> list[str]:
+    assert said.rc == 0, said.stdout + said.stderr
+    return sorted(found.group() for found in map(LOSS.search, said.stdout.splitlines()) if found)
+
+
+@pytest.mark.parametrize(("script", "args"), SHAPES, ids=lambda value: value.stem if isinstance(value, Path) else "")
+def test_script_has_the_losses_that_it_has_under_torchrun(
+    run_cli: Cli, tmp_path: Path, script: Path, args: Sequence[str]
+) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    ours.mkdir()
+    expected = losses(run_cli("--nproc-per-node", "2", script, *args, program=TORCHRUN, cwd=theirs))
+    assert len(expected) >= 4
+    found = losses(run_cli("run", "--ranks", "2", "--output", "plain", script, "--", *args, cwd=ours))
+    assert sorted(map(_bare, found)) == sorted(map(_bare, expected))
+    assert {path.name for path in theirs.iterdir()} <= {path.name for path in ours.iterdir()}
+
+
+def _bare(line: str) -> str:
+    """A line without the prefix that tells whose it is."""
+    return line.partition("] ")[2] if re.match(r"\d\] ", line) else line
+
+
+def test_script_finds_itself_as_under_torchrun(run_cli: Cli, tmp_path: Path) -> None:
+    args = ["--set", "failure.max_restarts=2", "--local-rank", SCRIPTS / "probe.py", "--a", "--", tmp_path]
+    said = run_cli("run", "--ranks", "2", *args)
+    assert said.rc == 0, said.stdout + said.stderr
+    told = json.loads((tmp_path / "probe-1.json").read_text())
+    assert told.pop("env") == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    assert told == {
+        "argv": [str(SCRIPTS / "probe.py"), "--local-rank=1", "--a", "--", str(tmp_path)],
+        "path": str(SCRIPTS),
+        "beside": "beside",
+        "file": str(SCRIPTS / "probe.py"),
+        "package": None,
+        "cwd": str(tmp_path),
+        "pickled": 3,
+        "fork": [2, 4],
+        "spawn": [2, 4],
+        "loaded": 285,
+        "sharded": "DTensor",
+    }
+    assert run_json(tmp_path)["name"] == "probe"
+
+
+def test_module_fails_with_its_own_frames_first(run_cli: Cli, tmp_path: Path) -> None:
+    package = tmp_path / "mine" / "deep"
+    package.mkdir(parents=True)
+    shutil.copy(SCRIPTS / "ends.py", package / "__main__.py")
+    said = run_cli("run", "--ranks", "2", "-m", "mine.deep", "in_torch")
+    assert said.rc == 1
+    first, second = f'File "{package}/__main__.py", line ', "frames of torch ..."
+    assert said.stdout.index(first) < said.stdout.index(second)
+    assert "rank 1 on" in said.stderr and "failed first: RuntimeError: " in said.stderr
+    failure = run_json(tmp_path)["failure"]
+    assert "/torch/nn/modules/container.py" in failure["traceback"]
+    assert "/torch/nn/modules/container.py" not in said.stdout
+
+
+def test_error_that_a_script_has_written_down_is_its_failure(run_cli: Cli, tmp_path: Path) -> None:
+    said = run_cli("run", "--ranks", "2", "--set", "failure.grace_s=1", SCRIPTS / "ends.py", "recorded")
+    assert said.rc == 1
+    assert "rank 1 on" in said.stderr and "failed first: ValueError: written down" in said.stderr
+    failure = run_json(tmp_path)["failure"]
+    assert 'raise ValueError("written down")' in failure["traceback"]
+
+
+def test_script_with_a_handler_is_told_to_go_and_ends_as_preempted(run_cli: Cli, tmp_path: Path) -> None:
+    running = run_cli.start("run", "--ranks", "2", SCRIPTS / "ends.py", "told")
+    running.wait_for("[rank 0] ready")
+    running.wait_for("[rank 1] ready")
+    running.popen.send_signal(signal.SIGTERM)
+    said = running.finish()
+    assert (said.rc, run_json(tmp_path)["status"]) == (75, "preempted")
+    assert said.stdout.count("saving") == 2
+    assert "it has saved, run it again to go on" in said.stderr
+
+
+def test_script_of_a_file_takes_arguments_and_may_ask_for_its_context(run_cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    shutil.copy(SCRIPTS / "ends.py", folder / "ends.py")
+    (folder / "c.yaml").write_text("workload: {script: ends.py, args: [--lr, 0.1, silently]}\ncluster: {ranks: 2}\n")
+    said = run_cli("train", "project/c.yaml")
+    assert said.rc == 0, said.stdout + said.stderr
+    assert "[rank 1] argv ['--lr', '0.1', 'silently']" in said.stdout
+    record = run_json(tmp_path)
+    assert (record["name"], record["workload"], record["last_metrics"]) == ("ends", "ends.py", {"mine": 0.0})
+
+
+def test_minimal_example_trains_and_its_return_value_is_kept(run_cli: Cli, tmp_path: Path) -> None:
+    said = run_cli("train", EXAMPLES / "minimal.yaml")
+    assert said.rc == 0, said.stdout + said.stderr
+    record = run_json(tmp_path)
+    assert record["result"]["loss"] == pytest.approx(record["last_metrics"]["train/loss"])
+    assert len((EXAMPLES / "minimal_function.py").read_text().splitlines()) < 40
+    assert 'result       {"loss": ' in run_cli("results", "show", "latest").stdout
