@@ -37,7 +37,7 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff check --fix .
 
 test: $(INSTALLED) ## run the tests; options go into ARGS
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: lint test ## lint and test
 

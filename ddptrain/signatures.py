@@ -120,8 +120,9 @@ def params_model(found: Found, function: str) -> type[BaseModel] | None:
     given = _without_context(arguments)
     if given is None or (arguments.vararg is not None and not given):
         return None
-    if len(given) == 1 and arguments.kwarg is None and (cls := _class_named(found, given[0][0].annotation)) is not None:
-        return _model_of_class(found, cls)
+    if len(given) == 1 and arguments.kwarg is None and _may_be_model(hint := given[0][0].annotation):
+        cls = _class_named(found, hint)
+        return _model_of_class(cls) if cls is not None else None
     parameters = [_parameter(argument.arg, argument.annotation, default) for argument, default in given]
     return _model(parameters, open_to_others=arguments.kwarg is not None)
 
@@ -164,6 +165,10 @@ def _model(parameters: Sequence[_Parameter], *, open_to_others: bool) -> type[Ba
 # --- a dataclass or a pydantic model that stands for all params ---
 
 
+def _may_be_model(annotation: ast.expr | None) -> bool:
+    return annotation is not None and _type(annotation) is Any and _last_name(annotation) != "Any"
+
+
 def _class_named(found: Found, annotation: ast.expr | None) -> ast.ClassDef | None:
     """The model's class, where it is defined in the same module."""
     name = _text(annotation)
@@ -181,7 +186,7 @@ def _is_model(cls: ast.ClassDef) -> bool:
     return any(_last_name(base) == "BaseModel" for base in cls.bases)
 
 
-def _model_of_class(found: Found, cls: ast.ClassDef) -> type[BaseModel] | None:
+def _model_of_class(cls: ast.ClassDef) -> type[BaseModel] | None:
     """None where fields may be inherited, renamed, or changed by code."""
     plain_bases = {"BaseModel"} if _is_model(cls) else set()
     methods = [node for node in cls.body if isinstance(node, ast.FunctionDef)]

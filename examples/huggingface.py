@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from ddptrain import RankContext
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
+
+from ddptrain import RankContext
 
 TEXT = b"the quick brown fox jumps over the lazy dog. "
 LENGTH = 32
 
 
-def train(ctx: RankContext, steps: int = 30, batch_size: int = 8, width: int = 32, lr: float = 3e-3) -> dict[str, float]:
+def train(
+    ctx: RankContext, steps: int = 30, batch_size: int = 8, width: int = 32, lr: float = 3e-3
+) -> dict[str, float]:
     """A causal language model that learns a sentence."""
     torch.manual_seed(0)
     config = GPT2Config(

@@ -1,6 +1,6 @@
 """A notebook for dask_pytorch_ddp, after its migration: only the imports have changed.
 
-    python examples/migrate_from_dask_pytorch_ddp.py [FOLDER]
+python examples/migrate_from_dask_pytorch_ddp.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -21,7 +21,21 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ddptrain.compat.dask_pytorch_ddp import dispatch, results  # was: from dask_pytorch_ddp import dispatch, results
 
-NAMES = "Abby Bella Biscuit Buddy Charlie Coco Cooper Daisy Duke Ginger Jack Lola Lucky Lucy Luna Maggie Max Milo".split()
+NAMES = [
+    "Abby",
+    "Bella",
+    "Biscuit",
+    "Buddy",
+    "Coco",
+    "Cooper",
+    "Daisy",
+    "Duke",
+    "Ginger",
+    "Lola",
+    "Luna",
+    "Max",
+    "Milo",
+]
 CHARACTERS = sorted({character for name in NAMES for character in f"{name.lower()}."})
 WINDOW = 4
 
@@ -55,6 +69,7 @@ class Model(nn.Module):
         self.output = nn.Linear(32, len(CHARACTERS))
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        """Scores of all characters, one row a sample."""
         states, _ = self.lstm(self.embedding(codes))
         scores: torch.Tensor = self.output(states[:, -1])
         return scores

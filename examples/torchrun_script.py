@@ -1,7 +1,7 @@
 """Fits a small network, as any script for torchrun does; nothing here knows ddptrain.
 
-    torchrun --nproc-per-node 2 examples/torchrun_script.py --epochs 2
-    ddptrain run --ranks 2 examples/torchrun_script.py -- --epochs 2
+torchrun --nproc-per-node 2 examples/torchrun_script.py --epochs 2
+ddptrain run --ranks 2 examples/torchrun_script.py -- --epochs 2
 """
 
 import argparse
@@ -32,7 +32,9 @@ class Trainer:
     def train(self, epochs: int) -> None:
         for epoch in range(self.epochs_run + 1, epochs + 1):
             self.loader.sampler.set_epoch(epoch)
-            losses = [self.run_batch(inputs.to(self.device), targets.to(self.device)) for inputs, targets in self.loader]
+            losses = [
+                self.run_batch(inputs.to(self.device), targets.to(self.device)) for inputs, targets in self.loader
+            ]
             print(f"rank {self.rank} epoch {epoch}: loss {sum(losses) / len(losses):.6f}")
             if self.rank == 0 and self.snapshot:
                 torch.save({"model": self.model.module.state_dict(), "epochs_run": epoch}, self.snapshot)
@@ -56,7 +58,9 @@ def main() -> None:
     torch.manual_seed(0)
     inputs = torch.rand(2048, 8)
     network = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    Trainer(network, TensorDataset(inputs, inputs.sin().sum(1, keepdim=True)), arguments.snapshot).train(arguments.epochs)
+    Trainer(network, TensorDataset(inputs, inputs.sin().sum(1, keepdim=True)), arguments.snapshot).train(
+        arguments.epochs
+    )
     dist.destroy_process_group()
 
 

@@ -81,7 +81,7 @@ def start_detached(arguments: Sequence[str], *, deadline_s: float = _BEGIN_DEADL
 def start_ordered(
     arguments: Sequence[str], order: bytes, *, deadline_s: float = _BEGIN_DEADLINE_S
 ) -> tuple[subprocess.Popen[bytes], Begun | EndedEarly]:
-    """The same, with an order in the driver's standard input, which stays open; the process is the caller's to wait for.
+    """The same, with an order in the driver's standard input, which stays open; the caller is to wait for the process.
 
     Raises: ClusterError where it is not ready in time.
     """

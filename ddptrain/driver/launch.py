@@ -33,7 +33,7 @@ from ddptrain.results.layout import new_run_id
 from ddptrain.results.record import RunStatus
 from ddptrain.results.remote import RunsDir, open_runs_dir
 from ddptrain.results.runsdir import Keeping, LocalRuns
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.writer import RunWriter, check_run_id
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -98,6 +98,8 @@ def _kept(
     config: RunConfig, options: LaunchOptions, choice: Choice | None, runs: RunsDir
 ) -> Iterator[tuple[Path, Keeping]]:
     """The folder to write the run into, and what keeps it where it belongs; of a run in a store, its lock as well."""
+    if options.run_id is not None:
+        check_run_id(options.run_id)  # before it is part of any path
     resumed = choice.folder if choice is not None else None
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
     with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:

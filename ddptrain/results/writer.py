@@ -278,13 +278,19 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int]:
-    """A folder that is empty but for the lock, which this process now holds."""
-    if run_id is not None and not valid_run_id(run_id):
+def check_run_id(run_id: str) -> None:
+    """Raise UsageError for what can't be the name of a run's folder."""
+    if not valid_run_id(run_id):
         raise UsageError(
             f'"{shown(run_id)}" is no run id: take up to 128 letters, digits, dots, dashes and underscores, '
             "not a word with a meaning of its own such as latest"
         )
+
+
+def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int]:
+    """A folder that is empty but for the lock, which this process now holds."""
+    if run_id is not None:
+        check_run_id(run_id)
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from ddptrain import RankContext
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ddptrain import RankContext
 
 
 def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 0.01, hidden: int = 64) -> None:
@@ -27,8 +28,8 @@ def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 
     for epoch in range(first + 1, epochs + 1):
         sampler.set_epoch(epoch)
         total, right, seen = 0.0, 0, 0
-        for points, labels in loader:
-            points, labels = points.to(ctx.device), labels.to(ctx.device)
+        for batch in loader:
+            points, labels = (tensor.to(ctx.device) for tensor in batch)
             optimizer.zero_grad()
             scores = model(points).squeeze(1)
             loss = nn.functional.binary_cross_entropy_with_logits(scores, labels)

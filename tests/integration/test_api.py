@@ -7,9 +7,13 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
+import ddptrain
+from ddptrain.errors import UsageError
 from tests.conftest import Cli, Running
 
-WORK = '''
+WORK = """
 import time
 
 
@@ -20,10 +24,10 @@ def train(ctx, steps=2, pause_s=0.0, fail=False):
         time.sleep(pause_s)
     if fail:
         raise ValueError("no more")
-'''
+"""
 
 # Everything at once, for each start of ranks takes seconds.
-ALL = '''
+ALL = """
 import asyncio, json, os, threading
 import ddptrain
 from ddptrain.errors import TrainingFailed
@@ -63,15 +67,15 @@ if __name__ == "__main__":
     background.stop(now=True)
     said["stopped"] = background.status
     print("SAID " + json.dumps(said))
-'''
+"""
 
-INTERRUPTED = '''
+INTERRUPTED = """
 import ddptrain
 from work import train
 
 if __name__ == "__main__":
     ddptrain.launch(train, ranks=2, params={"steps": 1000, "pause_s": 0.05}, run_id="mine")
-'''
+"""
 
 
 def program(run_cli: Cli, text: str) -> Running:
@@ -96,6 +100,13 @@ def test_program_launches_in_background_in_a_thread_and_in_an_event_loop(run_cli
     assert "ValueError: no more; log: " in said["failed"]
     assert "[rank 0] token t0ken" in done.stdout and "step 0" not in done.stdout
     assert "s3cret" not in done.stdout + done.stderr
+
+
+def test_what_the_driver_refuses_is_raised_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r'^"../outside" is no run id'):
+        ddptrain.launch("petnames", run_id="../outside", runs_dir="runs", output="none")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_interrupt_of_the_program_stops_the_gang(run_cli: Cli) -> None:

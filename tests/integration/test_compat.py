@@ -62,7 +62,7 @@ def work(client):
     inner = "a closure's"
     for number in (1, 2):  # the second time through chunks, as where the client sees no files of its workers
         futures = dispatch.run(
-            client, lambda *args, **kwargs: train(*args, **kwargs, word=inner), client.submit(int, 3), pass_local_rank=True
+            client, lambda times, **more: train(times, word=inner, **more), client.submit(int, 3), pass_local_rank=True
         )
         handler.process_results(f"out-{number}", futures)
         said[f"returned-{number}"] = client.gather(futures)

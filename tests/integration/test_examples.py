@@ -23,15 +23,15 @@ def record(folder: Path) -> dict[str, Any]:
 def test_what_init_writes_trains_and_goes_on(run_cli: Cli) -> None:
     assert run_cli("init", "demo").rc == 0
     demo = run_cli.folder / "demo"
-    done = run_cli("train", "train.yaml", "--run-id", "mine", "--set", "params.epochs=5", cwd=demo)
+    done = run_cli("train", "train.yaml", "--run-id", "mine", "--set", "params.epochs=3", cwd=demo)
     assert done.rc == 0, done.stderr
     told = record(demo / "runs" / "mine")
     assert told["status"] == "succeeded" and told["world_size"] == 2
-    assert told["checkpoints"] == ["step-160"] and told["best"]["metric"] == "loss"
-    assert told["last_metrics"]["accuracy"] > 0.6
-    longer = ("--set", "params.epochs=7", "--allow-changes", "--resume", "mine")
+    assert told["checkpoints"] == ["step-96"] and told["best"]["metric"] == "loss"
+    assert told["last_metrics"]["accuracy"] > 0.5
+    longer = ("--set", "params.epochs=4", "--allow-changes", "--resume", "mine")
     assert run_cli("train", "train.yaml", *longer, cwd=demo).rc == 0
-    assert record(demo / "runs" / "mine")["checkpoints"][0] == "step-224"
+    assert record(demo / "runs" / "mine")["checkpoints"][0] == "step-128"
 
 
 def test_migrated_notebook_brings_its_logs_and_its_model_home(run_cli: Cli) -> None:

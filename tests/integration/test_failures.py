@@ -258,6 +258,7 @@ def test_import_that_fails_names_python_and_path(bench: Bench) -> None:
 def test_torch_that_does_not_import_is_a_cluster_failure_with_its_reason(bench: Bench) -> None:
     (bench.folder / "broken").mkdir()
     (bench.folder / "broken" / "torch.py").write_text("raise ImportError('libcudart.so: cannot open')\n")
-    ended = bench.cli("train", "run.yaml", env={"PYTHONPATH": str(bench.folder / "broken")})
+    path = str(bench.folder / "broken")
+    ended = bench.cli("train", "run.yaml", "--set", "params.fault=none", env={"PYTHONPATH": path})
     assert ended.rc == 4
     assert "could not start: ImportError: libcudart.so: cannot open" in ended.stderr

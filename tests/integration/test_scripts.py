@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import sys
@@ -18,7 +17,6 @@ from tests.conftest import Cli, Finished
 SCRIPTS = Path(__file__).with_name("scripts")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")),)
-LOSS = re.compile(r"\d.* loss .*")
 
 # The DDP tutorial's script, torch elastic's ImageNet, and minGPT-ddp: each in miniature.
 SHAPES = [
@@ -34,32 +32,39 @@ def run_json(folder: Path) -> dict[str, Any]:
     return record
 
 
-def losses(said: Finished) -> list[str]:
+def losses(said: Finished, logs: str) -> list[list[str]]:
+    """What each rank has said of its losses."""
     assert said.rc == 0, said.stdout + said.stderr
-    return sorted(found.group() for found in map(LOSS.search, said.stdout.splitlines()) if found)
+    texts = [path.read_text() for path in sorted(Path().glob(logs))]
+    return [[line for line in text.splitlines() if "loss" in line] for text in texts]
 
 
 @pytest.mark.parametrize(("script", "args"), SHAPES, ids=lambda value: value.stem if isinstance(value, Path) else "")
 def test_script_has_the_losses_that_it_has_under_torchrun(
-    run_cli: Cli, tmp_path: Path, script: Path, args: Sequence[str]
+    run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Path, args: Sequence[str]
 ) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     theirs.mkdir()
     ours.mkdir()
-    expected = losses(run_cli("--nproc-per-node", "2", script, *args, program=TORCHRUN, cwd=theirs))
-    assert len(expected) >= 4
-    found = losses(run_cli("run", "--ranks", "2", "--output", "plain", script, "--", *args, cwd=ours))
-    assert sorted(map(_bare, found)) == sorted(map(_bare, expected))
-    assert {path.name for path in theirs.iterdir()} <= {path.name for path in ours.iterdir()}
-
-
-def _bare(line: str) -> str:
-    """A line without the prefix that tells whose it is."""
-    return line.partition("] ")[2] if re.match(r"\d\] ", line) else line
+    monkeypatch.chdir(tmp_path)
+    options = ["--nproc-per-node", "2", "--redirects", "3", "--log-dir", "../logs"]
+    expected = losses(run_cli(*options, script, *args, program=TORCHRUN, cwd=theirs), "logs/*/*/*/stdout.log")
+    assert [len(lines) >= 2 for lines in expected] == [True, True]
+    found = losses(run_cli("run", "--ranks", "2", script, "--", *args, cwd=ours), "ours/runs/*/logs/rank-?.log")
+    assert found == expected
+    assert {path.name for path in ours.iterdir()} == {"runs", *(path.name for path in theirs.iterdir())}
 
 
 def test_script_finds_itself_as_under_torchrun(run_cli: Cli, tmp_path: Path) -> None:
-    args = ["--set", "failure.max_restarts=2", "--local-rank", SCRIPTS / "probe.py", "--a", "--", tmp_path]
+    args: list[str | Path] = [
+        "--set",
+        "failure.max_restarts=2",
+        "--local-rank",
+        SCRIPTS / "probe.py",
+        "--a",
+        "--",
+        tmp_path,
+    ]
     said = run_cli("run", "--ranks", "2", *args)
     assert said.rc == 0, said.stdout + said.stderr
     told = json.loads((tmp_path / "probe-1.json").read_text())

@@ -8,10 +8,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import ddptrain
 import pytest
-from ddptrain import api
-from ddptrain.api import Run, launch
+
+import ddptrain
+from ddptrain import api, launched
+from ddptrain.api import launch
 from ddptrain.config import RunConfig
 from ddptrain.errors import (
     ClusterError,
@@ -25,6 +26,7 @@ from ddptrain.errors import (
     TrainingFailed,
     UsageError,
 )
+from ddptrain.launched import Run
 
 
 def top_level(ctx: Any) -> None:
@@ -151,7 +153,7 @@ def test_model_and_dict_say_the_same() -> None:
     ],
 )
 def test_exit_code_of_the_driver_decides_what_is_raised(code: int, kind: type[DdptrainError]) -> None:
-    error = api._error(code, "cause")
+    error = launched.error_of(code, "cause")
     assert type(error) is kind
     assert code < 0 or error.exit_code == code
 
@@ -187,7 +189,7 @@ def test_run_of_another_process_is_found_and_read(tmp_path: Path) -> None:
         {"time_s": 2.0, "step": None, "epoch": None, "rank": 1, "x": None},
     ]
     assert repr(run) == f"<ddptrain.Run {folder.name}: failed>"
-    with pytest.raises(TrainingFailed, match="rank 1 on h: ValueError: no$"):
+    with pytest.raises(TrainingFailed, match=r"rank 1 on h: ValueError: no$"):
         run.wait()
     with pytest.raises(RunNotFound):
         Run.find("other", tmp_path / "runs")
@@ -196,7 +198,7 @@ def test_run_of_another_process_is_found_and_read(tmp_path: Path) -> None:
 def test_whole_lines_of_the_driver_are_passed_on_once(tmp_path: Path) -> None:
     said: list[str] = []
     log = tmp_path / "driver.log"
-    follower = api._Said(log, said.append)
+    follower = launched._Said(log, said.append)
     follower.pass_on()
     log.write_text("a\nb")
     follower.pass_on()

@@ -121,3 +121,27 @@ def test_loading_a_configuration_imports_neither_torch_nor_dask() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_script_is_a_file_or_a_module_and_its_arguments_are_text() -> None:
+    config = RunConfig.model_validate({"workload": {"script": "a/My Train.py", "args": ["--lr", 0.1, 3]}})
+    assert config.script is not None and config.script.args == ["--lr", "0.1", "3"]
+    assert (config.name, config.workload_name) == ("my-train", "a/My Train.py")
+    module = RunConfig.model_validate({"workload": {"module": "a.b.__main__"}})
+    assert (module.name, module.workload_name) == ("b", "-m a.b.__main__")
+    assert RunConfig.model_validate({"workload": "petnames"}).script is None
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"workload": {}}, "is required, and not given"),
+        ({"workload": {"script": "a.py", "module": "b"}}, "is given, and so is workload.script"),
+        ({"workload": {"script": "a.py", "args": [True]}}, "valid string"),
+        ({"workload": {"module": "a-b"}}, "should match pattern"),
+        ({"workload": {"script": "a.py"}, "params": {"lr": 1}}, "is given, but the workload is a script"),
+    ],
+)
+def test_script_that_makes_no_sense_is_refused(data: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        RunConfig.model_validate(data)

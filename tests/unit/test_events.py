@@ -23,6 +23,7 @@ EXAMPLES: list[events.Event] = [
     events.Stacks(1, ("train.py:3 main", "run.py:1 <module>"), sequence=7, state="stopped"),
     events.Noticed(1),
     events.Preempted(1, step=5),
+    events.Returned(1, '{"loss": 0.5}'),
     events.Finished(1),
     events.Note(1, "said", "warning"),
 ]

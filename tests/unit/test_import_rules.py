@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"clusters", "driver", "results"},
     "driver": {"clusters", "results", "worker"},
     "clusters": {"worker"},
+    "compat": {"clusters", "driver", "rank", "results", "worker"},  # parts of it run in each of these
     "worker": set(),
     "rank": {"workloads"},
     "workloads": set(),
@@ -32,6 +33,9 @@ DOORS = {
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext
     ("__init__.py", "ddptrain.rank.current"),  # ddptrain.context
     ("__main__.py", "ddptrain.cli.main"),
+    ("api.py", "ddptrain.driver"),  # runs from Python: what the command does, without its process
+    ("launched.py", "ddptrain.driver"),
+    ("launched.py", "ddptrain.results"),
     ("config.py", "ddptrain.clusters.settings"),  # what a backend can be told stands beside the backends
 }
 # Open inside functions: sampling names is the workload's business, once `generate` has been asked for it.

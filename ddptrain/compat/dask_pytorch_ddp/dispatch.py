@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -16,7 +17,8 @@ from distributed import Client, Future
 from ddptrain.clusters import slots
 from ddptrain.clusters.check import Needs, check_cluster
 from ddptrain.compat.dask_pytorch_ddp import gangwatch, job
-from ddptrain.driver.gang import Gang, Place, Watchers, Wish
+from ddptrain.driver.gang import Gang, Place
+from ddptrain.driver.reservation import Watchers, Wish
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.results.layout import new_run_id
 from ddptrain.spec import SLOT_RESOURCE, RankSpec
@@ -46,7 +48,8 @@ def run(
 
     A worker that ddptrain has not started is one slot. A rank is a process of its own, with the process group up
     (`backend`: nccl where every slot has a GPU, else gloo). Its future resolves to what the function returns, or
-    raises what it raises; the others are then stopped. With `pass_local_rank` the function gets `local_rank` as well.
+    raises what it raises; the others are then stopped. With `pass_local_rank` the function gets `local_rank` as well:
+    the index of its GPU (0, for it sees no other), or its place among the ranks of its host on the CPU.
 
     Raises:
         ClusterError: the slots can't be had, or workers lack what is needed.
@@ -62,13 +65,19 @@ def run(
         port = _store_port(client, specs[0], places[0])
         futures = []
         for spec, place in zip(specs, places, strict=True):
-            given = _futures_in(args, kwargs) | ({"local_rank": place.local_rank} if pass_local_rank else {})
+            given = _futures_in(args, kwargs) | ({"local_rank": _device(place)} if pass_local_rank else {})
             futures.append(_submit(client, spec, port, place, pickled, given))
     except BaseException:
-        client.run_on_scheduler(slots.release, gang.run_id)
+        with contextlib.suppress(Exception):
+            client.run_on_scheduler(slots.release, gang.run_id)
         raise
     gangwatch.start(client, gang.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)})
     return futures
+
+
+def _device(place: Place) -> int:
+    """What code does with its local rank is to choose a device: a rank sees its own GPU and no other, which is 0."""
+    return 0 if place.slot.gpu else place.local_rank
 
 
 def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:

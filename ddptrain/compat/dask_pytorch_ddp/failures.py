@@ -26,10 +26,10 @@ def sealed(error: BaseException, where: str, trace: str, at_ns: int, *, victim: 
         data: bytes = cloudpickle.dumps(_marked(error, where, trace, at_ns, victim=victim))
         if isinstance(pickle.loads(data), Exception):  # noqa: S301  # of this very process
             return data
-    except Exception:  # noqa: S110  # whatever an exception of others does: its text is still told
+    except Exception:  # whatever an exception of others does: its text is still told
         pass
-    data = cloudpickle.dumps(_marked(RankFailed(text), where, trace, at_ns, victim=victim))
-    return data
+    failed: bytes = cloudpickle.dumps(_marked(RankFailed(text), where, trace, at_ns, victim=victim))
+    return failed
 
 
 def _marked(error: BaseException, where: str, trace: str, at_ns: int, *, victim: bool) -> BaseException:

@@ -21,7 +21,8 @@ _OTHERS_S = 1.0  # for the others to fail by themselves, and say how
 
 def start(client: Client, run_id: str, places: Mapping[str, str]) -> None:
     """Watch the gang until it has ended; `places` are its keys, and the worker of each."""
-    client.loop.add_callback(_Watch(client, run_id, dict(places)).run)
+    loop: Any = client.loop
+    loop.add_callback(_Watch(client, run_id, dict(places)).run)
 
 
 class _Watch:

@@ -1,4 +1,4 @@
-"""The Dask task of a rank of `dispatch.run`: start it on this worker, pass on what it prints, return what it returns."""
+"""The Dask task of a rank of `dispatch.run`: start it here, pass on what it prints, return what it does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def open_store(run_id: str, key: str, host: str, dask_worker: Worker) -> i
 
 
 def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> Any:
-    """Run the pickled (function, args, kwargs) as a rank; `given` are arguments that Dask has brought, by place or name.
+    """Run the pickled (function, args, kwargs) as a rank; `given` are arguments that Dask has brought.
 
     Raises: what the function has raised; RankFailed where its process ended otherwise.
     """
@@ -41,7 +41,9 @@ def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> A
     folder = host.scratch / spec.run_id / f"job-{spec.rank}"
     folder.mkdir(parents=True, mode=0o700)
     job, answer = folder / "job", folder / "answer"
-    job.write_bytes(cloudpickle.dumps((pickled, dict(given))))  # what is pickled stays so: torch is not for this process
+    job.write_bytes(
+        cloudpickle.dumps((pickled, dict(given)))
+    )  # what is pickled stays so: torch is not for this process
     spec = dataclasses.replace(
         spec,
         params={"job": str(job), "answer": str(answer)},
@@ -59,7 +61,7 @@ def _outcome(spec: RankSpec, answer: str, log: Path, exited: RankExit) -> Any:
     try:
         if exited.status == 0:
             return answered(answer, VALUE)
-        error = answered(answer, ERROR)
+        raised = answered(answer, ERROR)
     except FileNotFoundError:
         if exited.status == 0:
             return None  # it has left by sys.exit(0)
@@ -69,7 +71,7 @@ def _outcome(spec: RankSpec, answer: str, log: Path, exited: RankExit) -> Any:
         what = "return value" if exited.status == 0 else "exception"
         text = f"{who}: its {what} can't be read on its worker: {error!r}{_last_words(log)}"
         raise failures.ended(text, exited.time_ns) from error
-    raise error
+    raise raised
 
 
 def _last_words(log: Path) -> str:

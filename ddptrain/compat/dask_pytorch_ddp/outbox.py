@@ -21,7 +21,7 @@ from ddptrain.worker.spool import read_chunk
 
 VARIABLE = "DDPTRAIN_RESULTS"  # in the environment of a job's ranks: where their results wait
 _FOLDER = "ddptrain-results"
-_TOKEN = "token"  # by this file a client knows that it sees the same files
+_TOKEN = "token"  # noqa: S105  # by this file a client knows that it sees the same files
 _DATA, _ENTRY = ".data", ".json"
 _NAME = re.compile(r"\d{20}-\d+-\d+")
 _MOST_LISTED = 200
@@ -104,8 +104,8 @@ async def sweep(boxes: Sequence[str], dask_worker: Worker) -> None:
     for box in boxes:
         with suppress(OSError):
             (local / _FOLDER / Path(box).name).rmdir()
-        while (local / attached_plugin(box)).exists() and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)  # noqa: ASYNC110  # a thread is at it
+        while (local / attached_plugin(box)).exists() and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # a thread is at it
 
 
 def data_file(root: Path, name: str) -> Path:

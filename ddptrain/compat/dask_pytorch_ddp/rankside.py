@@ -55,5 +55,5 @@ def _leave(answer: str, ending: str, data: bytes) -> None:
 
 
 def answered(answer: str, ending: str) -> Any:
-    """What the rank has left: VALUE or ERROR. Raises FileNotFoundError where it has not, and whatever unpickling does."""
+    """What the rank has left: VALUE or ERROR. Raises FileNotFoundError, and what unpickling does."""
     return pickle.loads(Path(f"{answer}.{ending}").read_bytes())  # noqa: S301  # the worker's own child has written it

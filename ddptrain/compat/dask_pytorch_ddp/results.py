@@ -10,10 +10,9 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from distributed import Client, Future, get_client, get_worker, wait
-from distributed.utils import TimeoutError as DistributedTimeoutError
 
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
 from ddptrain.driver import asking
@@ -90,7 +89,7 @@ def _watched(collector: _Collector, pending: list[Future[Any]], raise_errors: bo
     pause_s, until = _SHORTEST_S, float("inf")
     while pending and time.monotonic() < until:
         pause_s = _SHORTEST_S if collector.collect() else min(2 * pause_s, _LONGEST_S)
-        with suppress(DistributedTimeoutError):
+        with suppress(TimeoutError):
             wait(pending, timeout=pause_s, return_when="FIRST_COMPLETED")
         for future in [future for future in pending if future.done()]:
             pending.remove(future)
@@ -161,7 +160,11 @@ class _Collector:
         self._ask(outbox.sweep, self.boxes)
 
     def _ask(
-        self, function: Any, *args: Any, workers: Sequence[str] | None = None, on_error: str = "ignore"
+        self,
+        function: Any,
+        *args: Any,
+        workers: list[str] | None = None,
+        on_error: Literal["raise", "ignore"] = "ignore",
     ) -> dict[str, Any]:
         question = self.client.run(function, *args, workers=workers, on_error=on_error, asynchronous=True)
         try:

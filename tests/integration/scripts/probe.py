@@ -31,11 +31,10 @@ def in_children(method):
 
 
 def main():
+    import beside  # of this script's folder
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
-
-    import beside  # of this script's folder
 
     dist.init_process_group()
     loader = torch.utils.data.DataLoader(Squares(), batch_size=5, num_workers=1)
@@ -62,10 +61,11 @@ def main():
     dist.destroy_process_group()
 
 
-NAMES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
-    "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE"
-).split()
+NAMES = [
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+]
 
 if __name__ == "__main__":
     main()

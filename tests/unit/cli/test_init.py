@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from ddptrain.cli.main import main
 from ddptrain.configfile import load_config
 

@@ -16,7 +16,7 @@ from ddptrain.errors import ConfigError
 
 
 def load(tmp_path: Path, **given: Any) -> RunConfig:
-    (tmp_path / "c.yaml").write_text("workload: json:dumps\ncluster: {ranks: 2}\n")
+    (tmp_path / "c.yaml").write_text("workload: gc:collect\ncluster: {ranks: 2}\n")
     chosen = {"ranks": None, "cluster": None, "runs_dir": None, **given}
     return train._load(str(tmp_path / "c.yaml"), ["cluster.start_timeout_s=5"], options.field_options(**chosen)).config
 
@@ -33,7 +33,7 @@ def test_wrong_option_is_named_as_it_was_typed(tmp_path: Path) -> None:
 
 
 def test_detached_driver_is_given_what_was_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("workload: json:dumps\ncluster: {ranks: 2}\n")
+    (tmp_path / "c.yaml").write_text("workload: gc:collect\ncluster: {ranks: 2}\n")
     given: list[str] = []
 
     def start(arguments: Sequence[str]) -> EndedEarly:

@@ -22,7 +22,7 @@ def config(name: str = "night", **params: Any) -> RunConfig:
 
 def ended(runs: Path, run_id: str, status: RunStatus, made_with: RunConfig | None = None) -> None:
     of = made_with or config()
-    with RunWriter.create(runs, run_id, of.name, dump_config(resolved_config(of)), of.workload) as writer:
+    with RunWriter.create(runs, run_id, of.name, dump_config(resolved_config(of)), of.workload_name) as writer:
         failure = FailureRecord(message="killed by SIGKILL") if status == RunStatus.FAILED else None
         writer.finish(status, 0 if status == RunStatus.SUCCEEDED else 1, failure)
     time.sleep(0.002)  # run.json tells milliseconds, and the newest counts

@@ -103,3 +103,12 @@ def test_nccls_flight_recorder_is_on_and_the_user_has_the_last_word() -> None:
     assert env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
     assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/s/flight-record-"
+
+
+def test_script_sees_the_gpus_of_all_ranks_beside_it_and_torchruns_other_variables() -> None:
+    spec = completed({}, gpu="3", script="train.py", hosts=2, local_gpus=("7", "3"))
+    assert (spec.env["CUDA_VISIBLE_DEVICES"], spec.gpu) == ("7,3", "3")
+    names = ("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE")
+    assert [spec.env[name] for name in names] == ["2", "default", "3", "4", "/s/error.json"]
+    assert completed({}, gpu="3", local_gpus=("7", "3")).env["CUDA_VISIBLE_DEVICES"] == "3"
+    assert completed({}, script="train.py").env["CUDA_VISIBLE_DEVICES"] == ""

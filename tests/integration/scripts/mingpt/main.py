@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.distributed import destroy_process_group, init_process_group
-from torch.utils.data import random_split
-
 from char_dataset import CharDataset
 from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
+from torch.distributed import destroy_process_group, init_process_group
+from torch.utils.data import random_split
 from trainer import Trainer, TrainerConfig
 
 

@@ -74,8 +74,7 @@ class Trainer:
                 print(f"[RANK{self.global_rank}] Epoch {epoch} | Iter {step} | {step_type} loss {batch_loss:.5f}")
 
     def train(self):
-        for epoch in range(self.epochs_run, self.config.max_epochs):
-            epoch += 1
+        for epoch in range(self.epochs_run + 1, self.config.max_epochs + 1):
             self._run_epoch(epoch, self.train_loader, train=True)
             if self.local_rank == 0 and epoch % self.config.save_every == 0:
                 self._save_snapshot(epoch)

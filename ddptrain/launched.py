@@ -1,0 +1,286 @@
+"""`ddptrain.Run`: a run that is on, or was, as a program sees it through its run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ddptrain.errors import (
+    ClusterError,
+    DdptrainError,
+    ExitCode,
+    HangDetected,
+    Interrupted,
+    RunLocked,
+    RunPreempted,
+    TrainingFailed,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from ddptrain.driver.stopping import Going
+    from ddptrain.results.find import RunView
+    from ddptrain.results.record import FailureRecord
+
+_LOOK_S = 0.1
+_STORE_LOOK_S = 2.0
+_ENDING_S = 120.0  # for a driver that was told to end: grace, and what it brings home
+_ERRORS: dict[int, type[DdptrainError]] = {
+    ExitCode.TRAINING_FAILED: TrainingFailed,
+    ExitCode.USAGE: UsageError,
+    ExitCode.CLUSTER: ClusterError,
+    ExitCode.HANG: HangDetected,
+    ExitCode.LOCKED: RunLocked,
+    ExitCode.PREEMPTED: RunPreempted,
+}
+
+
+def error_of(exit_code: int, cause: str) -> DdptrainError:
+    """What is raised for a driver that has ended so."""
+    if exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+        return Interrupted(exit_code - 128)
+    if exit_code < 0:
+        return ClusterError(f"the driver was killed by {signal.Signals(-exit_code).name}")
+    return _ERRORS.get(exit_code, DdptrainError)(cause)
+
+
+class Run:
+    """A run: what it is about is read anew each time it is asked for."""
+
+    def __init__(
+        self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None, log_from: int = 0
+    ) -> None:
+        """Runs come from `launch` or `find`. `run_dir` is a folder or, of a run in an object store, its address."""
+        from ddptrain.results.remote import StoreRuns, open_runs_dir
+
+        self.id = run_id
+        self.where = run_dir
+        self._process = process
+        self._log_from = log_from
+        place = run_dir.rstrip("/").rpartition("/")[0] if "://" in run_dir else str(Path(run_dir).parent)
+        self._runs = open_runs_dir(place)
+        self._is_stored = isinstance(self._runs, StoreRuns)
+        self._desk = self._runs.work / run_id if isinstance(self._runs, StoreRuns) else Path(run_dir).absolute()
+
+    @classmethod
+    def find(cls, run: str = "latest", runs_dir: str | os.PathLike[str] = "runs") -> Self:
+        """A run that is there: by its id, the start of one, `latest`, or its directory. Raises RunNotFound."""
+        from ddptrain.results.remote import open_runs_dir, split_run
+
+        place, name = split_run(run, os.fspath(runs_dir))
+        view = open_runs_dir(place).find(name)
+        return cls(view.run_id, view.layout.where)
+
+    def __repr__(self) -> str:
+        return f"<ddptrain.Run {self.id}: {self.status}>"
+
+    # --- what it is ---
+
+    @property
+    def dir(self) -> Path:
+        """The run directory; of a run in an object store, a copy of what was asked for."""
+        return self._view().layout.root
+
+    @property
+    def status(self) -> str:
+        """running, succeeded, failed, preempted or cancelled; unknown, where its driver on another host is silent."""
+        return str(self._view().status)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The command's exit code; None while the run is on."""
+        return self._view().record.exit_code
+
+    @property
+    def failure(self) -> FailureRecord | None:
+        """What failed first: .rank, .host, .type, .message, .traceback, .log; None where nothing has."""
+        return self._view().record.failure
+
+    @property
+    def result(self) -> Any:
+        """What the function returned on rank 0, as JSON data; None while there is nothing."""
+        return json.loads((self.dir / "run.json").read_bytes()).get("result")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every line that was logged: {"time_s", "step", "epoch", "rank", name: number, ...}, as pandas takes them."""
+        from ddptrain.results.metrics import MetricsReader
+        from ddptrain.results.runsdir import Need
+
+        lines = MetricsReader(self._view(Need.METRICS).layout.metrics_jsonl).read()
+        return [
+            {"time_s": it.time_s, "step": _whole(it.step), "epoch": it.epoch, "rank": it.rank, **it.values}
+            for it in lines
+        ]
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The folders of its checkpoints, the newest first."""
+        from ddptrain.results.checkpoints import MANIFEST
+        from ddptrain.results.layout import step_of
+
+        folder = self.dir / "checkpoints"
+        there = list(folder.iterdir()) if folder.is_dir() else []
+        steps = {
+            path: step for path in there if (step := step_of(path.name)) is not None and (path / MANIFEST).is_file()
+        }
+        return sorted(steps, key=lambda path: -steps[path])
+
+    @property
+    def best(self) -> Path | None:
+        """The folder of the best checkpoint (the newest, where no metric decides); None where there is none."""
+        from ddptrain.errors import RunNotFound
+        from ddptrain.results.find import find_checkpoint
+        from ddptrain.results.runsdir import Need
+
+        try:
+            return find_checkpoint(self._view(Need.MODEL).layout, "best")
+        except RunNotFound:
+            return None
+
+    def logs(self, rank: int = 0) -> str:
+        """What a rank has printed so far."""
+        from ddptrain.results.runsdir import Need
+
+        log = self._view(Need.LOGS, rank).layout.log(rank)
+        return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+
+    # --- what can be done with it ---
+
+    def wait(self, timeout_s: float | None = None) -> Self:
+        """Return once it has succeeded; an exception meanwhile leaves it alone.
+
+        Raises:
+            TimeoutError: it is still on after `timeout_s`.
+            TrainingFailed, HangDetected, ClusterError, RunPreempted, Interrupted: how else it has ended.
+        """
+        deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+        while self._is_on():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"run {self.id} is still on after {timeout_s:g} s")
+            time.sleep(min(left_s, _STORE_LOOK_S if self._is_stored and self._process is None else _LOOK_S))
+        self._raise()
+        return self
+
+    def stop(self, *, now: bool = False) -> Self:
+        """End it: its ranks finish their step and save, unless `now`; return once it has ended.
+
+        Raises: ClusterError where it goes on although its time is over.
+        """
+        from ddptrain.driver.stopping import stop_run
+
+        stop_run(self._going(), now=now, by="ddptrain.Run.stop", tell=lambda _: None)
+        if self._process is not None:
+            self._process.wait(_ENDING_S)
+        return self
+
+    # --- how that is done ---
+
+    def _view(self, *need: Any) -> RunView:
+        from ddptrain.results.find import load_run
+
+        if not self._is_stored:
+            return load_run(self._desk)
+        return self._runs.find(self.id, *need)
+
+    def _going(self) -> Going:
+        from ddptrain.driver.stopping import Going
+        from ddptrain.results.layout import RunLayout
+
+        if not self._is_stored:
+            return Going(RunLayout(self._desk), self._view)
+        return Going(RunLayout(self._desk), self._view, look_every_s=_STORE_LOOK_S)
+
+    def _is_on(self) -> bool:
+        from ddptrain.driver.stopping import is_going
+
+        if self._process is not None:
+            return self._process.poll() is None
+        return is_going(self._view())
+
+    def _raise(self) -> None:
+        """Nothing, where it has succeeded."""
+        record = self._view().record
+        code = self._process.returncode if self._process is not None else record.exit_code
+        if code == ExitCode.SUCCEEDED:
+            return
+        failure = record.failure
+        if failure is None:
+            raise error_of(ExitCode.CLUSTER if code is None else code, f"run {self.id} ended with exit code {code}")
+        words = [word for word in (failure.type, failure.message.partition("\n")[0]) if word]
+        place = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
+        log = f"; log: {failure.log}" if failure.log else ""
+        again = f"; go on with resume={self.id!r}" if code == ExitCode.PREEMPTED else ""
+        raise error_of(
+            ExitCode.CLUSTER if code is None else code, f"run {self.id}: {place}{': '.join(words)}{log}{again}"
+        )
+
+    def let_go(self) -> None:
+        """The driver is to go on without this process. For launch."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+    def attend(self, say: Callable[[str], object]) -> None:
+        """For launch: pass on what the driver says until the end; an exception stops the run. Raises as wait()."""
+        said = _Said(self._desk / "driver.log", say, self._log_from)
+        try:
+            while self._is_on():
+                said.pass_on()
+                time.sleep(_LOOK_S)
+        except BaseException:
+            self._end()
+            with suppress(Exception):
+                said.pass_on()
+            raise
+        finally:
+            self.let_go()
+        said.pass_on()
+        self._raise()
+
+    def _end(self) -> None:
+        """Have the driver end, as Ctrl-C does; a second Ctrl-C ends it at once."""
+        process = self._process
+        if process is None:
+            return
+        number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
+        deadline = time.monotonic() + _ENDING_S
+        process.send_signal(number)
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
+                process.wait(_LOOK_S)
+            except subprocess.TimeoutExpired:
+                continue
+            except KeyboardInterrupt:
+                process.send_signal(number)
+
+
+def _whole(step: float | None) -> float | None:
+    return int(step) if step is not None and step.is_integer() else step
+
+
+class _Said:
+    """What a driver has printed, line by line."""
+
+    def __init__(self, log: Path, say: Callable[[str], object], offset: int = 0) -> None:
+        self._log, self._say, self._offset = log, say, offset
+
+    def pass_on(self) -> None:
+        """Say the whole lines that have come."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        if whole:
+            self._say(whole.decode("utf-8", "replace"))

@@ -1,0 +1,70 @@
+"""`ddptrain run` makes a configuration of what torchrun would be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddptrain.cli.main import main
+
+
+def resolved(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, object]:
+    assert main(["run", "--dry-run", *args]) == 0
+    config: dict[str, object] = yaml.safe_load(capsys.readouterr().out)
+    return config
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "My Script.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_run_is_named_after_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert resolved(capsys, "My Script.py")["name"] == "my-script"
+    assert resolved(capsys, "-m", "package.module")["name"] == "module"
+    assert resolved(capsys, "-m", "package.__main__")["name"] == "package"
+
+
+def test_what_follows_the_script_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["--", "--ranks", "1e-3"], ["--ranks", "1e-3"]):
+        config = resolved(capsys, "--ranks", "2", "My Script.py", *args)
+        assert config["workload"] == {
+            "script": "My Script.py",
+            "module": None,
+            "args": ["--ranks", "1e-3"],
+            "local_rank_arg": False,
+        }
+    second = resolved(capsys, "--local-rank", "My Script.py", "--", "--", "x")
+    assert second["workload"] == {**config["workload"], "args": ["--", "x"], "local_rank_arg": True}  # type: ignore[dict-item]
+
+
+def test_options_become_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "3", "--cluster", "tcp://h:1", "--runs-dir", "elsewhere", "--set", "failure.max_restarts=2"]
+    config = resolved(capsys, *options, "My Script.py")
+    cluster, failure, results = config["cluster"], config["failure"], config["results"]
+    assert isinstance(cluster, dict) and (cluster["ranks"], cluster["address"]) == (3, "tcp://h:1")
+    assert isinstance(failure, dict) and failure["max_restarts"] == 2
+    assert results == {"dir": "elsewhere"}
+
+
+def test_script_that_is_not_there_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert main(["run", "my script.py"]) == 2
+    said = (
+        'ddptrain run: workload.script: there is no such file, got the text "my script.py" (did you mean My Script.py?)'
+    )
+    assert said in capsys.readouterr().err
+    assert main(["run", "elsewhere/x.py"]) == 2
+    assert f"(looked for in {folder})" in capsys.readouterr().err
+    assert main(["run", "-m", "not a module"]) == 2
+    assert not (folder / "runs").exists()
+
+
+def test_wrong_options_are_named_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--ranks", "0", "My Script.py"]) == 2
+    assert "--ranks 0: cluster.ranks: expected" in capsys.readouterr().err

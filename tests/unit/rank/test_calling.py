@@ -1,0 +1,134 @@
+"""A user's function is called with what it asks for, and wrong params are named before it is called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pytest
+from pydantic import BaseModel
+
+from ddptrain.rank.calling import WrongParams, as_json, bind
+
+CONTEXT = cast(Any, "the context")
+
+
+def called(function: Callable[..., Any], params: Mapping[str, Any] | None = None) -> Any:
+    return bind(function, params or {})(CONTEXT)
+
+
+def refused(function: Callable[..., Any], params: Mapping[str, Any]) -> str:
+    with pytest.raises(WrongParams) as caught:
+        bind(function, params)
+    return str(caught.value)
+
+
+def test_context_goes_to_whom_asks_for_it() -> None:
+    assert called(lambda ctx: ctx) == CONTEXT
+    assert called(lambda _context: _context) == CONTEXT
+    assert called(lambda *args: args) == (CONTEXT,)
+    assert called(lambda: "nothing") == "nothing"
+    assert called(lambda lr=1: lr) == 1
+
+    def annotated(c: "RankContext", lr: float) -> Any:  # type: ignore[name-defined] # noqa: F821, UP037
+        return c, lr
+
+    assert called(annotated, {"lr": 2}) == (CONTEXT, 2)
+
+
+def test_wrapped_function_is_looked_through() -> None:
+    def inner(ctx: Any, lr: float) -> Any:
+        return ctx, lr
+
+    @functools.wraps(inner)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    assert called(outer, {"lr": 1}) == (CONTEXT, 1)
+    assert "params.rate: unknown key" in refused(outer, {"rate": 1})
+
+
+def test_values_come_as_their_types_have_them() -> None:
+    def train(ctx: Any, path: Path, sizes: tuple[int, ...], lr: float, how: Literal["a"] = "a", more: Any = 3) -> Any:
+        return path, sizes, lr, how, more
+
+    train.__annotations__["more"] = int  # with None as a default it would be allowed as well
+    train.__defaults__ = ("a", None)
+    params = {"path": "/data", "sizes": [1, 2], "lr": 1, "more": None}
+    assert called(train, params) == (Path("/data"), (1, 2), 1.0, "a", None)
+
+
+def test_wrong_values_are_named_all_together() -> None:
+    def train(ctx: Any, epochs: int, lr: float, names: list[str] | None = None) -> None: ...
+
+    said = refused(train, {"epochs": "3", "lr": True, "names": [1]}).splitlines()
+    assert said[0].startswith('params.epochs: expected a whole number, got the text "3"')
+    assert said[1].startswith("params.lr: expected a number, got true")
+    assert said[2].startswith("params.names[0]: expected text, got 1")
+
+
+def test_missing_and_unknown_names_are_told() -> None:
+    def train(ctx: Any, epochs: int) -> None: ...
+
+    assert refused(train, {"epoch": 3}).splitlines() == [
+        "params.epoch: unknown key (did you mean epochs?)",
+        "params.epochs: is required, and not given",
+    ]
+
+
+def test_type_that_only_the_function_knows_is_left_to_it() -> None:
+    class Odd:
+        pass
+
+    def train(ctx: Any, odd: Odd, other: "Unknown", n: int = 1) -> Any:  # type: ignore[name-defined] # noqa: F821, UP037
+        return odd, other, n
+
+    assert called(train, {"odd": 1, "other": 2}) == (1, 2, 1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    lr: float
+    names: list[str] = field(default_factory=list)
+
+
+class Model(BaseModel):
+    lr: float
+    names: list[str] = []
+
+
+@pytest.mark.parametrize("kind", [Settings, Model])
+def test_model_is_built_from_all_params(kind: Any) -> None:
+    def train(ctx: Any, settings: Any) -> Any:
+        return settings
+
+    train.__annotations__["settings"] = kind
+    built = called(train, {"lr": 1})
+    assert isinstance(built, kind) and (built.lr, built.names) == (1.0, [])
+    assert "params.rate: unknown key" in refused(train, {"lr": 1, "rate": 1})
+    assert "params.lr: expected a number" in refused(train, {"lr": "x"})
+    assert "params.lr: is required" in refused(train, {})
+
+
+def test_keywords_take_the_rest() -> None:
+    def train(ctx: Any, lr: float = 1.0, **more: Any) -> Any:
+        return lr, more
+
+    assert called(train, {"lr": 2, "a": [1]}) == (2.0, {"a": [1]})
+
+
+def test_result_is_json_or_is_refused() -> None:
+    class Scalar:
+        def item(self) -> float:
+            return 0.5
+
+    assert (
+        as_json({"loss": Scalar(), "settings": Settings(1.0)}) == '{"loss": 0.5, "settings": {"lr": 1.0, "names": []}}'
+    )
+    with pytest.raises(TypeError, match="object is not JSON"):
+        as_json(object())
+    with pytest.raises(ValueError, match="at most 65,536 are kept"):
+        as_json("x" * 70_000)

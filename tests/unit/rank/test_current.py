@@ -1,0 +1,22 @@
+"""ddptrain.context() is for ranks, and says so elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ddptrain
+from ddptrain.rank import current
+
+
+def test_process_that_is_no_rank_is_told_so() -> None:
+    with pytest.raises(current.NoRank, match="in a process that is no rank: it is for code that `ddptrain train`"):
+        ddptrain.context()
+
+
+def test_rank_has_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    context: Any = object()
+    monkeypatch.setattr(current, "_make", None)
+    current.provide(lambda: context)
+    assert ddptrain.context() is context

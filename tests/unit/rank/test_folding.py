@@ -1,0 +1,46 @@
+"""A traceback shows the user's own frames, and one line for each stretch of a library's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ddptrain
+from ddptrain.rank.folding import folded
+
+TORCH = (
+    '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 7, in _call_impl\n    return f()\n'
+)
+MINE = '  File "/home/me/train.py", line 3, in main\n    model(x)\n    ^^^^^^^^\n'
+HEAD = "Traceback (most recent call last):\n"
+
+
+def test_frames_of_torch_become_one_line() -> None:
+    text = HEAD + MINE + TORCH * 3 + MINE + TORCH + "ValueError: boom\n"
+    said = HEAD + MINE + "  ... 3 frames of torch ...\n" + MINE + "  ... 1 frame of torch ...\n" + "ValueError: boom\n"
+    assert folded(text) == said
+
+
+def test_repeated_lines_belong_to_their_frame() -> None:
+    text = HEAD + TORCH + "  [Previous line repeated 9 more times]\n" + TORCH + MINE + "RecursionError\n"
+    assert folded(text) == HEAD + "  ... 2 frames of torch ...\n" + MINE + "RecursionError\n"
+
+
+def test_chained_errors_are_folded_each_on_its_own() -> None:
+    between = "ValueError: a\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    text = HEAD + TORCH * 2 + between + HEAD + MINE + TORCH * 2 + "KeyError: b\n"
+    fold = "  ... 2 frames of torch ...\n"
+    assert folded(text) == HEAD + fold + between + HEAD + MINE + fold + "KeyError: b\n"
+
+
+def test_workloads_that_come_along_are_shown_and_the_rest_of_ddptrain_is_not() -> None:
+    package = Path(ddptrain.__file__).parent
+    ours = f'  File "{package}/rank/context.py", line 1, in checkpoint\n    x\n'
+    workload = f'  File "{package}/workloads/petnames/train.py", line 1, in train\n    x\n'
+    frozen = '  File "<frozen importlib._bootstrap>", line 1, in _find\n'
+    assert folded(HEAD + workload + ours + frozen) == (
+        HEAD + workload + "  ... 1 frame of ddptrain ...\n" + "  ... 1 frame of Python ...\n"
+    )
+
+
+def test_text_without_frames_is_left_alone() -> None:
+    assert folded("ValueError: boom\n") == "ValueError: boom\n"

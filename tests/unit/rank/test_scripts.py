@@ -1,0 +1,82 @@
+"""A script is __main__, with the arguments and the path that python would give it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.rank.scripts import find_script
+from ddptrain.spec import RankSpec
+from tests.unit.specs import make_spec
+
+RUN = """
+import sys
+from ddptrain.rank.scripts import run
+from ddptrain.spec import RankSpec
+run(RankSpec.from_json(sys.argv[1]))
+"""
+TELL = """
+import json, os, sys
+main = sys.modules["__main__"]
+told = {"argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "package": __package__}
+print(json.dumps({**told, "spec": __spec__ and __spec__.name, "main": main.__dict__ is globals()}))
+"""
+
+
+def told(spec: RankSpec, cwd: Path, path: str = "") -> dict[str, Any]:
+    """What TELL prints in a process that runs the spec's script."""
+    program = f"import sys; sys.path.insert(0, {path!r})\n{RUN}" if path else RUN
+    command = [sys.executable, "-c", program, spec.to_json()]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    said: dict[str, Any] = json.loads(ended.stdout)
+    return said
+
+
+def of_python(cwd: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, *arguments]
+    said: dict[str, Any] = json.loads(
+        subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60).stdout
+    )
+    return said
+
+
+def test_script_finds_itself_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "s.py").write_text(TELL)
+    spec = make_spec(script="sub/s.py", args=("--lr", "1"), workdir=str(tmp_path))
+    assert told(spec, tmp_path) == of_python(tmp_path, "sub/s.py", "--lr", "1")
+    old = dataclasses.replace(spec, local_rank_arg=True, local_rank=1)
+    assert told(old, tmp_path)["argv"] == ["sub/s.py", "--local-rank=1", "--lr", "1"]
+
+
+def test_module_and_package_find_themselves_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    for name in ("pkg/__init__.py", "pkg/sub/__init__.py"):
+        (tmp_path / name).write_text("")
+    for name in ("pkg/mod.py", "pkg/sub/__main__.py"):
+        (tmp_path / name).write_text(TELL)
+    for module in ("pkg.mod", "pkg.sub"):
+        spec = make_spec(module=module, args=("a",), workdir=str(tmp_path))
+        assert told(spec, tmp_path, path=str(tmp_path)) == of_python(tmp_path, "-m", module, "a")
+
+
+def test_script_is_looked_for_where_the_users_code_lies(tmp_path: Path) -> None:
+    for folder in ("code", "work"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "work" / "s.py").write_text("")
+    spec = make_spec(script="s.py", workdir=str(tmp_path / "work"), sys_path=(str(tmp_path / "code"),))
+    assert find_script(spec) == tmp_path / "work" / "s.py"
+    (tmp_path / "code" / "s.py").write_text("")
+    assert find_script(spec) == tmp_path / "code" / "s.py"
+
+
+def test_script_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"there is no script s\.py on host .* \(looked for in {tmp_path}\)"):
+        find_script(make_spec(script="s.py", workdir=str(tmp_path)))
