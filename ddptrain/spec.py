@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
+
+from ddptrain import __version__
+from ddptrain.errors import ClusterError
 
 SLOT_RESOURCE = "slot"  # Dask's abstract resource: room for one rank on a worker
 WORKER_METRIC = "ddptrain"  # what our own workers tell of themselves with each heartbeat
@@ -43,7 +47,14 @@ class _Message:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls(**json.loads(text))
+        """Raises ClusterError where the other side is of another version."""
+        fields = json.loads(text)
+        if unknown := fields.keys() - {known.name for known in dataclasses.fields(cls)}:  # type: ignore[arg-type]
+            raise ClusterError(
+                f"ddptrain {__version__} in {sys.prefix} does not know {', '.join(sorted(unknown))}: driver and "
+                "workers are of different versions; start the cluster again with the driver's"
+            )
+        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class RankHost(WorkerPlugin):
             self.server.stop(child_id, 0.0)
 
     async def leave(self, told: Callable[[], bool]) -> None:
-        """Have the drivers of all ranks here tell them to save and end, and wait for that as long as the ranks may take.
+        """Have the drivers of all ranks here tell them to save and end, and wait for that, within the ranks' grace.
 
         `told` says whether this process was told a second time to end: then nobody waits any longer.
         """
@@ -152,8 +152,9 @@ class RankHost(WorkerPlugin):
         with self._lock:
             graces = [grace_s for children in self._children.values() for grace_s in children.values()]
         deadline = time.monotonic() + max(graces, default=0.0) + _LEAVE_MARGIN_S
-        while (self.server.ranks or self._children) and time.monotonic() < deadline and not told():
-            await asyncio.sleep(0.05)  # noqa: ASYNC110  # three things are waited for, in two threads
+        # Ranks and keys end in different threads.
+        while (self.server.ranks or self._children) and time.monotonic() < deadline and not told():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
     def let_go(self, key: str) -> None:
         """Nobody waits for the ranks of `key` any more: its children end soon."""

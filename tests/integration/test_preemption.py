@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +155,12 @@ def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) ->
 
 
 @pytest.fixture
-def three_workers(up_cluster: UpCluster) -> Iterator[UpCluster]:
+def three_workers(up_cluster: UpCluster) -> UpCluster:
     for _ in range(3):
         up_cluster.add_worker(slots=1)
     with Client(up_cluster.address, set_as_default=False) as client:
         client.wait_for_workers(3, timeout=60)
-    yield up_cluster
+    return up_cluster
 
 
 def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, three_workers: UpCluster) -> None:
