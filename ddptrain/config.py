@@ -259,6 +259,18 @@ class CheckpointConfig(Strict):
     mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest metric is best.")
 
 
+class PrepareConfig(Strict):
+    """What ctx.prepare does with a model, unless the call says otherwise."""
+
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Of the forward pass; bf16 runs it under autocast."
+    )
+    compile: bool = Field(default=False, description="Whether torch.compile compiles it.")
+    channels_last: bool = Field(
+        default=False, description="Whether images lie in memory pixel by pixel, their channels together."
+    )
+
+
 class FailureConfig(Strict):
     """What happens when a rank fails."""
 
@@ -319,6 +331,9 @@ class RunConfig(Strict):
     dist: DistConfig = Field(default=DistConfig(), description="The process group of the ranks.")
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="When checkpoints are written, and which are kept."
+    )
+    prepare: PrepareConfig = Field(
+        default=PrepareConfig(), description="What ctx.prepare does with a model, in workloads that call it."
     )
     failure: FailureConfig = Field(default=FailureConfig(), description="What happens when a rank fails.")
     results: ResultsConfig = Field(default=ResultsConfig(), description="Where results go.")

@@ -156,6 +156,7 @@ class Series:
             every_steps=config.checkpoint.every_steps,
             every_s=config.checkpoint.every_s,
             asynchronous=config.checkpoint.asynchronous,
+            prepare=config.prepare.model_dump(),
             max_failures=config.checkpoint.max_failures,
             max_restarts=config.failure.max_restarts,
             workdir=os.getcwd(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     import torch
+    import torch.utils.data
+
+    from ddptrain.rank.feeding import GangLoader
 
 __all__ = ["Preempted", "RankContext", "Resumed"]
 
@@ -53,6 +56,9 @@ class RankContext:
         self._buffers = HostBuffers()
         self._saver = Saver(spec, emitter, self._store)
         self._saves = 0
+        self._loaders: list[GangLoader] = []
+        self._places: list[dict[str, int]] = []  # where the loaders of a resumed run go on
+        self._first_epoch = 1
         self.device = device
 
     @property
@@ -110,6 +116,77 @@ class RankContext:
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
         """Tell how far this rank is, in `unit`; cheap enough for every step (ten a second are sent)."""
         self._emitter.progress(done, total, unit)
+
+    def prepare(
+        self,
+        model: torch.nn.Module,
+        *,
+        precision: str | None = None,
+        compile: bool | None = None,  # noqa: A002  # torch's own word
+        channels_last: bool | None = None,
+        **ddp: Any,
+    ) -> torch.nn.Module:
+        """The model on this rank's device, in DDP; what is not said here, the configuration's `prepare` says.
+
+        `precision` is "fp32", or "bf16" for a forward pass under autocast; `ddp` are arguments of
+        DistributedDataParallel. The weights keep their names. Raises ValueError for another precision.
+        """
+        from ddptrain.rank.preparing import prepared
+
+        said = {"precision": precision, "compile": compile, "channels_last": channels_last}
+        given = {name: value for name, value in said.items() if value is not None}
+        return prepared(model, self.device, {**self._spec.prepare, **given}, **ddp)
+
+    def loader(
+        self,
+        dataset: torch.utils.data.Dataset[Any],
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        **more: Any,
+    ) -> GangLoader:
+        """A DataLoader over this rank's share of the data, shuffled anew each epoch, the same way in each run.
+
+        `batch_size` is a rank's; `more` are arguments of DataLoader (num_workers, collate_fn, ...). Its place in the
+        epoch is saved with every checkpoint, and gone on from, also by another number of ranks; loaders are told
+        apart by the order in which they are made. Raises TypeError for data without a length.
+        """
+        from ddptrain.rank.feeding import gang_loader
+
+        how = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
+        made = gang_loader(dataset, batch_size, self.rank, self.world_size, self.device, **how)
+        if len(self._loaders) < len(self._places):
+            made.load_state_dict(self._places[len(self._loaders)])
+        self._loaders.append(made)
+        return made
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """The epochs from 1 to `n` that are left to do; loaders of this context follow."""
+        first = self._loaders[0].epoch if self._loaders else self._first_epoch
+        for epoch in range(first, n + 1):
+            for loader in self._loaders:
+                loader.set_epoch(epoch)
+            yield epoch
+
+    def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
+        """The mean of a number (or of a tensor's numbers) over all ranks, which all call this; each counts `weight`."""
+        from ddptrain.rank.preparing import mean
+
+        return mean(value, weight, self.device)
+
+    def all_finite(self, value: float | torch.Tensor) -> bool:
+        """Whether a loss is finite on all ranks, which all call this and get the same answer."""
+        from ddptrain.rank.preparing import all_finite
+
+        return all_finite(value, self.device)
+
+    def rank_zero_first(self) -> AbstractContextManager[None]:
+        """For a block that downloads or prepares something: rank 0 runs it, then all others do."""
+        from ddptrain.rank.preparing import rank_zero_first
+
+        return rank_zero_first(self.rank)
 
     def save_file(self, path: str, data: bytes | str | Path) -> None:
         """Hand over a file for artifacts/`path` in the run directory: bytes, text (UTF-8), or a Path to copy from.
@@ -186,7 +263,8 @@ class RankContext:
             return
         numbers = {str(name): _number(name, value) for name, value in metrics.items()}
         self._saver.wait()  # for the one before, whose memory is used again
-        state = {"step": step, "epoch": epoch, "metrics": numbers, "extra": dict(more), "world_size": self.world_size}
+        state: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": numbers, "extra": dict(more)}
+        state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
         copied = self._buffers.take(model, optimizer, state)
         self._saver.start(Save(self._saves, step, epoch, numbers, self._new_staging("checkpoint"), copied, own))
         self._due.saved()
@@ -223,6 +301,10 @@ class RankContext:
             else:
                 self._note(f"the checkpoint of step {state['step']} holds no {name!r}: it begins afresh")
         self._due.step = state["step"]
+        self._first_epoch = int(state["epoch"] or 0) + 1
+        self._places = state.get("loaders") or []
+        for loader, place in zip(self._loaders, self._places, strict=False):
+            loader.load_state_dict(place)
         ranks = state.get("ranks") or []
         own = ranks[self.rank] if len(ranks) == self.world_size else None
         data = {name: _on(self.device, value) for name, value in extra.items() if name not in more}

@@ -1,0 +1,116 @@
+"""Data for ranks: every sample once an epoch by all ranks together, from where a checkpoint has left off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+
+
+class GangSampler(Sampler[int]):
+    """This rank's indices of an epoch: all ranks draw the same order, and take turns.
+
+    `taken` samples of the order, from its beginning, are passed over: they were seen before a resume, by however many
+    ranks. Where the rest can't be shared evenly its first samples come again, for DDP waits for all ranks in each
+    step; with `drop_last` the rest of a step of all ranks is left out instead.
+    """
+
+    def __init__(
+        self, data: Sized, rank: int, world_size: int, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool
+    ) -> None:
+        self._data, self._rank, self._world_size = data, rank, world_size
+        self._step = batch_size * world_size
+        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self.epoch = 1
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order()[self._rank :: self._world_size].tolist())
+
+    def __len__(self) -> int:
+        return self._total() // self._world_size
+
+    def _total(self) -> int:
+        """Samples of all ranks that come from here."""
+        left = max(0, len(self._data) - self.taken)
+        if self._drop_last:
+            return left - left % self._step
+        return -(-left // self._world_size) * self._world_size
+
+    def _order(self) -> torch.Tensor:
+        size = len(self._data)
+        if self._shuffle:
+            draw = torch.Generator().manual_seed((self._seed * 1_000_003 + self.epoch) % (1 << 63))
+            order = torch.randperm(size, generator=draw)
+        else:
+            order = torch.arange(size)
+        rest, total = order[self.taken :], self._total()
+        while 0 < len(rest) < total:
+            rest = torch.cat([rest, rest[: total - len(rest)]])
+        return rest[:total]
+
+
+class GangLoader(DataLoader[Any]):
+    """A DataLoader over this rank's share, whose place in the epoch stands in every checkpoint of the context."""
+
+    def __init__(self, dataset: Dataset[Any], sampler: GangSampler, batch_size: int, **more: Any) -> None:
+        self._gang_sampler = sampler
+        self._step = batch_size * sampler._world_size  # noqa: SLF001
+        # A batch sampler, for that of DataLoader can't be changed between epochs.
+        super().__init__(dataset, batch_sampler=BatchSampler(sampler, batch_size, drop_last=False), **more)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own is a class of its own
+        for batch in super().__iter__():
+            # Before the step: a checkpoint after it has seen this batch.
+            self._gang_sampler.taken += self._step
+            yield batch
+        self.set_epoch(self._gang_sampler.epoch + 1)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch (from 1) that is under way, or comes next."""
+        return self._gang_sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch from its first sample; the same one again is left where it is."""
+        if epoch != self._gang_sampler.epoch:
+            self._gang_sampler.epoch, self._gang_sampler.taken = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is: the epoch, and how many of its samples all ranks together have seen."""
+        size = len(self._gang_sampler._data)  # noqa: SLF001
+        return {"epoch": self.epoch, "taken": min(self._gang_sampler.taken, size)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there; an epoch that was complete is over."""
+        size = len(self._gang_sampler._data)  # noqa: SLF001
+        over = state["taken"] >= size
+        self._gang_sampler.epoch = state["epoch"] + int(over)
+        self._gang_sampler.taken = 0 if over else state["taken"]
+
+
+def gang_loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    *,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+    **more: Any,
+) -> GangLoader:
+    """What ctx.loader gives; `more` goes to DataLoader. Raises TypeError for data without a length."""
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise TypeError(f"ctx.loader shares out data that has a length, not {dataset!r}: use torch's DataLoader for it")
+    sampler = GangSampler(dataset, rank, world_size, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    defaults: dict[str, Any] = {
+        "pin_memory": device.type == "cuda",
+        "persistent_workers": more.get("num_workers", 0) > 0,
+        # What workers draw, for augmentation, is another thing in each rank, and the same in each run.
+        "generator": torch.Generator().manual_seed((seed * 1_000_003 + rank) % (1 << 63)),
+    }
+    return GangLoader(dataset, sampler, batch_size, **{**defaults, **more})

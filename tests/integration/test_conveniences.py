@@ -1,0 +1,75 @@
+"""What the context helps with, in real ranks: a model prepared, data fed, numbers shared; interrupted in mid epoch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from tests.conftest import Cli
+
+WORKLOAD = """
+import os, signal
+import torch
+
+
+def train(ctx, epochs=3, die_at=0):
+    torch.manual_seed(0)
+    with ctx.rank_zero_first():
+        if ctx.rank == 0:
+            open(f"downloaded-{ctx.run_id}", "a").close()
+        assert os.path.exists(f"downloaded-{ctx.run_id}")
+    model = ctx.prepare(torch.nn.Linear(4, 1))
+    assert model(torch.ones(2, 4)).dtype == torch.bfloat16  # as the configuration says
+    optimizer = torch.optim.Adam(model.parameters())
+    data = torch.utils.data.TensorDataset(torch.arange(64.0).repeat(4, 1).T / 64)
+    loader = ctx.loader(data, batch_size=8, num_workers=1)
+    resumed = ctx.resume(model=model, optimizer=optimizer)
+    step = resumed.step if resumed else 0
+    for epoch in ctx.epochs(epochs):
+        for (rows,) in loader:
+            loss = model(rows).float().pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            assert ctx.all_finite(loss)
+            assert not ctx.all_finite(float("nan") if ctx.rank == 1 else 1.0)
+            ctx.log({"train/loss": ctx.mean(loss)}, step=step, epoch=epoch)
+            ctx.checkpoint(model=model, optimizer=optimizer, step=step, last=step == epochs * len(loader))
+            if step == die_at and ctx.attempt == 1:
+                ctx.close()  # what was saved is home
+                torch.distributed.barrier()
+                if ctx.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    assert ctx.mean(ctx.rank) == 0.5 and ctx.mean(ctx.rank, weight=ctx.rank) == 1.0
+    return {"steps": step}
+"""
+
+
+def test_function_that_leaves_it_to_the_context_ends_alike_with_and_without_a_fault(run_cli: Cli) -> None:
+    (run_cli.folder / "work.py").write_text(WORKLOAD)
+    config = run_cli.folder / "config.yaml"
+    content = {"workload": "work:train", "cluster": {"ranks": 2}, "prepare": {"precision": "bf16"}}
+    failure = {"max_restarts": 1, "backoff_s": 0.1}
+    config.write_text(json.dumps({**content, "failure": failure, "checkpoint": {"metric": None, "every_steps": 1}}))
+    whole = run_cli("train", config, "--run-id", "whole")
+    assert whole.rc == 0, whole.stderr
+    killed = run_cli("train", config, "--run-id", "killed", "--set", "params.die_at=6")
+    assert killed.rc == 0, killed.stderr
+    assert "starting the ranks again in 0.1 s, from step 6" in killed.stderr
+    runs = run_cli.folder / "runs"
+    assert record(runs / "killed")["result"] == record(runs / "whole")["result"] == {"steps": 12}
+    assert weights(runs / "killed") == weights(runs / "whole")
+
+
+def record(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "run.json").read_text())
+    return found
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    file = run / "checkpoints" / "step-12" / "model.safetensors"
+    return {name: value.tobytes() for name, value in load_file(file).items()}

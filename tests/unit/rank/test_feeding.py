@@ -1,0 +1,116 @@
+"""Every sample once an epoch by all ranks together, also after a resume by more or fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddptrain.rank.feeding import GangLoader, gang_loader
+from tests.unit.rank.test_context import Rank
+
+CPU = torch.device("cpu")
+
+
+def loaders(size: int, ranks: int, batch_size: int = 3, **more: object) -> list[GangLoader]:
+    how = {"shuffle": True, "seed": 5, "drop_last": False, **more}
+    data = torch.arange(size)
+    return [gang_loader(data, batch_size, rank, ranks, CPU, **how) for rank in range(ranks)]  # type: ignore[arg-type]
+
+
+def seen(gang: list[GangLoader], steps: int | None = None) -> list[int]:
+    """The samples of all ranks, in `steps` steps or to the epoch's end."""
+    found: list[int] = []
+    for loader in gang:
+        for number, batch in enumerate(loader, 1):
+            found += batch.tolist()
+            if number == steps:
+                break
+    return found
+
+
+def test_all_ranks_together_see_every_sample_once_in_an_order_of_the_epoch() -> None:
+    gang = loaders(24, ranks=2)
+    first = seen(gang)
+    assert sorted(first) == list(range(24))
+    assert first == seen(loaders(24, ranks=2))
+    assert gang[0].epoch == 2
+    second = seen(gang)
+    assert sorted(second) == list(range(24)) and second != first
+
+
+@pytest.mark.parametrize(("drop_last", "count"), [(False, 26), (True, 24)])
+def test_ranks_have_equally_many_samples_of_an_odd_number(drop_last: bool, count: int) -> None:
+    gang = loaders(25, ranks=2, drop_last=drop_last)
+    shares = [seen([loader]) for loader in gang]
+    assert len(shares[0]) == len(shares[1]) == count // 2
+    assert drop_last or {*shares[0], *shares[1]} == set(range(25))
+
+
+def test_order_is_kept_where_nothing_is_to_be_shuffled() -> None:
+    assert seen(loaders(6, ranks=1, shuffle=False)) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("ranks_after", [1, 2, 4])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_epoch_goes_on_where_a_checkpoint_was_taken_with_any_number_of_ranks(ranks_after: int, workers: int) -> None:
+    before = loaders(48, ranks=2, num_workers=workers)
+    first = seen(before, steps=4)
+    state = before[0].state_dict()
+    assert state == {"epoch": 1, "taken": 24}
+    after = loaders(48, ranks=ranks_after, num_workers=workers if ranks_after == 1 else 0)
+    for loader in after:
+        loader.load_state_dict(state)
+    assert sorted(first + seen(after)) == list(range(48))
+    assert after[0].epoch == 2
+    assert sorted(seen(after)) == list(range(48))
+
+
+def test_epoch_that_was_complete_is_over() -> None:
+    (loader,) = loaders(7, ranks=1)
+    for _ in loader:
+        state = loader.state_dict()
+    assert state == {"epoch": 1, "taken": 7}
+    loader.load_state_dict(state)
+    assert (loader.epoch, loader.state_dict()) == (2, {"epoch": 2, "taken": 0})
+
+
+def test_data_without_a_length_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    with pytest.raises(TypeError, match="data that has a length"):
+        gang_loader(Stream(), 2, 0, 1, CPU, shuffle=True, seed=0, drop_last=False)
+
+
+def test_place_of_each_loader_stands_in_the_checkpoint_and_epochs_go_on(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    model = torch.nn.Linear(1, 1)
+    one = Rank(tmp_path / "one")
+    data: torch.utils.data.Dataset[torch.Tensor] = torch.arange(8)  # type: ignore[assignment]
+    loader = one.context.loader(data, batch_size=2)
+    found = []
+    for epoch in one.context.epochs(3):
+        for batch in loader:
+            found += batch.tolist()
+            if epoch == 2 and loader.state_dict()["taken"] == 4:
+                break
+        if epoch == 2:
+            break
+    one.context.checkpoint(model=model, step=6)
+    one.context.close()
+    one.file.close()
+    two = Rank(tmp_path / "two", resume_from=str(tmp_path / "one" / "staging" / "checkpoint-0"))
+    two.context.resume(model=model)
+    again = two.context.loader(data, batch_size=2)
+    epochs = []
+    for epoch in two.context.epochs(3):
+        epochs.append(epoch)
+        found += [int(sample) for batch in again for sample in batch]
+    two.file.close()
+    assert epochs == [2, 3]
+    assert sorted(found) == sorted([*range(8)] * 3)
