@@ -77,6 +77,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     extra = {"ddptrain/py.typed", "ddptrain/workloads/petnames/names.txt"}
+    extra |= {"ddptrain/starter/gitignore", "ddptrain/starter/train.yaml"}
     assert CONFIGS
     assert names == SOURCES | extra | {f"ddptrain/configs/{name}" for name in CONFIGS}
 
