@@ -302,6 +302,16 @@ class FailureConfig(Strict):
     grace_s: Seconds = Field(default=30.0, ge=0, description="Seconds from SIGTERM to SIGKILL when ranks are stopped.")
 
 
+class CodeConfig(Strict):
+    """The code that goes along to workers that don't see the project's folder."""
+
+    ship: bool = Field(default=True, description="Whether code goes along; else workers must have it themselves.")
+    folder: FilledText | None = Field(
+        default=None, description="The project's folder; by default the git work tree, or the folder of this file."
+    )
+    max_mb: Annotated[float, Field(gt=0)] = Field(default=200.0, description="Megabytes that may go along.")
+
+
 class ResultsConfig(Strict):
     """Where results go."""
 
@@ -336,6 +346,9 @@ class RunConfig(Strict):
         default=PrepareConfig(), description="What ctx.prepare does with a model, in workloads that call it."
     )
     failure: FailureConfig = Field(default=FailureConfig(), description="What happens when a rank fails.")
+    code: CodeConfig = Field(
+        default=CodeConfig(), description="The code that goes along to workers that don't see the project's folder."
+    )
     results: ResultsConfig = Field(default=ResultsConfig(), description="Where results go.")
 
     @property

@@ -95,6 +95,7 @@ class RankSpec(_Message):
     use_gpu: bool = True
     max_restarts: int = 0
     asynchronous: bool = True
+    code: str = ""  # the hash of the code that has come along, "" where the rank sees the project itself
     prepare: Mapping[str, Any] = field(default_factory=dict)
     max_failures: int = 5
     gpu: str | None = None

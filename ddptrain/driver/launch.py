@@ -244,9 +244,13 @@ class _Run:
 
     def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
         from ddptrain.clusters.check import Needs, check_cluster
+        from ddptrain.driver.packing import project_of
         from ddptrain.driver.series import search_path
 
-        needs = Needs(workload=_module_needed(self.config), sys_path=search_path(self.loaded))
+        path = search_path(self.loaded)
+        goes_along = project_of(self.loaded, path) is not None
+        # What goes along has not arrived yet.
+        needs = Needs(workload="ddptrain:" if goes_along else _module_needed(self.config), sys_path=path)
         return lambda workers: check_cluster(client, workers, needs)
 
     def _greet(self) -> None:

@@ -11,21 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.clusters.protocol import Cluster
+from ddptrain.codefolder import moved
 from ddptrain.config import RunConfig
 from ddptrain.configfile import LoadedConfig, search_folders
 from ddptrain.driver import verdict as verdicts
 from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.display import Display
 from ddptrain.driver.gang import Gang, Place
+from ddptrain.driver.packing import pack, project_of
 from ddptrain.driver.porter import Porter
 from ddptrain.driver.rankwatch import Outcome
 from ddptrain.driver.restarts import Again, Enough, Restarts
+from ddptrain.driver.shipping import check_imports, ship
 from ddptrain.driver.signals import Signals
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.watchdog import Watchdog
 from ddptrain.registry import workload_target
 from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
-from ddptrain.results.record import AttemptRecord
+from ddptrain.results.record import AttemptRecord, CodeRecord
 from ddptrain.results.verified import VerifiedCheckpoint, newest_verified
 from ddptrain.results.writer import RunWriter, utc_now
 from ddptrain.spec import RankSpec
@@ -128,10 +131,34 @@ class Series:
         if self.checkpoint is not None:
             files = self.checkpoint.files
             resume_from = self.scene.gang.place_checkpoint(places, self.checkpoint.folder, files, MANIFEST)
-        return [
+        specs = [
             dataclasses.replace(self._spec(number, place, places), resume_from=folder)
             for place, folder in zip(places, resume_from, strict=True)
         ]
+        return specs if self.config.cluster.is_embedded else self._with_code(specs, places)
+
+    def _with_code(self, specs: list[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
+        """The same where workers see the project's folder; for others, with the places to which its code was taken."""
+        project = project_of(self.scene.loaded, search_path(self.scene.loaded))
+        if project is None:
+            return specs
+        package = pack(project.folder, [self.scene.writer.layout.root.parent])
+        roots = ship(self.scene.gang, places, package, self.config.code.max_mb, self.scene.display.status)
+        if not any(roots):
+            return specs
+        size = len(package.names), package.size_bytes
+        self.scene.writer.update(code=CodeRecord(package.hash, str(package.folder), *size))
+        there = [
+            dataclasses.replace(
+                spec,
+                code=package.hash if root else "",
+                workdir=moved(spec.workdir, package.folder, root),
+                sys_path=tuple(moved(entry, package.folder, root) for entry in spec.sys_path),
+            )
+            for spec, root in zip(specs, roots, strict=True)
+        ]
+        check_imports(self.scene.gang, places, project.file, [spec.sys_path for spec in there])
+        return there
 
     def _spec(self, number: int, place: Place, places: Sequence[Place]) -> RankSpec:
         config = self.config

@@ -98,6 +98,16 @@ class GitRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
+class CodeRecord(_Part):
+    """The code that went along to workers: the hash of its content, and how much it was."""
+
+    hash: str = ""
+    folder: str = ""
+    files: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DriverRecord(_Part):
     """The process that runs the run."""
 
@@ -140,6 +150,7 @@ class RunRecord(_Part):
     attempts: tuple[AttemptRecord, ...] = ()
     failure: FailureRecord | None = None
     git: GitRecord | None = None
+    code: CodeRecord | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     rank_environment: Mapping[str, EnvironmentValue] = field(default_factory=dict)
     driver: DriverRecord = field(default_factory=DriverRecord)

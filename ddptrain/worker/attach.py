@@ -20,7 +20,7 @@ from ddptrain import __version__
 from ddptrain.execenv import exec_only
 from ddptrain.gpus import visible_gpus
 from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
-from ddptrain.worker import environment
+from ddptrain.worker import codecache, environment
 from ddptrain.worker.host import RankHost, own_host
 from ddptrain.worker.server import RankServerLost, SharedRankServer
 
@@ -53,6 +53,7 @@ class RunPlugin(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """The run is over, or its driver is gone."""
         self._removed = True
+        codecache.release(self.run_id)
         host, self.host = self.host, None
         if host is not None and self._own:
             await asyncio.to_thread(host.remove_run, self.run_id)

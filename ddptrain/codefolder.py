@@ -1,0 +1,43 @@
+"""What a folder of code is, for the driver that sends it and the workers that have it: its content, or its looks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def content_hash(folder: Path, names: Iterable[str]) -> str:
+    """SHA-256 over the files' names, contents and whether they can be run. Raises OSError where one can't be read."""
+    whole = hashlib.sha256()
+    for name in sorted(names):
+        path = folder / name
+        if path.is_symlink():
+            kind, digest = "link", hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
+        else:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                kind = "program" if os.fstat(file.fileno()).st_mode & stat.S_IXUSR else "file"
+        whole.update(f"{kind} {digest} {name}\n".encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()
+
+
+def looks(folder: Path, names: Iterable[str]) -> str:
+    """A digest of the files' sizes and times of change: who sees the same folder gets the same; "" where one lacks."""
+    whole = hashlib.sha256()
+    try:
+        for name in sorted(names):
+            status = os.lstat(folder / name)
+            whole.update(f"{status.st_size} {status.st_mtime_ns} {name}\n".encode("utf-8", "surrogateescape"))
+    except OSError:
+        return ""
+    return whole.hexdigest()
+
+
+def moved(path: str, folder: Path, root: str) -> str:
+    """Where a path below `folder` is once that is `root`; any other path, and any with no root, as it is."""
+    if not root or not Path(path).is_relative_to(folder):
+        return path
+    return str(Path(root) / Path(path).relative_to(folder))

@@ -1,0 +1,43 @@
+"""What the driver has a worker do about code that comes along: look whether it is there, unpack it, and keep it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.machinery
+import sys
+from pathlib import Path
+
+from distributed import Worker
+
+from ddptrain.codefolder import looks
+from ddptrain.worker.attach import rank_host
+from ddptrain.worker.codecache import CodeCache
+
+
+async def sees_code(folder: str, names: list[str], expected: str) -> bool:
+    """For client.run: whether this worker sees the driver's own folder, with the same files."""
+    return await asyncio.to_thread(looks, Path(folder), names) == expected
+
+
+async def use_code(run_id: str, code: str) -> str:
+    """For client.run: the folder of code that has come along before, held for the run; "" where it has not."""
+    return await asyncio.to_thread(CodeCache().use, run_id, code)
+
+
+async def unpack_code(run_id: str, code: str, archive: str, names: list[str], dask_worker: Worker) -> str:
+    """For client.run: unpack an archive from the run's scratch folder; return its folder. Raises ClusterError."""
+    path = rank_host(dask_worker, run_id).scratch / run_id / archive
+    try:
+        return await asyncio.to_thread(CodeCache().unpack, run_id, code, path, names)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def missing_modules(modules: list[str], folders: list[str]) -> list[str]:
+    """For client.run: those of the modules that are neither in the folders nor installed here; none is imported."""
+    importlib.invalidate_caches()
+    path = [*folders, *sys.path]
+    builtin = sys.builtin_module_names
+    finder = importlib.machinery.PathFinder
+    return [module for module in modules if module not in builtin and finder.find_spec(module, path) is None]

@@ -1,0 +1,68 @@
+"""Code that has come along: proved, read-only, held while it is used, and pruned when there is too much."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddptrain.driver.packing import Package, pack
+from ddptrain.errors import ClusterError
+from ddptrain.worker import codecache
+from ddptrain.worker.codecache import CodeCache
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[CodeCache]:
+    yield CodeCache(tmp_path / "cache", limit_bytes=5_000)
+    for run in ("one", "two", "three"):
+        codecache.release(run)
+
+
+def package(folder: Path, text: str) -> Package:
+    (folder / "inside").mkdir(parents=True, exist_ok=True)
+    (folder / "inside" / "train.py").write_text(text)
+    return pack(folder, [])
+
+
+def unpacked(cache: CodeCache, folder: Path, run: str, text: str) -> str:
+    of = package(folder / "project", text)
+    archive = folder / "archive"
+    archive.write_bytes(of.archive())
+    return cache.unpack(run, of.hash, archive, of.names)
+
+
+def test_code_is_there_once_unpacked_and_read_only(cache: CodeCache, tmp_path: Path) -> None:
+    of = package(tmp_path / "project", "print(1)")
+    assert cache.use("one", of.hash) == ""
+    home = unpacked(cache, tmp_path, "one", "print(1)")
+    assert cache.use("two", of.hash) == home
+    file = Path(home, "inside", "train.py")
+    assert file.read_text() == "print(1)"
+    assert not file.stat().st_mode & 0o222
+
+
+def test_code_that_is_not_what_its_hash_says_is_refused(cache: CodeCache, tmp_path: Path) -> None:
+    of = package(tmp_path / "project", "print(1)")
+    assert len(of.hash) == 64
+    archive = tmp_path / "archive"
+    archive.write_bytes(package(tmp_path / "project", "print(2)").archive())
+    with pytest.raises(ClusterError, match="damaged: its hash is not"):
+        cache.unpack("one", of.hash, archive, of.names)
+    archive.write_bytes(b"no archive")
+    with pytest.raises(ClusterError, match="cannot unpack"):
+        cache.unpack("one", of.hash, archive, of.names)
+    assert list(cache.folder.iterdir()) == []
+
+
+def test_what_was_not_used_for_longest_goes_and_what_is_in_use_stays(cache: CodeCache, tmp_path: Path) -> None:
+    first = unpacked(cache, tmp_path, "one", "1" * 3_000)
+    second = unpacked(cache, tmp_path, "two", "2" * 3_000)
+    assert Path(first).is_dir()  # too much, but in use
+    for home in (first, second):
+        os.utime(home, (1, 1))
+    codecache.release("two")
+    third = unpacked(cache, tmp_path, "three", "3" * 3_000)
+    assert [Path(home).is_dir() for home in (first, second, third)] == [True, False, True]
