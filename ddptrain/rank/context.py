@@ -333,6 +333,8 @@ class RankContext:
 
 
 def _number(name: object, value: Any) -> float:
+    if type(value) in (float, int):  # what it nearly always is, in every step
+        return value  # type: ignore[no-any-return]
     item = value.item() if hasattr(value, "item") else value
     if isinstance(item, bool) or not isinstance(item, int | float):
         raise TypeError(f"ctx.log and metrics take numbers: {name!r} is {value!r} ({type(value).__name__})")

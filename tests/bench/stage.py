@@ -142,6 +142,10 @@ class Stage:
         places = ["--standalone", "--nproc-per-node", str(ranks), *options]
         return [TORCHRUN, *places, str(self.programs / f"{program}.py"), json.dumps(params)]
 
+    def script(self, program: str, ranks: int, **params: object) -> list[str]:
+        """The command that runs a program of ours with ddptrain, as the script that it is for torchrun."""
+        return [DDPTRAIN, "run", "--ranks", str(ranks), str(self.programs / f"{program}.py"), "--", json.dumps(params)]
+
     def ddptrain(self, program: str, ranks: int, *options: str, **params: object) -> list[str]:
         """The command that runs a program of ours with ddptrain; its run directory is `runs`/bench-<n> there."""
         self._count += 1

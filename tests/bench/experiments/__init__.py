@@ -9,8 +9,10 @@ from tests.bench.experiments import (
     first_step,
     generation,
     help_text,
+    log,
     petnames,
     restart,
+    shipping,
     steady,
 )
 from tests.bench.measure import Experiment
@@ -21,6 +23,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     clusters.UP,
     clusters.GANGS,
     restart.EXPERIMENT,
+    shipping.EXPERIMENT,
+    log.EXPERIMENT,
     steady.EXPERIMENT,
     petnames.EXPERIMENT,
     checkpoint.EXPERIMENT,

@@ -19,8 +19,8 @@ _WHERE = {"embedded": "an embedded cluster, which the command starts", "warm": "
 
 
 @contextmanager
-def warm_cluster(stage: Stage, slots: int) -> Iterator[str]:
-    """A Dask scheduler and one of our workers, as processes of their own; gives the scheduler's address."""
+def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True) -> Iterator[str]:
+    """A Dask scheduler and one of our workers, if wanted, as processes of their own; gives the scheduler's address."""
     folder = stage.new_folder("cluster")
     file = folder / "scheduler.json"
     scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
@@ -34,7 +34,8 @@ def warm_cluster(stage: Stage, slots: int) -> Iterator[str]:
             time.sleep(0.05)
         address = str(json.loads(file.read_text())["address"])
         worker = [sys.executable, "-m", "ddptrain.worker", "--scheduler", address, "--slots", str(slots)]
-        stack.enter_context(stage.started([*worker, "--scratch", str(folder / "scratch")]))
+        if with_worker:
+            stack.enter_context(stage.started([*worker, "--scratch", str(folder / "scratch")]))
         yield address
 
 

@@ -37,7 +37,13 @@ def _open(stage: Stage) -> Iterator[Variants]:
             raise BenchError("rank 0 wrote no rate")
         return _rate(out)
 
+    def script() -> Figures:
+        out = stage.new_folder("script") / "rate.json"
+        stage.run(stage.script("steady", 2, out=str(out), model="mlp", seconds=stage.sizes.steady_s))
+        return _rate(out)
+
     yield {
+        "script-mlp": script,
         "torchrun-mlp": lambda: torchrun("mlp", {}),
         "ddptrain-mlp": lambda: ddptrain("mlp"),
         "torchrun-lstm": lambda: torchrun("lstm", {}),
@@ -69,4 +75,14 @@ _WHY = Row(
     what="why steady-lstm is above 1: torchrun is given the settings of glibc's malloc that ddptrain makes the default",
 )
 
-EXPERIMENT = Experiment(rows=(*map(_row, _MODELS), _WHY), open=_open)
+_SCRIPT = Row(
+    name="steady-script",
+    unit="samples/s",
+    ours=Source("script-mlp", "samples_per_s"),
+    peer=Source("torchrun-mlp", "samples_per_s"),
+    peer_name="torchrun",
+    goal=Goal("ratio", ">=", 0.98),
+    what="the same as steady-mlp, as the unchanged script that torchrun runs",
+)
+
+EXPERIMENT = Experiment(rows=(*map(_row, _MODELS), _WHY, _SCRIPT), open=_open)

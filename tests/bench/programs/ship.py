@@ -1,0 +1,38 @@
+"""Takes a project along to all workers of a cluster that don't see it, twice; prints the seconds of both."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import time
+from pathlib import Path
+
+from distributed import Client
+
+from ddptrain.driver.gang import Gang
+from ddptrain.driver.inbox import Inbox
+from ddptrain.driver.packing import pack
+from ddptrain.driver.reservation import Watchers, Wish
+from ddptrain.driver.shipping import ship
+
+
+def main(address: str, folder: Path, workers: int) -> None:
+    """Print {"first_s", "again_s"}: listing, hashing, asking, and whatever has to be sent."""
+    took = []
+    with Client(address, set_as_default=False) as client:
+        client.wait_for_workers(workers, timeout=60)
+        for number in range(2):
+            inbox: Inbox = queue.SimpleQueue()
+            with Gang(client, f"ship-{number}", inbox) as gang:
+                nobody = Watchers(None, lambda: None, lambda: "", lambda _: None, "")
+                places = gang.reserve(Wish(workers, False, 60.0, 0.0), nobody)
+                began = time.perf_counter()
+                roots = ship(gang, places, pack(folder, []), 200.0, lambda _: None)
+                took.append(time.perf_counter() - began)
+                assert all(roots), "the workers see the folder themselves"
+    print(json.dumps({"first_s": took[0], "again_s": took[1]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
