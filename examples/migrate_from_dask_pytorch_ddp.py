@@ -101,7 +101,7 @@ def train(handler: results.DaskResultsHandler, epochs: int, learning_rate: float
 
 def main(folder: Path) -> None:
     """The notebook's cells."""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         handler = results.DaskResultsHandler()
         futures = dispatch.run(client, train, handler, epochs=3, learning_rate=0.01, backend="gloo")
         handler.process_results(str(folder), futures)

@@ -137,6 +137,7 @@ class DaskCluster:
         tls = self.authority
         files = ("--tls-ca-file", tls.ca_file, "--tls-cert", tls.cert_file, "--tls-key", tls.key_file)
         command = [sys.executable, "-m", f"distributed.cli.dask_{program}", "--host", _LOOPBACK, "--no-dashboard"]
+        command += ["--dashboard-address", f"{_LOOPBACK}:0"]  # port 8787 belongs to tests of Kubernetes
         with (self.folder / f"{program}.log").open("ab") as log:
             return subprocess.Popen(
                 [*command, *map(str, files), *map(str, options)], stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -53,7 +53,8 @@ class Others:
     def start_scheduler(self, *tls: str) -> None:
         """`dask scheduler`, which may want a certificate."""
         where = ("--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(self.bench.scheduler_file))
-        self.bench.start("scheduler", "-P", "-m", "distributed.cli.dask_scheduler", *where, "--no-dashboard", *tls)
+        http = ("--no-dashboard", "--dashboard-address", "127.0.0.1:0")
+        self.bench.start("scheduler", "-P", "-m", "distributed.cli.dask_scheduler", *where, *http, *tls)
         until(lambda: bool(self._told()), "the scheduler's file")
 
     def _told(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def lose_a_worker(client):
 
 
 if __name__ == "__main__":
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         work(client)
         lose_a_worker(client)
     print("SAID " + json.dumps(said))

@@ -135,7 +135,10 @@ def test_certificate_of_the_class_is_kept_for_later_commands(clusters: DeployClu
 
 
 def test_spec_cluster_is_named_by_texts_alone(clusters: DeployClusters) -> None:
-    scheduler = {"cls": "distributed.Scheduler", "options": {"dashboard": False, "host": "127.0.0.1", "port": 0}}
+    scheduler = {
+        "cls": "distributed.Scheduler",
+        "options": {"dashboard": False, "dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "port": 0},
+    }
     workers = {name: {"cls": "distributed.Nanny", "options": {"nthreads": 1}} for name in ("left", "right")}
     done = clusters.up_with("distributed.SpecCluster", scheduler=scheduler, workers=workers)
     assert {worker["name"] for worker in json.loads(done.stdout)["workers"]} == {"left", "right"}
@@ -236,14 +239,14 @@ def test_killed_keeper_is_seen_and_cleared_away(clusters: DeployClusters) -> Non
 
 
 def test_forgotten_cluster_is_closed_but_never_one_with_a_run_on_it(clusters: DeployClusters) -> None:
-    clusters.up_with("classes.Quiet", "--idle-timeout", "2")
+    clusters.up_with("classes.Quiet", "--idle-timeout", "5")
     running = clusters.start_run(ranks=1)
-    time.sleep(3)
+    time.sleep(6)
     assert clusters.status()["state"] == "up"
     keeper = clusters.process("keeper")
     assert clusters.finish(running).rc == 0
     wait_until(lambda: is_gone(keeper))
-    assert "idle for 2 s" in clusters.status(rc=4)["reason"]
+    assert "idle for 5 s" in clusters.status(rc=4)["reason"]
     clusters("down", "dev")
     assert clusters.entries() == []
 

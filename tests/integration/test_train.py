@@ -339,7 +339,7 @@ class UpCluster:
     def _start_scheduler(self) -> str:
         file = self.folder / "scheduler.json"
         command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
-        self.start([*command, "--no-dashboard", "--scheduler-file", str(file)])
+        self.start([*command, "--no-dashboard", "--dashboard-address", "127.0.0.1:0", "--scheduler-file", str(file)])
         deadline = time.monotonic() + 30
         while not file.exists() or not file.read_text().strip():
             assert time.monotonic() < deadline, "the scheduler did not start"
