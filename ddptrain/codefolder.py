@@ -1,4 +1,4 @@
-"""What a folder of code is, for the driver that sends it and the workers that have it: its content, or its looks."""
+"""What a folder of code is, for the driver that sends it and the workers that have it: its content, or its files."""
 
 from __future__ import annotations
 
@@ -9,28 +9,39 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
+def line_of(kind: str, name: str, digest: str) -> bytes:
+    """A file's line in what is hashed: whether it is a "file", a "program" or a "link", and of which content."""
+    return f"{kind} {digest} {name}\n".encode("utf-8", "surrogateescape")
+
+
+def kind_of(mode: int) -> str:
+    """What the mode of a plain file makes it."""
+    return "program" if mode & stat.S_IXUSR else "file"
+
+
 def content_hash(folder: Path, names: Iterable[str]) -> str:
     """SHA-256 over the files' names, contents and whether they can be run. Raises OSError where one can't be read."""
     whole = hashlib.sha256()
     for name in sorted(names):
         path = folder / name
         if path.is_symlink():
-            kind, digest = "link", hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
+            whole.update(line_of("link", name, hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()))
         else:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-                kind = "program" if os.fstat(file.fileno()).st_mode & stat.S_IXUSR else "file"
-        whole.update(f"{kind} {digest} {name}\n".encode("utf-8", "surrogateescape"))
+                whole.update(line_of(kind_of(os.fstat(file.fileno()).st_mode), name, digest))
     return whole.hexdigest()
 
 
-def looks(folder: Path, names: Iterable[str]) -> str:
-    """A digest of the files' sizes and times of change: who sees the same folder gets the same; "" where one lacks."""
+def identity(folder: Path, names: Iterable[str]) -> str:
+    """A digest of the files' inodes: who sees the same folder gets the same; "" where one is missing.
+
+    Not of their sizes or times: a log that lies there grows while we look.
+    """
     whole = hashlib.sha256()
     try:
         for name in sorted(names):
-            status = os.lstat(folder / name)
-            whole.update(f"{status.st_size} {status.st_mtime_ns} {name}\n".encode("utf-8", "surrogateescape"))
+            whole.update(f"{os.lstat(folder / name).st_ino} {name}\n".encode("utf-8", "surrogateescape"))
     except OSError:
         return ""
     return whole.hexdigest()

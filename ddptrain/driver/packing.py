@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import stat
 import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import pathspec
 
-from ddptrain.codefolder import content_hash
+from ddptrain.codefolder import content_hash, kind_of, line_of
 from ddptrain.configfile import LoadedConfig
 from ddptrain.errors import UsageError
 from ddptrain.registry import workload_target
@@ -76,12 +78,8 @@ class Package:
     @cached_property
     def hash(self) -> str:
         """Of all that the files are. Raises UsageError where one can't be read."""
-        try:
+        with _naming():
             return content_hash(self.folder, self.names)
-        except OSError as error:
-            raise UsageError(
-                f"cannot read {error.filename}, which would go along to the workers: {error.strerror}"
-            ) from error
 
     def check_size(self, max_mb: float) -> None:
         """Raise UsageError, with the largest files, where they are more than `max_mb`."""
@@ -95,21 +93,35 @@ class Package:
             f"what is not needed in {self.folder / IGNORE_FILE}, or raise code.max_mb"
         )
 
-    def archive(self) -> bytes:
-        """A tar file, packed, of the files alone: the same for the same content."""
-        buffer = io.BytesIO()
+    def archive(self) -> tuple[bytes, str]:
+        """A packed tar file of the files alone, the same for the same content, and the hash of what is in it.
+
+        That may be another one than `hash`: files change while we read. Raises UsageError where one can't be read.
+        """
+        buffer, whole = io.BytesIO(), hashlib.sha256()
         with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
             for name in self.names:
-                info = archive.gettarinfo(str(self.folder / name), arcname=name)
+                with _naming():
+                    info = archive.gettarinfo(str(self.folder / name), arcname=name)
+                    data = (self.folder / name).read_bytes() if info.isreg() else os.fsencode(info.linkname)
+                kind = kind_of(info.mode) if info.isreg() else "link"
+                info.size = len(data) if info.isreg() else 0
                 info.mtime = info.uid = info.gid = 0
                 info.uname = info.gname = ""
-                info.mode = 0o755 if info.mode & stat.S_IXUSR else 0o644
-                if info.isreg():
-                    with (self.folder / name).open("rb") as file:
-                        archive.addfile(info, file)
-                else:
-                    archive.addfile(info)
-        return buffer.getvalue()
+                info.mode = 0o755 if kind == "program" else 0o644
+                archive.addfile(info, io.BytesIO(data) if info.isreg() else None)
+                whole.update(line_of(kind, name, hashlib.sha256(data).hexdigest()))
+        return buffer.getvalue(), whole.hexdigest()
+
+
+@contextmanager
+def _naming() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {error.filename}, which would go along to the workers: {error.strerror}"
+        ) from error
 
 
 def project_of(loaded: LoadedConfig, path: Sequence[str]) -> Project | None:

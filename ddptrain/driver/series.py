@@ -143,19 +143,19 @@ class Series:
         if project is None:
             return specs
         package = pack(project.folder, [self.scene.writer.layout.root.parent])
-        roots = ship(self.scene.gang, places, package, self.config.code.max_mb, self.scene.display.status)
-        if not any(roots):
+        shipped = ship(self.scene.gang, places, package, self.config.code.max_mb, self.scene.display.status)
+        if not any(shipped.roots):
             return specs
         size = len(package.names), package.size_bytes
-        self.scene.writer.update(code=CodeRecord(package.hash, str(package.folder), *size))
+        self.scene.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
         there = [
             dataclasses.replace(
                 spec,
-                code=package.hash if root else "",
+                code=shipped.code if root else "",
                 workdir=moved(spec.workdir, package.folder, root),
                 sys_path=tuple(moved(entry, package.folder, root) for entry in spec.sys_path),
             )
-            for spec, root in zip(specs, roots, strict=True)
+            for spec, root in zip(specs, shipped.roots, strict=True)
         ]
         check_imports(self.scene.gang, places, project.file, [spec.sys_path for spec in there])
         return there

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.codefolder import looks
+from ddptrain.codefolder import identity
 from ddptrain.driver.gang import Gang, Place
 from ddptrain.driver.packing import Package
 from ddptrain.errors import ClusterError
@@ -15,33 +16,38 @@ from ddptrain.worker import codetasks, task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 
-def ship(
-    gang: Gang, places: Sequence[Place], package: Package, max_mb: float, tell: Callable[[str], None]
-) -> list[str]:
-    """The folder in which each place's worker has the project's code: "" where it sees the project itself.
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """The hash of the code that went along, and the folder that each place's worker has it in: "" for the project."""
+
+    code: str
+    roots: list[str]
+
+
+def ship(gang: Gang, places: Sequence[Place], package: Package, max_mb: float, tell: Callable[[str], None]) -> Shipped:
+    """Have the project's code where each place's worker finds it: as it is, or in a cache of its host.
 
     Raises: ClusterError where it could not be brought, UsageError where it is more than `max_mb`.
     """
     host_of = {place.slot.worker: place.hostname for place in places}
     names = package.names
-    arguments = (str(package.folder), names, looks(package.folder, names))
-    seen = _ask(gang, [*host_of], codetasks.sees_code, *arguments)
+    seen = _ask(gang, [*host_of], codetasks.sees_code, str(package.folder), names, identity(package.folder, names))
     without = [worker for worker in host_of if not seen[worker]]
     found = dict.fromkeys(host_of, "")
+    code = ""
     if without:
         package.check_size(max_mb)
-        found |= _ask(gang, without, codetasks.use_code, gang.run_id, package.hash)
-    archive = b""
-    for worker in without:
-        if found[worker]:
-            continue
-        # Another worker of the host may have been brought it a moment ago.
-        found[worker] = _ask(gang, [worker], codetasks.use_code, gang.run_id, package.hash)[worker]
-        if not found[worker]:
-            archive = archive or package.archive()
-            tell(f"taking {len(names)} files of {package.folder} along to host {host_of[worker]}")
-            found[worker] = _send(gang, worker, package, archive)
-    return [found[place.slot.worker] for place in places]
+        code = package.hash
+        found |= _ask(gang, without, codetasks.use_code, gang.run_id, code)
+    if not all(found[worker] for worker in without):
+        archive, code = package.archive()
+        for worker in without:
+            # Another worker of the host may have been brought it a moment ago.
+            found |= _ask(gang, [worker], codetasks.use_code, gang.run_id, code)
+            if not found[worker]:
+                tell(f"taking {len(names)} files of {package.folder} along to host {host_of[worker]}")
+                found[worker] = _send(gang, worker, names, code, archive)
+    return Shipped(code, [found[place.slot.worker] for place in places])
 
 
 def check_imports(gang: Gang, places: Sequence[Place], file: Path, paths: Sequence[Sequence[str]]) -> None:
@@ -77,13 +83,12 @@ def _imported(file: Path) -> set[str]:
     return found
 
 
-def _send(gang: Gang, worker: str, package: Package, archive: bytes) -> str:
-    name = f"code-{package.hash}.tar.gz"
+def _send(gang: Gang, worker: str, names: list[str], code: str, archive: bytes) -> str:
+    name = f"code-{code}.tar.gz"
     for offset in range(0, len(archive), READ_LIMIT_BYTES):
         chunk = archive[offset : offset + READ_LIMIT_BYTES]
         _ask(gang, [worker], task.write_spool, gang.run_id, name, offset, chunk)
-    unpacked = _ask(gang, [worker], codetasks.unpack_code, gang.run_id, package.hash, name, package.names)
-    return str(unpacked[worker])
+    return str(_ask(gang, [worker], codetasks.unpack_code, gang.run_id, code, name, names)[worker])
 
 
 def _ask(gang: Gang, workers: list[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from distributed import Worker
 
-from ddptrain.codefolder import looks
+from ddptrain.codefolder import identity
 from ddptrain.worker.attach import rank_host
 from ddptrain.worker.codecache import CodeCache
 
 
 async def sees_code(folder: str, names: list[str], expected: str) -> bool:
-    """For client.run: whether this worker sees the driver's own folder, with the same files."""
-    return await asyncio.to_thread(looks, Path(folder), names) == expected
+    """For client.run: whether this worker sees the driver's own folder: the same files, not a copy of them."""
+    return await asyncio.to_thread(identity, Path(folder), names) == expected
 
 
 async def use_code(run_id: str, code: str) -> str:

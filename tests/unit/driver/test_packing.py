@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.codefolder import content_hash, looks, moved
+from ddptrain.codefolder import content_hash, identity, moved
 from ddptrain.driver.packing import Package, pack, project_folder
 from ddptrain.errors import UsageError
 
@@ -61,7 +61,7 @@ def test_links_go_along_as_links_unless_they_lead_out(project: Path) -> None:
     os.mkfifo(project / "pipe")
     package = pack(project, [project / "runs"])
     assert package.names == ["alias.py", "data/names.txt", "train.py"]
-    with tarfile.open(fileobj=BytesIO(package.archive())) as archive:
+    with tarfile.open(fileobj=BytesIO(package.archive()[0])) as archive:
         assert archive.getmember("alias.py").linkname == "train.py"
 
 
@@ -86,6 +86,16 @@ def test_archive_is_the_same_for_the_same_content(project: Path) -> None:
     first = pack(project, []).archive()
     os.utime(project / "train.py", (1, 1))
     assert pack(project, []).archive() == first
+    assert first[1] == pack(project, []).hash
+
+
+def test_file_that_changes_while_it_is_packed_has_the_hash_of_what_was_packed(project: Path) -> None:
+    package = pack(project, [])
+    before = package.hash
+    with (project / "train.py").open("a") as file:
+        file.write("  # edited")
+    assert package.archive()[1] == pack(project, []).hash != before
+    assert identity(project, package.names) == identity(project, package.names)
 
 
 def test_file_that_cannot_be_read_is_named(project: Path) -> None:
@@ -101,14 +111,14 @@ def test_home_is_no_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         project_folder(tmp_path, str(tmp_path / "nothing"))
 
 
-def test_looks_tell_a_folder_from_its_copy(project: Path, tmp_path: Path) -> None:
+def test_inodes_tell_a_folder_from_its_copy(project: Path, tmp_path: Path) -> None:
     package = pack(project, [])
-    assert looks(project, package.names) == looks(project, package.names) != ""
+    assert identity(project, package.names) == identity(project, package.names) != ""
     other = tmp_path / "other"
     subprocess.run(["cp", "-r", str(project), str(other)], check=True)
-    assert looks(other, package.names) not in ("", looks(project, package.names))
+    assert identity(other, package.names) not in ("", identity(project, package.names))
     assert content_hash(other, package.names) == package.hash
-    assert looks(tmp_path / "nothing", package.names) == ""
+    assert identity(tmp_path / "nothing", package.names) == ""
 
 
 def test_paths_move_with_the_folder() -> None:

@@ -30,7 +30,7 @@ def package(folder: Path, text: str) -> Package:
 def unpacked(cache: CodeCache, folder: Path, run: str, text: str) -> str:
     of = package(folder / "project", text)
     archive = folder / "archive"
-    archive.write_bytes(of.archive())
+    archive.write_bytes(of.archive()[0])
     return cache.unpack(run, of.hash, archive, of.names)
 
 
@@ -48,7 +48,7 @@ def test_code_that_is_not_what_its_hash_says_is_refused(cache: CodeCache, tmp_pa
     of = package(tmp_path / "project", "print(1)")
     assert len(of.hash) == 64
     archive = tmp_path / "archive"
-    archive.write_bytes(package(tmp_path / "project", "print(2)").archive())
+    archive.write_bytes(package(tmp_path / "project", "print(2)").archive()[0])
     with pytest.raises(ClusterError, match="damaged: its hash is not"):
         cache.unpack("one", of.hash, archive, of.names)
     archive.write_bytes(b"no archive")
