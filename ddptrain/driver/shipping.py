@@ -16,20 +16,23 @@ from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 
 def ship(
-    gang: Gang, places: Sequence[Place], package: Package, max_mb: float, tell: Callable[[str], None]
+    gang: Gang, places: Sequence[Place], package: Package, needed: Path, max_mb: float, tell: Callable[[str], None]
 ) -> list[str]:
     """The folder in which each place's worker has the project's code: "" where it sees the project itself.
 
-    Raises: ClusterError where it could not be brought, UsageError where it is more than `max_mb`.
+    Raises: ClusterError where it could not be brought, UsageError where it is more than `max_mb` or lacks the
+    file `needed`.
     """
     host_of = {place.slot.worker: place.hostname for place in places}
     names = package.names
-    arguments = (str(package.folder), names, looks(package.folder, names))
-    seen = _ask(gang, [*host_of], codetasks.sees_code, *arguments)
-    without = [worker for worker in host_of if not seen[worker]]
+    sample = package.sample
+    arguments = (str(package.folder), sample, looks(package.folder, sample))
+    # Where nothing would go along, no worker can tell the folder from another one.
+    seen = _ask(gang, [*host_of], codetasks.sees_code, *arguments) if sample else {}
+    without = [worker for worker in host_of if not seen.get(worker)]
     found = dict.fromkeys(host_of, "")
     if without:
-        package.check_size(max_mb)
+        package.check(needed, max_mb)
         found |= _ask(gang, without, codetasks.use_code, gang.run_id, package.hash)
     archive = b""
     for worker in without:
