@@ -23,14 +23,21 @@ def content_hash(folder: Path, names: Iterable[str]) -> str:
     """SHA-256 over the files' names, contents and whether they can be run. Raises OSError where one can't be read."""
     whole = hashlib.sha256()
     for name in sorted(names):
-        path = folder / name
-        if path.is_symlink():
-            whole.update(line_of("link", name, hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()))
+        path = f"{folder}/{name}"  # a Path for each costs as much as reading a small file
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            whole.update(line_of("link", name, hashlib.sha256(os.fsencode(link_target(Path(path)))).hexdigest()))
         else:
-            with path.open("rb") as file:
+            with open(path, "rb", buffering=0) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-                whole.update(line_of(kind_of(os.fstat(file.fileno()).st_mode), name, digest))
+                whole.update(line_of(kind_of(mode), name, digest))
     return whole.hexdigest()
+
+
+def link_target(path: Path) -> str:
+    """Where a symbolic link leads, seen from its own folder: that stays right when the whole folder moves."""
+    target = os.readlink(path)
+    return os.path.relpath(target, path.parent) if os.path.isabs(target) else target
 
 
 def identity(folder: Path, names: Iterable[str]) -> str:
@@ -41,7 +48,19 @@ def identity(folder: Path, names: Iterable[str]) -> str:
     whole = hashlib.sha256()
     try:
         for name in sorted(names):
-            whole.update(f"{os.lstat(folder / name).st_ino} {name}\n".encode("utf-8", "surrogateescape"))
+            whole.update(f"{os.lstat(f'{folder}/{name}').st_ino} {name}\n".encode("utf-8", "surrogateescape"))
+    except OSError:
+        return ""
+    return whole.hexdigest()
+
+
+def looks(folder: Path, names: Iterable[str]) -> str:
+    """A digest of the files' sizes and times of change, which tells of a change to them; "" where one is missing."""
+    whole = hashlib.sha256()
+    try:
+        for name in sorted(names):
+            status = os.lstat(f"{folder}/{name}")
+            whole.update(f"{status.st_size} {status.st_mtime_ns} {name}\n".encode("utf-8", "surrogateescape"))
     except OSError:
         return ""
     return whole.hexdigest()

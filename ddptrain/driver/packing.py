@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import heapq
 import io
 import os
 import stat
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pathspec
 
-from ddptrain.codefolder import content_hash, kind_of, line_of
+from ddptrain.codefolder import content_hash, kind_of, line_of, link_target
 from ddptrain.configfile import LoadedConfig
 from ddptrain.errors import UsageError
 from ddptrain.registry import workload_target
@@ -48,6 +50,7 @@ id_ed25519*
 _GIT_TIMEOUT_S = 30.0
 _MB = 1_000_000
 _NAMED = 5  # of the largest files
+_SAMPLE = 1_000  # files that tell a folder from another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,18 @@ class Package:
         return sorted(self.sizes)
 
     @cached_property
+    def sample(self) -> list[str]:
+        """The files that were changed last, by which a folder is known: all of them would take long where data lie."""
+
+        def changed(name: str) -> int:
+            try:
+                return os.lstat(self.folder / name).st_mtime_ns
+            except OSError:
+                return 0
+
+        return self.names if len(self.names) <= _SAMPLE else heapq.nlargest(_SAMPLE, self.names, key=changed)
+
+    @cached_property
     def size_bytes(self) -> int:
         """All files together."""
         return sum(self.sizes.values())
@@ -81,8 +96,13 @@ class Package:
         with _naming():
             return content_hash(self.folder, self.names)
 
-    def check_size(self, max_mb: float) -> None:
-        """Raise UsageError, with the largest files, where they are more than `max_mb`."""
+    def check(self, needed: Path, max_mb: float) -> None:
+        """Raise UsageError where the file `needed` is left out, or, with the largest files, over `max_mb`."""
+        if str(needed.relative_to(self.folder)) not in self.sizes:
+            raise UsageError(
+                f"{needed} would not go along to workers that don't see {self.folder}: it is ignored by git, or by "
+                f"{IGNORE_FILE}. Take it out there, or choose another code.folder"
+            )
         if self.size_bytes <= max_mb * _MB:
             return
         largest = sorted(self.sizes, key=lambda name: -self.sizes[name])[:_NAMED]
@@ -99,19 +119,30 @@ class Package:
         That may be another one than `hash`: files change while we read. Raises UsageError where one can't be read.
         """
         buffer, whole = io.BytesIO(), hashlib.sha256()
-        with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+        with (
+            gzip.GzipFile("", "wb", compresslevel=1, fileobj=buffer, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
             for name in self.names:
-                with _naming():
-                    info = archive.gettarinfo(str(self.folder / name), arcname=name)
-                    data = (self.folder / name).read_bytes() if info.isreg() else os.fsencode(info.linkname)
-                kind = kind_of(info.mode) if info.isreg() else "link"
-                info.size = len(data) if info.isreg() else 0
-                info.mtime = info.uid = info.gid = 0
-                info.uname = info.gname = ""
-                info.mode = 0o755 if kind == "program" else 0o644
-                archive.addfile(info, io.BytesIO(data) if info.isreg() else None)
-                whole.update(line_of(kind, name, hashlib.sha256(data).hexdigest()))
+                whole.update(self._add(archive, name))
         return buffer.getvalue(), whole.hexdigest()
+
+    def _add(self, archive: tarfile.TarFile, name: str) -> bytes:
+        """Add a file as it is now; return its line in the hash."""
+        path = self.folder / name
+        with _naming():
+            info = archive.gettarinfo(str(path), arcname=name)
+            is_link = info.issym()
+            data = os.fsencode(link_target(path)) if is_link else path.read_bytes()
+        kind = "link" if is_link else kind_of(info.mode)
+        info.type = tarfile.SYMTYPE if is_link else tarfile.REGTYPE
+        info.linkname = os.fsdecode(data) if is_link else ""
+        info.size = 0 if is_link else len(data)
+        info.mtime = info.uid = info.gid = 0
+        info.uname = info.gname = ""
+        info.mode = 0o755 if kind == "program" else 0o644
+        archive.addfile(info, None if is_link else io.BytesIO(data))
+        return line_of(kind, name, hashlib.sha256(data).hexdigest())
 
 
 @contextmanager
@@ -168,18 +199,41 @@ def pack(folder: Path, besides: Sequence[Path]) -> Package:
 
 def _files(folder: Path, besides: Sequence[Path]) -> Iterator[tuple[str, int]]:
     ignored = pathspec.PathSpec.from_lines("gitignore", [*_LEFT_OUT, *_own_rules(folder)])
-    apart = [path.resolve() for path in besides]
+    apart = tuple(f"{name}/" for name in _names_apart(folder, besides))
     for name in _listed(folder):
-        path = folder / name
-        if ignored.match_file(name) or any(path.is_relative_to(other) for other in apart):
+        if name.startswith(apart) or ignored.match_file(name) or not _can_travel(name):
             continue
+        path = f"{folder}/{name}"
         try:
             status = os.lstat(path)
         except OSError:
             continue  # deleted, and git has not been told
-        inside = stat.S_ISLNK(status.st_mode) and path.resolve().is_relative_to(folder.resolve())
-        if stat.S_ISREG(status.st_mode) or inside:
+        if stat.S_ISREG(status.st_mode) or (stat.S_ISLNK(status.st_mode) and _stays_inside(folder, name)):
             yield name, status.st_size
+
+
+def _names_apart(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
+    """Folders below the project that are none of it; of results in the project's own folder, each run's."""
+    real = folder.resolve()
+    for other in (path.resolve() for path in besides):
+        found = [run.parent for run in other.glob("*/run.json")] if real.is_relative_to(other) else [other]
+        yield from (str(path.relative_to(real)) for path in found if path != real and path.is_relative_to(real))
+
+
+def _can_travel(name: str) -> bool:
+    """Whether it is a name in messages, too: one that is no UTF-8 is not."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _stays_inside(folder: Path, name: str) -> bool:
+    """Whether a link leads to a place in the folder, as it is spelled and as it is."""
+    path = folder / name
+    spelled = Path(os.path.normpath(path.parent / link_target(path)))
+    return spelled.is_relative_to(folder) and path.resolve().is_relative_to(folder.resolve())
 
 
 def _own_rules(folder: Path) -> list[str]:
@@ -191,17 +245,29 @@ def _own_rules(folder: Path) -> list[str]:
         raise UsageError(f"cannot read {folder / IGNORE_FILE}: {error}") from error
 
 
-def _listed(folder: Path) -> Iterator[str]:
+def _listed(folder: Path, within: str = "") -> Iterator[str]:
     """Every file, as git sees it where there is git: what is ignored there stays here."""
-    told = _git(folder, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
-    if told is not None:
-        yield from (name for name in told.split("\0") if name)
+    told = _git(folder / within, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    if told is None:
+        yield from _walked(folder, within)
         return
-    for root, folders, names in os.walk(folder):
+    for name in filter(None, told.split("\0")):
+        path = f"{folder}/{within}{name}"
+        if os.path.isdir(path) and not os.path.islink(path):  # a submodule, or a work tree of its own
+            if os.path.exists(f"{path}/.git"):
+                yield from _listed(folder, f"{within}{name.rstrip('/')}/")
+        else:
+            yield within + name
+
+
+def _walked(folder: Path, within: str) -> Iterator[str]:
+    start = len(str(folder)) + 1
+    for root, folders, names in os.walk(folder / within):
+        links = [name for name in folders if os.path.islink(f"{root}/{name}")]
         folders[:] = [
             name for name in folders if not name.startswith(".") and name not in ("__pycache__", "node_modules")
         ]
-        yield from (str((Path(root) / name).relative_to(folder)) for name in names)
+        yield from (f"{root}/{name}"[start:] for name in (*names, *links))
 
 
 def _git(folder: Path, *words: str) -> str | None:

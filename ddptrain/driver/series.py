@@ -143,7 +143,8 @@ class Series:
         if project is None:
             return specs
         package = pack(project.folder, [self.scene.writer.layout.root.parent])
-        shipped = ship(self.scene.gang, places, package, self.config.code.max_mb, self.scene.display.status)
+        tell = self.scene.display.status
+        shipped = ship(self.scene.gang, places, package, project.file, self.config.code.max_mb, tell)
         if not any(shipped.roots):
             return specs
         size = len(package.names), package.size_bytes
@@ -153,6 +154,7 @@ class Series:
                 spec,
                 code=shipped.code if root else "",
                 workdir=moved(spec.workdir, package.folder, root),
+                script=moved(spec.script, package.folder, root) if os.path.isabs(spec.script) else spec.script,
                 sys_path=tuple(moved(entry, package.folder, root) for entry in spec.sys_path),
             )
             for spec, root in zip(specs, shipped.roots, strict=True)

@@ -24,19 +24,25 @@ class Shipped:
     roots: list[str]
 
 
-def ship(gang: Gang, places: Sequence[Place], package: Package, max_mb: float, tell: Callable[[str], None]) -> Shipped:
+def ship(
+    gang: Gang, places: Sequence[Place], package: Package, needed: Path, max_mb: float, tell: Callable[[str], None]
+) -> Shipped:
     """Have the project's code where each place's worker finds it: as it is, or in a cache of its host.
 
-    Raises: ClusterError where it could not be brought, UsageError where it is more than `max_mb`.
+    Raises: ClusterError where it could not be brought, UsageError where it is more than `max_mb` or lacks the
+    file `needed`.
     """
     host_of = {place.slot.worker: place.hostname for place in places}
     names = package.names
-    seen = _ask(gang, [*host_of], codetasks.sees_code, str(package.folder), names, identity(package.folder, names))
-    without = [worker for worker in host_of if not seen[worker]]
+    sample = package.sample
+    arguments = (str(package.folder), sample, identity(package.folder, sample))
+    # Where nothing would go along, no worker can tell the folder from another one.
+    seen = _ask(gang, [*host_of], codetasks.sees_code, *arguments) if sample else {}
+    without = [worker for worker in host_of if not seen.get(worker)]
     found = dict.fromkeys(host_of, "")
     code = ""
     if without:
-        package.check_size(max_mb)
+        package.check(needed, max_mb)
         code = package.hash
         found |= _ask(gang, without, codetasks.use_code, gang.run_id, code)
     if not all(found[worker] for worker in without):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.machinery
-import sys
+import importlib.util
 from pathlib import Path
 
 from distributed import Worker
@@ -37,7 +37,13 @@ async def unpack_code(run_id: str, code: str, archive: str, names: list[str], da
 async def missing_modules(modules: list[str], folders: list[str]) -> list[str]:
     """For client.run: those of the modules that are neither in the folders nor installed here; none is imported."""
     importlib.invalidate_caches()
-    path = [*folders, *sys.path]
-    builtin = sys.builtin_module_names
-    finder = importlib.machinery.PathFinder
-    return [module for module in modules if module not in builtin and finder.find_spec(module, path) is None]
+    return [module for module in modules if not _is_found(module, folders)]
+
+
+def _is_found(module: str, folders: list[str]) -> bool:
+    if importlib.machinery.PathFinder.find_spec(module, folders) is not None:
+        return True
+    try:
+        return importlib.util.find_spec(module) is not None  # asks every finder: an editable install has its own
+    except (ImportError, ValueError):  # it is loaded and has no spec, as __main__
+        return True

@@ -70,3 +70,24 @@ def test_code_goes_along_once_and_an_edit_is_seen(run_cli: Cli, up_cluster: UpCl
     (project / "train.py").write_text("import no_such_package\n" + TRAIN)
     lacking = train("lacking")
     assert lacking.rc == 4 and "imports what the workers lack: no_such_package on" in lacking.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not _can_unshare(), reason="needs root and mount namespaces")
+def test_script_named_by_its_whole_path_goes_along_and_one_that_would_not_is_told(
+    run_cli: Cli, up_cluster: UpCluster, tmp_path: Path
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "beside.py").write_text("WORD = 'beside'\n")
+    (project / "script.py").write_text("import beside, json\nprint('says', beside.WORD, __file__)\n")
+    config = {"workload": {"script": str(project / "script.py")}, "cluster": {"ranks": 1}}
+    (project / "c.yaml").write_text(json.dumps(config))
+    hide = f'mount -t tmpfs none {project} && export XDG_CACHE_HOME={tmp_path}/cache && exec "$@"'
+    up_cluster.add_worker("unshare", "--mount", "bash", "-c", hide, "-", scratch=tmp_path / "scratch")
+    where = ("train", project / "c.yaml", "--cluster", up_cluster.address)
+    ended = run_cli(*where, cwd=project)
+    assert ended.rc == 0, ended.stderr
+    assert f"says beside {tmp_path}/cache/ddptrain/code/" in ended.stdout
+    (project / ".ddptrainignore").write_text("script.py\n")
+    left_out = run_cli(*where, cwd=project)
+    assert left_out.rc == 2 and "script.py would not go along" in left_out.stderr

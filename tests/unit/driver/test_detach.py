@@ -58,13 +58,15 @@ def test_driver_that_ends_early_without_an_error_is_no_success(monkeypatch: pyte
 
 
 def test_driver_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = psutil.Process().children()
     driver_is(monkeypatch, "import time; time.sleep(60)")
     with pytest.raises(ClusterError, match=r"within 0\.3 s; try it without --detach"):
         start_detached(["train"], deadline_s=0.3)
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_ctrl_c_before_the_run_has_begun_ends_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = psutil.Process().children()
     driver_is(monkeypatch, "import time; time.sleep(60)")
 
     def press() -> None:
@@ -76,7 +78,7 @@ def test_ctrl_c_before_the_run_has_begun_ends_the_driver(monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         start_detached(["train"])
     pressing.join()
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_working_directory_is_looked_in_only_where_this_process_does(monkeypatch: pytest.MonkeyPatch) -> None:

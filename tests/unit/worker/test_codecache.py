@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,3 +67,37 @@ def test_what_was_not_used_for_longest_goes_and_what_is_in_use_stays(cache: Code
     codecache.release("two")
     third = unpacked(cache, tmp_path, "three", "3" * 3_000)
     assert [Path(home).is_dir() for home in (first, second, third)] == [True, False, True]
+
+
+def test_code_that_was_written_to_is_not_used_again(cache: CodeCache, tmp_path: Path) -> None:
+    home = unpacked(cache, tmp_path, "one", "print(1)")
+    code = Path(home).name
+    file = Path(home, "inside", "train.py")
+    file.chmod(0o600)
+    file.write_text("print(2)")
+    assert cache.use("two", code) == "", "another run holds it"
+    assert file.exists()
+    assert cache.use("one", code) == "" and not file.exists()
+    assert Path(unpacked(cache, tmp_path, "one", "print(1)"), "inside", "train.py").read_text() == "print(1)"
+
+
+def test_what_is_in_the_way_is_named(cache: CodeCache, tmp_path: Path) -> None:
+    of = package(tmp_path / "project", "print(1)")
+    cache.folder.mkdir()
+    (cache.folder / of.hash).mkdir()
+    with (cache.folder / f"{of.hash}.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        (cache.folder / of.hash / "file").touch()
+        with pytest.raises(ClusterError, match="in the way"):
+            unpacked(cache, tmp_path, "one", "print(1)")
+
+
+def test_cache_is_the_users_own_and_what_a_killed_worker_left_goes(cache: CodeCache, tmp_path: Path) -> None:
+    left, fresh = cache.folder / ".incoming-dead", cache.folder / ".incoming-new"
+    unpacked(cache, tmp_path, "one", "1")
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
+    for folder in (left, fresh):
+        folder.mkdir()
+    os.utime(left, (1, 1))
+    unpacked(cache, tmp_path, "two", "2")
+    assert not left.exists() and fresh.exists()
