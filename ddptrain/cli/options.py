@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+import typer
 
 Loaded = TypeVar("Loaded")
+
+RanksOption = Annotated[int | None, typer.Option(help="Training processes (cluster.ranks).")]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|ADDRESS|FILE", help="A cluster that is up: its name, its scheduler's address, or scheduler file."
+    ),
+]
+RunsDirOption = Annotated[
+    str | None,
+    typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir)."),
+]
+RunIdOption = Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")]
 
 
 def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], options: Mapping[str, str]) -> Loaded:

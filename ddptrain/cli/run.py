@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddptrain.cli.options import checked, field_options
+from ddptrain.cli.options import ClusterOption, RanksOption, RunIdOption, RunsDirOption, checked, field_options
 from ddptrain.cli.train import Output
 
 if TYPE_CHECKING:
@@ -23,19 +23,10 @@ def run(
         list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's own arguments, after --.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
-    ranks: Annotated[int | None, typer.Option(help="Training processes (cluster.ranks).")] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|ADDRESS|FILE",
-            help="A cluster that is up: its name, its scheduler's address, or scheduler file.",
-        ),
-    ] = None,
-    runs_dir: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir)."),
-    ] = None,
-    run_id: Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")] = None,
+    ranks: RanksOption = None,
+    cluster: ClusterOption = None,
+    runs_dir: RunsDirOption = None,
+    run_id: RunIdOption = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set failure.max_restarts=3; repeatable."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import checked, field_options
+from ddptrain.cli.options import ClusterOption, RanksOption, RunIdOption, RunsDirOption, checked, field_options
 
 if TYPE_CHECKING:
     from ddptrain.configfile import LoadedConfig
@@ -31,19 +31,10 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set params.epochs=3; repeatable."),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Training processes (cluster.ranks).")] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|ADDRESS|FILE",
-            help="A cluster that is up: its name, its scheduler's address, or scheduler file.",
-        ),
-    ] = None,
-    runs_dir: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir)."),
-    ] = None,
-    run_id: Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")] = None,
+    ranks: RanksOption = None,
+    cluster: ClusterOption = None,
+    runs_dir: RunsDirOption = None,
+    run_id: RunIdOption = None,
     resume: Annotated[
         str | None,
         typer.Option(metavar="RUN|auto", help="Go on with a run; auto: the newest of this name that did not succeed."),
