@@ -4,12 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Three files at a time, for most tests wait for processes; in their order, as the short ones at the end fill the gaps.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # uv's progress is for people.
 QUIET := $(shell test -t 2 || echo --quiet)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train lint format test check chaos bench wheel clean
+.PHONY: help venv train lint format test check long chaos bench wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-14s%s\n' "$$target" "$$what"; done
@@ -37,7 +39,10 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff check --fix .
 
 test: $(INSTALLED) ## run the tests; options go into ARGS
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
+
+long: $(INSTALLED) ## run the tests that take minutes; options go into ARGS
+	$(PYTEST) -m long $(ARGS)
 
 check: lint test ## lint and test
 

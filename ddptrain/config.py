@@ -31,6 +31,7 @@ from ddptrain.configtypes import (
     Word,
     wrong_field,
 )
+from ddptrain.trackingconfig import TrackingConfig
 from ddptrain.wording import did_you_mean, seen
 
 
@@ -350,6 +351,9 @@ class RunConfig(Strict):
         default=CodeConfig(), description="The code that goes along to workers that don't see the project's folder."
     )
     results: ResultsConfig = Field(default=ResultsConfig(), description="Where results go.")
+    tracking: TrackingConfig = Field(
+        default=TrackingConfig(), description="Where metrics go besides the run directory: W&B, TensorBoard, others."
+    )
 
     @property
     def script(self) -> ScriptWorkload | None:

@@ -90,13 +90,14 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, slots=True)
 class FileSaved(Event):
-    """A file for artifacts/`path` waits in `staging` (a file name below the rank's staging folder)."""
+    """A file for `path` below `area` waits in `staging` (a file name below the rank's staging folder)."""
 
     kind: ClassVar[str] = "file"
     path: str
     staging: str
     size_bytes: int
     sha256: str
+    area: str = "artifacts"  # a folder of the run directory: that, or "tracking"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,33 @@ class Finished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Tracked(Event):
+    """What a tracker has made elsewhere, such as a run's url: for run.json."""
+
+    kind: ClassVar[str] = "tracked"
+    tracker: str
+    found: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerFailed(Event):
+    """A tracker has failed; where the configuration says `tracking.strict`, the run fails of it at its end."""
+
+    kind: ClassVar[str] = "tracker_failed"
+    tracker: str
+    message: str
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finishing(Event):
+    """The workload is over, and the rank waits for its trackers: it is quiet for `timeout_s` at the most."""
+
+    kind: ClassVar[str] = "finishing"
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Note(Event):
     """Something the person should know, of level "info" or "warning"."""
 
@@ -214,6 +242,9 @@ KINDS: dict[str, type[Event]] = {
         Preempted,
         Returned,
         Finished,
+        Tracked,
+        TrackerFailed,
+        Finishing,
         Note,
     )
 }
@@ -285,4 +316,6 @@ def _fits(declared: str, value: Any) -> bool:
         return isinstance(value, str)
     if declared == "Mapping[str, float]":
         return isinstance(value, dict) and all(_fits("float", item) for item in value.values())
+    if declared == "Mapping[str, str]":
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
     return isinstance(value, dict | tuple)

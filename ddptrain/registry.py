@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "ddptrain.workloads"
 BACKEND_GROUP = "ddptrain.clusters"
+TRACKER_GROUP = "ddptrain.trackers"
 CONTEXT_NAMES = frozenset({"ctx", "context", ""})  # of a function's first parameter, less underscores around them
 CONTEXT_TYPE = "RankContext"
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -23,15 +24,23 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 class BuiltIn:
     """Where a built-in workload's function and the model of its parameters are, both as module:attr.
 
-    The module of the model must not import torch: it is loaded in the driver, before anything starts.
+    The module of the model must not import torch: it is loaded in the driver, before anything starts. Nor must that of
+    `prepare`, which the driver has called once for a run, in a process of its own, with (params, folder, tell): what it
+    puts into the folder all ranks find in ctx.inputs, in each attempt, after a resume as well.
     """
 
     target: str
     params: str
+    prepare: str = ""
 
 
 BUILT_IN = {
     "petnames": BuiltIn("ddptrain.workloads.petnames.train:train", "ddptrain.workloads.petnames.params:PetnamesParams"),
+    "images": BuiltIn(
+        "ddptrain.workloads.images.train:train",
+        "ddptrain.workloads.images.params:ImagesParams",
+        "ddptrain.workloads.images.listing:prepare",
+    ),
 }
 
 # Cluster backend -> its provider, which starts clusters that outlive the command; "" where there is nothing to start.
@@ -43,6 +52,12 @@ BACKENDS = {
     "saturn": "ddptrain.clusters.saturn:SaturnProvider",
     "kubernetes": "ddptrain.clusters.kubernetes.provider:KubernetesProvider",
     "class": "ddptrain.clusters.deploy:DeployProvider",
+}
+
+# Tracker -> its class, which only ranks import.
+TRACKERS = {
+    "wandb": "ddptrain.tracking.wandb_sink:WandbTracker",
+    "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
 }
 
 
@@ -59,6 +74,11 @@ def workload_target(name: str) -> str:
     if name in installed:
         return installed[name]
     raise ConfigError([_unknown(name, [*BUILT_IN, *installed])])
+
+
+def prepare_target(name: str) -> str:
+    """The module:attr of what prepares a workload's inputs; "" where there is nothing to prepare."""
+    return BUILT_IN[name].prepare if name in BUILT_IN else ""
 
 
 def takes_context(name: str, annotation: str) -> bool:
@@ -101,6 +121,31 @@ def provider_class(name: str) -> type[Any]:
         return cast("type[Any]", getattr(import_module(module), attribute))
     except (ImportError, AttributeError) as error:
         raise UsageError(f"cluster.backend {name} ({target}) can't be used: {error}") from error
+
+
+def trackers() -> list[str]:
+    """Names of all trackers, those of installed packages included."""
+    return [*TRACKERS, *_installed(TRACKER_GROUP)]
+
+
+def known_tracker(name: str) -> bool:
+    """Whether this names a tracker, as far as can be told without importing anything."""
+    return _TARGET.fullmatch(name) is not None or name in trackers()
+
+
+def tracker_target(name: str) -> str:
+    """The module:attr of a tracker's class. Raises UsageError for a name that no installed package has."""
+    if name in TRACKERS:
+        return TRACKERS[name]
+    if _TARGET.fullmatch(name):
+        return name
+    installed = _installed(TRACKER_GROUP)
+    if name in installed:
+        return installed[name]
+    raise UsageError(
+        f"there is no tracker {shown(name)}: no package that is installed here has an entry point of that name in "
+        f"the group {TRACKER_GROUP}"
+    )
 
 
 def _installed(group: str) -> dict[str, str]:

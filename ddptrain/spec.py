@@ -69,6 +69,10 @@ class RankSpec(_Message):
     A rank is a function (`workload`, with `params`) or a program (`script`, as it was typed, or `module`, with
     `args`), which makes its own process group and sees `local_gpus`, the devices of all of the run's ranks on its host
     in the order of their local ranks.
+
+    `tracking` is empty where no tracker is on, else {"strict", "queue", "config" (the run's, secrets left out), "name",
+    "folder" ("" where the run directory is not to be seen from the worker: below `staging` then), "trackers": [{"name",
+    "options", "finish_timeout_s", "told"}]}; the driver's tracking.py makes it, tracking/hub.py uses it.
     """
 
     run_id: str
@@ -101,6 +105,7 @@ class RankSpec(_Message):
     gpu: str | None = None
     staging: str = ""
     resume_from: str = ""
+    inputs: str = ""  # the folder with what the driver has prepared, "" where there is none
     cpu_threads: int = 1
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -111,6 +116,7 @@ class RankSpec(_Message):
     args: tuple[str, ...] = ()
     local_rank_arg: bool = False
     full_traceback: bool = False
+    tracking: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_script(self) -> bool:

@@ -19,6 +19,7 @@ from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.generate import generate
 from ddptrain.cli.init import init
+from ddptrain.cli.predict import predict
 from ddptrain.cli.results import app as results
 from ddptrain.cli.run import SCRIPT_SETTINGS, run
 from ddptrain.cli.schema import schema
@@ -68,6 +69,7 @@ app.command("run", short_help="Run a script that torchrun would run.", context_s
 app.command("stop", short_help="End a run that another shell has started.")(stop)
 app.add_typer(cluster, name="cluster")
 app.command("generate", short_help="Make new pet names with a trained run.")(generate)
+app.command("predict", short_help="Classify images with a trained run.")(predict)
 app.add_typer(results, name="results")
 app.command("init", short_help="Write a starting point for code of your own.")(init)
 app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)

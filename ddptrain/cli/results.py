@@ -129,6 +129,44 @@ def plot(
     write([*charts, f"picture: {picture}"])
 
 
+@app.command()
+def sync(
+    ctx: typer.Context,
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run's id, the start of one, latest, or a directory.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All runs that have something to send.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that all of it may take.")] = 600.0,
+    runs_dir: RunsDir = None,
+    json: Json = False,
+) -> None:
+    """Send what was recorded offline to Weights & Biases; may be called again and again, as by cron.
+
+    What the server has is passed over, as are runs that are on. Exit code 4 where something could not be sent: it
+    waits for the next time.
+    """
+    from dataclasses import asdict
+
+    from ddptrain.driver.syncing import Sent, sync_runs
+    from ddptrain.errors import ExitCode, UsageError
+    from ddptrain.results.remote import open_runs_dir
+
+    if (run is None) != every:
+        raise UsageError("say which run, as latest, or --all, and not both")
+    views = open_runs_dir(_folder(ctx, runs_dir)).list() if run is None else [_view(ctx, runs_dir, run)]
+    if every:
+        views = [view for view in reversed(views) if view.layout.is_original and view.record.tracking.get("wandb")]
+
+    def tell(sent: Sent) -> None:
+        if json:
+            _print_json(asdict(sent))
+        elif not every or sent.sent or sent.problem or sent.passed_over:
+            write([sent.words])
+
+    if not sync_runs(views, timeout, tell):
+        raise typer.Exit(ExitCode.CLUSTER)
+
+
 def _list(runs_dir: str, *, as_json: bool) -> None:
     from ddptrain.results.remote import open_runs_dir
     from ddptrain.results.render import HEADER, print_table, rows

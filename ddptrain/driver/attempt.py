@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ddptrain import events
-from ddptrain.driver import cause
+from ddptrain.driver import cause, graces
 from ddptrain.driver.cause import Fault, Kind
 from ddptrain.driver.gang import Gang, Place
 from ddptrain.driver.inbox import (
@@ -38,12 +38,7 @@ from ddptrain.spec import RankExit, RankSpec, describe_status
 from ddptrain.worker.spool import rank_spool
 
 _TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection
-_SETTLE_S = 0.15  # after the first fault: an earlier one of another rank may still be on its way
-_CLEAN_UP_S = 2.0  # for a rank that has failed by itself to run its own clean-up, before it is stopped, too
-_VICTIM_SETTLE_S = 1.5  # after a fault of which another must be the cause
 _PREEMPT = "preempt"  # an order of rank/orders.py
-_HUNG_GRACE_S = 2.0  # for ranks that hang: they have had their time
-_STOP_MARGIN_S = 3.0  # beyond grace_s, for the word of a rank's end to arrive
 
 
 class Attempt:
@@ -129,18 +124,24 @@ class Attempt:
                 self._on_worker_lost(address, self._why_lost(address))
             case Signalled(signum):
                 self._on_signal(signum)
-            case BroughtHome(rank, what, path):
-                self.errands -= 1
-                self.telling.brought_home(rank, what, path)
             case Delayed(rank, what, error, failures):
                 self.telling.warn(f"{what} could not be saved (failure {failures} in a row), trying again: {error}")
-            case NotBroughtHome(rank, what, error):
-                self.errands -= 1
-                kind = Kind.REFUSED if isinstance(error, UnsafePath) else Kind.RESULTS
-                self._add_fault(Fault(rank, kind, time.time_ns(), f"{what} could not be saved: {error}"))
             case ResultsLost(error):
                 self.loss = error
                 self._stop(None)
+            case BroughtHome() | NotBroughtHome():
+                self.errands -= 1
+                self._on_errand(message)
+
+    def _on_errand(self, message: BroughtHome | NotBroughtHome) -> None:
+        match message:
+            case BroughtHome(rank, what, path):
+                self.telling.brought_home(rank, what, path)
+            case NotBroughtHome(rank, what, error, vital=True):
+                kind = Kind.REFUSED if isinstance(error, UnsafePath) else Kind.RESULTS
+                self._add_fault(Fault(rank, kind, time.time_ns(), f"{what} could not be saved: {error}"))
+            case NotBroughtHome(rank, what, error):
+                self.telling.warn(f"{what} of rank {rank} could not be saved: {error}")
 
     def _on_notice(self, fields: Mapping[str, object]) -> None:
         watch = self.ranks[int(str(fields["rank"]))]
@@ -202,26 +203,18 @@ class Attempt:
         rank = watch.spec.rank
         self.watchdog.heard(rank, event)
         self.inquiry.heard(rank, event)
+        watch.heard(event)
         match event:
-            case events.Started():
-                watch.started = event
             case events.Failure():
                 watch.fault = cause.from_failure(rank, event)
                 self._add_fault(watch.fault)
             case events.Entered():
-                watch.entered = True
                 if all(other.entered for other in self.ranks):
                     self.telling.training(tuple(other.record() for other in self.ranks))
-            case events.Finished():
-                watch.finished = True
             case events.Noticed():
                 self._preempt(f"rank {rank} on host {watch.place.host} was sent SIGTERM")
-            case events.Preempted():
-                watch.preempted = True
             case events.CheckpointSaved() | events.FileSaved():
                 self._send_porter(watch, event)
-            case events.Metrics():
-                watch.step = event.step if event.step is not None else watch.step
         self.telling.rank_event(rank, event)
 
     def _send_porter(self, watch: RankWatch, event: events.CheckpointSaved | events.FileSaved) -> None:
@@ -246,12 +239,12 @@ class Attempt:
         if watch.preempted:
             pass
         elif watch.finished:
-            if ended.status != 0 and not self.stopping:
+            if ended.status != 0 and not self.stopping and watch.tracker_fault is None:
                 self.telling.warn(
                     f"rank {ended.rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 )
         elif self.notice is not None and ended.status == -signal.SIGTERM:
-            self._stop(1.0)  # it never saves: there is nothing that the others could wait for
+            self._stop(graces.at_once_s(self.ranks[0].spec))  # it never saves: there is nothing to wait for
         elif watch.fault is None and not self.stopping:
             watch.fault = cause.from_exit(ended)
             self._add_fault(watch.fault)
@@ -300,7 +293,7 @@ class Attempt:
             return
         if fault.timed_out and not self.inquiry.begun:
             self.inquiry.begin(None)
-        until = time.monotonic() + (_VICTIM_SETTLE_S if fault.victim else _SETTLE_S)
+        until = time.monotonic() + (graces.VICTIM_SETTLE_S if fault.victim else graces.SETTLE_S)
         self.settle_until = until if self.settle_until is None else min(self.settle_until, until)
 
     def _on_signal(self, signum: int) -> None:
@@ -320,13 +313,13 @@ class Attempt:
         self.notice = notice
         grace_s = self.ranks[0].spec.grace_s
         if not all(watch.entered for watch in self.ranks):  # nothing is done yet that could be saved
-            self._stop(1.0)
+            self._stop(graces.at_once_s(self.ranks[0].spec))
             return
         self.telling.notice(
             f"{notice}: the ranks finish their step and save, within {grace_s:g} s (again to stop them)"
         )
         self.gang.tell([watch.spec for watch in self.ranks if not watch.over], _PREEMPT)
-        self.preempt_until = time.monotonic() + grace_s - min(_STOP_MARGIN_S, grace_s / 4)
+        self.preempt_until = time.monotonic() + grace_s - min(graces.STOP_MARGIN_S, grace_s / 4)
 
     def _watch_presence(self) -> None:
         """Give up ranks that nobody else will tell of."""
@@ -352,7 +345,7 @@ class Attempt:
         watch = self.ranks[hung.rank]
         watch.fault = watch.fault or hung
         self._add_fault(hung)
-        self._stop(min(_HUNG_GRACE_S, watch.spec.grace_s))
+        self._stop(graces.hung_s(self.ranks[0].spec))
 
     def _watch_deadlines(self) -> None:
         """Go on with the stopping of the gang when its next moment has come."""
@@ -362,11 +355,12 @@ class Attempt:
             if not self.stopping:
                 self.telling.status("stopping the other ranks")
                 self._stop(None, spare_failed=True)
-                self.spare_until = now + _CLEAN_UP_S
+                self.spare_until = now + graces.CLEAN_UP_S
         if self.preempt_until is not None and now >= self.preempt_until:
             self.preempt_until = None
             if not self.stopping:
-                self.telling.warn("the ranks have not come to ctx.checkpoint() in time: they are stopped")
+                if not all(watch.well for watch in self.ranks if not watch.over):  # else they wait for their trackers
+                    self.telling.warn("the ranks have not come to ctx.checkpoint() in time: they are stopped")
                 self._stop(1.0)
         if self.spare_until is not None and now >= self.spare_until:
             self.spare_until = None
@@ -381,7 +375,7 @@ class Attempt:
         if spare_failed:
             alive = [watch for watch in alive if watch.fault is None or watch.fault.victim]
         grace = self.ranks[0].spec.grace_s if grace_s is None else grace_s
-        until = time.monotonic() + grace + _STOP_MARGIN_S
+        until = time.monotonic() + grace + graces.STOP_MARGIN_S
         self.stop_until = until if self.stop_until is None else min(self.stop_until, until)
         for watch in alive:
             if watch.spec.rank not in self.gang.futures:

@@ -23,6 +23,7 @@ class Kind(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # no rank could be started, or ours broke
     RESULTS = "results"  # the run directory can't be written
     HANG = "hang"  # no progress in time
+    TRACKER = "tracker"  # of the user's, where the configuration is strict about them
 
 
 _EXIT_CODES = {
@@ -79,6 +80,11 @@ def from_failure(rank: int, failure: events.Failure) -> Fault:
         timed_out=failure.timed_out,
         status=failure.exit_code,
     )
+
+
+def from_tracker(rank: int, failed: events.TrackerFailed) -> Fault:
+    """The fault of a rank whose work is done, but whose tracker has failed."""
+    return Fault(rank, Kind.TRACKER, failed.time_ns, f"tracker {failed.tracker} {failed.message}")
 
 
 def from_exit(ended: RankExit) -> Fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections import Counter
@@ -18,6 +19,7 @@ from ddptrain.driver import asking
 from ddptrain.driver.inbox import Inbox, Notice, TaskFailed, WorkerLost
 from ddptrain.driver.reservation import Queue, Watchers, Wish
 from ddptrain.errors import ClusterError
+from ddptrain.sealing import seal
 from ddptrain.spec import SLOT_RESOURCE, RankSpec
 from ddptrain.worker import task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
@@ -82,15 +84,7 @@ class Gang:
         queue = Queue(wish, watchers)
         count = wish.ranks
         while True:
-            answer = self.client.run_on_scheduler(
-                slots.reserve,
-                self.client.id,
-                self.run_id,
-                count,
-                gpus_only=wish.gpus_only,
-                in_line=wish.wait_s > 0,
-                without=sorted(self._avoided),
-            )
+            answer = self._ask_for_slots(wish, count)
             if "unknown" in answer:
                 new = [worker for worker in answer["unknown"] if worker not in checked]
                 if watchers.check is not None and new:
@@ -100,6 +94,22 @@ class Gang:
                 return self._placed([slots.Slot(*item) for item in answer["slots"]])
             else:
                 count = queue.wait(slots.Refusal(**answer["refusal"]))
+
+    def _ask_for_slots(self, wish: Wish, count: int | None) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = self.client.run_on_scheduler(
+                slots.reserve,
+                self.client.id,
+                self.run_id,
+                count,
+                gpus_only=wish.gpus_only,
+                in_line=wish.wait_s > 0,
+                without=sorted(self._avoided),
+            )
+        except OSError as error:  # so it is for Dask when it went while we waited in line
+            text = f"the Dask scheduler is gone, or the network to it: {self._address} ({error})"
+            raise ClusterError(text) from error
+        return answer
 
     def _learn(self, workers: list[str]) -> None:
         """Ask workers that are not ours what they offer, and tell the book."""
@@ -178,6 +188,23 @@ class Gang:
         if message.get("action") == "remove-worker":
             self.forget(str(message.get("worker")))  # at once: who is asking it something waits in vain
             self.inbox.put(WorkerLost(str(message.get("worker"))))
+
+    def sealed(self, specs: Sequence[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
+        """The same, each environment readable by its worker alone: specs are tasks, which a scheduler shows to many.
+
+        Raises ClusterError where a worker does not answer.
+        """
+        workers = sorted({place.slot.worker for place, spec in zip(places, specs, strict=True) if spec.env})
+        if not workers:
+            return list(specs)
+        try:
+            keys = self.client.run(task.sealing_key, self.run_id, workers=workers)
+        except Exception as error:
+            raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
+        return [
+            dataclasses.replace(spec, env=seal(spec.env, keys[place.slot.worker], spec.key)) if spec.env else spec
+            for spec, place in zip(specs, places, strict=True)
+        ]
 
     def submit(self, spec: RankSpec, slot: slots.Slot) -> None:
         """Start one rank in its slot."""
@@ -296,10 +323,11 @@ class Gang:
         self.futures.clear()
         self.client.cancel(futures, force=True)
 
-    def place_checkpoint(self, places: Iterable[Place], folder: Path, files: Sequence[str], manifest: str) -> list[str]:
-        """The folder in which each place's worker finds a checkpoint: the driver's own, or a copy that is made there.
+    def place(self, places: Iterable[Place], folder: Path, files: Sequence[str], manifest: str, what: str) -> list[str]:
+        """The path under which each place's worker finds a folder: the driver's own, or a copy that is made there.
 
-        `manifest` is the file by whose text a worker knows that it sees the driver's. Raises ClusterError.
+        `manifest` is the file by whose text a worker knows that it sees the driver's; `what` is in the folder, for
+        errors. Raises ClusterError.
         """
         found: dict[str, str] = {}
         marker = folder / manifest
@@ -309,9 +337,7 @@ class Gang:
                 seen = self.client.run(task.holds_file, str(marker), text, workers=[worker])[worker]
                 found[worker] = str(folder) if seen else self._copied(worker, folder, files)
             except Exception as error:
-                raise ClusterError(
-                    f"could not bring the checkpoint {folder} to the worker {worker}: {error}"
-                ) from error
+                raise ClusterError(f"could not bring {what} {folder} to the worker {worker}: {error}") from error
         return [found[place.slot.worker] for place in places]
 
     def _copied(self, worker: str, folder: Path, files: Sequence[str]) -> str:
@@ -320,7 +346,7 @@ class Gang:
             with (folder / name).open("rb") as file:
                 offset = 0
                 while (data := file.read(READ_LIMIT_BYTES)) or not offset:
-                    path = f"resume-{folder.name}/{name}"
+                    path = f"brought-{folder.name}/{name}"
                     answer = self.client.run(task.write_spool, self.run_id, path, offset, data, workers=[worker])
                     target = str(Path(answer[worker]).parent)
                     offset += len(data)

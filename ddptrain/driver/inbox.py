@@ -51,11 +51,12 @@ class BroughtHome:
 
 @dataclass(frozen=True, slots=True)
 class NotBroughtHome:
-    """The porter could not: `error` says why."""
+    """The porter could not: `error` says why; the run goes on without what is not `vital`."""
 
     rank: int
     what: str
     error: BaseException
+    vital: bool = True
 
 
 @dataclass(frozen=True, slots=True)

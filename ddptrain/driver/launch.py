@@ -22,12 +22,14 @@ from ddptrain.driver import verdict as verdicts
 from ddptrain.driver.detach import tell_begun
 from ddptrain.driver.display import open_display
 from ddptrain.driver.inbox import Inbox, ResultsLost
+from ddptrain.driver.inputs import Inputs
 from ddptrain.driver.machine import Offer, offer
 from ddptrain.driver.signals import Signals, signals_to
 from ddptrain.driver.stopping import stop_requests
 from ddptrain.driver.telling import Telling
+from ddptrain.driver.trackercheck import check_trackers
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
-from ddptrain.registry import workload_target
+from ddptrain.registry import prepare_target, workload_target
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.record import RunStatus
@@ -68,6 +70,7 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
     config = loaded.config
     if config.cluster.name is not None:
         state.find(config.cluster.name)
+    check_trackers(config)
     machine = offer(config.cluster, os.environ) if config.cluster.is_embedded else None
     inbox: Inbox = queue.SimpleQueue()
     runs = open_runs_dir(config.results.dir)
@@ -143,6 +146,8 @@ class _Run:
         self.display = open_display(options.output, writer.layout.logs_dir, 0, writer.run_id)
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
+        prepared_by = prepare_target(self.config.workload) if isinstance(self.config.workload, str) else ""
+        self.inputs = Inputs(prepared_by, writer.layout.inputs_dir)
         self.began = time.monotonic()
         keeping.listen(Telling(writer, self.display).warn, lambda error: inbox.put(ResultsLost(error)))
 
@@ -171,7 +176,9 @@ class _Run:
     def _train(self) -> verdicts.Verdict:
         with ExitStack() as stack:
             stack.callback(self.cluster.close)
+            stack.callback(self.inputs.close)
             self.cluster.begin()  # first of all: everything below imports while torch is being imported there
+            self.inputs.begin(self.config.params, {**os.environ, **self.config.env})
             self._greet()
             # All of Dask, before anything may be interrupted.
             from ddptrain.driver.connect import connected
@@ -179,12 +186,15 @@ class _Run:
             from ddptrain.driver.series import Scene, Series
 
             with self.signals.interrupting():
+                if self.machine is None:
+                    self.inputs.wait(self.display.notice)  # rather than a cluster for data that are not there
                 target = self.cluster.connect()
                 client = stack.enter_context(
                     connected(target, self.config.cluster.start_timeout_s, self.display.status)
                 )
                 gang = stack.enter_context(Gang(client, self.writer.run_id, self.inbox))
                 gang.subscribe()
+                self.inputs.wait(self.display.notice)
             watchers = self._watchers(client, target)
             scene = Scene(
                 self.loaded,
@@ -194,6 +204,7 @@ class _Run:
                 self.cluster,
                 gang,
                 lambda: self._reserved(gang, watchers),
+                self.inputs,
                 self.options.full_traceback,
             )
             return Series(scene, self._checkpoint()).run()

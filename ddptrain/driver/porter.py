@@ -20,7 +20,7 @@ from ddptrain.driver.inbox import BroughtHome, Delayed, Inbox, NotBroughtHome
 from ddptrain.driver.mirror import Fetch
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, FileDamaged, ResultsError, UnsafePath
-from ddptrain.results.layout import safe_relative
+from ddptrain.results.layout import ARTIFACTS, TRACKING, safe_relative
 from ddptrain.results.writer import RunWriter
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
@@ -37,6 +37,7 @@ class _Errand:
     rank: int
     what: str
     work: Callable[[], Path]
+    vital: bool = True  # the run fails where it can't be done
 
 
 class Porter:
@@ -66,7 +67,7 @@ class Porter:
         self._errands.put(_Errand(rank, f"checkpoint step-{event.step}", work))
 
     def bring_file(self, rank: int, event: events.FileSaved, staging: Path, fetch: Fetch | None) -> None:
-        """Bring a staged file home into artifacts/."""
+        """Bring a staged file home into artifacts/, or another area."""
 
         def work() -> Path:
             name = _plain_name(event.staging)
@@ -75,7 +76,8 @@ class Porter:
             with self._fetched(staging, [(name, event.size_bytes)], fetch) as fetched:
                 return self.writer.adopt_file(event, fetched / name)
 
-        self._errands.put(_Errand(rank, f"artifact {event.path}", work))
+        what = f"artifact {event.path}" if event.area == ARTIFACTS else f"{event.area} file {event.path}"
+        self._errands.put(_Errand(rank, what, work, vital=event.area != TRACKING))
 
     def close(self, deadline_s: float) -> bool:
         """Finish what is queued; whether that was possible within `deadline_s`."""
@@ -92,7 +94,7 @@ class Porter:
                 home = self._done(errand)
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, _Unreachable) else None
-                self.inbox.put(NotBroughtHome(errand.rank, errand.what, cause or error))
+                self.inbox.put(NotBroughtHome(errand.rank, errand.what, cause or error, errand.vital))
             else:
                 self.inbox.put(BroughtHome(errand.rank, errand.what, str(home)))
 

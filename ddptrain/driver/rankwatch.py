@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddptrain import events
+from ddptrain.driver import cause
 from ddptrain.driver.cause import Fault
 from ddptrain.driver.gang import Place
 from ddptrain.driver.mirror import SpoolMirror
@@ -26,12 +27,29 @@ class RankWatch:
     finished: bool = False
     preempted: bool = False  # it has saved, and ended where all ranks had agreed to
     fault: Fault | None = None
+    tracker_fault: Fault | None = None  # which counts where the run would have succeeded
     ended: RankExit | None = None
     given_up: bool = False
     submitted_at: float = 0.0  # monotonic seconds, as the next; 0 before
     heard_at: float = 0.0
     log_size: int = 0  # bytes, as its worker tells
     step: int | None = None  # the last that it has logged
+
+    def heard(self, event: events.Event) -> None:
+        """Note what the rank has told of itself; of faults the attempt sees to more."""
+        match event:
+            case events.Started():
+                self.started = event
+            case events.Entered():
+                self.entered = True
+            case events.Finished():
+                self.finished = True
+            case events.Preempted():
+                self.preempted = True
+            case events.Metrics(step=int(step)):
+                self.step = step
+            case events.TrackerFailed(strict=True) if self.tracker_fault is None:
+                self.tracker_fault = cause.from_tracker(self.spec.rank, event)
 
     @property
     def over(self) -> bool:

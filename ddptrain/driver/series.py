@@ -18,6 +18,7 @@ from ddptrain.driver import verdict as verdicts
 from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.display import Display
 from ddptrain.driver.gang import Gang, Place
+from ddptrain.driver.inputs import Inputs
 from ddptrain.driver.packing import pack, project_of
 from ddptrain.driver.porter import Porter
 from ddptrain.driver.rankwatch import Outcome
@@ -25,6 +26,7 @@ from ddptrain.driver.restarts import Again, Enough, Restarts
 from ddptrain.driver.shipping import check_imports, ship
 from ddptrain.driver.signals import Signals
 from ddptrain.driver.telling import Telling
+from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.watchdog import Watchdog
 from ddptrain.registry import workload_target
 from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
@@ -47,6 +49,7 @@ class Scene:
     cluster: Cluster
     gang: Gang
     reserve: Callable[[], list[Place]]
+    inputs: Inputs
     full_traceback: bool = False
 
 
@@ -60,6 +63,7 @@ class Series:
         self.checkpoint = checkpoint
         settings = self.config.checkpoint
         self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
+        self.tracking = Tracking(self.config, scene.writer, os.environ, self.telling.notice)
 
     def run(self) -> verdicts.Verdict:
         """Attempt after attempt; the verdict is that of the last one."""
@@ -130,12 +134,15 @@ class Series:
         resume_from = [""] * len(places)
         if self.checkpoint is not None:
             files = self.checkpoint.files
-            resume_from = self.scene.gang.place_checkpoint(places, self.checkpoint.folder, files, MANIFEST)
+            resume_from = self.scene.gang.place(places, self.checkpoint.folder, files, MANIFEST, "the checkpoint")
+        inputs = self.scene.inputs.place(self.scene.gang, places)
         specs = [
-            dataclasses.replace(self._spec(number, place, places), resume_from=folder)
-            for place, folder in zip(places, resume_from, strict=True)
+            dataclasses.replace(self._spec(number, place, places), resume_from=checkpoint, inputs=folder)
+            for place, checkpoint, folder in zip(places, resume_from, inputs, strict=True)
         ]
-        return specs if self.config.cluster.is_embedded else self._with_code(specs, places)
+        if self.config.cluster.is_embedded:
+            return specs
+        return self.scene.gang.sealed(self._with_code(specs, places), places)
 
     def _with_code(self, specs: list[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
         """The same where workers see the project's folder; for others, with the places to which its code was taken."""
@@ -193,7 +200,8 @@ class Series:
             master_addr=places[0].slot.host,
             shared=place.shared,
             use_gpu=config.cluster.gpus != 0,
-            env=dict(config.env),
+            env={**self.tracking.env, **config.env},
+            tracking=self.tracking.of(place),
         )
 
     def _dist_backend(self, places: Sequence[Place]) -> str:

@@ -15,6 +15,7 @@ from ddptrain.results.record import EnvironmentValue, RankRecord, plain
 from ddptrain.results.writer import RunWriter
 
 _MOST_RETURNED = 1 << 16  # characters
+_MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
 
 
 class Telling:
@@ -84,6 +85,10 @@ class Telling:
                 self._checkpoint_failed(rank, event)
             case events.Returned():
                 self._returned(rank, event)
+            case events.Tracked():
+                self._tracked(rank, event)
+            case events.TrackerFailed():
+                self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
             case events.ThreadFailure():
                 self.event("thread_failure", rank=rank, **_fields(event))
                 text = f"rank {rank}: thread {event.thread} has ended with {thread_in_words(event)}; the rank goes on"
@@ -100,6 +105,14 @@ class Telling:
             return  # a rank is not trusted
         self.writer.update(result=result)
         self._recorded("returned", {"rank": rank, "result": plain(result)})
+
+    def _tracked(self, rank: int, event: events.Tracked) -> None:
+        """Keep what a rank's tracker has made; rank 0's stands under the tracker's name alone."""
+        name = event.tracker if rank == 0 else f"{event.tracker}/rank_{rank}"
+        found = {key: text[:_MOST_FOUND] for key, text in list(event.found.items())[:_MOST_FOUND_KEYS]}
+        tracking = self.writer.record.tracking
+        self.writer.update(tracking={**tracking, name: {**tracking.get(name, {}), **found}})
+        self._recorded("tracked", {"rank": rank, "tracker": event.tracker, "found": found})
 
     def _checkpoint_failed(self, rank: int, event: events.CheckpointFailed) -> None:
         self.event("checkpoint_failed", rank=rank, **_fields(event))

@@ -32,6 +32,9 @@ class Verdict:
 def of_outcome(outcome: Outcome, writer: RunWriter) -> Verdict:
     """The verdict on an attempt that was watched to its end."""
     if outcome.finished and not outcome.fault:
+        failed = [watch.tracker_fault for watch in outcome.ranks if watch.tracker_fault is not None]
+        if failed:
+            return _untracked(outcome, min(failed, key=lambda fault: fault.time_ns), writer.layout)
         return Verdict(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
     if outcome.loss is not None:
         return of_error(outcome.loss, writer)
@@ -62,6 +65,15 @@ def _saved_itself(notice: str) -> Verdict:
 def _gone(notice: str) -> Verdict:
     failure = FailureRecord(kind="worker_lost", message=notice)
     return Verdict(RunStatus.FAILED, ExitCode.CLUSTER, f"{notice}; there is no checkpoint to go on from", failure)
+
+
+def _untracked(outcome: Outcome, fault: Fault, layout: RunLayout) -> Verdict:
+    """The training has succeeded, and a tracker has not, which the configuration is strict about."""
+    host = outcome.ranks[fault.rank].record().host
+    log = layout.told(layout.log(fault.rank))
+    failure = FailureRecord(rank=fault.rank, host=host, kind=fault.kind, message=fault.message, log=log)
+    cause = f"the training has succeeded, but on rank {fault.rank} {fault.line} (tracking.strict is true)"
+    return Verdict(RunStatus.FAILED, fault.exit_code, cause, failure)
 
 
 def _failed(outcome: Outcome, fault: Fault, layout: RunLayout) -> Verdict:

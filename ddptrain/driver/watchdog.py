@@ -15,8 +15,16 @@ from typing import Protocol
 from ddptrain import events
 from ddptrain.spec import STACKS_FOLDER, RankSpec
 
+_LONGEST_EXCUSE_S = 3_600.0
 _CPU_SHARE = 0.01  # of the time allowed, before the use of the processor is a sign of life
-_SAYS_NOTHING = (events.Started, events.Stacks, events.Noticed, events.ThreadFailure)  # they come of themselves
+_SAYS_NOTHING = (
+    events.Started,
+    events.Stacks,
+    events.Noticed,
+    events.ThreadFailure,
+    events.Tracked,
+    events.TrackerFailed,
+)  # they come of themselves
 
 
 class Stage(StrEnum):
@@ -57,6 +65,7 @@ class _Signs:
     spoke_at: float = 0.0  # an event or a line
     worked_at: float = 0.0  # has used the processor
     entered_at: float = 0.0
+    excused_until: float = 0.0  # has said that it will be quiet
     cpu_s: float = 0.0  # at its last sign
     newest_cpu_s: float = 0.0
     reports: bool | None = None  # more often than it has to; None before its first report
@@ -67,7 +76,7 @@ class _Signs:
 
     def shift(self, seconds: float) -> None:
         """Forget that time has passed."""
-        for name in ("spoke_at", "worked_at", "entered_at"):
+        for name in ("spoke_at", "worked_at", "entered_at", "excused_until"):
             if getattr(self, name):
                 setattr(self, name, getattr(self, name) + seconds)
 
@@ -94,6 +103,8 @@ class Watchdog:
         signs, now = self._of(rank), self._clock()
         if isinstance(event, events.Entered):
             signs.entered_at = now
+        elif isinstance(event, events.Finishing):
+            signs.excused_until = now + min(event.timeout_s, _LONGEST_EXCUSE_S)
         elif isinstance(event, events.Metrics | events.Progress) and signs.reports is None:
             signs.reports = now - signs.entered_at <= self.timeout_s
         self._speaks(signs)
@@ -119,7 +130,8 @@ class Watchdog:
 
     def idle_s(self, rank: Watched, now: float) -> float:
         """For how long a rank has given no sign of life, since it was ordered."""
-        return now - max(rank.submitted_at, self._of(rank.spec.rank).at)
+        signs = self._of(rank.spec.rank)
+        return now - max(rank.submitted_at, signs.at, signs.excused_until)
 
     def overdue(self, now: float, ranks: Sequence[Watched]) -> Hang | None:
         """The hang that the gang is in by now, if it is."""

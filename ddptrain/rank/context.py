@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddptrain import events
 from ddptrain.rank import checkpoint, randomstate
 from ddptrain.rank.agreement import Calls, Due, GangStore, Preempted
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.files import Files
+from ddptrain.rank.plainnumbers import number, optional, whole
 from ddptrain.rank.saver import Save, Saver, done_key, state_key
 from ddptrain.rank.snapshot import HostBuffers, plain_bytes
+from ddptrain.rank.tracked import Tracked
 from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import torch.utils.data
 
     from ddptrain.rank.feeding import GangLoader
+    from ddptrain.rank.showing import Showing
 
 __all__ = ["Preempted", "RankContext", "Resumed"]
 
@@ -45,16 +48,24 @@ class Resumed:
 class RankContext:
     """A rank's view of its run; the process group is up while a workload holds one."""
 
-    def __init__(self, spec: RankSpec, emitter: Emitter, device: torch.device, calls: Calls | None = None) -> None:
-        """`calls` counts those of checkpoint, and may be told to end before there is a context."""
+    def __init__(
+        self,
+        spec: RankSpec,
+        emitter: Emitter,
+        device: torch.device,
+        calls: Calls | None = None,
+        tracked: Tracked | None = None,
+    ) -> None:
+        """`calls` counts those of checkpoint, and may be told to end before there is a context, as may `tracked`."""
         self._spec = spec
         self._emitter = emitter
-        self._counter = itertools.count()
+        self._files = Files(spec, emitter)
+        self._tracked = tracked or Tracked(spec, emitter)
         self._calls = calls or Calls(spec, GangStore(spec))
         self._store = self._calls.store
         self._due = Due(spec, self._store)
         self._buffers = HostBuffers()
-        self._saver = Saver(spec, emitter, self._store)
+        self._saver = Saver(spec, emitter, self._store, self._tracked.checkpoint)
         self._saves = 0
         self._loaders: list[GangLoader] = []
         self._places: list[dict[str, int]] = []  # where the loaders of a resumed run go on
@@ -97,6 +108,11 @@ class RankContext:
         return self._spec.node_rank
 
     @property
+    def inputs(self) -> Path | None:
+        """The folder of what the driver has prepared for all ranks; None where the workload prepares nothing."""
+        return Path(self._spec.inputs) if self._spec.inputs else None
+
+    @property
     def preempted(self) -> bool:
         """Whether the run has been told to end: the next calls of checkpoint will save, and not return."""
         self._calls.saves = True  # who asks will do something about it
@@ -110,8 +126,49 @@ class RankContext:
         Raises:
             TypeError: a value is not a number, or `step` is not an integer.
         """
-        numbers = {str(name): _number(name, value) for name, value in values.items()}
-        self._emitter.emit(events.Metrics(time.time_ns(), numbers, _integer("step", step), _optional("epoch", epoch)))
+        numbers = {str(name): number(name, value) for name, value in values.items()}
+        event = events.Metrics(time.time_ns(), numbers, whole("step", step), optional("epoch", epoch))
+        self._emitter.emit(event)
+        self._tracked.numbers(event)
+
+    def log_image(self, name: str, image: Any, *, step: int | None = None, caption: str = "") -> None:
+        """Keep a picture as artifacts/images/`name`/step-<n>-rank-<r>.png in the run directory; trackers get it, too.
+
+        It is a tensor [3, H, W], [1, H, W] or [H, W], an array [H, W, 3] or [H, W], either of uint8 or of floats from
+        0 to 1, or a PIL image. Further ones of a step are numbered.
+
+        Raises:
+            TypeError, ValueError: it is no picture, or the name would lead elsewhere.
+            OSError: the staging disk is full.
+        """
+        self._showing.image(name, image, whole("step", step), caption)
+
+    def log_table(
+        self,
+        name: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[Any]],
+        *,
+        step: int | None = None,
+        format: Literal["csv", "parquet"] = "csv",  # noqa: A002  # the word that people look for
+    ) -> None:
+        """Keep a table as artifacts/tables/`name`/[step-<n>-]rank-<r>.csv, or .parquet; trackers get it, too.
+
+        Values are numbers, text, None, and pictures as in log_image, which become files whose paths the table has.
+
+        Raises:
+            TypeError, ValueError: a value is none of these, a row has another length than `columns`, or the name
+                would lead elsewhere.
+            ImportError: Parquet needs pyarrow.
+            OSError: the staging disk is full.
+        """
+        self._showing.table(name, columns, rows, whole("step", step), format)
+
+    @cached_property
+    def _showing(self) -> Showing:
+        from ddptrain.rank.showing import Showing
+
+        return Showing(self.rank, self._files, self._tracked)
 
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
         """Tell how far this rank is, in `unit`; cheap enough for every step (ten a second are sent)."""
@@ -135,6 +192,7 @@ class RankContext:
 
         said = {"precision": precision, "compile": compile, "channels_last": channels_last}
         given = {name: value for name, value in said.items() if value is not None}
+        self._tracked.model(model)
         return prepared(model, self.device, {**self._spec.prepare, **given}, **ddp)
 
     def loader(
@@ -195,16 +253,7 @@ class RankContext:
             ValueError: the path would leave the run directory.
             OSError: the file can't be read, or the staging disk is full.
         """
-        parts = PurePosixPath(path).parts
-        if not parts or ".." in parts or path.startswith("/"):  # the driver checks again, and more strictly
-            raise ValueError(f"ctx.save_file takes a path below artifacts/, such as 'samples/a.txt', not {path!r}")
-        staged = self._new_staging("file")
-        if isinstance(data, Path):
-            shutil.copyfile(data, staged)
-        else:
-            staged.write_bytes(data.encode() if isinstance(data, str) else data)
-        size, digest = checkpoint.hash_file(staged)
-        self._emitter.emit(events.FileSaved(time.time_ns(), str(path), staged.name, size, digest))
+        self._files.save(path, data)
 
     def checkpoint(
         self,
@@ -238,7 +287,7 @@ class RankContext:
         ends = self._calls.told_to_end and self._calls.is_last(call)
         if not (due or last or ends):
             return False
-        self._save(model, optimizer, int(step), _optional("epoch", epoch), metrics or {}, rank_state, more)
+        self._save(model, optimizer, int(step), optional("epoch", epoch), metrics or {}, rank_state, more)
         if not self._spec.asynchronous or ends:
             self._saver.wait()
         if ends and not last:
@@ -261,12 +310,12 @@ class RankContext:
         if self.rank != 0:
             self._store.set(state_key(self._saves, self.rank), own)
             return
-        numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+        numbers = {str(name): number(name, value) for name, value in metrics.items()}
         self._saver.wait()  # for the one before, whose memory is used again
         state: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": numbers, "extra": dict(more)}
         state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
         copied = self._buffers.take(model, optimizer, state)
-        self._saver.start(Save(self._saves, step, epoch, numbers, self._new_staging("checkpoint"), copied, own))
+        self._saver.start(Save(self._saves, step, epoch, numbers, self._files.new_staging("checkpoint"), copied, own))
         self._due.saved()
 
     def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:
@@ -328,25 +377,6 @@ class RankContext:
         if self.rank == 0:
             self._emitter.emit(events.Note(time.time_ns(), text))
 
-    def _new_staging(self, kind: str) -> Path:
-        return Path(self._spec.staging) / f"{kind}-{next(self._counter)}"
-
-
-def _number(name: object, value: Any) -> float:
-    if type(value) in (float, int):  # what it nearly always is, in every step
-        return value  # type: ignore[no-any-return]
-    item = value.item() if hasattr(value, "item") else value
-    if isinstance(item, bool) or not isinstance(item, int | float):
-        raise TypeError(f"ctx.log and metrics take numbers: {name!r} is {value!r} ({type(value).__name__})")
-    return item
-
-
-def _integer(name: str, value: Any) -> int | None:
-    number = None if value is None else _number(name, value)
-    if number is not None and int(number) != number:
-        raise TypeError(f"{name} must be a whole number, not {value!r}")
-    return None if number is None else int(number)
-
 
 def _on(device: torch.device, value: Any) -> Any:
     """Plain data with its tensors on the device."""
@@ -355,7 +385,3 @@ def _on(device: torch.device, value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _on(device, item) for key, item in value.items()}
     return value.to(device) if hasattr(value, "to") else value
-
-
-def _optional(name: str, value: Any) -> float | None:
-    return None if value is None else _number(name, value)

@@ -15,7 +15,6 @@ import importlib
 import io
 import os
 import random
-import signal
 import socket
 import sys
 import threading
@@ -26,20 +25,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain import errorfile, events
-from ddptrain.rank import current, faults, orders, procs, scripts
+from ddptrain.rank import current, faults, procs, scripts
 from ddptrain.rank.agreement import EXIT_PREEMPTED, Calls, GangStore, Preempted
 from ddptrain.rank.calling import as_json, bind
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.folding import folded
 from ddptrain.rank.loading import load_function
+from ddptrain.rank.obeying import Obeying
 from ddptrain.rank.orders import Orders
-from ddptrain.rank.stacks import Stacks, tell_of_threads
+from ddptrain.rank.stacks import tell_of_threads
+from ddptrain.rank.tracked import Tracked
 from ddptrain.spec import ERROR_FILE, RankSpec
 
 if TYPE_CHECKING:
     import torch
 
     from ddptrain.rank.context import RankContext
+    from ddptrain.tracking.protocol import State
 
 _COLD = (
     "ranks start cold, some seconds slower: the environment sets variables that only a fresh program reads "
@@ -65,8 +67,10 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, orders_fd: int, *, col
     if cold and spec.rank == 0:
         emitter.emit(events.Note(time.time_ns(), _COLD))
     _enter_environment(spec)
+    rank = _Rank(spec, emitter, Orders(orders_fd))
     try:
-        code = _Rank(spec, emitter, Orders(orders_fd)).run()
+        code = rank.run()
+        rank.tracked.bound_exit(code)
     finally:
         _run_exit_handlers()
     return code
@@ -121,18 +125,33 @@ class _Rank:
         self.failed = False
         self.preempted = False
         self.calls = Calls(spec, GangStore(spec))
+        self.tracked = Tracked(spec, emitter)
         self.context: RankContext | None = None
 
     def run(self) -> int:
-        """Run all phases; return the exit code. A clean return of the user's function is a success, come what may."""
+        """Run all phases, and have the trackers finish; return the exit code.
+
+        A clean return of the user's function is a success, come what may, unless `tracking.strict` says otherwise.
+        """
+        code = self._run_phases()
+        error = self.tracked.finish(self._state())
+        return code or int(bool(error))
+
+    def _state(self) -> State:
+        """How the rank has ended, in the words of trackers."""
+        if self.finished:
+            return "finished"
+        return "preempted" if self.preempted else "failed" if self.failed else "crashed"
+
+    def _run_phases(self) -> int:
         try:
-            self._take_orders()
+            self._obey()
             tell_of_threads(self.emitter)
             device = self._set_up_torch()
             self._emit_started(device)
             current.provide(lambda: self._own_context(device))
             if self.spec.is_script:
-                self._work(lambda: scripts.run(self.spec))
+                self._work(lambda: scripts.run(self.spec, self.tracked.begin))
             else:
                 call = bind(load_function(self.spec.workload), self.spec.params)
                 self._dispatch(call, device)
@@ -149,36 +168,9 @@ class _Rank:
             return 1
         return 0
 
-    def _take_orders(self) -> None:
-        """From now on SIGTERM is a notice that the host is about to go; only the order to stop makes it deadly."""
-
-        def notice(*_: object) -> None:
-            self.orders.post(orders.NOTICED)
-
-        def preempt() -> None:
-            if self.calls.saves:
-                self.calls.tell_to_end()
-            elif signal.getsignal(signal.SIGTERM) is notice:
-                procs.die_of_sigterm()
-            else:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        def stop() -> None:
-            self._complete_saves()
-            if signal.getsignal(signal.SIGTERM) is notice:  # else the user's own handler has a say
-                procs.die_of_sigterm()
-
-        def forked() -> None:
-            if signal.getsignal(signal.SIGTERM) is notice:  # a child that is told to end is not to speak for the rank
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-        signal.signal(signal.SIGTERM, notice)
-        os.register_at_fork(after_in_child=forked)
-        self.orders.on(orders.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
-        self.orders.on(orders.PREEMPT, preempt)
-        self.orders.on(orders.STOP, stop)
-        self.orders.on(orders.STACKS, Stacks(self.spec, self.emitter).tell)
-        self.orders.listen()
+    def _obey(self) -> None:
+        parts = (self.spec, self.emitter, self.orders, self.calls, self.tracked)
+        Obeying(*parts, state=self._state, complete_saves=self._complete_saves).begin()
 
     def _set_up_torch(self) -> torch.device:
         import numpy as np
@@ -249,6 +241,7 @@ class _Rank:
     def _call(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
         self._meet()
         context = self._own_context(device)
+        self.tracked.begin()
         self._work(lambda: self._returned(function(context)))
 
     def _own_context(self, device: torch.device) -> RankContext:
@@ -256,7 +249,7 @@ class _Rank:
         from ddptrain.rank.context import RankContext
 
         if self.context is None:
-            self.context = RankContext(self.spec, self.emitter, device, self.calls)
+            self.context = RankContext(self.spec, self.emitter, device, self.calls, self.tracked)
         return self.context
 
     def _work(self, work: Callable[[], None]) -> None:
@@ -277,13 +270,21 @@ class _Rank:
             raise
         except SystemExit as stop:
             self._exit_event(stop)
+            self._end_tracking()
             self._complete_saves()
             raise
         except BaseException as error:
             self._failure_event(error)
+            self._end_tracking()
             self._complete_saves()
             raise
         self._finish()
+
+    def _end_tracking(self) -> None:
+        """Trackers of a rank that has failed finish at once: it is about to be stopped."""
+        if self.failed:
+            self.tracked.hurry(self.spec.grace_s)
+            self.tracked.end(self._state())
 
     def _returned(self, value: Any) -> None:
         """Keep what rank 0's function has returned, where that is JSON."""

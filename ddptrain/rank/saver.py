@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,15 @@ def done_key(rank: int) -> str:
 class Saver:
     """Rank 0's: at most one checkpoint is on its way."""
 
-    def __init__(self, spec: RankSpec, emitter: Emitter, store: GangStore) -> None:
+    def __init__(
+        self,
+        spec: RankSpec,
+        emitter: Emitter,
+        store: GangStore,
+        written: Callable[[int, Path, Mapping[str, float]], None] = lambda step, folder, metrics: None,
+    ) -> None:
+        """`written` is called with each complete checkpoint, before the driver may take it away."""
+        self._written = written
         self._spec = spec
         self._emitter = emitter
         self._store = store
@@ -109,6 +117,7 @@ class Saver:
         while True:
             try:
                 files = checkpoint.write(save.folder, save.snapshot, ranks)
+                self._written(save.step, save.folder, save.metrics)
                 self._emitter.emit(
                     events.CheckpointSaved(
                         time.time_ns(), save.step, save.folder.name, files, save.epoch, dict(save.metrics)

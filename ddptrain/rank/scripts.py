@@ -10,14 +10,18 @@ import os
 import socket
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ddptrain.spec import RankSpec
 
 
-def run(spec: RankSpec) -> None:
-    """Run the rank's program to its end. Whatever it raises comes out, SystemExit included."""
+def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
+    """Run the rank's program to its end, `before` first, when its modules can be imported.
+
+    Whatever it raises comes out, SystemExit included.
+    """
     _be_fresh(spec)
     main = _new_main()
     if spec.script:
@@ -35,6 +39,7 @@ def run(spec: RankSpec) -> None:
         main.__package__ = found.parent
         main.__dict__["__cached__"] = found.cached
         code = _code_of(found)
+    before()
     exec(code, main.__dict__)  # noqa: S102  # this is what it is for
 
 

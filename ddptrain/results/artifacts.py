@@ -1,4 +1,4 @@
-"""The artifacts folder: files that ranks hand over, each whole, verified, and below that folder."""
+"""Files that ranks hand over, each whole, verified, and below its folder: artifacts/, or tracking/."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ddptrain.results.layout import INCOMING, safe_relative
 from ddptrain.results.staging import Parcel, bring_home
 
 
-def adopt(artifacts: Path, event: FileSaved, source: Path) -> Path:
-    """Bring a staged file home to `artifacts`/`event.path`, replacing one of that name; return where it is.
+def adopt(area: Path, event: FileSaved, source: Path) -> Path:
+    """Bring a staged file home to `area`/`event.path`, replacing one of that name; return where it is.
 
     Raises:
         UnsafePath: the path leaves the folder, directly or through a link, or collides with a folder.
@@ -23,10 +23,10 @@ def adopt(artifacts: Path, event: FileSaved, source: Path) -> Path:
         ResultsError: it can't be written.
     """
     relative = safe_relative(event.path)
-    folder = _folder(artifacts, relative.parent.parts)
+    folder = _folder(area, relative.parent.parts)
     final = folder / relative.name
     if final.is_dir() and not final.is_symlink():
-        raise UnsafePath(f'cannot save a file as "{event.path}": artifacts/{relative} is a folder')
+        raise UnsafePath(f'cannot save a file as "{event.path}": {area.name}/{relative} is a folder')
     incoming = folder / f"{INCOMING}{secrets.token_hex(8)}"
     try:
         bring_home([Parcel(source, incoming, event.size_bytes, event.sha256)], FileDamaged)
@@ -40,9 +40,9 @@ def adopt(artifacts: Path, event: FileSaved, source: Path) -> Path:
     return final
 
 
-def _folder(artifacts: Path, parts: tuple[str, ...]) -> Path:
-    """The folder below `artifacts`, made if need be; every step of the way is a real folder, not a link."""
-    folder = artifacts
+def _folder(area: Path, parts: tuple[str, ...]) -> Path:
+    """The folder below `area`, made if need be; every step of the way is a real folder, not a link."""
+    folder = area
     for part in ("", *parts):
         folder = folder / part
         with naming(folder):

@@ -15,6 +15,9 @@ from ddptrain.wording import shown
 LATEST = "latest"
 BEST = "best"
 INCOMING = ".incoming-"
+INPUTS = "inputs"
+ARTIFACTS = "artifacts"
+TRACKING = "tracking"
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOG_NAME = re.compile(r"rank-(\d{1,9})\.log")
@@ -78,7 +81,17 @@ class RunLayout:
     @property
     def artifacts_dir(self) -> Path:
         """The files that ranks handed over."""
-        return self.root / "artifacts"
+        return self.root / ARTIFACTS
+
+    @property
+    def inputs_dir(self) -> Path:
+        """What the driver has prepared for the ranks, for every attempt of the run."""
+        return self.root / INPUTS
+
+    @property
+    def tracking_dir(self) -> Path:
+        """What trackers write: a folder a tracker."""
+        return self.root / TRACKING
 
     @property
     def lock_file(self) -> Path:
@@ -104,6 +117,12 @@ class RunLayout:
     def plot_png(self) -> Path:
         """Where a picture of the curves goes, unless told otherwise."""
         return self.root / "plot.png"
+
+    def area(self, name: str) -> Path:
+        """The folder that a rank may hand over a file for. Raises UnsafePath for any other."""
+        if name not in (ARTIFACTS, TRACKING):
+            raise UnsafePath(f'a rank asked for a file in "{shown(name)}": it may write to {ARTIFACTS} and {TRACKING}')
+        return self.root / name
 
     def log(self, rank: int) -> Path:
         """What that rank printed."""

@@ -157,6 +157,7 @@ class RunRecord(_Part):
     last_metrics: Mapping[str, float | None] = field(default_factory=dict)
     best: BestRecord | None = None
     checkpoints: tuple[str, ...] = ()
+    tracking: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # tracker -> what it has made, as its url
     result: Any = None  # what rank 0's function returned: JSON
 
     def as_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ddptrain.results.find import RunView, moment
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.spec import describe_status
 from ddptrain.tables import Section, clean
+from ddptrain.wandbparts import links_in, parts_below
 from ddptrain.wording import shown
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def sections(view: RunView) -> list[Section]:
         ("failure", _failure(record.failure)),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),
+        ("tracking", _tracking(view)),
         ("artifacts", [(path, size(size_bytes)) for path, size_bytes in view.layout.artifacts().items()]),
         ("environment of the ranks", environment),
         ("versions", sorted(record.versions.items())),
@@ -114,6 +116,23 @@ def _failure(failure: FailureRecord | None) -> list[tuple[str, str]]:
         ("log", failure.log),
         ("traceback", failure.traceback.rstrip()),
     ]
+
+
+def _tracking(view: RunView) -> list[tuple[str, str]]:
+    """Where each tracker has it: its address, or what is on the disk; and how W&B's gets to the server."""
+    folder = view.layout.tracking_dir / "wandb"
+    links = links_in(folder)
+    lines = []
+    seen = set()
+    for tracker, found in sorted(view.record.tracking.items()):
+        url = found.get("url") or links.get(found.get("id", ""))
+        if url in seen:
+            continue  # a run that ranks share
+        seen |= {url} - {None}
+        lines.append((tracker, url or " ".join(filter(None, (found.get("mode"), found.get("folder"))))))
+    if not view.is_running and any(not part.sent for part in parts_below(folder)):
+        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {view.run_id}"))
+    return lines
 
 
 def _attempt(attempt: AttemptRecord, count: int) -> Section:

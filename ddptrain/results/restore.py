@@ -11,7 +11,7 @@ from ddptrain.errors import RunNotFound
 from ddptrain.results.atomic import write_whole
 from ddptrain.results.checkpoints import MANIFEST
 from ddptrain.results.errors import CheckpointDamaged, naming
-from ddptrain.results.layout import BEST, LATEST, step_name, step_of
+from ddptrain.results.layout import BEST, INPUTS, LATEST, step_name, step_of
 from ddptrain.results.store import Store, Stored
 from ddptrain.results.storedcheckpoints import CHECKPOINTS, STORED_AS, parsed, stored_name
 from ddptrain.results.verified import verify
@@ -28,7 +28,8 @@ def bring(run: Store, folder: Path, warn: Callable[[str], None]) -> None:
     there = run.files()
     for path in there:
         is_log = path.startswith("logs/") and path.count("/") == 1 and "\\" not in path
-        if path in _CONTINUED or is_log:
+        is_input = path.startswith(f"{INPUTS}/") and path.count("/") == 1 and "\\" not in path
+        if path in _CONTINUED or is_log or is_input:
             run.fetch(path, folder / path)
     manifests = _manifests(run, there)
     for step in sorted(manifests, reverse=True):

@@ -199,14 +199,14 @@ class RunWriter:
         return final
 
     def adopt_file(self, event: FileSaved, source: Path) -> Path:
-        """Bring a staged file home to artifacts/`event.path`; what was staged is moved or deleted.
+        """Bring a staged file home to `event.path` below its area; what was staged is moved or deleted.
 
         Raises:
             UnsafePath: the path would leave the run directory.
             FileDamaged: the file is not what its event says.
             ResultsError: it can't be written.
         """
-        return artifacts.adopt(self.layout.artifacts_dir, event, source)
+        return artifacts.adopt(self.layout.area(event.area), event, source)
 
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
         """Write how the run ended; the lock is held until close()."""

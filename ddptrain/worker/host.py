@@ -16,6 +16,7 @@ from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
+from ddptrain.sealing import Opener
 from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
 from ddptrain.worker import environment
 from ddptrain.worker.server import RankServer
@@ -74,6 +75,7 @@ class RankHost(WorkerPlugin):
         # Task key -> its children (a rank, and a store where it opened one) and how long each may take to end.
         self._children: dict[str, dict[str, float]] = {}
         self.leaving = False
+        self.opener = Opener()
         self._lock = threading.Lock()
         self._mending = threading.Lock()
 

@@ -38,10 +38,13 @@ def run_rank(spec_json: str) -> str:
 
     Raises:
         RankServerLost: no rank could be started, or its server died.
+        ClusterError: its environment was sealed for another worker.
     """
     spec = RankSpec.from_json(spec_json)
     worker = get_worker()
-    return _RankTask(worker, rank_host(worker, spec.run_id), spec).run()
+    host = rank_host(worker, spec.run_id)
+    spec = dataclasses.replace(spec, env=host.opener.open(spec.env, spec.key))
+    return _RankTask(worker, host, spec).run()
 
 
 def topic(run_id: str) -> str:
@@ -253,6 +256,12 @@ def _write_below(folder: Path, path: str, offset: int, data: bytes) -> str:
         file.seek(offset)
         file.write(data)
     return str(real)
+
+
+async def sealing_key(run_id: str, dask_worker: Worker) -> str:
+    """For client.run: what the environment of ranks on this worker is sealed with on its way here."""
+    opener = rank_host(dask_worker, run_id).opener
+    return await asyncio.to_thread(lambda: opener.public)
 
 
 async def offer(dask_worker: Worker) -> dict[str, Any]:

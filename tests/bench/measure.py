@@ -14,6 +14,10 @@ Figures = Mapping[str, float]
 Variants = Mapping[str, Callable[[], Figures]]
 
 
+class NotHere(Exception):
+    """Rows that can't be measured on this machine; says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Goal:
     """What a row is to reach: its ratio of medians, or the median of ours."""
@@ -79,6 +83,7 @@ class Result:
     ours: Spread | None = None
     peer: Spread | None = None
     error: str = ""
+    skipped: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -133,6 +138,9 @@ def measure(
                         continue
                     records.add(name, figures)
                     say(f"{name}, run {number} of {runs}: " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()))
+    except NotHere as reason:
+        say(f"skipped: {reason}")
+        return [Result(row, skipped=str(reason)) for row in chosen], records
     except Exception as error:
         failed |= dict.fromkeys(needed, f"{type(error).__name__}: {error}")
         say(f"failed: {error}")

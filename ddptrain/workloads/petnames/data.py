@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddptrain.workloads.dealing import deal_epoch
 from ddptrain.workloads.petnames.alphabet import BLANK, BLANK_ID, STOP, encode
 
 POOL_STEPS = 16  # whole names are sorted by length within this many steps: little padding, and still well mixed
@@ -90,29 +91,16 @@ def plan_epoch(
 ) -> list[Share]:
     """The steps of one rank in one epoch; every rank gets as many, and together they take every row once.
 
-    All ranks draw the same permutation, cut it into the fewest near-equal batches that fit, and deal each batch out
-    in turn. So no batch is much smaller than another, shares of a step differ by one row at most, and only where a
-    batch has fewer rows than there are ranks some share is empty. As a step's gradient is to be the mean over the
-    targets of all ranks, each share knows their number.
-
-    `taken` are (number of ranks, steps) pairs of those that began the epoch: the rows of these steps are left out, and
-    the others dealt out again.
+    The rows of a step are of similar length (see `dealing.deal_epoch` for the rest, and for `taken`). As a step's
+    gradient is to be the mean over the targets of all ranks, each share knows their number.
     """
-    draw = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    left = torch.arange(len(rows))
-    for ranks, steps in taken:
-        batches = _deal(rows, left, batch_size * ranks, draw)[steps:]
-        left = torch.cat([left[:0], *batches])
-    batches = _deal(rows, left, batch_size * world_size, draw)
+    pool_steps = POOL_STEPS if rows.context == "full" else 1
+
+    def arrange(batches: Sequence[Tensor], draw: torch.Generator) -> Sequence[Tensor]:
+        return _group_by_length(batches, rows.lengths, pool_steps, draw)
+
+    batches = deal_epoch(len(rows), batch_size, world_size, seed, epoch, taken, arrange)
     return [Share(batch[rank::world_size], int(rows.n_targets[batch].sum())) for batch in batches]
-
-
-def _deal(rows: Rows, left: Tensor, most_rows: int, draw: torch.Generator) -> Sequence[Tensor]:
-    """The rows that are `left`, in random order, as the fewest near-equal batches of at most `most_rows`."""
-    if len(left) == 0:
-        return []
-    batches = torch.tensor_split(left[torch.randperm(len(left), generator=draw)], -(-len(left) // most_rows))
-    return _group_by_length(batches, rows.lengths, POOL_STEPS if rows.context == "full" else 1, draw)
 
 
 def _group_by_length(

@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from ddptrain.workloads.dealing import Part
 from ddptrain.workloads.petnames.data import Rows, Share, make_rows, plan_epoch
 from ddptrain.workloads.petnames.evaluate import mean_nll
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
@@ -58,32 +58,6 @@ def train(ctx: RankContext, **params: Any) -> None:
         trainer.save(epoch, metrics, last=epoch == settings.epochs)
 
 
-@dataclass(slots=True)
-class _Part:
-    """Where in an epoch the ranks are: `steps` of their own, after others who have `taken` and did the share `begun`.
-
-    taken: (number of ranks, steps) pairs, as plan_epoch wants them.
-    """
-
-    taken: list[list[int]] = field(default_factory=list)
-    begun: float = 0.0
-    steps: int = 0
-    is_resumed: bool = False
-
-    @classmethod
-    def after(cls, taken: list[list[int]], begun: float, done: float, ctx: RankContext) -> _Part:
-        """The part that follows where the share `done` is done; the last pair of `taken` began at the share `begun`."""
-        if not taken:
-            return cls()
-        if taken[-1][0] == ctx.world_size:
-            return cls(taken[:-1], begun, taken[-1][1], is_resumed=True)  # the same plan goes on
-        return cls(taken, done, is_resumed=True)
-
-    def done(self, n_steps: int) -> float:
-        """The share of the epoch that is done, where this part has `n_steps`."""
-        return self.begun + (1 - self.begun) * self.steps / n_steps
-
-
 class _Trainer:
     """One rank's training: the DDP model, and how far it is.
 
@@ -112,7 +86,7 @@ class _Trainer:
         self.steps_per_epoch = len(plan)
         self.rows_per_epoch = sum(len(share.index) for share in plan)
         self.samples = self.epochs_done * self.rows_per_epoch
-        self._part = _Part()
+        self._part = Part()
         self._loss_sum = torch.zeros((), device=ctx.device)
         self._n_targets = 0
         if resumed:
@@ -121,7 +95,8 @@ class _Trainer:
 
     def _go_on(self, resumed: Resumed) -> None:
         done = (resumed.epoch or 0) - self.epochs_done
-        self._part = _Part.after(resumed.data.get("taken", []), resumed.data.get("begun", 0.0), done, self._ctx)
+        taken, begun = resumed.data.get("taken", []), resumed.data.get("begun", 0.0)
+        self._part = Part.after(taken, begun, done, self._ctx.world_size)
         self.samples += round(done * self.rows_per_epoch)
         if state := resumed.rank_state:
             self._loss_sum, self._n_targets = state["loss_sum"].to(self._ctx.device), state["n_targets"]
@@ -148,7 +123,7 @@ class _Trainer:
             self._advance(share)
             if self._part.steps < len(plan):  # else the epoch is over, and its end saves
                 self.save(epoch - 1 + self._part.done(len(plan)), {})
-        self._part = _Part()
+        self._part = Part()
         loss = float(self._loss_sum) / max(1, self._n_targets)
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -158,7 +133,6 @@ class _Trainer:
 
     def save(self, epoch: float, metrics: Mapping[str, float], *, last: bool = False) -> None:
         """Saves a checkpoint, if one is due after `epoch` epochs."""
-        part = self._part
         self._ctx.checkpoint(
             model=self._model,
             optimizer=self._optimizer,
@@ -168,8 +142,7 @@ class _Trainer:
             last=last,
             rank_state={"loss_sum": self._loss_sum, "n_targets": self._n_targets, "samples": self.samples},
             model_config=self._model_config,
-            taken=[*part.taken, [self._ctx.world_size, part.steps]] if part.steps else part.taken,
-            begun=part.begun,
+            **self._part.state(self._ctx.world_size),
         )
 
     def _forward_backward(self, share: Share) -> Tensor:

@@ -9,11 +9,13 @@ from tests.bench.experiments import (
     first_step,
     generation,
     help_text,
+    images,
     log,
     petnames,
     restart,
     shipping,
     steady,
+    tracking,
 )
 from tests.bench.measure import Experiment
 
@@ -30,4 +32,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     checkpoint.EXPERIMENT,
     generation.EXPERIMENT,
     burst.EXPERIMENT,
+    tracking.EXPERIMENT,
+    images.FEEDING,
+    images.LISTING,
+    images.GPU,
 )

@@ -14,7 +14,7 @@ import pytest
 from ddptrain.driver import porter as porter_module
 from ddptrain.driver.inbox import BroughtHome, Delayed, Inbox, NotBroughtHome
 from ddptrain.driver.porter import Porter
-from ddptrain.events import CheckpointSaved
+from ddptrain.events import CheckpointSaved, FileSaved
 from ddptrain.results import checkpoints
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.writer import RunWriter
@@ -86,3 +86,14 @@ def test_damaged_checkpoint_is_not_tried_again(porter: Porter, inbox: Inbox, sta
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
     bring(porter, (event, folder))
     assert isinstance(inbox.get(timeout=10), NotBroughtHome)
+
+
+@pytest.mark.parametrize(("area", "vital"), [("artifacts", True), ("tracking", False), ("elsewhere", True)])
+def test_run_can_do_without_what_trackers_have_written(
+    porter: Porter, inbox: Inbox, tmp_path: Path, area: str, vital: bool
+) -> None:
+    (tmp_path / "file-0").write_bytes(b"other than announced")
+    porter.bring_file(0, FileSaved(1, "a/b", "file-0", 3, "ab", area), tmp_path, None)
+    message = inbox.get(timeout=10)
+    assert isinstance(message, NotBroughtHome)
+    assert message.vital is vital

@@ -65,6 +65,32 @@ def test_silent_ranks_are_named_with_the_longest_silent_first() -> None:
     assert (hang.stage, hang.ranks, hang.limit_s, hang.idle_s) == (Stage.TRAIN, (1, 0), 10.0, 11.5)
 
 
+def test_rank_that_waits_for_its_trackers_is_excused_for_as_long_as_it_has_said() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.dog.heard(0, events.Finishing(1, timeout_s=30.5))
+    scene.dog.heard(0, events.Note(1, "trackers still have up to 27 s to finish"))
+    for _ in range(3):
+        scene.now += 9.0
+        scene.report(1)
+        assert scene.late() == ()
+    scene.now += 15.0
+    scene.report(1)
+    assert scene.late() == (0,)
+
+
+def test_what_a_tracker_tells_is_no_sign_of_life() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 10.5
+    scene.report(1)
+    scene.dog.heard(0, events.Tracked(1, "wandb", {"url": "u"}))
+    scene.dog.heard(0, events.TrackerFailed(1, "wandb", "is off"))
+    assert scene.late() == (0,)
+
+
 def test_one_rank_that_has_reported_and_stops_is_a_hang_though_others_go_on() -> None:
     scene = Scene()
     scene.enter()

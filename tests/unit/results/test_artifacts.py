@@ -22,6 +22,17 @@ def test_a_file_comes_home_below_artifacts(writer: RunWriter, stage_file: StageF
     assert not source.exists()
 
 
+def test_a_trackers_file_comes_home_below_tracking_and_no_other_folder_is_open(
+    writer: RunWriter, stage_file: StageFile
+) -> None:
+    event, source = stage_file("wandb/run-1/files/a.json", b"[]")
+    with pytest.raises(UnsafePath, match='asked for a file in "checkpoints"'):
+        writer.adopt_file(dataclasses.replace(event, area="checkpoints"), source)
+    home = writer.adopt_file(dataclasses.replace(event, area="tracking"), source)
+    assert home == writer.layout.root / "tracking/wandb/run-1/files/a.json"
+    assert writer.layout.artifacts() == {}
+
+
 def test_a_file_of_the_same_name_is_replaced(writer: RunWriter, stage_file: StageFile) -> None:
     writer.adopt_file(*stage_file("a", b"1"))
     home = writer.adopt_file(*stage_file("a", b"22"))

@@ -1,7 +1,8 @@
-"""One rank of a real gloo group that runs the pet-name workload case after case, and writes what it saw.
+"""One rank of real gloo groups that runs the pet-name workload case after case, and writes what it saw.
 
-python petnames_ranks.py FOLDER RANK WORLD_SIZE     FOLDER/cases.json holds
-                                               [{"params", "resume_from"?, "stop_after"?}, ...]
+python petnames_ranks.py FOLDER RANK WORLD_SIZE ...    FOLDER/cases.json holds
+                                                  [{"params", "resume_from"?, "stop_after"?}, ...]
+It takes part in the groups of those sizes that have such a rank, one after the other.
 """
 
 import contextlib
@@ -96,10 +97,17 @@ def join(root: Path, rank: int, world_size: int) -> int:
 
 
 def main() -> None:
-    root, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    root, rank, *world_sizes = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
-    port = join(root, rank, world_size)
     taken = record_rows(workload._Trainer)
+    for world_size in world_sizes:
+        if rank < world_size:
+            run_cases(root, rank, world_size, taken)
+
+
+def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) -> None:
+    """All cases, in a group of that size."""
+    port = join(root, rank, world_size)
     for number, case in enumerate(json.loads((root / "cases.json").read_text())):
         folder = root / f"world-{world_size}" / f"case-{number}"
         folder.mkdir(parents=True, exist_ok=True)

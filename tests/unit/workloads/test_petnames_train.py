@@ -55,14 +55,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(root), str(rank), str(world_size)],
+            [sys.executable, str(SCRIPT), str(root), str(rank), *map(str, WORLD_SIZES)],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for world_size in WORLD_SIZES
-        for rank in range(world_size)
+        for rank in range(max(WORLD_SIZES))
     ]
     try:
         outputs = [process.communicate(timeout=120)[0] for process in processes]

@@ -1,0 +1,162 @@
+"""`ddptrain predict`: what images show, by a trained image classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddptrain.cli.printing import write
+
+if TYPE_CHECKING:
+    from ddptrain.workloads.images.predict import Result
+
+_SOME_FAILED = 1
+_WIDEST_NAME = 40
+
+
+class Device(StrEnum):
+    """Where the model runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def predict(
+    run: Annotated[
+        str, typer.Argument(help="A run's id, an unambiguous prefix of it, latest, its directory, or its URL.")
+    ],
+    images: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH|URL...", help="Images, folders of any layout, and URLs of either."),
+    ],
+    top: Annotated[int, typer.Option(min=1, help="How many classes of each image, the most probable first.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, an image a line.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, an image a line.")] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, max=65536, help="Images at a time. Default: 128 on a GPU, else 16.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="auto is a GPU where there is one.")] = Device.AUTO,
+    source_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="An option of the URLs' store as fsspec names it, such as anon=true; may be given again.",
+        ),
+    ] = None,
+    runs_dir: Annotated[
+        str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
+    ] = "runs",
+) -> int:
+    """Classify images with the best checkpoint of an image run.
+
+    What can't be read is told, and the rest is done: then the exit code is 1.
+    """
+    from ddptrain.results.remote import open_runs_dir, split_run
+    from ddptrain.results.runsdir import Need
+    from ddptrain.workloads.images.given import images_of
+
+    if as_json and as_csv:
+        raise typer.BadParameter("give --json or --csv, not both")
+    options = _source_options(source_option or [])
+    place, name = split_run(run, runs_dir)
+    runs = open_runs_dir(place)
+    run_dir = runs.find(name, Need.MODEL).layout.root
+    given = images_of(images, options)  # before torch is imported: most mistakes are in the paths
+
+    from ddptrain.workloads.images.predict import Classifier, choose_device, default_batch_size
+    from ddptrain.workloads.images.saved import load_model
+
+    where = choose_device(device)
+    saved = load_model(run_dir)
+    count = _Count()
+    results = count.of(Classifier(saved, top, where).results(given, batch_size or default_batch_size(where)))
+    if as_json:
+        write(_json({"run_id": run_dir.name, "checkpoint": saved.checkpoint}, results))
+    elif as_csv:
+        write(_csv(results, min(top, len(saved.names))))
+    else:
+        write(_text(results, max(map(len, saved.names))))
+    if count.failed:
+        typer.echo(f"predict: {count.failed:,} of {count.all:,} could not be classified", err=True)
+    return _SOME_FAILED if count.failed else 0
+
+
+class _Count:
+    """How many results there were, and how many of them are errors."""
+
+    def __init__(self) -> None:
+        self.all = 0
+        self.failed = 0
+
+    def of(self, results: Iterable[Result]) -> Iterator[Result]:
+        for result in results:
+            self.all += 1
+            self.failed += bool(result.error)
+            yield result
+
+
+def _source_options(given: Iterable[str]) -> dict[str, object]:
+    from ddptrain.redact import LEFT_OUT
+    from ddptrain.yamlsource import scalar
+
+    options: dict[str, object] = {}
+    for option in given:
+        name, equals, value = option.partition("=")
+        if not name or not equals:
+            # It may be a secret without its name.
+            raise typer.BadParameter(f"--source-option {LEFT_OUT} is not NAME=VALUE, as anon=true is")
+        options[name] = scalar(value)
+    return options
+
+
+def _json(head: dict[str, str], results: Iterable[Result]) -> Iterator[str]:
+    """One object, whose results are printed as they come: all of it need never be in memory."""
+    import json
+
+    yield json.dumps(head).removesuffix("}") + ', "results": ['
+    pending = ""
+    for result in results:
+        if pending:
+            yield f"{pending},"
+        found = [{"class": one.name, "probability": one.probability} for one in result.predictions]
+        what = {"error": result.error} if result.error else {"predictions": found}
+        pending = json.dumps({"file": result.file, **what})
+    yield f"{pending}]}}"
+
+
+def _csv(results: Iterable[Result], top: int) -> Iterator[str]:
+    import csv
+    import io
+
+    columns = [name for place in range(1, top + 1) for name in _columns(place)]
+
+    def line(cells: Iterable[object]) -> str:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="").writerow(cells)
+        return text.getvalue()
+
+    yield line(["file", *columns, "error"])
+    for result in results:
+        found = [cell for one in result.predictions for cell in (one.name, f"{one.probability:.6g}")]
+        yield line([result.file, *(found or [""] * len(columns)), result.error])
+
+
+def _columns(place: int) -> tuple[str, str]:
+    return ("class", "probability") if place == 1 else (f"class_{place}", f"probability_{place}")
+
+
+def _text(results: Iterable[Result], width: int) -> Iterator[str]:
+    """The most probable class and the file in a line, and the other classes below it; errors go to stderr."""
+    from ddptrain.tables import clean
+
+    width = min(width, _WIDEST_NAME)
+    for result in results:
+        if result.error:
+            typer.echo(f"predict: {clean(result.file)}: {clean(result.error)}", err=True)
+        for place, one in enumerate(result.predictions):
+            cells = f"{100 * one.probability:5.1f} %  {clean(one.name):{width}}"
+            yield f"{cells}    {clean(result.file)}" if place == 0 else f"  {cells}".rstrip()

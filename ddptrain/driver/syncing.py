@@ -1,0 +1,249 @@
+"""Sends offline runs of W&B to the server: what is there is marked and passed over, what fails waits for another time.
+
+wandb's own command does the sending, in a process of its own, which is given a deadline; its exit code says nothing,
+but a file that it leaves beside each part that the server has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddptrain.driver.wandbkey import BASE_URL, KEY, find_access
+from ddptrain.errors import RunLocked, UsageError
+from ddptrain.redact import hide_credentials
+from ddptrain.results import lock, wandblog
+from ddptrain.results.atomic import write_whole
+from ddptrain.results.find import RunView
+from ddptrain.wandbparts import LINKS, UNSENT, Part, links_in, parts_below
+
+_LOCK = ".sync.lock"
+_SYNCED = ".wandb.synced"
+_STATE = ".wandb.syncstate"  # has the steps of a part that was sent by half be the same when it is sent again
+_STAGED = "/data/artifacts/staging/"  # where wandb's copies of artifacts are, below a run's tracking/wandb
+# How the run was made is no matter of how it is sent.
+_NOT_PASSED_ON = frozenset(
+    {"WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SERVICE", "WANDB_SILENT", "WANDB_QUIET"}
+)
+_PARTING_S = 2.0
+_LINK = re.compile(r"/(?P<id>[^/\]\s]+)\] View run .*?at (?P<url>https?://\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What came of one run: how many parts were sent, how many wait, and why ("" where all is well)."""
+
+    run_id: str
+    sent: int = 0
+    waiting: int = 0
+    problem: str = ""
+    passed_over: str = ""
+
+    @property
+    def words(self) -> str:
+        """In a line."""
+        if self.passed_over:
+            return f"{self.run_id}: left alone, {self.passed_over}"
+        if self.problem:
+            return f"{self.run_id}: {self.waiting} of {self.sent + self.waiting} W&B runs not sent: {self.problem}"
+        return f"{self.run_id}: " + (f"{self.sent} sent to W&B" if self.sent else "nothing to send to W&B")
+
+
+def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent:
+    """Send what the server lacks of a run, until `deadline` (monotonic). Raises UsageError where there is no key."""
+    folder = view.layout.tracking_dir / "wandb"
+    if not view.layout.is_original:
+        raise UsageError(f"run {view.run_id} is in {view.layout.where}: copy it to a folder to send it from there")
+    if not _waiting(view):
+        return Sent(view.run_id)
+    if view.is_running:
+        return Sent(view.run_id, passed_over="it is running")
+    env = _environment(view, environ)
+    try:
+        held = lock.take(_made(folder) / _LOCK)
+    except RunLocked:
+        return Sent(view.run_id, passed_over="another process is sending it")
+    try:
+        return _send_all(view, env, deadline)
+    finally:
+        os.close(held)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _parts(view: RunView) -> list[Part]:
+    """The parts of a run, also those of W&B runs that the user has kept elsewhere (WANDB_DIR)."""
+    parts = parts_below(view.layout.tracking_dir / "wandb")
+    here = {part.run_id for part in parts}
+    found = [about for about in view.record.tracking.values() if about.get("id", "") not in {"", *here}]
+    for folder in {Path(about["folder"]).parent for about in found if about.get("folder")}:
+        if folder.is_dir():
+            parts += [part for part in parts_below(folder) if part.run_id in {about["id"] for about in found}]
+    return parts
+
+
+def _waiting(view: RunView) -> list[Part]:
+    """The parts that the server lacks."""
+    return [part for part in _parts(view) if not part.sent]
+
+
+def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
+    env = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
+    base_url = view.record.tracking.get("wandb", {}).get("base_url", "")
+    if base_url:
+        env.setdefault(BASE_URL, base_url)
+    access = find_access(env)
+    if not access.is_there:
+        raise UsageError("there is no API key of W&B: set WANDB_API_KEY, or run `wandb login`")
+    if access.key:
+        env[KEY] = access.key
+    return env | {"WANDB_ERROR_REPORTING": env.get("WANDB_ERROR_REPORTING", "false"), "NO_COLOR": "1"}
+
+
+def _send_all(view: RunView, env: Mapping[str, str], deadline: float) -> Sent:
+    """Wave after wave: of each W&B run the earliest part that waits, for later ones go on where it ends."""
+    sent, problem = 0, ""
+    while parts := _waiting(view):  # looked at under the lock
+        first = list({part.run_id: part for part in reversed(parts)}.values())
+        problem = _send(view, first, env, deadline)
+        done = [part for part in first if part.sent]
+        sent += len(done)
+        if len(done) < len(first):
+            return Sent(view.run_id, sent, len(_waiting(view)), problem or "W&B has not taken it")
+    return Sent(view.run_id, sent)
+
+
+def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline: float) -> str:
+    """Send these; what went wrong, as wandb says it."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        return "there was no time left for it"
+    with tempfile.TemporaryDirectory(prefix="ddptrain-sync-") as scratch:
+        own = {name: f"{scratch}/{name}" for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR")}
+        for folder in own.values():
+            Path(folder).mkdir()
+        logs: dict[Part, Path] = {}
+        lost = ""
+        for number, part in enumerate(parts):
+            if wandblog.is_empty(part.log):
+                _mark(part)
+                continue
+            log, missing = _sendable(part, view, Path(scratch) / str(number))
+            logs[part] = log
+            lost = lost or missing
+        if lost:
+            return lost
+        if not logs:
+            return ""
+        said, ended = _run_wandb(list(logs.values()), {**env, **own}, left_s)
+        for part, log in logs.items():
+            if log != part.log and (state := log.with_suffix(_STATE)).is_file() and not state.is_symlink():
+                shutil.copyfile(state, part.log.with_suffix(_STATE))
+            if log.with_suffix(_SYNCED).exists():
+                _mark(part)
+    _keep_links(view.layout.tracking_dir / "wandb", said)
+    errors = [line.partition("ERROR")[2].strip() for line in said.splitlines() if "ERROR" in line]
+    reason = errors[-1] if errors else "" if ended else f"it was not done in {left_s:.0f} s"
+    key = env.get(KEY, "")
+    return hide_credentials(reason.replace(key, "<left out>") if key else reason)[:300]
+
+
+def _keep_links(folder: Path, said: str) -> None:
+    """Note where the runs are to be seen, for `results show`."""
+    found = {match["id"]: match["url"] for match in _LINK.finditer(said)}
+    if found:
+        write_whole(folder / LINKS, json.dumps({**links_in(folder), **found}).encode())
+
+
+def _mark(part: Part) -> None:
+    part.log.with_suffix(_SYNCED).touch()
+    with suppress(OSError):
+        (part.folder / UNSENT).unlink(missing_ok=True)
+
+
+def _sendable(part: Part, view: RunView, scratch: Path) -> tuple[Path, str]:
+    """A log to send, and what would be lost of it: of a run that was moved, wandb passes artifacts over silently.
+
+    A part that was overtaken by a later attempt does not say how the run has ended.
+    """
+    staged = wandblog.staged_files(part.log)
+    family = [each for each in _parts(view) if each.run_id == part.run_id]
+    overtaken = family[-1] != part and any(each.sent for each in family)
+    if not overtaken and all(Path(path).exists() for path in staged):
+        return part.log, ""
+    here = view.layout.tracking_dir / "wandb"
+
+    def moved(path: str) -> str:
+        _, found, rest = path.rpartition(_STAGED)
+        return path if Path(path).exists() or not found else f"{here}{_STAGED}{rest}"
+
+    missing = [path for path in staged if not Path(moved(path)).exists()]
+    if missing:
+        return part.log, f"{len(missing)} files of artifacts are missing, as {missing[0]}"
+    folder = scratch / part.folder.name
+    folder.mkdir(parents=True)
+    for entry in part.folder.iterdir():
+        if entry != part.log:
+            (folder / entry.name).symlink_to(entry)
+    wandblog.rewritten(part.log, folder / part.log.name, moved, view.record.exit_code if overtaken else None)
+    return folder / part.log.name, ""
+
+
+def _run_wandb(logs: Sequence[Path], env: Mapping[str, str], timeout_s: float) -> tuple[str, bool]:
+    """What `wandb sync` says of these logs, and whether it came to its end in time."""
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", *map(str, logs)]
+    process = subprocess.Popen(
+        command,
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+    )
+    with _ended(process):
+        try:
+            return process.communicate(timeout=timeout_s)[0], True
+        except subprocess.TimeoutExpired:
+            pass
+    return process.communicate(timeout=_PARTING_S)[0] if process.stdout and not process.stdout.closed else "", False
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends the process and all that it has started when the block is left."""
+    import psutil
+
+    try:
+        yield
+    finally:
+        with suppress(psutil.Error):
+            family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for each in family if process.poll() is None else ():
+                with suppress(psutil.Error):
+                    each.kill()
+
+
+def sync_runs(views: Sequence[RunView], timeout_s: float, tell: Callable[[Sent], None]) -> bool:
+    """Send all of them, within `timeout_s` together; whether nothing is left that should have been sent."""
+    deadline = time.monotonic() + timeout_s
+    all_well = True
+    for view in views:
+        done = sync_run(view, os.environ, deadline)
+        tell(done)
+        all_well = all_well and not done.problem
+    return all_well

@@ -1,0 +1,65 @@
+"""Pictures as PNG: tensors, arrays, and what PIL has opened."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+_QUICK = 1  # of zlib's levels: a step waits for it
+_MODES = ("L", "RGB", "RGBA")
+_DEPTHS = (1, 3, 4)
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is of a type that pictures come in, and no single number."""
+    return isinstance(value, Image.Image) or (hasattr(value, "ndim") and value.ndim >= 2)
+
+
+def png(image: Any) -> bytes:
+    """The picture as a PNG file.
+
+    It is a tensor [3, H, W], [1, H, W] or [H, W], an array [H, W, 3], [H, W, 1] or [H, W], either of uint8 or of
+    floats from 0 to 1 (what is outside counts as 0 or 1, NaN as 0), or a PIL image.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: it has another shape.
+    """
+    picture = image if isinstance(image, Image.Image) else _picture(image)
+    if picture.mode not in _MODES:
+        picture = picture.convert("RGBA" if "A" in picture.mode or "transparency" in picture.info else "RGB")
+    file = io.BytesIO()
+    picture.save(file, "PNG", compress_level=_QUICK)
+    return file.getvalue()
+
+
+def _picture(image: Any) -> Image.Image:
+    is_tensor = hasattr(image, "detach")
+    array: Any = image.detach().cpu() if is_tensor else image
+    if not is_tensor and not isinstance(image, np.ndarray):
+        raise TypeError(f"an image is a tensor, a numpy array or a PIL image, not {type(image).__name__}")
+    if is_tensor:
+        array = (array.float() if array.is_floating_point() else array).numpy()  # numpy has no bfloat16
+    if array.ndim == 3 and is_tensor:
+        array = np.moveaxis(array, 0, -1)
+    if array.ndim not in (2, 3) or 0 in array.shape or (array.ndim == 3 and array.shape[2] not in _DEPTHS):
+        wanted = "[3, H, W], [1, H, W] or [H, W]" if is_tensor else "[H, W, 3], [H, W, 1] or [H, W]"
+        what = "a tensor" if is_tensor else "an array"
+        raise ValueError(f"{what} that is an image has the shape {wanted}, not {list(image.shape)}")
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    return Image.fromarray(np.ascontiguousarray(_bytes(array)))
+
+
+def _bytes(array: Any) -> Any:
+    """The values as uint8."""
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == np.bool_:
+        return array.astype(np.uint8) * 255
+    if not np.issubdtype(array.dtype, np.floating):
+        raise TypeError(f"an image is of uint8, or of floats from 0 to 1, not of {array.dtype}")
+    return np.rint(np.clip(np.nan_to_num(array, nan=0.0), 0.0, 1.0) * 255).astype(np.uint8)

@@ -1,0 +1,111 @@
+"""wandb's transaction log, the file of a run with all that was logged: read, and written again with other paths.
+
+The format is LevelDB's log: blocks of 32 KiB, each record in pieces of crc32 (of type and data), length and type. A
+piece is whole, or the first, a middle or the last one of a record, which is a protobuf `Record` of wandb's.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_HEADER = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
+_BLOCK = 32 * 1024
+_PIECE = struct.Struct("<IHB")  # crc32, length, type
+_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def records(log: Path) -> Iterator[bytes]:
+    """Every record of a log; ends where it is torn, as by a killed process. Raises OSError; ValueError for no log."""
+    with log.open("rb") as file:
+        if file.read(len(_HEADER)) != _HEADER:
+            raise ValueError(f"{log} is no transaction log of wandb")
+        whole = b""
+        while piece := _next_piece(file):
+            kind, data = piece
+            whole = data if kind in (_WHOLE, _FIRST) else whole + data
+            if kind in (_WHOLE, _LAST):
+                yield whole
+
+
+def _next_piece(file: BinaryIO) -> tuple[int, bytes] | None:
+    left = _BLOCK - file.tell() % _BLOCK
+    if left < _PIECE.size:
+        file.seek(left, 1)
+    head = file.read(_PIECE.size)
+    if len(head) < _PIECE.size:
+        return None
+    crc, length, kind = _PIECE.unpack(head)
+    data = file.read(length)
+    if len(data) < length or crc != zlib.crc32(data, zlib.crc32(bytes([kind]))) or not _WHOLE <= kind <= _LAST:
+        return None
+    return kind, data
+
+
+def write(log: Path, those: Iterator[bytes]) -> None:
+    """Write a log of these records."""
+    with log.open("wb") as file:
+        file.write(_HEADER)
+        for record in those:
+            _write_record(file, record)
+
+
+def _write_record(file: BinaryIO, record: bytes) -> None:
+    view, is_first = memoryview(record), True
+    while True:
+        left = _BLOCK - file.tell() % _BLOCK
+        if left < _PIECE.size:
+            file.write(bytes(left))
+            left = _BLOCK
+        data, view = view[: left - _PIECE.size], view[left - _PIECE.size :]
+        is_last = not view
+        kind = _WHOLE if is_first and is_last else _FIRST if is_first else _LAST if is_last else _MIDDLE
+        file.write(_PIECE.pack(zlib.crc32(data, zlib.crc32(bytes([kind]))), len(data), kind))
+        file.write(data)
+        if is_last:
+            return
+        is_first = False
+
+
+def _parsed(data: bytes) -> Any:
+    from wandb.proto import wandb_internal_pb2
+
+    return wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]  # made by protobuf when imported
+
+
+def is_empty(log: Path) -> bool:
+    """Whether the process was killed before it had said which run this is: there is nothing that could be sent."""
+    try:
+        return not any(_parsed(data).HasField("run") for data in records(log))
+    except ValueError:
+        return True
+
+
+def staged_files(log: Path) -> list[str]:
+    """The copies of files that wandb has made for artifacts, by their whole paths; without them these are lost."""
+    found = []
+    for data in records(log):
+        contents = _parsed(data).artifact.manifest.contents
+        found += [entry.local_path for entry in contents if entry.local_path]
+    return found
+
+
+def rewritten(log: Path, new: Path, moved: Callable[[str], str], exit_code: int | None = None) -> None:
+    """Write the log to `new`, with the paths of staged files changed; `exit_code` takes the place of its own."""
+
+    def changed(data: bytes) -> bytes:
+        record = _parsed(data)
+        if record.HasField("exit") and exit_code is not None:
+            record.exit.exit_code = exit_code
+        elif record.HasField("artifact"):
+            for entry in record.artifact.manifest.contents:
+                if entry.local_path:
+                    entry.local_path = moved(entry.local_path)
+        else:
+            return data
+        return bytes(record.SerializeToString())
+
+    write(new, (changed(data) for data in records(log)))

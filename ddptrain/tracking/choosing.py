@@ -1,0 +1,121 @@
+"""From what a rank is told of its trackers to the hub that runs them; their classes are imported in their threads."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from ddptrain import events
+from ddptrain.registry import TRACKERS, tracker_target
+from ddptrain.spec import RankSpec
+from ddptrain.tracking.hub import Hub
+from ddptrain.tracking.items import Checkpoint, Item, Model
+from ddptrain.tracking.lane import Emit, Wanted
+from ddptrain.tracking.protocol import Facts, Tracker
+
+FOLDER = "tracking"  # below the staging folder, where the run directory is not to be seen
+_LENT = "lent"  # likewise
+_FORK_WAIT_S = 5.0
+
+_importing = threading.RLock()
+
+
+def open_hub(spec: RankSpec, emit: Emit) -> Hub | None:
+    """The hub of a rank, its trackers starting; None where it has none."""
+    chosen = spec.tracking.get("trackers") or ()
+    if not chosen:
+        return None
+    _keep_forks_apart()
+    wanted = [_wanted(each, spec, emit) for each in chosen]
+    limit, strict = int(spec.tracking.get("queue", 10_000)), bool(spec.tracking.get("strict"))
+    return Hub(wanted, emit, Path(spec.staging) / _LENT, queue=limit, strict=strict)
+
+
+def tracking_folder(spec: RankSpec) -> Path:
+    """Where trackers of this rank write: the run directory's tracking/, or what will be brought there."""
+    return Path(spec.tracking.get("folder") or Path(spec.staging) / FOLDER)
+
+
+def _wanted(chosen: Mapping[str, Any], spec: RankSpec, emit: Emit) -> Wanted:
+    name, options = str(chosen["name"]), chosen.get("options") or {}
+    declined: list[type[Item]] = [] if options.get("checkpoints") is True else [Checkpoint]
+    if options.get("watch", "off") in ("off", False, None):
+        declined.append(Model)
+    facts = _facts(name, chosen.get("told") or {}, spec, emit)
+    return Wanted(
+        name,
+        lambda: cast(Tracker, load(name)(options)),
+        facts,
+        float(chosen.get("finish_timeout_s", 30.0)),
+        tuple(declined),
+    )
+
+
+def _facts(name: str, told: Mapping[str, Any], spec: RankSpec, emit: Emit) -> Facts:
+    def tell(text: str) -> None:
+        with suppress(Exception):  # a full disk, which is told of elsewhere
+            emit(events.Note(time.time_ns(), f"{name}: {text}"))
+
+    def found(made: Mapping[str, str]) -> None:
+        with suppress(Exception):
+            emit(events.Tracked(time.time_ns(), name, {str(key): str(value) for key, value in made.items()}))
+
+    return Facts(
+        run_id=spec.run_id,
+        name=str(spec.tracking.get("name", "")),
+        attempt=spec.attempt,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        local_rank=spec.local_rank,
+        node_rank=spec.node_rank,
+        hosts=spec.hosts,
+        folder=tracking_folder(spec),
+        config=spec.tracking.get("config") or {},
+        resumed=spec.attempt > 1,  # attempts are counted over all commands that the run was resumed with
+        told=told,
+        tell=tell,
+        found=found,
+    )
+
+
+def load(name: str) -> type[Any]:
+    """The class of a tracker, imported. Raises ImportError with what to do, AttributeError, UsageError."""
+    module, _, attribute = tracker_target(name).partition(":")
+    with _importing:
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if name in TRACKERS and error.name == name:
+                raise ImportError(
+                    f"the package {name} is not installed here: pip install 'ddptrain[{name}]'"
+                ) from error
+            raise
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return cast("type[Any]", found)
+
+
+def _keep_forks_apart() -> None:
+    """Let no process be forked (for a DataLoader) in the middle of an import: its child would wait for that forever.
+
+    An import that takes long is waited for once.
+    """
+    mine = threading.local()
+    waits_s = [_FORK_WAIT_S]
+
+    def before() -> None:
+        mine.holds = _importing.acquire(timeout=waits_s[0])
+        if not mine.holds:
+            waits_s[0] = 0.0
+
+    def after() -> None:
+        if mine.holds:
+            _importing.release()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)

@@ -1,0 +1,137 @@
+"""TensorBoard: event files below tracking/tensorboard, each event on the disk when log() returns.
+
+Events are made with the package's own protocol buffers: all numbers of a call in one, and pictures as the PNG files
+that they are. torch.utils.tensorboard takes ten times as long for it, with another thread beside the one of training.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from ddptrain.tracking.items import Image, Item, Numbers, Table
+from ddptrain.tracking.protocol import Facts, State
+
+FOLDER = "tensorboard"
+_VERSION = "brain.Event:2"  # of the files' format
+_MOST_ROWS = 100  # of a table: it is shown as text
+_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # of a PNG's kinds of colour
+
+
+class TensorBoardTracker:
+    """Writes an event file; in mode process each rank has a folder, and is a run of its own in TensorBoard."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._each_rank = options.get("mode") == "process"
+        self._calls: Counter[str] = Counter()
+        self._purge = False
+        self._file: Any = None
+        self._writer: Any = None
+
+    def start(self, facts: Facts) -> None:
+        """Open a further event file."""
+        below = f"{FOLDER}/rank-{facts.rank}" if self._each_rank else FOLDER
+        folder = facts.folder / below
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard takes files in the order of their names: by time, as those of TensorFlow.
+        name = f"events.out.tfevents.{time.time_ns() // 1_000_000:016d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("xb")
+        self._writer = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version=_VERSION))
+        self._purge = facts.resumed
+        if not facts.resumed:
+            self._add(time.time(), 0, [_text("config", _as_markdown(facts.config))])
+        facts.found({"folder": f"tracking/{below}"})
+
+    def log(self, item: Item) -> None:
+        """Write numbers, a picture, or a table as text."""
+        match item:
+            case Numbers(values=values):
+                step = self._step(item.step, item.epoch, "")
+                numbers = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+                self._forget_from(item)
+                self._add(item.time_ns / 1e9, step, numbers)
+            case Image():
+                self._add(item.time_ns / 1e9, self._step(item.step, None, item.name), [_picture(item)])
+            case Table():
+                text = _text(item.name, _rows(item))
+                self._add(item.time_ns / 1e9, self._step(item.step, None, item.name), [text])
+            case _:
+                pass
+
+    def finish(self, state: State) -> None:
+        """Close the file; it has no room for how a run ended."""
+        self._file.close()
+
+    def _step(self, step: int | None, epoch: float | None, name: str) -> int:
+        """The step, or else the epoch, or how often it was called without either."""
+        if step is not None:
+            return step
+        if epoch is not None:
+            return int(epoch)
+        self._calls[name] += 1
+        return self._calls[name] - 1
+
+    def _add(self, time_s: float, step: int, values: list[Any]) -> None:
+        self._write(Event(wall_time=time_s, step=step, summary=Summary(value=values)))
+
+    def _forget_from(self, item: Numbers) -> None:
+        """What an attempt before has written from this step on comes again."""
+        if self._purge and item.step is not None:
+            self._purge = False
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=item.time_ns / 1e9, step=item.step, session_log=start))
+
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+        self._file.flush()
+
+
+def _picture(image: Image) -> Any:
+    data = image.path.read_bytes()
+    width, height, _, kind = struct.unpack(">IIBB", data[16:26])  # of the PNG's header
+    made = Summary.Image(width=width, height=height, colorspace=_CHANNELS.get(kind, 3), encoded_image_string=data)
+    return Summary.Value(tag=image.name, image=made)
+
+
+def _text(tag: str, text: str) -> Any:
+    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", "backslashreplace")])
+    tensor.tensor_shape.dim.add(size=1)
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+
+
+def _as_markdown(config: Mapping[str, Any], depth: int = 0) -> str:
+    """The configuration as nested lists."""
+    lines = []
+    for key, value in config.items():
+        nested = isinstance(value, Mapping) and value
+        lines.append(f"{'    ' * depth}* {key}:{'' if nested else f' {value}'}")
+        if nested:
+            lines.append(_as_markdown(value, depth + 1))
+    return "\n".join(lines)
+
+
+def _rows(table: Table) -> str:
+    """The table as Markdown, its first rows only."""
+    lines = [_row(table.columns), _row(["---"] * len(table.columns))]
+    lines += [_row(["(image)" if isinstance(cell, Image) else cell for cell in row]) for row in table.rows[:_MOST_ROWS]]
+    if len(table.rows) > _MOST_ROWS:
+        lines.append(f"\n{len(table.rows)} rows; the run directory has all of them")
+    return "\n".join(lines)
+
+
+def _row(cells: Any) -> str:
+    texts = ["" if cell is None else str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return f"| {' | '.join(texts)} |"

@@ -1,0 +1,135 @@
+"""The `tracking` section: where metrics go besides the run directory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from ddptrain.configtypes import FilledText, Seconds, Strict, wrong_field
+from ddptrain.registry import TRACKERS, known_tracker, trackers
+from ddptrain.wording import did_you_mean, seen
+
+_FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits no longer."
+
+
+def _said(value: object) -> object:
+    """`mode: off` is false in YAML."""
+    return "off" if value is False else value
+
+
+def _section(value: object) -> object:
+    """A section may be true or false, for its defaults and for none of it."""
+    return {"mode": "rank0" if value else "off"} if isinstance(value, bool) else value
+
+
+def _watched(value: object) -> object:
+    return {True: "gradients", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _tracker_name(name: str) -> str:
+    if name in TRACKERS:
+        raise wrong_field("", f"has a section of its own, tracking.{name}", f"write tracking.{name}.mode")
+    if not known_tracker(name):
+        hint = did_you_mean(name, trackers()) + " Your own is package.module:Class."
+        raise wrong_field("", f"there is no such tracker, got {seen(name)}", hint)
+    return name
+
+
+Mode = Annotated[Literal["off", "rank0", "process", "shared"], BeforeValidator(_said)]
+
+
+class WandbSettings(Strict):
+    """Weights & Biases. The key comes from WANDB_API_KEY or ~/.netrc; without one it records offline."""
+
+    mode: Annotated[Mode, Field(json_schema_extra={"enum": ["off", "rank0", "process", "shared", False]})] = Field(
+        default="rank0",
+        description="Which ranks log: rank0 alone, each into its own run (process), or all into one run (shared).",
+    )
+    project: FilledText | None = Field(default=None, description="The project; by default the run's name.")
+    entity: FilledText | None = Field(default=None, description="User or team; by default that of the key.")
+    name: FilledText | None = Field(default=None, description="The run's name there; by default its run id.")
+    tags: list[FilledText] = Field(default_factory=list, description="Tags of the run.")
+    notes: FilledText | None = Field(default=None, description="A description of the run.")
+    group: FilledText | None = Field(
+        default=None, description="What the runs of mode process have in common; by default the run id."
+    )
+    log_every: int = Field(default=10, ge=1, description="Steps from one row of numbers to the next.")
+    watch: Annotated[Literal["off", "gradients", "parameters", "all"], BeforeValidator(_watched)] = Field(
+        default="off",
+        description="Histograms of the model that ctx.prepare is given; true is gradients.",
+        json_schema_extra={"enum": ["off", "gradients", "parameters", "all", True, False]},
+    )
+    checkpoints: bool = Field(default=False, description="Whether checkpoints are logged as artifacts.")
+    images: bool = Field(default=True, description="Whether images of ctx.log_image are logged.")
+    tables: bool = Field(default=True, description="Whether tables of ctx.log_table are logged.")
+    table_rows: int = Field(default=1000, ge=1, description="Rows of a table that are logged at the most.")
+    system_metrics: bool = Field(default=True, description="Whether the hosts' use of processors and GPUs is logged.")
+    init_timeout_s: Seconds = Field(
+        default=20.0, gt=0, description="Seconds to wait for the server at the start, before recording offline."
+    )
+    finish_timeout_s: Seconds = Field(default=30.0, gt=0, description=_FINISH_TIMEOUT)
+
+
+class TensorBoardSettings(Strict):
+    """Event files for TensorBoard, in tracking/tensorboard of the run directory."""
+
+    mode: Annotated[
+        Literal["off", "rank0", "process"],
+        BeforeValidator(_said),
+        Field(json_schema_extra={"enum": ["off", "rank0", "process", False]}),
+    ] = Field(
+        default="rank0", description="Which ranks write: rank0 alone, or each into a folder of its own (process)."
+    )
+
+
+class OtherTracker(Strict):
+    """A tracker of another package, or of your own."""
+
+    name: Annotated[str, Field(min_length=1), AfterValidator(_tracker_name)] = Field(
+        description="Its name among the entry points of the group ddptrain.trackers, or package.module:Class."
+    )
+    mode: Annotated[
+        Literal["off", "rank0", "process"],
+        BeforeValidator(_said),
+        Field(json_schema_extra={"enum": ["off", "rank0", "process", False]}),
+    ] = Field(default="process", description="Which ranks use it: rank0 alone, or each (process).")
+    options: dict[str, Any] = Field(default_factory=dict, description="What its class is called with.", repr=False)
+    finish_timeout_s: Seconds = Field(default=30.0, gt=0, description=_FINISH_TIMEOUT)
+
+
+class TrackingConfig(Strict):
+    """Where metrics go besides the run directory, never at training's cost."""
+
+    wandb: Annotated[WandbSettings, BeforeValidator(_section)] = Field(
+        default=WandbSettings(mode="off"), description="Weights & Biases; off unless the section is there."
+    )
+    tensorboard: Annotated[TensorBoardSettings, BeforeValidator(_section)] = Field(
+        default=TensorBoardSettings(mode="off"), description="TensorBoard; off unless the section is there."
+    )
+    other: list[OtherTracker] = Field(default_factory=list, description="Further trackers.")
+    strict: bool = Field(
+        default=False, description="Whether a run whose training succeeded fails where a tracker did, as for CI."
+    )
+    queue: int = Field(
+        default=10_000, ge=1, le=1_000_000, description="Things that may wait for a tracker; more are left out."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any rank has a tracker."""
+        return bool(self.for_rank(0))
+
+    def for_rank(self, rank: int) -> list[dict[str, Any]]:
+        """The trackers of a rank, as RankSpec.tracking lists them, but for what the driver tells each."""
+        wandb, board = self.wandb, self.tensorboard
+        modes = [
+            ("wandb", wandb.mode, wandb.model_dump(), wandb.finish_timeout_s),
+            ("tensorboard", board.mode, board.model_dump(), 30.0),
+            *((each.name, each.mode, dict(each.options), each.finish_timeout_s) for each in self.other),
+        ]
+        return [
+            {"name": name, "options": options, "finish_timeout_s": timeout_s, "told": {}}
+            for name, mode, options, timeout_s in modes
+            if mode != "off" and (rank == 0 or mode != "rank0")
+        ]

@@ -1,0 +1,51 @@
+"""The parts of a W&B run on the disk: a folder for each time that wandb has opened it, and how each of them stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+LINKS = "links.json"  # beside the parts: where those that were sent afterwards are to be seen, by their id
+UNSENT = "unsent"  # in the folder of a run that was online: the server does not have all of it
+_NAME = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of these folders; `log` is the file with everything that was logged."""
+
+    folder: Path
+    log: Path
+    run_id: str  # in W&B; parts of the same run follow each other
+    began: str
+    offline: bool
+
+    @property
+    def sent(self) -> bool:
+        """Whether the server has all of it: wandb leaves a mark where it has sent it afterwards."""
+        if self.log.with_suffix(".wandb.synced").exists():
+            return True
+        return not self.offline and not (self.folder / UNSENT).exists()
+
+
+def parts_below(folder: Path) -> list[Part]:
+    """The parts in `folder` or one below it, in the order in which they were begun."""
+    found = []
+    for log in {*folder.glob("*/run-*.wandb"), *folder.glob("*/*/run-*.wandb")}:
+        match = _NAME.fullmatch(log.parent.name)
+        if match and log.is_file() and not log.is_symlink():
+            found.append(
+                Part(log.parent, log, log.stem.removeprefix("run-"), match["time"], match["offline"] is not None)
+            )
+    return sorted(found, key=lambda part: (part.began, part.folder.name))
+
+
+def links_in(folder: Path) -> dict[str, str]:
+    """Where runs that were sent afterwards are to be seen, by their id."""
+    try:
+        known = json.loads((folder / LINKS).read_text(encoding="utf-8"))
+        return {str(run_id): str(url) for run_id, url in known.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}

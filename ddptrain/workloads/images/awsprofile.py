@@ -1,0 +1,99 @@
+"""The profiles of AWS's own files, ~/.aws/credentials and ~/.aws/config, which obstore does not read."""
+
+from __future__ import annotations
+
+import configparser
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from ddptrain.errors import UsageError
+from ddptrain.wording import did_you_mean, shown
+
+Credentials = dict[str, Any]  # as obstore's S3Credential
+_FRESH = timedelta(minutes=5)  # how long credentials that are renewed elsewhere are used without asking again
+_ELSEWHERE = ("role_arn", "sso_session", "sso_start_url", "credential_process", "web_identity_token_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a profile says; `credentials` is None where it has none."""
+
+    name: str
+    region: str = ""
+    endpoint_url: str = ""
+    credentials: Callable[[], Credentials] | None = field(default=None, repr=False)
+
+
+def static(key: str, secret: str, token: str | None) -> Callable[[], Credentials]:
+    """A provider of credentials that never change."""
+    return lambda: {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+
+
+def read_profile(name: str | None) -> Profile | None:
+    """The profile of that name, or the default one; None where there is no default.
+
+    Raises: UsageError where one that was named is not there, or a file can't be read.
+    """
+    sections = _sections()
+    asked = name or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+    found = sections.get(asked or "default")
+    if found is None and asked:
+        hint = did_you_mean(asked, list(sections))
+        raise UsageError(
+            f'AWS has no profile "{shown(asked)}" in ~/.aws/credentials or ~/.aws/config{": " if hint else ""}{hint}'
+        )
+    if found is None:
+        return None
+    endpoint_url = found.get("endpoint_url", "")
+    return Profile(asked or "default", found.get("region", ""), endpoint_url, _provider(asked or "default", found))
+
+
+def _sections() -> dict[str, dict[str, str]]:
+    """Profile -> its settings, of both files; those of credentials win."""
+    files = [
+        os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config",
+        os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials",
+    ]
+    found: dict[str, dict[str, str]] = {}
+    for file in files:
+        parser = configparser.RawConfigParser(strict=False, default_section="")
+        try:
+            parser.read_string(Path(file).expanduser().read_text(encoding="utf-8"), file)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, configparser.Error):  # whose text may quote a secret
+            raise UsageError(f"{file} can't be read as AWS profiles: mend it, or set params.source_options") from None
+        for section in parser.sections():
+            found.setdefault(section.removeprefix("profile ").strip(), {}).update(parser.items(section))
+    return found
+
+
+def _provider(name: str, settings: Mapping[str, str]) -> Callable[[], Credentials] | None:
+    key, secret = settings.get("aws_access_key_id"), settings.get("aws_secret_access_key")
+    if key and secret:
+        return static(key, secret, settings.get("aws_session_token"))
+    return _renewed(name) if any(word in settings for word in _ELSEWHERE) else None
+
+
+def _renewed(name: str) -> Callable[[], Credentials]:
+    """Credentials that botocore gets and renews: of a role, of single sign-on, of a program."""
+    try:
+        import botocore.session  # type: ignore[import-untyped]
+    except ImportError:
+        raise UsageError(
+            f'the AWS profile "{shown(name)}" needs botocore to get its credentials: pip install "ddptrain[s3]"'
+        ) from None
+    source = botocore.session.Session(profile=name).get_credentials()
+    if source is None:
+        raise UsageError(f'botocore finds no credentials for the AWS profile "{shown(name)}"')
+
+    def renew() -> Credentials:
+        now = source.get_frozen_credentials()
+        known = static(now.access_key, now.secret_key, now.token)()
+        return known | {"expires_at": datetime.now(UTC) + _FRESH}
+
+    return renew

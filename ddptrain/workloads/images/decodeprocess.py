@@ -1,0 +1,90 @@
+"""What a process runs that decodes images for a rank: orders come on stdin, answers go to a pipe, both as JSON lines.
+
+It ends when stdin does, which is when its rank ends, however it ends; signals that a whole group gets are the rank's
+business. It imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import signal
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ddptrain.workloads.images.cache import Cache
+from ddptrain.workloads.images.decoding import Augment
+from ddptrain.workloads.images.pipeline import Answer, Order, Pipeline
+from ddptrain.workloads.images.reading import Reader, Tries, Wanted
+from ddptrain.workloads.images.store import Location
+
+_MOST_TOLD = 64  # answers in a line
+_LOOK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a decode process is told first; travels as JSON."""
+
+    url: str
+    options: dict[str, Any]
+    cache_dir: str | None
+    cache_bytes: int
+    deadline_s: float
+    size: int
+    augment: Augment
+    readers: int
+    pixels_fd: int
+    answers_fd: int
+
+    def reader(self) -> Reader:
+        """Reads as it is told here."""
+        cache = Cache(Path(self.cache_dir), self.cache_bytes, _say) if self.cache_dir else None
+        return Reader(Location(self.url, self.options), cache, Tries(self.deadline_s))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # into the log of the rank
+
+
+def main(orders: BinaryIO) -> None:
+    """Take the setup, then orders until there are no more; this process ends with it."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # its rank has blocked them till here
+    warnings.simplefilter("ignore")  # pillow's, about images that it reads all the same
+    setup = Setup(**json.loads(orders.readline()))
+    pixels = memoryview(mmap.mmap(setup.pixels_fd, 0))
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    threading.Thread(target=_tell, args=(answers, setup.answers_fd), daemon=True).start()
+    pipeline = Pipeline(
+        setup.reader(), pixels, setup.size, setup.augment, answers.put, readers=setup.readers, decoders=1
+    )
+    for line in orders:
+        for ticket, slot, key, size_bytes, version, seed in json.loads(line):
+            pipeline.put(Order(ticket, slot, Wanted(key, size_bytes, version), seed))
+    os._exit(0)  # whatever is being read or decoded
+
+
+def _tell(answers: queue.SimpleQueue[Answer], fd: int) -> None:
+    """Writes answers as they come, those that wait in one line; ends the process when its rank is gone."""
+    rank_pid = os.getppid()
+    while True:
+        try:
+            told = [answers.get(timeout=_LOOK_S)]
+        except queue.Empty:
+            if os.getppid() != rank_pid:  # and a child that it had forked keeps stdin open
+                os._exit(0)
+            continue
+        while len(told) < _MOST_TOLD and not answers.empty():
+            told.append(answers.get())
+        line = json.dumps([[answer.ticket, answer.reason] if answer.reason else answer.ticket for answer in told])
+        try:
+            os.write(fd, line.encode() + b"\n")
+        except OSError:
+            os._exit(0)  # the rank is gone

@@ -1,0 +1,146 @@
+"""Encoded images become squares of bytes: cut, scaled and turned in one pass of pillow, and nothing else.
+
+Needs neither torch nor numpy to fill a buffer: the processes that decode start in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from typing import TYPE_CHECKING, Literal
+
+from PIL import Image
+
+if TYPE_CHECKING:
+    from numpy import uint8
+    from numpy.typing import NDArray
+
+Augment = Literal["none", "flip", "crop"]
+Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
+
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")  # no others: some formats run programs to be read
+MOST_PIXELS = 178_956_970  # pillow's own limit of what is no decompression bomb
+CENTRE = 224 / 256  # side of the centre crop, as a share of the shorter side
+_AREA = (
+    0.08,
+    1.0,
+)  # of a random crop, as a share of the image's; with _RATIO those of "Going deeper with convolutions"
+_RATIO = (3 / 4, 4 / 3)
+_ORIENTATION = 0x0112  # EXIF tag
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class CorruptImage(ValueError):
+    """The bytes are no image that can be read, or one that is too large; says why."""
+
+
+def decode(data: bytes, size: int, augment: Augment | None, draw: random.Random) -> NDArray[uint8]:
+    """An image for training, upright, uint8 [3, size, size]; None cuts the centre out, as `decode_eval` does.
+
+    Raises: CorruptImage.
+    """
+    return _planes(decode_pixels(data, size, augment, draw), size)
+
+
+def decode_eval(data: bytes, size: int) -> NDArray[uint8]:
+    """The centre of an image, upright, uint8 [3, size, size]: of its shorter side 224/256 are seen.
+
+    Raises: CorruptImage.
+    """
+    return _planes(decode_pixels(data, size, None, random.Random()), size)
+
+
+def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.Random) -> bytes:
+    """The same as bytes of [size, size, 3]: rows of pixels, which are red, green and blue.
+
+    Raises: CorruptImage.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return _square(image, size, augment, draw).tobytes()
+    except MemoryError:
+        raise
+    except Exception as error:  # pillow's decoders raise whatever broken bytes lead them to
+        raise CorruptImage(_reason(error)) from error
+
+
+def _square(image: Image.Image, size: int, augment: Augment | None, draw: random.Random) -> Image.Image:
+    """The part of the image that is to be seen, scaled, then turned upright and perhaps mirrored."""
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise CorruptImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
+    box = _random_box(width, height, draw) if augment == "crop" else _centre_box(width, height)
+    turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+    # A JPEG can be decoded at 1/2, 1/4 or 1/8, as long as the box stays as large as what is made of it.
+    image.draft(None, (_ceil(width * size / (box[2] - box[0])), _ceil(height * size / (box[3] - box[1]))))
+    by_x, by_y = image.width / width, image.height / height
+    box = (box[0] * by_x, box[1] * by_y, min(box[2] * by_x, image.width), min(box[3] * by_y, image.height))
+    seen = _smooth(image).resize((size, size), Image.Resampling.BILINEAR, box=box)
+    if seen.mode != "RGB":
+        seen = seen.convert("RGB")
+    if turn is not None:
+        seen = seen.transpose(turn)
+    if augment in ("flip", "crop") and draw.random() < 0.5:
+        seen = seen.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return seen
+
+
+def _smooth(image: Image.Image) -> Image.Image:
+    """The image in a mode whose values can be averaged."""
+    if image.mode in ("RGB", "L"):
+        return image
+    if image.mode.startswith("I;16"):  # convert() would cut all values above 255 off
+        import numpy as np
+
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def _centre_box(width: int, height: int) -> Box:
+    side = min(width, height) * CENTRE
+    left, upper = (width - side) / 2, (height - side) / 2
+    return left, upper, left + side, upper + side
+
+
+def _random_box(width: int, height: int, draw: random.Random) -> Box:
+    """A box of random area, shape and place; the largest one of an allowed shape where ten draws did not fit.
+
+    Source: torchvision's RandomResizedCrop. Shapes upright and lying are as likely, so that EXIF may turn it after.
+    """
+    for _ in range(10):
+        area = width * height * draw.uniform(*_AREA)
+        ratio = math.exp(draw.uniform(math.log(_RATIO[0]), math.log(_RATIO[1])))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, upper = draw.randint(0, width - w), draw.randint(0, height - h)
+            return left, upper, left + w, upper + h
+    widest, highest = min(width, height * _RATIO[1]), min(height, width / _RATIO[0])
+    x, y = (width - widest) / 2, (height - highest) / 2
+    return x, y, x + widest, y + highest
+
+
+def _planes(pixels: bytes, size: int) -> NDArray[uint8]:
+    import numpy as np
+
+    return np.ascontiguousarray(np.frombuffer(pixels, np.uint8).reshape(size, size, 3).transpose(2, 0, 1))
+
+
+def _ceil(number: float) -> int:
+    return max(1, math.ceil(number - 1e-6))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CorruptImage):
+        return str(error)
+    if type(error).__name__ == "UnidentifiedImageError":
+        return f"not an image of a known format ({', '.join(FORMATS)})"
+    return f"{type(error).__name__}: {error}"

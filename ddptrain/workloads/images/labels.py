@@ -1,0 +1,202 @@
+"""Which output of a pretrained model a folder of images stands for: its name among the labels of the model.
+
+A wrong output would train and predict without an error, so nothing is guessed here: what a name means is certain,
+or it is told with the others that are not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ddptrain.errors import UsageError
+from ddptrain.wording import shown
+
+_ID = re.compile(r"(n[0-9]{8})(?:[-_. ]+(.*))?", re.DOTALL)
+_SEPARATORS = re.compile(r"[\s_-]+")
+_NOT_LETTERS = re.compile(r"[\W_]+")
+_MAX_CANDIDATES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What an output of a model stands for: synonyms, as in 'tench, Tinca tinca', the usual name first.
+
+    wordnet_id: as in n01440764, where the labels have them.
+    """
+
+    output: int
+    text: str
+    wordnet_id: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The whole text, and each of its synonyms."""
+        return [self.text, *filter(None, (part.strip() for part in self.text.split(",")))]
+
+    def __str__(self) -> str:
+        return f"{self.output} '{shown(self.text, 60)}'"
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of all outputs of a model, by output; `source` is where they were read."""
+
+    source: str
+    labels: tuple[Label, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The text of each output."""
+        return tuple(label.text for label in self.labels)
+
+    @cached_property
+    def by_id(self) -> dict[str, Label]:
+        """Those that have a WordNet id, by it."""
+        return {label.wordnet_id: label for label in self.labels if label.wordnet_id is not None}
+
+    @cached_property
+    def _tiers(self) -> list[tuple[Callable[[str], str], dict[str, list[Label]]]]:
+        """For each way to compare names, the strictest first: what is compared, and the labels that have it."""
+        return [
+            (form, _index(self.labels, form, synonyms=synonyms))
+            for synonyms in (False, True)
+            for form in (str, _spaced, _caseless, _letters)
+        ]
+
+    def called(self, name: str) -> tuple[list[Label], list[Label]]:
+        """The labels that a name fits by the strictest comparison that finds any, and by the loosest."""
+        found = (index.get(form(name), []) for form, index in self._tiers)
+        form, index = self._tiers[-1]
+        return next(filter(None, found), []), index.get(form(name), [])
+
+    def like(self, name: str) -> list[Label]:
+        """Those that a person may have meant: with most words in common, or else of a similar spelling."""
+        words = set(_caseless(name).split())
+        shared = {
+            label: max(len(words & set(_caseless(synonym).split())) for synonym in label.names) for label in self.labels
+        }
+        most = sorted((label for label in self.labels if shared[label]), key=lambda label: -shared[label])
+        if most:
+            return most[:_MAX_CANDIDATES]
+        form, index = self._tiers[-1]
+        return [index[key][0] for key in difflib.get_close_matches(form(name)[:80], index, n=_MAX_CANDIDATES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The output of a class, and what the reader should look at where the names are not quite the same."""
+
+    name: str
+    label: Label
+    remark: str = ""
+
+
+def match(classes: Sequence[str], labels: Labels) -> tuple[int, ...]:
+    """The model's output for each class: of the label with its WordNet id, or else of that with its name.
+
+    Raises: UsageError, which lists every class that has no label, more than one, or that of another class.
+    """
+    return tuple(found.label.output for found in matches(classes, labels))
+
+
+def matches(classes: Sequence[str], labels: Labels) -> list[Match]:
+    """What `match` finds, with remarks to show: names that differ in more than their separators, and those
+    that a looser comparison would find at another label as well.
+
+    Raises: UsageError, as `match` does.
+    """
+    found: list[Match] = []
+    problems: list[str] = []
+    for name in classes:
+        one = _match(name, labels)
+        if isinstance(one, Match):
+            found.append(one)
+        else:
+            problems.append(one)
+    problems += _collisions(found)
+    if problems:
+        head = f"the labels of {labels.source} leave it open which output each class is:"
+        advice = "rename the folder or the label, put WordNet ids (n02085620) on both, or leave the label map away"
+        raise UsageError("\n  ".join([head, *problems, advice]))
+    return found
+
+
+def _match(name: str, labels: Labels) -> Match | str:
+    """The label of a class, or what is wrong."""
+    parts = _ID.fullmatch(name)
+    wordnet_id, text = (parts[1], parts[2] or "") if parts else (None, name)
+    if wordnet_id is not None and labels.by_id:
+        if wordnet_id in labels.by_id:
+            return Match(name, labels.by_id[wordnet_id])
+        return f"{shown(name)}: no label has the id {wordnet_id}{_candidates(labels, text)}"
+    if not text:
+        return f"{shown(name)}: the labels have no WordNet ids, and the folder has no name besides its own"
+    strict, loose = labels.called(text)
+    if not strict:
+        return f"{shown(name)}: no label has this name{_candidates(labels, text)}"
+    if len(strict) > 1:
+        return f"{shown(name)}: ambiguous, it may be {_listed(strict)}"
+    return Match(name, strict[0], _remark(text, strict[0], [label for label in loose if label is not strict[0]]))
+
+
+def _remark(text: str, label: Label, rivals: list[Label]) -> str:
+    if rivals:
+        return f"{shown(text)} is taken for {label}, not for {_listed(rivals)}"
+    if _spaced(text) not in map(_spaced, label.names):
+        return f"{shown(text)} is taken for {label}"
+    return ""
+
+
+def _collisions(found: Iterable[Match]) -> list[str]:
+    by_output: dict[Label, list[str]] = defaultdict(list)
+    for one in found:
+        by_output[one.label].append(one.name)
+    return [
+        f"{', '.join(map(shown, names))}: all of them are {label}" for label, names in by_output.items() if names[1:]
+    ]
+
+
+def _candidates(labels: Labels, text: str) -> str:
+    near = labels.like(text) if text else []
+    return f"; most like it: {_listed(near)}" if near else ""
+
+
+def _listed(labels: Sequence[Label]) -> str:
+    more = len(labels) - _MAX_CANDIDATES
+    listed = ", ".join(map(str, labels[:_MAX_CANDIDATES]))
+    return f"{listed} and {more:,} more" if more > 0 else listed
+
+
+def _index(labels: Iterable[Label], form: Callable[[str], str], *, synonyms: bool) -> dict[str, list[Label]]:
+    """Labels by a form of their names: the whole text and the usual name, or all `synonyms`."""
+    index: dict[str, list[Label]] = defaultdict(list)
+    for label in labels:
+        names = label.names if synonyms else label.names[:2]
+        for key in {form(name) for name in names} - {""}:
+            index[key].append(label)
+    return dict(index)
+
+
+def _spaced(name: str) -> str:
+    """With one space for each run of spaces, _ and -."""
+    return _SEPARATORS.sub(" ", name).strip()
+
+
+def _caseless(name: str) -> str:
+    """Without case and accents, too."""
+    plain = unicodedata.normalize("NFKD", _spaced(name))
+    return "".join(char for char in plain if not unicodedata.combining(char)).casefold()
+
+
+def _letters(name: str) -> str:
+    """The letters and digits alone: 'sheep dog' is 'sheepdog'."""
+    return _NOT_LETTERS.sub("", _caseless(name))

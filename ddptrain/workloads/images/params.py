@@ -1,0 +1,170 @@
+"""What a user may set under `params` for the image workload."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ddptrain.configtypes import FilledText, wrong_field
+from ddptrain.wording import did_you_mean, nearest, seen
+from ddptrain.workloads.images.catalogue import SMALL_CNN, architectures, weight_names
+from ddptrain.workloads.images.store import BUILTIN
+
+WEIGHTS_NAME = re.compile(r"[A-Z][A-Z0-9_]*")  # DEFAULT, IMAGENET1K_V1: anything else is a path or a URL
+
+
+class CacheParams(BaseModel):
+    """Where images are kept on each host, so that the next epoch, or run, need not fetch them again."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    dir: FilledText | None = Field(None, description="Folder of the cache; null is one below the user's cache folder.")
+    max_gb: float = Field(20.0, gt=0.0, le=1e6, description="Gigabytes that the cache may take; the oldest go first.")
+
+
+class ImagesParams(BaseModel):
+    """The parameters of `workload: images`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    source: FilledText = Field(
+        BUILTIN,
+        description="Where images come from, as CLASS/IMAGE below it: a folder, a URL (s3://, gs://, az://, https://), "
+        "or builtin: a few hundred small drawings.",
+    )
+    source_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of the store as fsspec names them, such as {anon: true, endpoint_url: ...} for S3.",
+    )
+    subset: Annotated[int, Field(ge=1)] | Annotated[list[FilledText], Field(min_length=1)] | None = Field(
+        None, description="Classes to use: their names, or how many of them, the first ones in order; null is all."
+    )
+    train_pct: float = Field(
+        0.8, gt=0.0, le=1.0, description="Share of each class to train on, the rest validates; 1.0 validates nothing."
+    )
+    downsample_to: float = Field(1.0, gt=0.0, le=1.0, description="Share of the images of each class that is used.")
+    image_size: int = Field(224, ge=8, le=2048, description="Width and height, in pixels, of what the model sees.")
+    augmentation: Literal["none", "flip", "crop"] = Field(
+        "crop", description="What training does to images: flips half of them; crop takes random parts as well."
+    )
+
+    architecture: FilledText = Field(
+        "resnet50", description="Any classification model of torchvision by its name, or small_cnn for small images."
+    )
+    weights: FilledText | None = Field(
+        None,
+        description="Weights to begin with: DEFAULT or another name that torchvision has for the architecture, "
+        "or a path or URL of safetensors or a state dict; null begins at random.",
+    )
+    label_map: FilledText | None = Field(
+        None,
+        description="Path or URL of the names of the weights' outputs, {0: 'tench, Tinca tinca', ...}: their head is "
+        "kept, and folders are found by name; null makes a head of the data's classes.",
+    )
+
+    epochs: int = Field(6, ge=1, description="Times that all ranks together see every image.")
+    batch_size: int = Field(64, ge=1, le=65536, description="Most images of a rank in a step.")
+    optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="What takes the steps.")
+    base_lr: float = Field(3e-4, gt=0.0, le=10.0, description="Highest learning rate.")
+    scale_lr: bool = Field(False, description="Whether base_lr is multiplied by the number of ranks.")
+    weight_decay: float = Field(0.01, ge=0.0, le=10.0, description="Weight decay of the optimizer.")
+    momentum: float = Field(
+        0.9,
+        ge=0.0,
+        lt=1.0,
+        description="Momentum of sgd, first beta of adam and adamw; one_cycle moves it from 0.95 to 0.85 and back.",
+    )
+    eps: float = Field(1e-6, gt=0.0, le=1.0, description="What adam and adamw add to their denominator.")
+    scheduler: Literal["one_cycle", "cosine", "step", "plateau", "none"] = Field(
+        "one_cycle",
+        description="Learning rate over the run: up and down, down, down by gamma every step_size epochs, "
+        "or down by gamma when val/loss has not improved for more than `patience` epochs.",
+    )
+    step_size: int = Field(2, ge=1, description="Epochs between two falls with scheduler: step.")
+    gamma: float = Field(0.1, gt=0.0, lt=1.0, description="What a fall multiplies the learning rate by: step, plateau.")
+    patience: int = Field(2, ge=0, description="Epochs without improvement that scheduler: plateau bears.")
+
+    loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(
+        "auto", description="Processes of a rank that decode images; 0 decodes in threads of the rank itself."
+    )
+    requests: int = Field(32, ge=1, le=1024, description="Requests of a rank to the store under way at a time.")
+    prefetch: int = Field(4, ge=1, le=64, description="Batches that are made ready ahead of the training.")
+    cache: CacheParams | None = Field(None, description="Keep images on the hosts; null keeps none.")
+    max_bad_fraction: float = Field(
+        0.01, ge=0.0, le=1.0, description="Share of images that may be missing or damaged before the run fails."
+    )
+
+    precision: Literal["fp32", "bf16"] | None = Field(
+        None, description="Of the forward pass; null is what the configuration's `prepare` says."
+    )
+    compile: bool | None = Field(None, description="Whether torch.compile compiles the model; null as for precision.")
+    channels_last: bool | None = Field(
+        None, description="Whether images lie in memory pixel by pixel; null as for precision."
+    )
+    predictions: Literal["csv", "parquet", "none"] = Field(
+        "csv", description="Form of the last validation's predictions in artifacts/predictions."
+    )
+    examples_every: int = Field(25, ge=0, description="Steps between two pictures of examples; 0 makes none.")
+    examples_kept: int = Field(
+        1000,
+        ge=0,
+        description="Most images of all ranks in the table train_predictions, which has every 4th batch of the last "
+        "epoch; 0 makes none.",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of the split, the weights, the order and the augmentation.")
+
+    @model_validator(mode="after")
+    def _architecture_is_known(self) -> Self:
+        known = architectures()
+        if known and self.architecture not in known:
+            hint = did_you_mean(self.architecture, known)
+            if nearest(self.architecture, known) is None:
+                hint = "torchvision's names are such as resnet50, convnext_tiny, vit_b_16; ours is small_cnn"
+            raise wrong_field("architecture", f"there is no such model, got {seen(self.architecture)}", hint)
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_known(self) -> Self:
+        if self.weights is None or not WEIGHTS_NAME.fullmatch(self.weights):
+            return self
+        if self.architecture == SMALL_CNN:
+            message, hint = f"{SMALL_CNN} has no weights named {self.weights}", "give a file of your own, or null"
+            raise wrong_field("weights", message, hint)
+        known = weight_names(self.architecture)
+        if known and self.weights not in known:
+            message = f"{self.architecture} has no such weights, got {seen(self.weights)}"
+            raise wrong_field("weights", message, did_you_mean(self.weights, known))
+        return self
+
+    @model_validator(mode="after")
+    def _label_map_has_weights_to_name(self) -> Self:
+        if self.label_map is not None and self.weights is None:
+            raise wrong_field(
+                "label_map",
+                "names the outputs of params.weights, and there are none",
+                "give weights, as DEFAULT, or leave label_map out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _plateau_has_a_loss_to_watch(self) -> Self:
+        if self.scheduler == "plateau" and self.train_pct == 1.0:
+            raise wrong_field(
+                "scheduler",
+                "plateau watches val/loss, and with params.train_pct 1.0 nothing validates",
+                "lower params.train_pct, or choose another scheduler",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parquet_can_be_written(self) -> Self:
+        if self.predictions == "parquet" and find_spec("pyarrow") is None:
+            raise wrong_field(
+                "predictions",
+                "parquet needs pyarrow, which is not installed",
+                "pip install 'ddptrain[parquet]', or choose csv",
+            )
+        return self

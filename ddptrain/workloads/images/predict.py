@@ -1,0 +1,108 @@
+"""Classifies images with a trained model, a batch of them at once, while the next ones are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddptrain.errors import UsageError
+from ddptrain.workloads.images.decoded import THREADS, Image, decoded
+from ddptrain.workloads.images.given import Given, Trouble
+from ddptrain.workloads.images.models import Pixels
+from ddptrain.workloads.images.saved import SavedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A class, and how probable the model finds it."""
+
+    name: str
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an image shows, the most probable first; or why that can't be told."""
+
+    file: str
+    predictions: tuple[Prediction, ...] = ()
+    error: str = ""
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; `auto` is a GPU where there is one. Raises UsageError."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU here; --device cpu does without")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def default_batch_size(device: torch.device) -> int:
+    """As many images as keep the device busy."""
+    return 128 if device.type == "cuda" else 16
+
+
+class Classifier:
+    """A saved model on a device; it tells the `top` most probable of its outputs, all of which count as possible."""
+
+    def __init__(self, saved: SavedModel, top: int, device: torch.device) -> None:
+        self._names = saved.names
+        self._top = min(top, len(saved.names))
+        self._size = saved.config.image_size
+        self._device = device
+        self._model = saved.model.to(device)
+        self._pixels = Pixels(saved.config.model_dump(), device)
+
+    def results(self, given: Iterable[Given | Trouble], batch_size: int) -> Iterator[Result]:
+        """What each image shows, in their order, as it becomes known.
+
+        Memory is bounded: a batch, and what is being read and decoded meanwhile, however many images there are.
+
+        Raises: UsageError where a batch is too large for the device.
+        """
+        images = decoded(given, self._size, ahead=batch_size + THREADS)
+        for batch in _batches(images, batch_size):
+            found = iter(self._predictions([image for _, image in batch if not isinstance(image, str)]))
+            for one, image in batch:
+                yield Result(one.name, error=image) if isinstance(image, str) else _result(one.name, next(found))
+
+    def _predictions(self, images: Sequence[Image]) -> list[tuple[Prediction, ...]]:
+        if not images:
+            return []
+        try:
+            with torch.inference_mode():
+                scores: Tensor = self._model(self._pixels(torch.from_numpy(np.stack(images))))
+                probabilities, outputs = scores.float().softmax(dim=1).topk(self._top, dim=1)
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"not enough memory on {self._device} for {len(images)} images at a time: give a smaller --batch-size"
+            ) from error
+        return [
+            tuple(Prediction(self._names[output], probability) for probability, output in zip(*row, strict=True))
+            for row in zip(probabilities.tolist(), outputs.tolist(), strict=True)
+        ]
+
+
+def _result(file: str, predictions: tuple[Prediction, ...]) -> Result:
+    if any(math.isnan(one.probability) for one in predictions):
+        return Result(file, error="the model gives no numbers for it: has its training diverged?")
+    return Result(file, predictions)
+
+
+def _batches(
+    images: Iterable[tuple[Given | Trouble, Image | str]], size: int
+) -> Iterator[list[tuple[Given | Trouble, Image | str]]]:
+    batch = []
+    for image in images:
+        batch.append(image)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,113 @@
+"""What the model says of images, held out or trained on, as tables; and pictures of what it sees in training."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COLUMNS = ("key", "label", "prediction", "probability")
+TRAINED = "train_predictions"
+TRAINED_COLUMNS = ("image", "label", "prediction", "score")
+_EXAMPLES = 8  # images in a picture
+_STEPS_BETWEEN = 4  # one batch of so many goes into the table of what was trained on
+
+Row = tuple[str, str, str, float]
+
+
+class Predictions:
+    """Collects, on the device, what a rank predicts; `rows` are read once, at the end."""
+
+    def __init__(self, keys: Sequence[str], model_config: Mapping[str, Any]) -> None:
+        self._keys = keys
+        self._classes: Sequence[str] = model_config["classes"]
+        self._names = answer_names(model_config)
+        self._kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def add(self, index: Tensor, labels: Tensor, outputs: Tensor, probabilities: Tensor) -> None:
+        """The images of a batch, as places in the keys, in the classes, and in the outputs."""
+        self._kept.append((index, labels, outputs, probabilities))
+
+    def rows(self) -> list[Row]:
+        """One for each image: key, the class that it is of, the one that it is taken for, and how surely."""
+        return [
+            (self._keys[index], self._classes[label], self._names[output], probability)
+            for batch in self._kept
+            for index, label, output, probability in zip(*(column.tolist() for column in batch), strict=True)
+        ]
+
+
+class Trained:
+    """Keeps images of the last epoch's batches and what the model took them for: at most `most` of this rank."""
+
+    def __init__(self, model_config: Mapping[str, Any], most: int) -> None:
+        self._classes: Sequence[str] = model_config["classes"]
+        self._names = answer_names(model_config)
+        self._left = most
+        self._steps = 0
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, images: Tensor, labels: Tensor, logits: Tensor) -> None:
+        """A step's batch: uint8 [n, 3, s, s], classes [n], and logits [n, outputs], which stay on their device."""
+        self._steps += 1
+        if self._left and self._steps % _STEPS_BETWEEN == 0:
+            n = min(self._left, len(labels))
+            self._left -= n
+            self._kept.append((images[:n].clone(), labels[:n].clone(), logits[:n].detach().float().softmax(1)))
+
+    def rows(self) -> list[tuple[Tensor, str, str, float]]:
+        """One for each image kept: its pixels, the class that it is of, the one that it is taken for, how surely."""
+        found = []
+        for images, labels, shares in self._kept:
+            scores, outputs = (column.tolist() for column in shares.max(1))
+            for image, label, output, score in zip(images, labels.tolist(), outputs, scores, strict=True):
+                found.append((image, self._classes[label], self._names[output], score))
+        return found
+
+
+def answer_names(model_config: Mapping[str, Any]) -> list[str]:
+    """What each output of a model is called: by the class of the data where it has one."""
+    names = list(model_config["output_names"])
+    for name, output in zip(model_config["classes"], model_config["outputs"], strict=True):
+        names[output] = name
+    return names
+
+
+def table_file(rows: Sequence[Row], form: str) -> bytes:
+    """The table as a file, in the form "csv" or "parquet"."""
+    if form == "parquet":
+        return _parquet(rows)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows((*words, f"{probability:.6g}") for *words, probability in rows)
+    return text.getvalue().encode()
+
+
+def _parquet(rows: Sequence[Row]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = list(zip(*rows, strict=True)) if rows else [()] * len(COLUMNS)
+    types = (pa.string(), pa.string(), pa.string(), pa.float32())
+    table = pa.table({name: pa.array(values, kind) for name, values, kind in zip(COLUMNS, columns, types, strict=True)})
+    file = io.BytesIO()
+    pq.write_table(table, file)
+    return file.getvalue()
+
+
+def example_strip(images: Tensor) -> Tensor:
+    """The first images of a batch, uint8 [n, 3, s, s], side by side: [3, s, w]."""
+    return torch.cat(list(images[:_EXAMPLES]), dim=2)
+
+
+def example_words(logits: Tensor, labels: Tensor, model_config: Mapping[str, Any]) -> str:
+    """What each image of the strip is, and is taken for, as "cat: dog 51 %"."""
+    classes, names = model_config["classes"], answer_names(model_config)
+    shares, outputs = logits[:_EXAMPLES].detach().float().softmax(1).max(1)
+    said = zip(labels[:_EXAMPLES].tolist(), outputs.tolist(), shares.tolist(), strict=True)
+    return ", ".join(f"{classes[label]}: {names[output]} {share:.0%}" for label, output, share in said)

@@ -1,0 +1,62 @@
+"""Which images are used, and which of them train: by class, by seed, whatever order they come in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+
+def sample(by_class: Mapping[str, Sequence[str]], share: float, seed: int) -> dict[str, list[str]]:
+    """The keys of each class that are used: `share` of all of them as near as can be, one of each class at least.
+
+    They are sorted; which they are depends on the seed and on the set of keys alone.
+    """
+    if share >= 1.0:
+        return {name: sorted(keys) for name, keys in by_class.items()}
+    return {name: sorted(kept) for name, (kept, _) in _parted(by_class, share, seed, "sample").items()}
+
+
+def split(by_class: Mapping[str, Sequence[str]], train_share: float, seed: int) -> tuple[set[str], set[str]]:
+    """The keys to train on, and those to validate with: every class trains on one at least.
+
+    Of all keys together `train_share` train, as near as can be, and in each class as many, give or take one. What goes
+    where depends on the seed and on the set of keys alone.
+    """
+    if train_share >= 1.0:
+        return {key for keys in by_class.values() for key in keys}, set()
+    parts = _parted(by_class, train_share, seed, "split").values()
+    return {key for train, _ in parts for key in train}, {key for _, val in parts for key in val}
+
+
+def _parted(
+    by_class: Mapping[str, Sequence[str]], share: float, seed: int, purpose: str
+) -> dict[str, tuple[list[str], list[str]]]:
+    """Each class's keys in two parts, the first of them as large as `share` says."""
+    sizes = _sizes({name: len(keys) for name, keys in by_class.items()}, share, seed, purpose)
+    parts = {}
+    for name, keys in by_class.items():
+        drawn = _drawn(keys, seed, purpose)
+        parts[name] = drawn[: sizes[name]], drawn[sizes[name] :]
+    return parts
+
+
+def _sizes(totals: Mapping[str, int], share: float, seed: int, purpose: str) -> dict[str, int]:
+    """How many of each class: by the largest remainder, so that the sum is right; at least one of each."""
+    exact = {name: total * share for name, total in totals.items()}
+    sizes = {name: int(exact[name]) for name in totals}
+    missing = round(sum(totals.values()) * share) - sum(sizes.values())
+    drawn = {name: position for position, name in enumerate(_drawn(totals, seed, purpose))}
+    by_remainder = sorted(totals, key=lambda name: (sizes[name] - exact[name], drawn[name]))
+    for name in by_remainder[: max(0, missing)]:
+        sizes[name] += 1
+    return {name: min(totals[name], max(1, size)) for name, size in sizes.items()}
+
+
+def _drawn(names: Iterable[str], seed: int, purpose: str) -> list[str]:
+    """The names in an order that is random, and always the same for a seed: that of their hashes."""
+
+    def ticket(name: str) -> tuple[bytes, str]:
+        text = f"{purpose}/{seed}/{name}".encode(errors="surrogatepass")
+        return hashlib.blake2b(text, digest_size=8).digest(), name
+
+    return sorted(names, key=ticket)

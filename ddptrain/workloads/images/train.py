@@ -1,0 +1,324 @@
+"""The image workload: what `workload: images` runs in every rank."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ddptrain.errors import UsageError
+from ddptrain.rank.context import Preempted
+from ddptrain.workloads.dealing import Part
+from ddptrain.workloads.images.beginning import begin_with_weights, built_model, described_model
+from ddptrain.workloads.images.evaluate import evaluate, share_buffers
+from ddptrain.workloads.images.feeding import Batch, Feeder, check_bad
+from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.metering import Meter
+from ddptrain.workloads.images.models import Pixels
+from ddptrain.workloads.images.optimizing import Schedule, highest_rate, make_optimizer
+from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.plan import plan_epoch
+from ddptrain.workloads.images.predictions import (
+    TRAINED,
+    TRAINED_COLUMNS,
+    Predictions,
+    Trained,
+    example_strip,
+    example_words,
+    table_file,
+)
+
+if TYPE_CHECKING:
+    from ddptrain.rank.context import RankContext, Resumed
+
+# Newer versions of torch warn of the older name.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def train(ctx: RankContext, **params: Any) -> None:
+    """Trains a model to classify images, all ranks together; `params` are those of ImagesParams."""
+    settings = ImagesParams.model_validate(params)
+    if ctx.inputs is None:
+        raise UsageError("there is no list of images: `workload: images` is run by `ddptrain train`, which makes it")
+    manifest = Manifest.read(ctx.inputs)
+    location = manifest.location(settings)
+    with Feeder(manifest, location, settings, ctx.device, ctx.rank, ctx.world_size, _tell) as feeder:
+        trainer = _Trainer(ctx, settings, manifest, feeder)
+        trainer.greet()
+        for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
+            trainer.train_epoch(epoch)
+            metrics = trainer.finish_epoch(epoch)
+            trainer.save(epoch, metrics, last=epoch == settings.epochs)
+
+
+class _Trainer:
+    """One rank's training: the model, what changes it, and how far it is.
+
+    A checkpoint in mid epoch holds, besides, `taken`: how many ranks took how many steps of the epoch, as plan_epoch
+    wants it; and of each rank what its meter has summed up, so that train/accuracy is that of the whole epoch.
+    """
+
+    def __init__(self, ctx: RankContext, settings: ImagesParams, manifest: Manifest, feeder: Feeder) -> None:
+        self._ctx, self._settings, self._manifest, self._feeder = ctx, settings, manifest, feeder
+        plan = plan_epoch(len(manifest.train), settings.batch_size, ctx.world_size, ctx.rank, settings.seed, 1)
+        self.steps_per_epoch = len(plan)
+        self._images_per_epoch = sum(len(share.index) for share in plan)
+        self.epochs_done = self.step = self._images = 0
+        self._part = Part()
+        self._meter = Meter(ctx)
+        self._rate = 0.0
+
+        torch.manual_seed(settings.seed)
+        self._model_config = described_model(settings, manifest.classes, self._say)
+        model = built_model(self._model_config)
+        self._model = _distributed(ctx, settings, model, len(plan[0].index))
+        self._optimizer = make_optimizer(settings, self._model.parameters(), highest_rate(settings, ctx.world_size))
+        self._schedule = Schedule(settings, self._optimizer, highest_rate(settings, ctx.world_size))
+        resumed = ctx.resume(model=self._model, optimizer=self._optimizer, scheduler=self._schedule)
+        if resumed is None:
+            begin_with_weights(ctx, settings, self._bare, self._model_config)
+        else:
+            self._go_on(resumed)
+        self._pixels = Pixels(self._model_config, ctx.device, channels_last=_is_channels_last(self._model))
+        self._outputs = torch.tensor(self._model_config["outputs"], device=ctx.device)
+        self._needs_two = any(isinstance(module, _BatchNorm) for module in self._model.modules())
+
+    @property
+    def _bare(self) -> nn.Module:
+        """The model without DDP."""
+        module: nn.Module = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
+        return module
+
+    def _go_on(self, resumed: Resumed) -> None:
+        self._model_config = _same_classes(resumed.data["model_config"], self._manifest)
+        self.epochs_done, self.step = int(resumed.epoch or 0), resumed.step
+        done = (resumed.epoch or 0) - self.epochs_done
+        taken, begun = resumed.data.get("taken", []), resumed.data.get("begun", 0.0)
+        self._part = Part.after(taken, begun, done, self._ctx.world_size)
+        self._images = round((self.epochs_done + done) * self._images_per_epoch)
+        if state := resumed.rank_state:
+            self._meter.go_on(state["meter"])
+            self._images = state["images"]
+
+    def greet(self) -> None:
+        """Say, once for all ranks, what is trained, and how."""
+        settings, world_size = self._settings, self._ctx.world_size
+        n_parameters = sum(parameter.numel() for parameter in self._bare.parameters())
+        going_on = f", going on after epoch {self.epochs_done}, step {self.step}" if self.step else ""
+        self._say(
+            f"training {settings.architecture}, {n_parameters:,} parameters, on {len(self._manifest.train):,} images, "
+            f"{self.steps_per_epoch:,} steps an epoch over {world_size} ranks{going_on}"
+        )
+        if settings.scale_lr:
+            highest = highest_rate(settings, world_size)
+            self._say(f"the learning rate is scaled: {settings.base_lr:g} x {world_size} ranks = {highest:g}")
+        if self.epochs_done >= settings.epochs:
+            self._say(f"all {settings.epochs} epochs are done: raise params.epochs to train on")
+
+    def train_epoch(self, epoch: int) -> None:
+        """Takes the steps of an epoch that are left.
+
+        Raises:
+            FloatingPointError: the loss is no longer a number.
+            TooManyBadImages: there are more than params.max_bad_fraction allows.
+        """
+        part, settings = self._part, self._settings
+        if not part.is_resumed:
+            torch.manual_seed(hash((settings.seed, epoch, self._ctx.rank)))  # dropout, whatever was before
+            self._meter.restart()
+        n_steps = self._feeder.steps(epoch, part.taken)
+        trained = self._trained(is_last=epoch == settings.epochs)
+        began, n_images = time.perf_counter(), 0
+        for batch in self._feeder.train(epoch, part.taken, part.steps):
+            self._schedule.before_step(epoch - 1 + part.done(n_steps), self.steps_per_epoch)
+            self._optimizer.zero_grad()
+            loss_sum, logits = self._forward(batch)
+            (loss_sum * self._weight(batch)).backward()
+            self._optimizer.step()
+            self._advance(batch)
+            done = epoch - 1 + part.done(n_steps)
+            self._observe(batch, done, loss_sum, logits)
+            if trained is not None and batch.n_counted:
+                trained.add(batch.images, batch.labels, logits)
+            n_images += batch.total
+            if part.steps < n_steps:  # else the epoch is over, and its end saves
+                self.save(done, {})
+        self._rate = n_images / (time.perf_counter() - began)
+        self._part = Part()
+        if trained is not None and (rows := trained.rows()):
+            self._ctx.log_table(TRAINED, TRAINED_COLUMNS, rows, step=self.step)
+
+    def finish_epoch(self, epoch: int) -> dict[str, float]:
+        """Validates, says and returns what the epoch has brought."""
+        loss, accuracy = self._meter.epoch_means()
+        self._check_bad()
+        validated = self._validate(is_last=epoch == self._settings.epochs)
+        metrics = {"train/loss": loss, "train/accuracy": accuracy, **validated}
+        if self._ctx.rank == 0:
+            logged = {"train/accuracy": accuracy, **validated, "samples_per_s": self._rate}
+            self._ctx.log(logged, step=self.step, epoch=epoch)
+        said = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._say(f"epoch {epoch}/{self._settings.epochs}: {said}, {self._rate:,.0f} images/s")
+        if "val/loss" in validated and (lowered := self._schedule.after_validation(validated["val/loss"])):
+            self._say(lowered)
+        return metrics
+
+    def save(self, epoch: float, metrics: Mapping[str, float], *, last: bool = False) -> None:
+        """Saves a checkpoint, if one is due after `epoch` epochs."""
+        try:
+            saved = self._ctx.checkpoint(
+                model=self._model,
+                optimizer=self._optimizer,
+                scheduler=self._schedule,
+                step=self.step,
+                epoch=epoch,
+                metrics=metrics,
+                last=last,
+                rank_state={"meter": self._meter.state(), "images": self._images},
+                model_config=self._model_config,
+                **self._part.state(self._ctx.world_size),
+            )
+        except Preempted:
+            self._meter.flush()  # a run that goes on from here does not log these steps again
+            raise
+        if saved:
+            self._meter.flush()
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The summed loss of this rank's images, in nats, and their logits.
+
+        BatchNorm wants two images at least: one alone is shown twice, which gives the same gradient.
+        """
+        images = self._pixels(batch.images)
+        if len(images) == 1 and self._needs_two:
+            images = torch.cat([images, images])
+        logits = self._model(images)[: len(batch.labels)].float()
+        loss_sum = functional.cross_entropy(logits, self._targets(batch), reduction="sum")
+        return loss_sum, logits
+
+    def _targets(self, batch: Batch) -> Tensor:
+        return self._outputs[batch.labels.to(self._ctx.device, non_blocking=True)]
+
+    def _weight(self, batch: Batch) -> float:
+        """What makes of the ranks' summed losses the mean over all images of a step: DDP averages over the ranks.
+
+        A rank without images takes part with weight 0: DDP waits for every rank in every step.
+        """
+        return self._ctx.world_size / batch.total if batch.n_counted else 0.0
+
+    def _advance(self, batch: Batch) -> None:
+        self.step += 1
+        self._part.steps += 1
+        self._images += batch.n_counted
+        self._ctx.progress(self._images, self._settings.epochs * self._images_per_epoch, unit="images")
+
+    def _observe(self, batch: Batch, epoch: float, loss_sum: Tensor, logits: Tensor) -> None:
+        """Takes note of what a step has shown; on rank 0 a picture of it is made now and then."""
+        hits = (logits.detach().argmax(1) == self._targets(batch)).sum()
+        sums = torch.stack([loss_sum.detach(), hits]).double()
+        self._meter.add(self.step, epoch, self._schedule.learning_rate, sums, batch.n_counted)
+        every = self._settings.examples_every
+        if every and self.step % every == 0 and self._ctx.rank == 0 and batch.n_counted:
+            caption = example_words(logits, batch.labels, self._model_config)
+            self._ctx.log_image("examples", example_strip(batch.images), step=self.step, caption=caption)
+
+    def _trained(self, *, is_last: bool) -> Trained | None:
+        """What keeps the images that a table is to show; None where there is to be none."""
+        if not (is_last and self._settings.examples_kept):
+            return None
+        return Trained(self._model_config, -(-self._settings.examples_kept // self._ctx.world_size))
+
+    def _validate(self, *, is_last: bool) -> dict[str, float]:
+        """The score on what is held out, nothing where that is nothing; in the last epoch predictions are saved."""
+        if not self._manifest.val:
+            return {}
+        share_buffers(self._bare)
+        table = Predictions(self._manifest.keys, self._model_config) if is_last else None
+        score = evaluate(self._bare, self._pixels, self._feeder.validate(), self._outputs, table.add if table else None)
+        self._check_bad()
+        if table is not None and self._settings.predictions != "none":
+            rows, form = table.rows(), self._settings.predictions
+            self._ctx.save_file(f"predictions/rank-{self._ctx.rank}.{form}", table_file(rows, form))
+        return score.metrics() if score.n else {}
+
+    def _check_bad(self) -> None:
+        """Counts bad images over all ranks, which all call this. Raises: TooManyBadImages."""
+        manifest = self._manifest
+        is_bad = torch.zeros(len(manifest.keys), dtype=torch.uint8)
+        is_bad[self._feeder.bad_index] = 1
+        is_bad = is_bad.to(self._ctx.device)
+        dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+        reasons = dict(self._feeder.bad)
+        keys = [manifest.keys[index] for index in is_bad.nonzero().flatten().tolist()]
+        named = {key: reasons.get(key, "see the logs of the other ranks") for key in keys}
+        check_bad(len(keys), len(manifest.keys), self._settings.max_bad_fraction, named)
+
+    def _say(self, text: str) -> None:
+        """A line for the person, once for all ranks."""
+        if self._ctx.rank == 0:
+            _tell(text)
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_images: int) -> nn.Module:
+    """The model, prepared and wrapped, its gradients' places in the reduction settled.
+
+    DDP settles them after the first backward. Were that a step, a resumed run's first would add the ranks' gradients
+    up in another order than an uninterrupted run does. On a GPU it sees as many images as in a step, so that too small
+    a memory shows now. Buffers are not shared in each step: training doesn't read them, and a checkpoint holds those
+    of rank 0.
+    """
+    ddp = ctx.prepare(
+        model,
+        precision=settings.precision,
+        compile=settings.compile,
+        channels_last=settings.channels_last,
+        gradient_as_bucket_view=True,
+        **{_SYNC_BUFFERS: False},
+    )
+    buffers = [buffer.clone() for buffer in ddp.buffers()]
+    n_shown = max(2, n_images) if ctx.device.type == "cuda" else 2
+    size = settings.image_size
+    images = torch.zeros(n_shown, 3, size, size, device=ctx.device)
+    if _is_channels_last(ddp):
+        images = images.to(memory_format=torch.channels_last)
+    (0.0 * ddp(images).float().sum()).backward()
+    ddp.zero_grad(set_to_none=True)
+    for buffer, before in zip(ddp.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    return ddp
+
+
+def _is_channels_last(model: nn.Module) -> bool:
+    """Whether its convolutions lie in memory pixel by pixel."""
+    convolutions = [weight for weight in model.parameters() if weight.dim() == 4]
+    return any(
+        weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+        for weight in convolutions
+    )
+
+
+def _same_classes(model_config: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """The description of the model of a checkpoint. Raises: UsageError where it was trained on other classes."""
+    if tuple(model_config["classes"]) != manifest.classes:
+        raise UsageError(
+            f"the checkpoint is of {len(model_config['classes']):,} classes ({', '.join(model_config['classes'][:3])}, "
+            f"...), the images are of {len(manifest.classes):,} ({', '.join(manifest.classes[:3])}, ...): "
+            "resume with the images that it was trained on"
+        )
+    return model_config

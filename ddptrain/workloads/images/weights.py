@@ -1,0 +1,159 @@
+"""Weights to begin with: found, fetched once for all ranks of a host, read without executing a pickle, and loaded."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ddptrain.errors import UsageError
+from ddptrain.wording import did_you_mean, shown
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "state")
+_PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
+_AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
+# As DenseNet's weights are named in torchvision's files: 'norm.1' was allowed in a module's name once.
+_OLD_DENSENET = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..*)")
+_MOST_NAMED = 5
+
+
+class BadWeights(UsageError):
+    """Weights that can't be had, read, or loaded into the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Weights that torchvision has: where they lie, and the numbers that images are normalised with."""
+
+    url: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def named(architecture: str, name: str) -> Named:
+    """The weights of that name. Raises: BadWeights where there are none."""
+    from torchvision import models
+
+    kinds = models.get_model_weights(architecture)
+    if name not in kinds.__members__:
+        hint = did_you_mean(name, list(kinds.__members__))
+        raise BadWeights(f"{architecture} has no weights {name!r} ({hint}): see params.weights")
+    found = kinds[name]
+    shows = found.transforms()
+    return Named(found.url, tuple(shows.mean), tuple(shows.std))
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file or of a state dict that torch.save wrote; nothing is executed.
+
+    Raises: BadWeights.
+    """
+    try:
+        found: Any = load_file(path) if _is_safetensors(path) else _saved(path)
+    except UnpicklingError as error:
+        raise BadWeights(
+            f"{path} is not loaded, as it holds more than tensors, which may run code: {_first_line(error)}; save "
+            "what it should hold by safetensors, or by torch.save(model.state_dict(), FILE)"
+        ) from error
+    except (OSError, EOFError, RuntimeError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise BadWeights(f"can't read the weights {path}: {_first_line(error)}; is the file whole?") from error
+    for wrapper in _WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
+            found = found[wrapper]
+    tensors = found.items() if isinstance(found, Mapping) else ()
+    state = {_plain(str(name)): value for name, value in tensors if isinstance(value, Tensor)}
+    if not state:
+        raise BadWeights(f"{path} holds no weights: expected a state dict, a tensor for each name")
+    return state
+
+
+def load(
+    model: nn.Module, state: Mapping[str, Tensor], model_config: Mapping[str, Any], source: str, *, keep_head: bool
+) -> int | None:
+    """Loads weights into the model; returns how many outputs theirs have where a head of another size was left out.
+
+    With `keep_head` it must not be. Raises: BadWeights where they are of another model.
+    """
+    own = model.state_dict()
+    state = _fitted(state, own, model_config)
+    wrong = [name for name, value in own.items() if name in state and state[name].shape != value.shape]
+    others = _head_outputs(wrong, state, own, model_config["n_outputs"])
+    missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
+    unexpected = [name for name in state if name not in own]
+    if missing or unexpected or (wrong and others is None):
+        told = {"missing": missing, "not known to it": unexpected, "of another shape": [] if others else wrong}
+        raise BadWeights(
+            f"the weights {source} are not of {model_config['architecture']}: "
+            + "; ".join(f"{what}: {_listed(names)}" for what, names in told.items() if names)
+        )
+    if others is not None and keep_head:
+        raise BadWeights(
+            f"the weights {source} have {others:,} outputs, but params.label_map names {model_config['n_outputs']:,}: "
+            "give the labels of these weights"
+        )
+    model.load_state_dict({name: value for name, value in state.items() if name not in wrong}, strict=False)
+    return others
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Eight bytes of a length, then JSON. A zip file or a pickle begins otherwise."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def _saved(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of other versions of pickle: what matters raises
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _plain(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _fitted(
+    state: Mapping[str, Tensor], own: Mapping[str, Tensor], model_config: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The weights under this version's names, without auxiliary heads, a ViT's places stretched to the image's size."""
+    fitted = {
+        _OLD_DENSENET.sub(r"\1\2", name): value
+        for name, value in state.items()
+        if not (model_config["options"].get("aux_logits") is False and name.startswith(_AUXILIARY))
+    }
+    places, patches = "encoder.pos_embedding", "conv_proj.weight"
+    if places in own and places in fitted and fitted[places].shape[1:2] != own[places].shape[1:2]:
+        from torchvision.models.vision_transformer import interpolate_embeddings
+
+        fitted = interpolate_embeddings(model_config["image_size"], own[patches].shape[-1], fitted)
+    return fitted
+
+
+def _head_outputs(
+    wrong: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor], n_outputs: int
+) -> int | None:
+    """How many outputs the head has in `state`, where the weights in `wrong` are all of it and differ in that alone."""
+    modules = {name.rpartition(".")[0] for name in wrong}
+    sizes = {len(state[name]) if state[name].dim() else 0 for name in wrong}
+    fits = all(own[name].shape[:1] == (n_outputs,) and own[name].shape[1:] == state[name].shape[1:] for name in wrong)
+    return sizes.pop() if wrong and fits and len(modules) == len(sizes) == 1 else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(shown(name) for name in names[:_MOST_NAMED]) + more
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return shown(text.splitlines()[0] if text else type(error).__name__, 200)

@@ -1,0 +1,78 @@
+"""Images a second into ready batches, with one process that decodes: from S3 in two ways, or from memory.
+
+Prints {"images_per_s"}, from the first batch on: starting is not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SIZE, BATCH, SEED = 224, 64, 7
+
+
+def from_s3(manifest: str, params: dict[str, Any]) -> Iterator[int]:
+    """Sizes of the batches of as many epochs as the parameters say, each followed by the number 0."""
+    import torch
+
+    from ddptrain.workloads.images.feeding import Feeder
+    from ddptrain.workloads.images.manifest import Manifest
+    from ddptrain.workloads.images.params import ImagesParams
+
+    listed = Manifest.read(Path(manifest))
+    settings = ImagesParams(image_size=SIZE, batch_size=BATCH, seed=SEED, loader_workers=1, **params)
+    with Feeder(listed, listed.location(settings), settings, torch.device("cpu"), 0, 1, print) as feeder:
+        for epoch in range(1, settings.epochs + 1):
+            for batch in feeder.train(epoch):
+                yield len(batch.images)
+
+
+def s3_image_folder(bucket: str) -> Iterator[int]:
+    """Sizes of the batches of dask-pytorch-ddp's dataset, with the usual transforms."""
+    from dask_pytorch_ddp.data import S3ImageFolder
+    from torch.utils.data import DataLoader
+    from torchvision import transforms
+
+    crop = transforms.RandomResizedCrop(SIZE)
+    transform = transforms.Compose([crop, transforms.RandomHorizontalFlip(), transforms.PILToTensor()])
+    data = S3ImageFolder(bucket, "", transform=transform)
+    for images, _ in DataLoader(data, batch_size=BATCH // 4, shuffle=True, num_workers=1):
+        yield len(images)
+
+
+def from_memory(folder: str, count: int) -> Iterator[int]:
+    """Sizes of batches that this process decodes and transforms as those of S3 are, from bytes that it holds."""
+    from ddptrain.workloads.images.decoding import decode_pixels
+
+    encoded = [path.read_bytes() for path in sorted(Path(folder).rglob("*.jpg"))]
+    draw, n_bytes = random.Random(), SIZE * SIZE * 3
+    batch = memoryview(bytearray(BATCH * n_bytes))
+    for number in range(count):
+        place = number % BATCH
+        draw.seed(number)
+        batch[place * n_bytes : (place + 1) * n_bytes] = decode_pixels(
+            encoded[number % len(encoded)], SIZE, "crop", draw
+        )
+        if place == BATCH - 1:
+            yield BATCH
+
+
+WAYS = {"from_s3": from_s3, "s3_image_folder": s3_image_folder, "from_memory": from_memory}
+
+
+def main(way: str, **params: Any) -> None:
+    """Measures one way."""
+    batches: Iterator[int] = WAYS[way](**params)  # type: ignore[operator]
+    next(batches)
+    began = time.perf_counter()
+    images = sum(batches)
+    print(json.dumps({"images": images, "images_per_s": images / (time.perf_counter() - began)}))
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,0 +1,270 @@
+"""The list of a run's images, from real S3 servers: made once by the driver, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.errors import ExitCode
+from ddptrain.workloads.images.listing import list_images, prepare
+from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.store import (
+    Location,
+    NotFound,
+    StoreError,
+    StoreForbidden,
+    StoreMissing,
+    StoreUnreachable,
+    Transient,
+    open_store,
+)
+from tests.conftest import Cli
+from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
+from tests.integration.images_on_s3 import CLASSES, ImageBucket, draw, images_on_s3
+
+HARD_NAMES = ("x y/a b.jpg", "ü/é+1.jpg", "p%20q/100%.jpg", "h#s/q?m.jpg", "br[1]/~t*{}.jpg", "犬/犬.jpg")
+HARD_PREFIX = "a +%41 ü/Images"
+ONE_LISTING = {"list": 2}  # of 1,250 keys: two pages
+
+# A built-in workload that looks at its inputs and does no more.
+COMMAND = """
+import sys
+from ddptrain import registry
+from ddptrain.cli.main import main
+
+registry.BUILT_IN["pictures"] = registry.BuiltIn(
+    "seen:train",
+    "ddptrain.workloads.images.params:ImagesParams",
+    "ddptrain.workloads.images.listing:prepare",
+)
+sys.exit(main())
+"""
+SEEN = """
+import hashlib, os
+import torch
+from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.store import open_store
+from ddptrain.workloads.images.params import ImagesParams
+
+
+def train(ctx, **params):
+    manifest = Manifest.read(ctx.inputs)
+    data = open_store(manifest.location(ImagesParams(**params))).get(manifest.keys[ctx.rank])
+    print("seen", hashlib.sha256(repr(manifest).encode()).hexdigest(), len(data), flush=True)
+    torch.distributed.barrier()
+    if os.environ.get("FAIL") and ctx.rank == 0:
+        raise ValueError("as asked")
+"""
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageBucket]:
+    folder = tmp_path_factory.mktemp("s3")
+    hard = folder / "buckets" / "hard" / HARD_PREFIX
+    for name in HARD_NAMES:
+        (hard / name).parent.mkdir(parents=True)
+        (hard / name).write_bytes(draw(seed=name))
+    (folder / "buckets" / "runs").mkdir()
+    with images_on_s3(folder) as bucket:
+        yield bucket
+
+
+@pytest.fixture(scope="module")
+def one_proxy(bucket: ImageBucket) -> Iterator[FaultProxy]:
+    with fault_proxy(bucket.signed.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(one_proxy: FaultProxy) -> Iterator[FaultProxy]:
+    one_proxy.reset()
+    yield one_proxy
+    one_proxy.reset()
+
+
+def listed(url: str, options: dict[str, Any]) -> list[str]:
+    return sorted(item.key for images in list_images(Location(url, options)).by_class.values() for item in images)
+
+
+# --- the store ---
+
+
+def test_every_page_is_listed_signed_or_anonymous_in_as_few_requests(bucket: ImageBucket, proxy: FaultProxy) -> None:
+    assert listed(bucket.url, bucket.signed_options(proxy.url)) == list(bucket.keys)
+    assert proxy.counts() == ONE_LISTING
+    assert listed(bucket.url, bucket.anonymous_options()) == list(bucket.keys)
+
+
+def test_the_environment_says_who_asks_and_where(bucket: ImageBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in bucket.signed.environment.items():
+        monkeypatch.setenv(name, value)
+    assert listed(bucket.url, {}) == list(bucket.keys)
+
+
+def test_names_of_any_kind_are_listed_and_read(bucket: ImageBucket) -> None:
+    for options in (bucket.signed_options(), bucket.anonymous_options()):
+        store = open_store(Location(f"s3://hard/{HARD_PREFIX}", options))
+        assert sorted(item.key for item in store.listing()) == sorted(HARD_NAMES)
+        assert all(store.get(name) == draw(seed=name) for name in HARD_NAMES)
+
+
+def test_a_listing_gets_over_errors_resets_and_answers_that_break_off(bucket: ImageBucket, proxy: FaultProxy) -> None:
+    proxy.inject(Fault("status", status=500, first=1), Fault("reset", first=1), Fault("truncate", first=2))
+    found = list_images(Location(bucket.url, bucket.signed_options(proxy.url)))
+    assert sorted(item.key for images in found.by_class.values() for item in images) == list(bucket.keys)
+    assert found.n_images == len(bucket.keys)
+    assert proxy.counts()["faults"] == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "kind", "words"),
+    [
+        ("s3://no-such-bucket/dogs", {}, StoreMissing, "s3://no-such-bucket/dogs does not exist (404 NoSuchBucket"),
+        ("s3://images/dogs", {"secret": "wr0ng"}, StoreForbidden, "refuses it (403 SignatureDoesNotMatch"),
+        ("s3://images/dogs", {"endpoint_url": "http://127.0.0.1:9"}, StoreUnreachable, "Connection refused"),
+        (
+            "s3://images/dogs",
+            {"endpoint_url": "http://no-such-host.invalid"},
+            StoreUnreachable,
+            "s3://images/dogs can't",
+        ),
+    ],
+)
+def test_a_source_that_can_not_be_listed_is_told_in_one_line(
+    bucket: ImageBucket, url: str, options: dict[str, Any], kind: type[StoreError], words: str
+) -> None:
+    with pytest.raises(StoreError) as caught:
+        listed(url, bucket.signed_options() | options)
+    assert type(caught.value) is kind and words in str(caught.value)
+    assert "\n" not in str(caught.value) and "wr0ng" not in str(caught.value)
+
+
+def test_one_image_s_errors_say_whether_another_try_helps(bucket: ImageBucket, proxy: FaultProxy) -> None:
+    store = open_store(Location(bucket.url, bucket.signed_options(proxy.url)), timeout_s=0.5)
+    faults = [Fault("status", status=503), Fault("reset"), Fault("truncate"), Fault("stall", delay_s=3.0)]
+    for fault in faults:
+        proxy.inject(fault)
+        with pytest.raises(Transient):
+            store.get(bucket.keys[0])
+    proxy.reset()
+    with pytest.raises(NotFound):
+        store.get("a/none.jpg")
+    assert store.get(bucket.keys[0]) == (bucket.folder / bucket.keys[0]).read_bytes()
+    assert proxy.counts() == {"get": 2}, "it has no retries of its own"
+
+
+# --- the command ---
+
+
+class Pictures:
+    """The command with the workload above, on a cluster that is up."""
+
+    def __init__(self, cli: Cli, cluster: str, source: str, options: dict[str, Any]) -> None:
+        self.cli, self.cluster, self.source, self.options = cli, cluster, source, options
+        (cli.folder / "command.py").write_text(COMMAND)
+        (cli.folder / "seen.py").write_text(SEEN)
+        self.program = (sys.executable, str(cli.folder / "command.py"))
+
+    def config(self, place: str = "runs", env: dict[str, str] | None = None) -> Path:
+        path = self.cli.folder / "pictures.yaml"
+        params = {"source": self.source, "source_options": self.options}
+        content = {"workload": "pictures", "params": params, "env": env or {}, "results": {"dir": place}}
+        path.write_text(json.dumps(content))
+        return path
+
+    def arguments(self, config: Path, *more: str) -> tuple[str, ...]:
+        on = ("--cluster", self.cluster) if self.cluster else ()
+        return ("train", str(config), *on, "--ranks", "4" if self.cluster else "2", *more)
+
+
+def seen(logs: Path) -> set[str]:
+    words = [path.read_text().split("seen ")[-1].split()[0] for path in sorted(logs.glob("rank-*.log"))]
+    assert len(words) == 4
+    return set(words)
+
+
+def test_four_ranks_cost_one_listing_and_a_resume_elsewhere_costs_none(
+    run_cli: Cli, warm_cluster: str, bucket: ImageBucket, proxy: FaultProxy
+) -> None:
+    pictures = Pictures(run_cli, warm_cluster, bucket.url, bucket.signed_options(proxy.url))
+    runs = bucket.signed.buckets / "runs"
+    env = bucket.signed.environment | {"XDG_CACHE_HOME": str(run_cli.folder / ".cache")}
+    config = pictures.config("s3://runs", {"FAIL": "yes"})
+    failed = run_cli(*pictures.arguments(config, "--run-id", "night"), env=env, program=pictures.program)
+    assert failed.rc == ExitCode.TRAINING_FAILED, failed.stderr
+    assert "1,250 images of 5 classes in s3://images/dogs/Images: 1,000 to train on, 250 to" in failed.stderr
+    assert proxy.counts() == ONE_LISTING | {"get": 4}
+    before = seen(runs / "night" / "logs")
+    assert len(before) == 1
+    manifest = Manifest.read(runs / "night" / "inputs")
+    assert manifest.classes == CLASSES and sorted(manifest.keys) == sorted(bucket.keys)
+
+    # Another machine: nothing of the run is left here.
+    shutil.rmtree(run_cli.folder / ".state")
+    proxy.reset()
+    config = pictures.config("s3://runs")
+    resumed = run_cli(*pictures.arguments(config, "--resume", "night"), env=env, program=pictures.program)
+    assert resumed.rc == 0, resumed.stderr
+    assert "the run's list of images is used again: 1,250 images" in resumed.stderr
+    assert proxy.counts() == {"get": 4}
+    assert seen(runs / "night" / "logs") == before
+    assert Manifest.read(runs / "night" / "inputs") == manifest
+
+
+def test_a_bucket_that_does_not_exist_ends_the_command_and_no_secret_is_written(
+    run_cli: Cli, warm_cluster: str, bucket: ImageBucket
+) -> None:
+    options = bucket.anonymous_options() | {"anon": False, "key": "key", "secret": "t0pS3cret", "token": "t0k3n"}
+    pictures = Pictures(run_cli, warm_cluster, "s3://no-such-bucket/dogs/", options)
+    done = run_cli(*pictures.arguments(pictures.config(), "--run-id", "none"), program=pictures.program)
+    assert done.rc == ExitCode.USAGE
+    assert done.stderr.splitlines()[-1] == (
+        "ddptrain: run none failed: s3://no-such-bucket/dogs does not exist "
+        "(404 NoSuchBucket: The specified bucket does not exist): see params.source and its endpoint"
+    )
+    record = json.loads((run_cli.folder / "runs" / "none" / "run.json").read_text())
+    assert (record["status"], record["exit_code"], record["failure"]["type"]) == ("failed", 2, "UsageError")
+    written = [path.read_bytes() for path in (run_cli.folder / "runs").rglob("*") if path.is_file()]
+    said = f"{done.stdout}{done.stderr}".encode()
+    assert all(secret not in content for secret in (b"t0pS3cret", b"t0k3n") for content in [*written, said])
+
+
+@pytest.mark.parametrize(("signum", "embedded"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_signal_while_the_store_is_silent_ends_the_command(
+    run_cli: Cli, warm_cluster: str, bucket: ImageBucket, proxy: FaultProxy, signum: signal.Signals, embedded: bool
+) -> None:
+    proxy.inject(Fault("stall", delay_s=60))
+    cluster = "" if embedded else warm_cluster
+    pictures = Pictures(run_cli, cluster, bucket.url, bucket.signed_options(proxy.url))
+    running = run_cli.start(*pictures.arguments(pictures.config(), "--run-id", "stopped"), program=pictures.program)
+    deadline = time.monotonic() + 30
+    while not proxy.counts().get("list"):
+        assert time.monotonic() < deadline and running.popen.poll() is None, running.stderr
+        time.sleep(0.05)
+    running.popen.send_signal(signum)
+    done = running.finish(20)
+    assert done.rc == 128 + signum, done.stderr
+    record = json.loads((run_cli.folder / "runs" / "stopped" / "run.json").read_text())
+    assert (record["status"], record["exit_code"]) == ("cancelled", 128 + signum)
+    assert proxy.counts()["list"] == 1
+
+
+def test_a_store_that_does_not_answer_is_given_up_in_time(
+    tmp_path: Path, bucket: ImageBucket, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddptrain.workloads.images.listing._TIMEOUT_S", 0.4)
+    monkeypatch.setattr("ddptrain.workloads.images.listing._PATIENCE_S", 0.8)
+    proxy.inject(Fault("stall", delay_s=60))
+    params = {"source": bucket.url, "source_options": bucket.signed_options(proxy.url)}
+    began = time.monotonic()
+    with pytest.raises(StoreUnreachable, match=r"s3://images/dogs/Images can't be listed: it did not answer within"):
+        prepare(params, tmp_path, lambda line: None)
+    assert time.monotonic() - began < 10

@@ -1,0 +1,165 @@
+import csv
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.cli.main import main
+from ddptrain.workloads.images import predict as workload
+from ddptrain.workloads.images import saved as models
+from ddptrain.workloads.images.given import Given, Trouble
+from ddptrain.workloads.images.predict import Prediction, Result
+
+CLASSES = ("blue", "green", "a very long name of a class that nobody wants to read to its end")
+
+
+class Saved:
+    """Stands in for the model of a run."""
+
+    checkpoint = "step-9"
+    names = CLASSES
+
+
+class Classifier:
+    """Stands in for the model at work: it sees blue, and files that are there can be read; records its arguments."""
+
+    seen: dict[str, Any]
+
+    def __init__(self, saved: object, top: int, device: object) -> None:
+        self.seen |= {"top": top, "device": str(device)}
+
+    def results(self, given: Iterable[Given | Trouble], batch_size: int) -> Iterator[Result]:
+        self.seen["batch_size"] = batch_size
+        for one in given:
+            if isinstance(one, Trouble):
+                yield Result(one.name, error=one.reason)
+            else:
+                shares = [Prediction("blue", 0.75), Prediction("green", 0.2), Prediction(CLASSES[2], 0.05)]
+                yield Result(one.name, tuple(shares[: self.seen["top"]]))
+
+
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A run that sees blue, and two images in the working directory; what the classifier is told."""
+    run = tmp_path / "runs" / "colours-20260101-000000-abcd"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"run_id": run.name, "status": "succeeded", "workload": "images"}))
+    (tmp_path / "pictures").mkdir()
+    for name in ("one.png", "two\x1b[2J.png"):
+        (tmp_path / "pictures" / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "load_model", lambda folder: Saved())
+    monkeypatch.setattr(workload, "Classifier", Classifier)
+    monkeypatch.setattr(Classifier, "seen", {}, raising=False)
+    return Classifier.seen
+
+
+def test_the_best_class_and_the_file_are_in_a_line_and_the_others_below(
+    seen: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "latest", "pictures", "--top", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out == (
+        " 75.0 %  blue                                        pictures/one.png\n"
+        "   20.0 %  green\n"
+        " 75.0 %  blue                                        pictures/two\N{REPLACEMENT CHARACTER}[2J.png\n"
+        "   20.0 %  green\n"
+    )
+    assert err == ""
+
+
+def test_what_can_not_be_read_is_told_and_the_exit_code_is_1(
+    seen: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "latest", "nowhere", "pictures/one.png", "--top", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out.split() == ["75.0", "%", "blue", "pictures/one.png"]
+    assert err == "predict: nowhere: no such file or folder\npredict: 1 of 2 could not be classified\n"
+
+
+def test_json_is_one_value_with_a_line_an_image(seen: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "latest", "pictures/one.png", "nowhere", "--json", "--top", "2"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "run_id": "colours-20260101-000000-abcd",
+        "checkpoint": "step-9",
+        "results": [
+            {
+                "file": "pictures/one.png",
+                "predictions": [{"class": "blue", "probability": 0.75}, {"class": "green", "probability": 0.2}],
+            },
+            {"file": "nowhere", "error": "no such file or folder"},
+        ],
+    }
+    assert len(out.splitlines()) == 3
+    assert err == "predict: 1 of 2 could not be classified\n"
+
+
+def test_csv_has_a_column_for_each_class_and_one_for_the_error(
+    seen: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "latest", "pictures/one.png", "nowhere", "--csv", "--top", "2"]) == 1
+    assert list(csv.reader(capsys.readouterr().out.splitlines())) == [
+        ["file", "class", "probability", "class_2", "probability_2", "error"],
+        ["pictures/one.png", "blue", "0.75", "green", "0.2", ""],
+        ["nowhere", "", "", "", "", "no such file or folder"],
+    ]
+
+
+def test_options_reach_the_model(seen: dict[str, Any]) -> None:
+    assert main(["predict", "latest", "pictures"]) == 0
+    assert seen["top"] == 5
+    assert main(["predict", "latest", "pictures", "--top", "3", "--batch-size", "7", "--device", "cpu"]) == 0
+    assert seen == {"top": 3, "batch_size": 7, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["predict", "latest"], "Missing argument 'PATH|URL...'"),
+        (["predict", "latest", "nowhere"], "error: nowhere: no such file or folder"),
+        (["predict", "none", "pictures"], 'error: no run "none" in runs'),
+        (["predict", "latest", "pictures", "--json", "--csv"], "give --json or --csv, not both"),
+        (["predict", "latest", "pictures", "--top", "0"], "Invalid value for '--top'"),
+        (["predict", "latest", "pictures", "--batch-size", "0"], "Invalid value for '--batch-size'"),
+        (["predict", "latest", "pictures", "--device", "tpu"], "Invalid value for '--device'"),
+        (
+            ["predict", "latest", "pictures", "--source-option", "secret"],
+            "--source-option <left out> is not NAME=VALUE",
+        ),
+    ],
+)
+def test_impossible_arguments_end_with_2(
+    seen: dict[str, Any], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
+
+
+def test_options_of_the_store_are_read_as_yaml_reads_them(
+    seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddptrain.workloads.images import given
+
+    asked: list[object] = []
+
+    def images_of(arguments: list[str], options: dict[str, object]) -> Iterator[Given]:
+        asked.extend([arguments, options])
+        return iter([Given("a", "a")])
+
+    monkeypatch.setattr(given, "images_of", images_of)
+    options = ["anon=true", "endpoint_url=http://h:1/?a=b", "n=3"]
+    assert main(["predict", "latest", "s3://b/x", *(word for one in options for word in ("--source-option", one))]) == 0
+    assert asked == [["s3://b/x"], {"anon": True, "endpoint_url": "http://h:1/?a=b", "n": 3}]
+
+
+def test_torch_is_not_needed_to_find_that_a_path_is_wrong(
+    seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ddptrain.workloads.images.predict", None)
+    assert main(["predict", "latest", "nowhere"]) == 2

@@ -1,0 +1,167 @@
+"""Pictures and tables of a rank: files in the run directory, and the same to trackers where there are any."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from ddptrain import events
+from ddptrain.rank.images import png
+from ddptrain.tracking import items
+from tests.unit.rank.test_context import Rank
+from tests.unit.tracking.trackers import House, Recorder
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    made = Rank(tmp_path)
+    yield made
+    made.file.close()
+
+
+def saved(rank: Rank) -> dict[str, bytes]:
+    """The files that were handed over, by path."""
+    told = [event for event in rank.events() if isinstance(event, events.FileSaved)]
+    return {event.path: (rank.folder / "staging" / event.staging).read_bytes() for event in told}
+
+
+def pixels(data: bytes) -> Any:
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
+_RED = np.array([[[255, 0, 0], [0, 128, 0]]], np.uint8)  # one row of two pixels
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        _RED,
+        _RED / 255,
+        torch.from_numpy(_RED).permute(2, 0, 1),
+        torch.from_numpy(_RED / 255).permute(2, 0, 1).bfloat16().requires_grad_(),
+        torch.from_numpy(_RED / 255).permute(2, 0, 1) * 1.0,
+        Image.fromarray(_RED),
+        Image.fromarray(_RED).convert("P", palette=Image.Palette.ADAPTIVE),
+    ],
+    ids=["array", "floats", "tensor", "bfloat16 with gradient", "double", "PIL", "palette"],
+)
+def test_picture_of_any_kind_is_kept_as_it_is(image: Any) -> None:
+    assert np.abs(pixels(png(image)).astype(int) - _RED).max() <= 1
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 3, 4)])
+def test_grey_picture_stays_grey_and_odd_values_are_cut_off(shape: tuple[int, ...]) -> None:
+    values = torch.full(shape, 0.5)
+    values.view(-1)[:3] = torch.tensor([-1.0, 7.0, float("nan")])
+    grey = pixels(png(values))
+    assert grey.shape == (3, 4)
+    assert grey.reshape(-1)[:4].tolist() == [0, 255, 0, 128]
+
+
+@pytest.mark.parametrize(
+    ("image", "error", "words"),
+    [
+        (torch.zeros(5, 4, 3), ValueError, r"\[3, H, W\].*not \[5, 4, 3\]"),
+        (torch.zeros(2, 3, 4, 4), ValueError, "shape"),
+        (np.zeros((0, 4, 3)), ValueError, "shape"),
+        (torch.zeros(3, 4, 4, dtype=torch.int64), TypeError, "not of int64"),
+        ("cat.png", TypeError, "not str"),
+    ],
+)
+def test_what_is_no_picture_is_refused_in_words(image: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        png(image)
+
+
+def test_pictures_are_named_by_step_and_rank_and_counted_where_there_are_several(rank: Rank) -> None:
+    for value in (0, 255):
+        rank.context.log_image("val/examples", torch.full((3, 2, 2), value, dtype=torch.uint8), step=25)
+    rank.context.log_image("val/examples", _RED)
+    files = saved(rank)
+    assert list(files) == [
+        "images/val/examples/step-25-rank-0.png",
+        "images/val/examples/step-25-rank-0-1.png",
+        "images/val/examples/rank-0.png",
+    ]
+    assert [int(pixels(data).max()) for data in files.values()] == [0, 255, 255]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc", "", "a/"])
+def test_name_that_leads_elsewhere_is_refused(rank: Rank, name: str) -> None:
+    with pytest.raises(ValueError, match="take a name such as"):
+        rank.context.log_image(name, _RED)
+    with pytest.raises(ValueError, match="take a name such as"):
+        rank.context.log_table(name, ["a"], [[1]])
+    assert saved(rank) == {}
+
+
+def test_table_is_kept_as_csv_with_pictures_beside_it(rank: Rank) -> None:
+    rows = [[_RED, "a,b", torch.tensor(0.5), None], [torch.zeros(1, 2, 2), 'say "x"', np.int64(3), True]]
+    rank.context.log_table("predictions", ["image", "label", "score", "right"], rows, step=7)
+    files = saved(rank)
+    assert files["tables/predictions/step-7-rank-0.csv"].decode().splitlines() == [
+        "image,label,score,right",
+        'images/predictions/step-7-rank-0.png,"a,b",0.5,',
+        'images/predictions/step-7-rank-0-1.png,"say ""x""",3,True',
+    ]
+    assert len(files) == 3
+
+
+def test_table_is_kept_as_parquet_with_its_types(rank: Rank) -> None:
+    rank.context.log_table("p", ["n", "text"], ((n, f"t{n}") for n in range(3)), format="parquet")
+    table = pq.read_table(io.BytesIO(saved(rank)["tables/p/rank-0.parquet"]))
+    assert table.to_pydict() == {"n": [0, 1, 2], "text": ["t0", "t1", "t2"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "form", "error", "words"),
+    [
+        ([[1, 2, 3]], "csv", ValueError, "has 2 columns, row 0 has 3 values"),
+        ([[1, object()]], "csv", TypeError, "'b' is <object"),
+        ([[1, 2]], "xlsx", ValueError, "not as 'xlsx'"),
+        ([[1, 2], ["x", 2]], "parquet", TypeError, "column 'a' holds values of different types"),
+    ],
+)
+def test_table_that_is_none_is_refused_in_words(
+    rank: Rank, rows: Any, form: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        rank.context.log_table("t", ["a", "b"], rows, format=form)
+
+
+def test_trackers_get_what_the_run_directory_has(rank: Rank, tmp_path: Path) -> None:
+    class Reader(Recorder):
+        def log(self, item: items.Item) -> None:
+            super().log(item)
+            for image in [item] if isinstance(item, items.Image) else []:
+                self.options = {"read": image.path.read_bytes()}
+
+    house = House(tmp_path)
+    reader = Reader()
+    rank.context._tracked.hub = house.open(reader)
+    rank.context.log({"loss": 0.5}, step=1, epoch=0.1)
+    rank.context.log_image("examples", _RED, step=1, caption="red")
+    rank.context.log_table("predictions", ["image", "score"], [[_RED, 0.5]], step=1)
+    rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=1)
+    (tmp_path / "staging" / "file-0").unlink()  # the driver has taken it home
+    rank.context.close()
+    house.close()
+    logged, image, table, checkpoint = reader.items
+    assert logged == items.Numbers(logged.time_ns, {"loss": 0.5}, 1, 0.1)
+    assert isinstance(image, items.Image)
+    assert (image.name, image.caption, image.step) == ("examples", "red", 1)
+    assert np.array_equal(pixels(reader.options["read"]), _RED)
+    assert isinstance(table, items.Table)
+    assert (table.columns, table.rows[0][1]) == (("image", "score"), 0.5)
+    assert isinstance(table.rows[0][0], items.Image)
+    assert isinstance(checkpoint, items.Checkpoint)
+    assert checkpoint.step == 1
+    assert not (tmp_path / "lent").exists()

@@ -1,0 +1,237 @@
+"""Whatever a tracker does, it does to itself alone: not to training, nor to the others, nor to the end of the run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddptrain.tracking.hub import Hub
+from ddptrain.tracking.items import Checkpoint, Image, Numbers
+from tests.unit.tracking.trackers import Failing, Hanging, House, Recorder, numbers
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.close()
+
+
+def finish(hub: Hub, within_s: float = 3_600.0) -> float:
+    """Have it finish; how long that took."""
+    began = time.monotonic()
+    hub.end("finished", within_s)
+    hub.wait()
+    return time.monotonic() - began
+
+
+def until(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not met():
+        assert time.monotonic() < deadline, "it has not come to that"
+        time.sleep(0.01)
+
+
+def test_every_tracker_gets_everything_in_order_in_one_thread_of_its_own(house: House) -> None:
+    first, second = Recorder(), Recorder()
+    hub = house.open(first, second)
+    for step in range(500):
+        hub.put(numbers(step))
+    hub.end("failed")
+    hub.end("finished")
+    hub.wait()
+    hub.put(numbers(500))
+    assert first.steps == second.steps == list(range(500))
+    assert first.states == second.states == ["failed"]  # what is said first
+    assert len(first.threads) == len(second.threads) == 1
+    assert len(first.threads | second.threads | {threading.get_ident()}) == 3
+    assert house.told == []
+
+
+def test_three_failures_in_a_row_turn_a_tracker_off_with_one_warning(house: House) -> None:
+    bad, good = Failing(None, ConnectionResetError("gone")), Recorder()
+    hub = house.open(bad, good)
+    for step in range(100):
+        hub.put(numbers(step))
+    until(lambda: bool(house.warnings))
+    finish(hub)
+    assert bad.calls == 3
+    assert good.steps == list(range(100))
+    assert house.warnings == [
+        "failing has failed 3 times in a row: ConnectionResetError: gone; it is off, the run directory has everything"
+    ]
+    assert hub.error == ""  # nobody is strict about it
+    assert bad.states == ["finished"]
+
+
+def test_single_failures_are_tolerated_and_told_once_at_the_end(house: House) -> None:
+    bad = Failing({1, 2, 5}, SystemExit("whatever a library thinks of"))
+    hub = house.open(bad)
+    for step in range(8):
+        hub.put(numbers(step))
+    finish(hub)
+    assert bad.steps == [0, 3, 4, 6, 7]
+    (warning,) = house.warnings
+    assert "failed to take 3 of 8 things: SystemExit" in warning
+
+
+def test_what_a_slow_tracker_has_no_room_for_is_dropped_counted_and_told(house: House) -> None:
+    slow, quick = Hanging("log"), Recorder()
+    hub = house.open(slow, quick, queue=10)
+    hub.put(numbers(0))
+    until(lambda: bool(slow.items))
+    for steps in (range(1, 11), range(11, 21), range(21, 31)):
+        for step in steps:
+            hub.put(numbers(step))
+        until(lambda last=steps[-1]: last in quick.steps)  # type: ignore[misc]
+    slow.gate.set()
+    finish(hub)
+    assert slow.steps == list(range(11))
+    assert quick.steps == list(range(31))
+    assert [text.partition(";")[0] for text in house.warnings] == [
+        "hanging is behind: 10 things wait for it",
+        "hanging was too slow for 20 of 31 things",
+    ]
+
+
+@pytest.mark.parametrize("where", ["start", "log", "finish"])
+def test_tracker_that_hangs_is_left_behind_at_its_deadline(house: House, where: str) -> None:
+    stuck, good = Hanging(where), Recorder()
+    hub = house.open(stuck, good, timeout_s=0.4)
+    hub.put(numbers(0))
+    until(lambda: bool(good.items))
+    assert 0.3 < finish(hub) < 10
+    assert (good.steps, good.states) == ([0], ["finished"])
+    assert hub.left_behind == ["hanging"]
+    (warning,) = house.warnings
+    assert f"({where}ing" in warning.replace("logging", "loging")
+    assert "left behind" in warning
+    again = time.monotonic()
+    hub.wait()  # the thread that hears of the gang's end waits as well
+    assert time.monotonic() - again < 0.3
+
+
+def test_time_for_the_end_can_be_shortened_while_it_is_waited_for(house: House) -> None:
+    hub = house.open(Hanging("finish"), timeout_s=60)
+    hub.end("finished")
+    threading.Timer(0.3, lambda: hub.end("crashed", 0.1)).start()
+    began = time.monotonic()
+    hub.wait()
+    assert time.monotonic() - began < 20
+    assert hub.left_behind == ["hanging"]
+
+
+def test_tracker_with_much_to_do_still_comes_to_its_finish(house: House) -> None:
+    class Slow(Recorder):
+        def log(self, item: object) -> None:
+            time.sleep(0.05)
+
+    slow = Slow()
+    hub = house.open(slow, timeout_s=1.0)
+    for step in range(100):
+        hub.put(numbers(step))
+    finish(hub)
+    assert slow.states == ["finished"]
+    assert "slow was too slow for" in house.warnings[-1]
+
+
+def test_tracker_that_cannot_start_is_off_and_says_why(house: House) -> None:
+    class Absent(Recorder):
+        def start(self, facts: object) -> None:
+            raise ImportError("No module named 'wandb'")
+
+    absent, good = Absent(), Recorder()
+    hub = house.open(absent, good, strict=True)
+    until(lambda: bool(house.warnings))
+    hub.put(numbers(0))
+    finish(hub)
+    assert (absent.items, absent.states) == ([], [])
+    assert good.steps == [0]
+    (warning,) = house.warnings
+    assert warning.startswith("absent could not start: ImportError: No module named 'wandb'; it is off")
+    assert hub.error == "absent: could not start: ImportError: No module named 'wandb'"
+    assert [(failed.tracker, failed.strict) for failed in house.failures] == [("absent", True)]
+
+
+@pytest.mark.parametrize("bad", [Failing({1}, ValueError("once")), Hanging("finish")], ids=["error", "hang"])
+def test_strict_hub_counts_every_fault_as_a_failure(house: House, bad: Recorder) -> None:
+    hub = house.open(bad, timeout_s=0.3, strict=True)
+    for step in range(3):
+        hub.put(numbers(step))
+    finish(hub)
+    assert hub.error
+    assert [failed.strict for failed in house.failures] == [True]
+
+
+def test_file_that_is_lent_outlives_the_ranks_own_until_all_trackers_have_read_it(house: House, tmp_path: Path) -> None:
+    class Reader(Recorder):
+        def log(self, item: object) -> None:
+            assert isinstance(item, Image)
+            self.read = item.path.read_bytes()
+
+    readers = [Reader(), Reader()]
+    hub = house.open(*readers)
+    source = tmp_path / "file-1.png"
+    source.write_bytes(b"picture")
+    lent = hub.lend(source)
+    source.unlink()  # the driver has taken it home
+    hub.put_lent(Image(1, "examples", lent), lent)
+    until(lambda: not lent.exists())
+    finish(hub)
+    assert [reader.read for reader in readers] == [b"picture", b"picture"]
+    assert not (tmp_path / "lent").exists()
+
+
+def test_checkpoint_is_lent_as_a_folder(house: House, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    class Reader(Recorder):
+        def log(self, item: object) -> None:
+            assert isinstance(item, Checkpoint)
+            seen.append(sorted(path.name for path in item.folder.iterdir()))
+
+    hub = house.open(Reader())
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    for name in ("model.safetensors", "state.pt"):
+        (folder / name).write_bytes(b"x")
+    lent = hub.lend(folder)
+    hub.put_lent(Checkpoint(1, 5, lent, {}), lent)
+    finish(hub)
+    assert seen == [["model.safetensors", "state.pt"]]
+
+
+def test_forked_child_hands_nothing_to_trackers_and_ends_none(house: House) -> None:
+    recorder = Recorder()
+    hub = house.open(recorder)
+
+    def child() -> None:
+        hub.put(numbers(1))
+        hub.end("crashed")
+        hub.wait()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    hub.put(numbers(2))
+    finish(hub)
+    assert (recorder.steps, recorder.states) == ([2], ["finished"])
+
+
+def test_handing_over_costs_microseconds_whatever_trackers_do(house: House) -> None:
+    hub = house.open(Recorder(), Hanging("log"), Failing(None, OSError()), timeout_s=0.1, queue=500)
+    item = Numbers(1, {"loss": 0.5}, 1)
+    rounds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        for _ in range(200):
+            hub.put(item)
+        rounds.append((time.perf_counter() - began) / 200)
+        time.sleep(0.001)
+    assert min(rounds) < 30e-6

@@ -1,0 +1,124 @@
+"""Which numbers go to W&B, and in which rows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from ddptrain.tracking.wandb_best import Bests
+from ddptrain.tracking.wandb_rows import Row, Thinner, goal_of
+
+
+def test_every_tenth_step_goes_and_every_value_of_an_epochs_end() -> None:
+    thinner = Thinner(10)
+    gone: list[tuple[str, int]] = []
+    for step in range(25):
+        gone += [(name, step) for name in thinner.take({"train/loss": 1.0}, step, None, 0.0)]
+        if step % 7 == 6:
+            gone += [(name, step) for name in thinner.take({"val/loss": 1.0}, step, None, 0.0)]
+    assert [step for name, step in gone if name == "train/loss"] == [0, 10, 20]
+    assert [step for name, step in gone if name == "val/loss"] == [6, 13, 20]
+
+
+def test_what_is_logged_once_an_epoch_goes_however_few_steps_it_has() -> None:
+    once = Thinner(10)
+    assert all(once.take({"loss": 1.0}, 3 * epoch, epoch, 0.0) for epoch in range(1, 6))
+    steps = Thinner(10)
+    sent = [step for step in range(20) if steps.take({"loss": 1.0}, step, step // 6, 0.0)]
+    assert sent == [0, 6, 12, 18]
+
+
+def test_last_values_come_at_the_end_with_their_own_steps() -> None:
+    thinner = Thinner(10)
+    for step in range(13):
+        thinner.take({"loss": float(step), **({"lr": 0.1} if step < 5 else {})}, step, step / 10, float(step))
+    rest = thinner.rest()
+    assert [(step, {name: held.value for name, held in row.items()}) for step, row in rest.items()] == [
+        (4, {"lr": 0.1}),
+        (12, {"loss": 12.0}),
+    ]
+    assert (rest[12]["loss"].epoch, rest[12]["loss"].time_s) == (1.2, 12.0)
+    assert thinner.rest() == {}
+
+
+def test_value_that_went_is_not_sent_again_at_the_end() -> None:
+    thinner = Thinner(10)
+    thinner.take({"loss": 1.0}, 10, None, 0.0)
+    assert thinner.rest() == {}
+
+
+def test_numbers_without_a_step_always_go() -> None:
+    thinner = Thinner(10)
+    assert [thinner.take({"loss": 1.0}, None, None, 0.0) for _ in range(3)] == [["loss"]] * 3
+
+
+def test_steps_that_begin_again_are_logged_at_once() -> None:
+    thinner = Thinner(10)
+    assert thinner.take({"loss": 1.0}, 1000, None, 0.0) == ["loss"]
+    assert thinner.take({"loss": 1.0}, 3, None, 0.0) == ["loss"]
+
+
+def test_every_step_goes_where_log_every_is_one() -> None:
+    thinner = Thinner(1)
+    assert all(thinner.take({"loss": 1.0}, step, None, 0.0) for step in range(5))
+
+
+def test_row_takes_what_belongs_to_its_step_and_nothing_twice() -> None:
+    row = Row(3)
+    row.add({"train/loss": 1.0}, 0.5, 7.0)
+    assert row.fits(3, {"val/loss": 1.0})
+    assert not row.fits(3, {"train/loss": 1.0})
+    assert not row.fits(4, {"val/loss": 1.0})
+    assert not Row(None).fits(None, {"val/loss": 1.0})
+    row.add({"val/loss": 2.0}, None, 8.0)
+    assert row.as_logged("") == {"train/loss": 1.0, "val/loss": 2.0, "step": 3, "epoch": 0.5, "_timestamp": 8.0}
+    assert row.as_logged("rank_1/")["rank_1/step"] == 3
+
+
+def test_metric_called_step_is_not_overwritten() -> None:
+    row = Row(3)
+    row.add({"step": 99.0}, None, 0.0)
+    assert row.as_logged("")["step"] == 99.0
+
+
+@pytest.mark.parametrize(
+    ("name", "goal"),
+    [
+        ("train/loss", "min"),
+        ("val_loss", "min"),
+        ("val/accuracy", "max"),
+        ("val/top5", "max"),
+        ("train/learning_rate", ""),
+        ("samples_per_s", ""),
+        ("glossary", ""),
+    ],
+)
+def test_best_is_known_from_the_name(name: str, goal: str) -> None:
+    assert goal_of(name) == goal
+
+
+def test_checkpoints_metric_is_best_as_the_configuration_says() -> None:
+    assert goal_of("val/loss", "val/loss", "max") == "max"
+
+
+def test_best_of_an_earlier_attempt_is_remembered(tmp_path: Path) -> None:
+    first = Bests(tmp_path, 0)
+    for value in (math.nan, 0.5, 0.2, 0.4):
+        first.note("val/loss", "min", value)
+    first.note("val/accuracy", "max", 0.7)
+    assert first.older() == {}
+    first.save()
+    second = Bests(tmp_path, 0)
+    second.note("val/loss", "min", 0.3)
+    second.note("val/accuracy", "max", 0.9)
+    assert second.older() == {"val/loss": {"min": 0.2, "last": 0.3}}
+    assert Bests(tmp_path, 1).older() == {}
+
+
+def test_damaged_memory_is_as_good_as_none(tmp_path: Path) -> None:
+    (tmp_path / "best-rank-0.json").write_text('{"val/loss": 3}')
+    bests = Bests(tmp_path, 0)
+    bests.note("val/loss", "min", 1.0)
+    assert bests.older() == {}

@@ -1,0 +1,194 @@
+"""What a rank logs to W&B, read back from the disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+
+from ddptrain.results import wandblog
+from ddptrain.tracking import items, wandb_session
+from ddptrain.tracking.protocol import Facts
+from ddptrain.tracking.wandb_plan import Plan
+from ddptrain.tracking.wandb_session import Wanted, settings_for
+from ddptrain.tracking.wandb_sink import WandbTracker, WentOffline
+from ddptrain.trackingconfig import WandbSettings
+from ddptrain.wandbparts import parts_below
+
+CONFIG = {"params": {"epochs": 2}, "checkpoint": {"metric": "val/loss", "mode": "min"}}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """wandb keeps things in the environment; nothing of the outside is to be seen."""
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    yield
+    wandb_session.close_core()
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+class Heard:
+    """What a tracker has told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.found: dict[str, str] = {}
+
+    def facts(self, folder: Path, rank: int = 0, world_size: int = 1, attempt: int = 1, **told: Any) -> Facts:
+        about = {"mode": "rank0", "online": False, "id": "w1", **told}
+        return Facts(
+            *("petnames-1", "petnames", attempt, rank, world_size, rank, 0, 1, folder),
+            config=CONFIG,
+            told=about,
+            tell=self.lines.append,
+            found=self.found.update,
+        )
+
+
+def options(**settings: Any) -> dict[str, Any]:
+    return WandbSettings(**settings).model_dump()
+
+
+def numbers(step: int, **values: float) -> items.Numbers:
+    named = {name.replace("_", "/"): value for name, value in values.items()}
+    return items.Numbers(time.time_ns(), named, step)
+
+
+def read_back(folder: Path) -> list[Any]:
+    """The records of the parts in a folder, in order."""
+    return [wandblog._parsed(data) for part in parts_below(folder) for data in wandblog.records(part.log)]
+
+
+def rows(records: list[Any]) -> list[dict[str, str]]:
+    found = []
+    for record in records:
+        if record.HasField("history"):
+            pairs = ((item.key or "/".join(item.nested_key), item.value_json) for item in record.history.item)
+            found.append({key: value for key, value in pairs if not key.startswith("_")})
+    return found
+
+
+def test_offline_run_holds_rows_pictures_table_and_artifact(tmp_path: Path) -> None:
+    heard = Heard()
+    tracker = WandbTracker(options(log_every=10, table_rows=2))
+    tracker.start(heard.facts(tmp_path))
+    for step in range(15):
+        tracker.log(numbers(step, train_loss=1.0 / (step + 1)))
+    tracker.log(numbers(14, val_loss=0.5))
+    picture = tmp_path / "x.png"
+    PIL.Image.new("RGB", (4, 4)).save(picture)
+    shown = items.Image(0, "examples", picture, "a dog", 14)
+    tracker.log(shown)
+    tracker.log(items.Table(0, "predictions", ("image", "score"), ((shown, 0.1), (shown, 0.2), (shown, 0.3)), 14))
+    picture.unlink()  # as ranks do, once log() has returned
+    tracker.finish("finished")
+
+    records = read_back(tmp_path / "wandb")
+    logged = rows(records)
+    assert [row["step"] for row in logged if "train/loss" in row] == ["0", "10", "14"]
+    together = next(row for row in logged if "val/loss" in row)
+    assert together["step"] == "14"
+    assert any("examples" in key for key in together)  # one row for what was logged at one step
+    artifacts = {record.artifact.name: record.artifact for record in records if record.HasField("artifact")}
+    assert "predictions_petnames-1" in artifacts
+    assert all(Path(path).is_relative_to(tmp_path) for path in staged(tmp_path))
+    (run,) = (record.run for record in records if record.HasField("run"))
+    assert (run.run_id, run.project, run.display_name) == ("w1", "petnames", "petnames-1")
+    assert {"params", "run_id", "world_size"} <= {item.key for item in run.config.update}
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
+    assert [line for line in heard.lines if "first 2 are logged" in line]
+    assert heard.found["mode"] == "offline"
+    assert Path(heard.found["folder"]).parent == tmp_path / "wandb"
+
+
+def staged(folder: Path) -> list[str]:
+    return [path for part in parts_below(folder / "wandb") for path in wandblog.staged_files(part.log)]
+
+
+def test_resumed_attempt_goes_on_in_the_same_run_and_knows_the_best_value(tmp_path: Path) -> None:
+    for attempt, (value, state) in enumerate(((0.2, "failed"), (0.4, "finished")), start=1):
+        tracker = WandbTracker(options())
+        tracker.start(Heard().facts(tmp_path, attempt=attempt))
+        tracker.log(numbers(attempt, val_loss=value))
+        tracker.finish(state)  # type: ignore[arg-type]
+    records = read_back(tmp_path / "wandb")
+    assert {record.run.run_id for record in records if record.HasField("run")} == {"w1"}
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1, 0]
+    last: Mapping[str, str] = {
+        item.key or "/".join(item.nested_key): item.value_json
+        for record in records
+        if record.HasField("summary")
+        for item in record.summary.update
+    }
+    assert any("0.2" in value for key, value in last.items() if key.startswith("val/loss"))
+
+
+def test_strict_run_that_went_offline_says_so_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    heard = Heard()
+    tracker = WandbTracker(options(init_timeout_s=1.0))
+    tracker.start(heard.facts(tmp_path, online=True, strict=True))
+    tracker.log(numbers(1, loss=1.0))
+    (line,) = heard.lines
+    assert "training goes on, and is recorded offline" in line
+    assert "kkkk" not in line
+    with pytest.raises(WentOffline, match="opened no run online"):
+        tracker.finish("finished")
+    (part,) = parts_below(tmp_path / "wandb")  # nothing is left of the attempt to go online
+    assert part.offline
+    assert rows(read_back(tmp_path / "wandb"))
+
+
+def plan(tmp_path: Path, rank: int, environ: Mapping[str, str] | None = None, **settings: Any) -> Plan:
+    chosen = options(**settings)
+    facts = Heard().facts(tmp_path, rank, 2, mode=chosen["mode"], online=True)
+    return Plan(chosen, facts, environ or {})
+
+
+def settings_of(plan: Plan, mode: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    wanted: Wanted = plan._wanted(mode)
+    return {**settings_for(wanted, environ or {}), "config": wanted.config}
+
+
+def test_each_process_has_a_run_of_its_own_in_one_group(tmp_path: Path) -> None:
+    first, second = (settings_of(plan(tmp_path, rank, mode="process"), "online") for rank in range(2))
+    assert (first["run_id"], second["run_id"]) == ("w1", "w1-1")
+    assert (first["run_name"], second["run_name"]) == ("rank_0", "rank_1")
+    assert first["run_group"] == second["run_group"] == "petnames-1"
+    assert (first["x_disable_stats"], second["x_disable_stats"]) == (False, True)  # they are on one host
+    assert first["resume"] == "allow"
+
+
+def test_shared_run_is_named_and_finished_by_rank_0_alone(tmp_path: Path) -> None:
+    first, second = (settings_of(plan(tmp_path, rank, mode="shared"), "shared") for rank in range(2))
+    assert first["run_id"] == second["run_id"] == "w1"
+    assert (first["x_primary"], second["x_primary"]) == (True, False)
+    assert (first["x_label"], second["x_label"]) == ("rank_0", "rank_1")
+    assert "x_update_finish_state" not in first
+    assert second["x_update_finish_state"] is False
+    assert second["config"] is None
+    assert "run_name" not in second
+
+
+def test_shared_run_that_is_offline_is_a_run_a_rank(tmp_path: Path) -> None:
+    made = plan(tmp_path, 1, mode="shared")
+    made.mode = "process"
+    settings = settings_of(made, "offline")
+    assert (settings["run_id"], settings["run_name"], settings["run_group"]) == ("w1-1", "rank_1", "petnames-1")
+
+
+def test_variables_of_wandb_win(tmp_path: Path) -> None:
+    environ = {"WANDB_RUN_ID": "mine", "WANDB_NAME": "named", "WANDB_PROJECT": "p", "WANDB__DISABLE_STATS": "true"}
+    settings = settings_of(plan(tmp_path, 1, environ, mode="process", project="other"), "online", environ)
+    assert (settings["run_id"], settings["run_name"]) == ("mine-1", "named-rank_1")
+    assert not {"project", "x_disable_stats"} & settings.keys()  # wandb takes them from the environment

@@ -1,0 +1,132 @@
+"""Trackers for tests, good and bad, and a hub that they run in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddptrain import events
+from ddptrain.tracking.hub import Hub
+from ddptrain.tracking.items import Item, Numbers
+from ddptrain.tracking.lane import Wanted
+from ddptrain.tracking.protocol import Facts, State, Tracker
+
+
+def facts(folder: Path, **changes: Any) -> Facts:
+    """Those of rank 0 of 1."""
+    rank = {"rank": 0, "world_size": 1, "local_rank": 0, "node_rank": 0, "hosts": 1, "attempt": 1}
+    return Facts(**{"run_id": "run-1", "name": "run", "folder": folder, **rank, **changes})
+
+
+def numbers(step: int) -> Numbers:
+    """What a step logs."""
+    return Numbers(time.time_ns(), {"loss": 1 / (step + 1)}, step)
+
+
+class Recorder:
+    """Keeps what it is given, and where; the other trackers are this one with a fault."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self.options = options or {}
+        self.facts: Facts | None = None
+        self.items: list[Item] = []
+        self.states: list[State] = []
+        self.threads: set[int] = set()
+        self.gate = threading.Event()  # for those that hang
+
+    def start(self, facts: Facts) -> None:
+        self.threads.add(threading.get_ident())
+        self.facts = facts
+
+    def log(self, item: Item) -> None:
+        self.threads.add(threading.get_ident())
+        self.items.append(item)
+
+    def finish(self, state: State) -> None:
+        self.threads.add(threading.get_ident())
+        self.states.append(state)
+
+    @property
+    def steps(self) -> list[int | None]:
+        return [item.step for item in self.items if isinstance(item, Numbers)]
+
+
+class Failing(Recorder):
+    """Raises `error` in those calls of log whose step is among `steps`; all of them, where that is None."""
+
+    def __init__(self, steps: set[int] | None, error: BaseException) -> None:
+        super().__init__()
+        self.bad_steps = steps
+        self.error = error
+        self.calls = 0
+
+    def log(self, item: Item) -> None:
+        self.calls += 1
+        if self.bad_steps is None or (isinstance(item, Numbers) and item.step in self.bad_steps):
+            raise self.error
+        super().log(item)
+
+
+class Hanging(Recorder):
+    """Hangs in one of its methods until `gate` is set."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def start(self, facts: Facts) -> None:
+        super().start(facts)
+        self._hang("start")
+
+    def log(self, item: Item) -> None:
+        super().log(item)
+        self._hang("log")
+
+    def finish(self, state: State) -> None:
+        super().finish(state)
+        self._hang("finish")
+
+    def _hang(self, here: str) -> None:
+        if self.where == here:
+            self.gate.wait(60)
+
+
+class House:
+    """A hub with trackers, and what it has told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.told: list[events.Event] = []
+        self.trackers: list[Recorder] = []
+        self.hub: Hub
+
+    def open(self, *trackers: Recorder, timeout_s: float = 30.0, **options: Any) -> Hub:
+        """A hub that holds these trackers, which are named as their classes."""
+        self.trackers += trackers
+        wanted = [self._wanted(tracker, timeout_s) for tracker in trackers]
+        self.hub = Hub(wanted, self.told.append, self.folder / "lent", **options)
+        return self.hub
+
+    def _wanted(self, tracker: Recorder, timeout_s: float) -> Wanted:
+        def make() -> Tracker:
+            return tracker
+
+        return Wanted(type(tracker).__name__.lower(), make, facts(self.folder), timeout_s, declined=())
+
+    def close(self) -> None:
+        """Let go of those that hang, so that no thread is left."""
+        for tracker in self.trackers:
+            tracker.gate.set()
+        self.hub.end("finished")
+        self.hub.wait()
+
+    @property
+    def warnings(self) -> list[str]:
+        return [event.message for event in self.told if isinstance(event, events.Note) and event.level == "warning"]
+
+    @property
+    def failures(self) -> list[events.TrackerFailed]:
+        return [event for event in self.told if isinstance(event, events.TrackerFailed)]

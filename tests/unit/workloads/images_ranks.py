@@ -1,0 +1,110 @@
+"""One rank of real gloo groups that runs the image workload case after case, and writes what it saw.
+
+python images_ranks.py FOLDER RANK WORLD_SIZE ...    FOLDER/cases.json holds
+                                     [{"inputs", "params", "resume_from"?, "stop_after"?, "worlds"?}, ...]
+It takes part in the groups of those sizes that have such a rank, one after the other.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddptrain.rank.context import Preempted
+from ddptrain.workloads.images import train as workload
+from ddptrain.workloads.images.feeding import Batch
+from tests.unit.specs import make_spec
+from tests.unit.workloads.petnames_ranks import WatchedContext, join
+
+
+class ImagesContext(WatchedContext):
+    """Keeps files under their names, and pictures and tables as what was handed over."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pictures: list[tuple[int | None, list[int], str]] = []
+        self.tables: list[tuple[str, int]] = []
+
+    def save_file(self, path: str, data: bytes | str | Path) -> None:
+        assert isinstance(data, bytes)
+        (self._folder / Path(path).name).write_bytes(data)
+
+    def log_image(self, name: str, image: Any, *, step: int | None = None, caption: str = "") -> None:
+        self.pictures.append((step, list(image.shape), caption))
+
+    def log_table(self, name: str, columns: Any, rows: Any, **_: Any) -> None:
+        self.tables.append((name, len(rows)))
+
+
+def record_images(trainer: type[workload._Trainer]) -> list[list[int]]:
+    """The images of every step, in order, as the trainer takes them; nothing where a rank has none."""
+    taken: list[list[int]] = []
+    forward = trainer._forward
+
+    def recording(self: workload._Trainer, batch: Batch) -> tuple[Tensor, Tensor]:
+        taken.append(batch.index.tolist() if batch.n_counted else [])
+        return forward(self, batch)
+
+    trainer._forward = recording  # type: ignore[method-assign]
+    return taken
+
+
+def main() -> None:
+    root, rank, *world_sizes = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    torch.set_num_threads(1)
+    taken = record_images(workload._Trainer)
+    for world_size in world_sizes:
+        if rank < world_size:
+            run_cases(root, rank, world_size, taken)
+
+
+def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) -> None:
+    """All cases for groups of that size, in one."""
+    port = join(root, rank, world_size)
+    for number, case in enumerate(json.loads((root / "cases.json").read_text())):
+        if world_size not in case.get("worlds", [world_size]):
+            continue
+        folder = root / f"world-{world_size}" / f"case-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        taken.clear()
+        spec = make_spec(
+            attempt=number + 1,
+            rank=rank,
+            world_size=world_size,
+            master_addr="127.0.0.1",
+            master_port=port,
+            every_epochs=None,
+            inputs=str(root / case["inputs"]),
+            resume_from=str(folder.parent / case["resume_from"]) if "resume_from" in case else "",
+            staging=str(folder / f"staging-{rank}"),
+        )
+        ctx = ImagesContext(spec, folder, case.get("stop_after"))
+        failure = ""
+        try:
+            with contextlib.suppress(Preempted):
+                workload.train(ctx, **case["params"])
+        except Exception as error:
+            if "fails" not in case:
+                raise
+            failure = f"{type(error).__name__}: {error}"
+        if "fails" not in case:
+            ctx.hand_over()
+        seen = {
+            "images": taken,
+            "logged": ctx.logged,
+            "progressed": ctx.progressed,
+            "pictures": ctx.pictures,
+            "tables": ctx.tables,
+            "failure": failure,
+        }
+        (folder / f"rank-{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Runs of the image workload as training leaves them, without the training."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from ddptrain.events import CheckpointSaved
+from ddptrain.rank.checkpoint import write
+from ddptrain.rank.snapshot import HostBuffers
+from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
+from ddptrain.results.record import RunRecord, RunStatus
+from ddptrain.workloads.images.models import build, describe
+
+COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 20), "red": (220, 20, 30)}
+SIZE = 16
+
+
+def description(**changes: Any) -> dict[str, Any]:
+    """A small network that tells COLOURS apart."""
+    return describe("small_cnn", SIZE, list(COLOURS), mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)) | changes
+
+
+def model_of_colours(model_config: dict[str, Any]) -> torch.nn.Module:
+    """Trained for a moment, on plain colours."""
+    torch.manual_seed(0)
+    model = build(model_config)
+    colours = torch.tensor([*COLOURS.values()]).view(3, 3, 1, 1).expand(-1, -1, SIZE, SIZE) / 255
+    images, labels = ((colours - 0.5) / 0.25), torch.tensor(model_config["outputs"])
+    for _ in range(60):  # by hand: the first optimizer of a process takes a second
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(images + 0.1 * torch.randn_like(images)), labels).backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                assert weight.grad is not None
+                weight.sub_(0.2 * weight.grad)
+    return model
+
+
+def make_run(folder: Path, model_config: Any, *saved: tuple[int, float, torch.nn.Module]) -> Path:
+    """A run with a checkpoint for each (step, val/loss, model); the one with the lowest loss is the best."""
+    record = RunRecord(run_id=folder.name, name="colours", workload="images", status=RunStatus.SUCCEEDED)
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(record.to_json())
+    shelf = CheckpointShelf(folder / "checkpoints")
+    for step, loss, model in saved:
+        metrics = {"val/loss": loss}
+        state = {"step": step, "epoch": 1.0, "metrics": metrics, "extra": {"model_config": model_config}}
+        staged = folder / f"staged-{step}"
+        files = write(staged, HostBuffers().take(model, None, state))
+        event = CheckpointSaved(time_ns=0, step=step, staging=staged.name, files=files, epoch=1.0, metrics=metrics)
+        shelf.adopt(event, staged, CheckpointPolicy(), world_size=2, versions={})
+    return folder
+
+
+def picture(colour: str, size: tuple[int, int] = (40, 30), form: str = "PNG") -> bytes:
+    """An image of one colour."""
+    data = io.BytesIO()
+    Image.new("RGB", size, COLOURS[colour]).save(data, form)
+    return data.getvalue()

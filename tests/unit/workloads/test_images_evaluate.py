@@ -1,0 +1,76 @@
+"""What the last validation leaves: tables, names of outputs, and pictures."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from ddptrain.workloads.images.drawings import SHAPES, Drawings
+from ddptrain.workloads.images.evaluate import _sums
+from ddptrain.workloads.images.models import describe
+from ddptrain.workloads.images.predictions import (
+    COLUMNS,
+    Predictions,
+    answer_names,
+    example_strip,
+    example_words,
+    table_file,
+)
+from ddptrain.workloads.images.store import NotFound
+
+CONFIG = describe("small_cnn", 8, ["cat", "dog"], outputs=[2, 0], output_names=["n0 dog", "n1 car", "n2 cat"])
+
+
+def test_outputs_are_called_by_the_classes_of_the_data_where_they_have_one() -> None:
+    assert answer_names(CONFIG) == ["dog", "n1 car", "cat"]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_predictions_are_a_table_of_key_label_prediction_and_probability(form: str) -> None:
+    table = Predictions(["cat/a,b.png", 'dog/"c".png'], CONFIG)
+    table.add(torch.tensor([1]), torch.tensor([1]), torch.tensor([1]), torch.tensor([0.5]))
+    table.add(torch.tensor([0]), torch.tensor([0]), torch.tensor([2]), torch.tensor([0.25]))
+    data = table_file(table.rows(), form)
+    wanted = [('dog/"c".png', "dog", "n1 car", 0.5), ("cat/a,b.png", "cat", "cat", 0.25)]
+    if form == "parquet":
+        found = [tuple(row.values()) for row in pq.read_table(io.BytesIO(data)).to_pylist()]
+        assert found == wanted
+    else:
+        header, *rows = csv.reader(data.decode().splitlines())
+        assert tuple(header) == COLUMNS
+        assert [(*row[:3], float(row[3])) for row in rows] == wanted
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_rank_without_images_leaves_an_empty_table(form: str) -> None:
+    data = table_file([], form)
+    names = pq.read_table(io.BytesIO(data)).column_names if form == "parquet" else data.decode().strip().split(",")
+    assert tuple(names) == COLUMNS
+
+
+def test_images_that_could_not_be_had_do_not_count_even_where_their_loss_is_no_number() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0, -3.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [float("nan")] * 6])
+    sums = _sums(logits, torch.tensor([0, 0, 0]), torch.tensor([True, True, False])).tolist()
+    assert sums[1:] == [1, 1, 2]
+    assert sums[0] == pytest.approx(torch.nn.functional.cross_entropy(logits[:2], torch.tensor([0, 0])).item() * 2)
+
+
+def test_picture_of_examples_shows_eight_at_most_with_what_they_are_taken_for() -> None:
+    images = torch.zeros(10, 3, 4, 4, dtype=torch.uint8)
+    assert example_strip(images).shape == (3, 4, 32)
+    words = example_words(torch.eye(3)[[2, 0]] * 100, torch.tensor([0, 0]), CONFIG)
+    assert words == "cat: cat 100%, cat: dog 100%"
+
+
+def test_drawings_are_the_same_everywhere_and_of_every_shape() -> None:
+    first, second = Drawings(), Drawings()
+    keys = [listed.key for listed in first.listing()]
+    assert {key.split("/")[0] for key in keys} == set(SHAPES)
+    assert [first.get(key) for key in keys[::97]] == [second.get(key) for key in keys[::97]]
+    assert len({first.get(key) for key in keys}) == len(keys) == 600
+    with pytest.raises(NotFound):
+        first.get("circle/../secret")

@@ -1,0 +1,135 @@
+"""Weights from a URL: once for a host, whole or not at all, and a clear word where they can't be had."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddptrain.workloads.images import beginning, fetching
+from ddptrain.workloads.images.fetching import CannotFetch, fetch_file
+from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.weights import BadWeights, Named
+
+CONTENT = b"weights" * 100_000
+DIGEST = hashlib.sha256(CONTENT).hexdigest()[:8]
+
+
+class Web(ThreadingHTTPServer):
+    """Serves CONTENT at any path; /missing is not there, /flaky fails once, /short and /broken always."""
+
+    asked: list[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Web
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        if self.path == "/missing" or self.path == "/broken":
+            self.send_error(404 if self.path == "/missing" else 503)
+        elif self.path == "/flaky" and self.server.asked.count(self.path) == 1:
+            self.send_error(503)
+        else:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(CONTENT)))
+            self.end_headers()
+            self.wfile.write(CONTENT[:1000] if self.path == "/short" else CONTENT)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    monkeypatch.setattr(fetching, "_PAUSE_S", 0.0)
+    with Web(("127.0.0.1", 0), Handler) as server:
+        server.asked = []
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def fetched(url: str, path: Path, **more: Any) -> Path:
+    return fetch_file(url, path, {}, progress=lambda *_: None, tell=lambda _: None, **more)
+
+
+def test_file_is_fetched_once_however_many_want_it(web: Web, tmp_path: Path) -> None:
+    path = tmp_path / "hub" / "w.pth"
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(fetched, f"{web.url}/w.pth", path).result() for _ in range(4)]
+    assert {one.read_bytes() for one in found} == {CONTENT}
+    assert web.asked == ["/w.pth"]
+    assert sorted(file.name for file in path.parent.iterdir()) == [".w.pth.lock", "w.pth"]
+
+
+def test_progress_and_a_line_are_told(web: Web, tmp_path: Path) -> None:
+    done: list[tuple[float, float | None]] = []
+    said: list[str] = []
+    fetch_file(f"{web.url}/a", tmp_path / "a", {}, progress=lambda *now: done.append(now), tell=said.append)
+    assert done[-1] == (0.7, 0.7)
+    assert said == [f"fetching {web.url}/a to {tmp_path / 'a'}"]
+
+
+def test_server_that_fails_for_a_moment_is_asked_again(web: Web, tmp_path: Path) -> None:
+    assert fetched(f"{web.url}/flaky", tmp_path / "a").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "asked"), [("/missing", "answers 404", 1), ("/broken", "answers 503", 3), ("/short", "ended", 3)]
+)
+def test_what_cannot_be_had_leaves_nothing_behind(web: Web, tmp_path: Path, path: str, said: str, asked: int) -> None:
+    with pytest.raises(CannotFetch, match=said):
+        fetched(f"{web.url}{path}", tmp_path / "a")
+    assert len(web.asked) == asked
+    assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
+
+
+def test_content_must_be_what_the_name_promises(web: Web, tmp_path: Path) -> None:
+    fetched(web.url, tmp_path / f"model-{DIGEST}.pth", check_name=True)
+    with pytest.raises(CannotFetch, match="is damaged: its SHA-256 is"):
+        fetched(web.url, tmp_path / "model-0123abcd.pth", check_name=True)
+    assert not (tmp_path / "model-0123abcd.pth").exists()
+
+
+def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = "http://127.0.0.1:9/models/resnet18-f37072fd.pth"
+    monkeypatch.setattr(beginning, "named", lambda *_: Named(url, (0.5,) * 3, (0.5,) * 3))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(fetching, "_PAUSE_S", 0.0)
+    settings = ImagesParams(architecture="resnet18", weights="DEFAULT")
+    with pytest.raises(BadWeights) as caught:
+        beginning._weights_file(FakeContext(), settings, "DEFAULT")  # type: ignore[arg-type]
+    told = str(caught.value)
+    assert told.startswith(
+        f"the weights DEFAULT of resnet18 can't be had: can't fetch {url} to {tmp_path}/checkpoints/"
+    )
+    assert "Connection refused" in told
+    assert "params.weights: FILE" in told
+
+
+def test_weights_that_are_not_there_are_told(tmp_path: Path) -> None:
+    with pytest.raises(BadWeights, match=r"there are no weights /nowhere/w\.pth"):
+        beginning._local("/nowhere/w.pth")
+    with pytest.raises(BadWeights, match="is a folder: name the file in it"):
+        beginning._local(str(tmp_path))
+
+
+class FakeContext:
+    def progress(self, *_: Any, **__: Any) -> None:
+        pass

@@ -1,0 +1,94 @@
+"""What is accepted under `params` of the image workload, and how what is not is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddptrain.configfile import load_config
+from ddptrain.errors import ConfigError
+from ddptrain.workloads.images import params as module
+from ddptrain.workloads.images.catalogue import architectures, weight_names
+from ddptrain.workloads.images.params import ImagesParams
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def problem(tmp_path: Path, line: str) -> str:
+    path = tmp_path / "images.yaml"
+    path.write_text(f"workload: images\nparams:\n  epochs: 1\n  {line}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "architecture: resnet51",
+            'images.yaml:4: params.architecture: there is no such model, got the text "resnet51"',
+        ),
+        ("architecture: resnet51", "did you mean resnet50?"),
+        ("architecture: zzz", "ours is small_cnn"),
+        ("weights: IMAGENET1K_V3", "resnet50 has no such weights"),
+        ("weights: IMAGENET1K_V3", "did you mean IMAGENET1K_V2?"),
+        ("label_map: labels.txt", "names the outputs of params.weights, and there are none"),
+        ("{scheduler: plateau, train_pct: 1.0}", "expected"),
+        ("train_pct: 0.0", "params.train_pct: expected more than 0"),
+        ("train_pct: 1.1", "params.train_pct: expected at most 1"),
+        ("image_size: 7", "params.image_size: expected at least 8"),
+        ("subset: 0", "params.subset: expected"),
+        ("subset: []", "params.subset: expected"),
+        ("scheduler: one-cycle", "did you mean one_cycle?"),
+        ("cache: {max_bg: 1.0}", "did you mean params.cache.max_gb?"),
+        ("base_rl: 0.1", "did you mean params.base_lr?"),
+    ],
+)
+def test_what_is_wrong_is_told_with_line_key_and_hint(tmp_path: Path, line: str, expected: str) -> None:
+    assert expected in problem(tmp_path, line)
+
+
+def test_small_cnn_has_no_weights_of_torchvision(tmp_path: Path) -> None:
+    told = problem(tmp_path, "weights: DEFAULT\n  architecture: small_cnn")
+    assert "images.yaml:4: params.weights: small_cnn has no weights named DEFAULT" in told
+
+
+def test_plateau_needs_something_to_validate(tmp_path: Path) -> None:
+    told = problem(tmp_path, "scheduler: plateau\n  train_pct: 1.0")
+    assert "images.yaml:4: params.scheduler: plateau watches val/loss" in told
+
+
+def test_parquet_without_pyarrow_is_an_error_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    assert "pip install 'ddptrain[parquet]'" in problem(tmp_path, "predictions: parquet")
+
+
+@pytest.mark.parametrize("subset", [3, ["Chihuahua", "Beagle"], None])
+def test_subset_is_a_number_or_names_or_all(subset: object) -> None:
+    assert ImagesParams.model_validate({"subset": subset}).subset == subset
+
+
+def test_models_and_weights_are_those_that_torchvision_registers() -> None:
+    from torchvision import models
+
+    assert architectures() == ["small_cnn", *sorted(models.list_models(module=models))]
+    for name in ("resnet50", "vit_b_16", "googlenet", "swin_v2_t", "maxvit_t"):
+        assert weight_names(name) == sorted(models.get_model_weights(name).__members__)
+
+
+def test_where_torchvision_is_not_known_any_name_is_left_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "architectures", list)
+    monkeypatch.setattr(module, "weight_names", lambda _: [])
+    assert ImagesParams(architecture="resnet99", weights="V1").architecture == "resnet99"
+
+
+def test_shipped_configurations_are_what_they_say() -> None:
+    dogs = ImagesParams.model_validate(load_config(CONFIGS / "dogs.yaml").config.params)
+    assert (dogs.source, dogs.source_options) == ("s3://saturn-public-data/dogs/Images", {"anon": True})
+    assert (dogs.architecture, dogs.weights, dogs.epochs, dogs.batch_size) == ("resnet50", "DEFAULT", 6, 64)
+    assert (dogs.base_lr, dogs.optimizer, dogs.eps, dogs.scheduler) == (3e-4, "adamw", 1e-6, "one_cycle")
+    assert load_config(CONFIGS / "images-local.yaml").config.params["source"] == "builtin"

@@ -1,0 +1,235 @@
+import functools
+import http.server
+import os
+import threading
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddptrain.errors import ExitCode, UsageError
+from ddptrain.workloads.images.given import Given, NothingGiven, Trouble, images_of
+from ddptrain.workloads.images.models import build
+from ddptrain.workloads.images.predict import Classifier, Result, choose_device, default_batch_size
+from ddptrain.workloads.images.saved import SavedConfig, SavedModel
+from tests.unit.workloads.images_runs import COLOURS, description, model_of_colours, picture
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def saved() -> SavedModel:
+    config = description()
+    return SavedModel(model_of_colours(config).eval(), SavedConfig.restored(config), tuple(COLOURS), "step-3")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Images in a folder of no particular layout, among other files."""
+    folder = tmp_path / "pictures"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    for name in ("b-red.png", "a-green.JPG", "deep/er/c-blue.gif", ".hidden/red.png", ".d-red.png"):
+        (folder / name).write_bytes(picture(name.partition("-")[2].partition(".")[0] or "red"))
+    (folder / "notes.txt").write_text("none")
+    (folder / "deep" / "circle").symlink_to(folder)
+    return folder
+
+
+def given(*arguments: object) -> list[Given | Trouble]:
+    return [*images_of(map(str, arguments), {})]
+
+
+def results(saved: SavedModel, *arguments: object, batch_size: int = 16, top: int = 1) -> list[Result]:
+    return [*Classifier(saved, top, CPU).results(images_of(map(str, arguments), {}), batch_size)]
+
+
+# --- what is given ---
+
+
+def test_folders_are_entered_whatever_their_layout(folder: Path) -> None:
+    found = [one.name for one in given(folder)]
+    assert found == [f"{folder}/{name}" for name in ("a-green.JPG", "b-red.png", "deep/er/c-blue.gif")]
+
+
+def test_names_are_told_as_they_were_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert [one.name for one in given("deep/er", "./b-red.png", "notes.txt", f"file://{folder}/deep/er")] == [
+        "deep/er/c-blue.gif",
+        "./b-red.png",
+        "notes.txt",
+        f"{folder}/deep/er/c-blue.gif",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*", ["a-green.JPG", "b-red.png", "deep/er/c-blue.gif"]),
+        ("?-*.png", ["b-red.png"]),
+        ("**/*.gif", ["deep/er/c-blue.gif"]),
+    ],
+)
+def test_patterns_that_no_shell_has_read_are_read(folder: Path, pattern: str, names: list[str]) -> None:
+    (folder / "deep" / "circle").unlink()
+    assert [one.name for one in given(folder / pattern)] == [f"{folder}/{name}" for name in names]
+
+
+def test_what_is_missing_is_told_in_its_place(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    troubles = [one for one in given("nowhere.png", tmp_path / "empty", folder, "x*") if isinstance(one, Trouble)]
+    assert [(one.name.rpartition("/")[2], one.reason.partition(" (")[0]) for one in troubles] == [
+        ("nowhere.png", "no such file or folder"),
+        ("empty", "no images in it"),
+        ("x*", "no image fits the pattern"),
+    ]
+
+
+def test_nothing_at_all_is_an_error_of_usage(tmp_path: Path) -> None:
+    with pytest.raises(NothingGiven, match=r"^nowhere: no such file or folder$") as refused:
+        given("nowhere")
+    assert refused.value.exit_code == ExitCode.USAGE
+    with pytest.raises(NothingGiven) as refused:
+        given(*(f"nowhere{number}" for number in range(12)))
+    assert str(refused.value).splitlines()[-2:] == ["  nowhere9: no such file or folder", "  and 2 more"]
+
+
+def test_a_store_that_does_not_answer_is_another_error() -> None:
+    with pytest.raises(NothingGiven, match=r"^http://127.0.0.1:9/x: can't be listed: ") as refused:
+        given("http://127.0.0.1:9/x/")
+    assert refused.value.exit_code == ExitCode.CLUSTER
+    with pytest.raises(NothingGiven, match=r"^nope://x: can't be opened: .*; see --source-option$") as refused:
+        given("nope://x")
+    assert refused.value.exit_code == ExitCode.USAGE
+
+
+# --- what they show ---
+
+
+def test_each_image_gets_its_classes_the_most_probable_first(saved: SavedModel, folder: Path) -> None:
+    found = results(saved, folder, top=9)
+    assert [result.predictions[0].name for result in found] == ["green", "red", "blue"]
+    for result in found:
+        shares = [one.probability for one in result.predictions]
+        assert shares == sorted(shares, reverse=True)
+        assert shares[0] > 0.8 and sum(shares) == pytest.approx(1, abs=1e-5)
+        assert {one.name for one in result.predictions} == set(COLOURS)
+    assert [len(result.predictions) for result in results(saved, folder, top=2)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 100])
+def test_broken_files_are_told_and_the_rest_is_done_in_order(saved: SavedModel, folder: Path, batch_size: int) -> None:
+    (folder / "a-cut.png").write_bytes(picture("red")[:60])
+    (folder / "b-text.png").write_text("no image")
+    os.mkfifo(folder / "c-fifo.png")
+    found = results(saved, folder, "nowhere.png", folder / "b-red.png", batch_size=batch_size)
+    assert [(Path(one.file).name, one.predictions[0].name if one.predictions else "") for one in found] == [
+        ("a-cut.png", ""),
+        ("a-green.JPG", "green"),
+        ("b-red.png", "red"),
+        ("b-text.png", ""),
+        ("c-fifo.png", ""),
+        ("c-blue.gif", "blue"),
+        ("nowhere.png", ""),
+        ("b-red.png", "red"),
+    ]
+    errors = {Path(one.file).name: one.error for one in found if one.error}
+    assert errors.keys() == {"a-cut.png", "b-text.png", "c-fifo.png", "nowhere.png"}
+    assert errors["b-text.png"].startswith("not an image of a known format")
+    assert errors["c-fifo.png"] == "is not a regular file"
+
+
+def test_outputs_that_are_no_numbers_are_told(folder: Path) -> None:
+    config = description()
+    model = build(config).eval()
+    torch.nn.init.constant_(model.get_parameter("head.bias"), float("nan"))
+    diverged = SavedModel(model, SavedConfig.restored(config), tuple(COLOURS), "step-3")
+    assert {one.error for one in results(diverged, folder)} == {
+        "the model gives no numbers for it: has its training diverged?"
+    }
+
+
+def test_memory_is_bounded_and_threads_end(saved: SavedModel, folder: Path) -> None:
+    path = str(folder / "b-red.png")
+    taken = 0
+
+    def endless() -> Iterator[Given]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Given(path, path)
+
+    some = Classifier(saved, 1, CPU).results(endless(), batch_size=10)
+    assert [next(some).predictions[0].name for _ in range(200)] == ["red"] * 200
+    assert taken < 300
+    threads = [thread for thread in threading.enumerate() if thread.name == "ddptrain-predict"]
+    assert isinstance(some, Generator)
+    some.close()
+    del some
+    for thread in threads:
+        thread.join(20)
+    assert threads and not any(thread.is_alive() for thread in threads)
+
+
+def test_images_come_from_the_web_one_by_one_or_by_their_links(saved: SavedModel, folder: Path) -> None:
+    (folder / "deep" / "circle").unlink()
+    (folder / "broken.jpg").write_text("no image")
+    with web_server(folder) as url:
+        found = results(saved, f"{url}/deep/", f"{url}/b-red.png?sig=1", f"{url}/gone.png", f"{url}/broken.jpg")
+    assert [(one.file.removeprefix(url), one.predictions[0].name if one.predictions else one.error) for one in found][
+        :3
+    ] == [
+        ("/deep/er/c-blue.gif", "blue"),
+        ("/b-red.png?sig=1", "red"),
+        ("/gone.png", "it is not there"),
+    ]
+    assert found[3].error.startswith("not an image")
+
+
+class web_server:  # noqa: N801  # used as a context manager
+    """A folder on loopback, with pages of links."""
+
+    def __init__(self, folder: Path) -> None:
+        handler = functools.partial(_Quiet, directory=str(folder))
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    with pytest.raises(UsageError, match="--device cuda: torch finds no GPU here; --device cpu does without"):
+        choose_device("cuda")
+    assert default_batch_size(CPU) < default_batch_size(torch.device("cuda"))
+
+
+def test_a_batch_that_is_too_large_is_told(saved: SavedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    classifier = Classifier(saved, 1, CPU)
+    monkeypatch.setattr(classifier, "_model", full)
+    with pytest.raises(UsageError, match="not enough memory on cpu for 3 images at a time: give a smaller --batch"):
+        [*classifier.results(images_of([str(folder)], {}), 16)]
+
+
+@pytest.mark.gpu
+def test_a_gpu_sees_what_the_cpu_sees(saved: SavedModel, folder: Path) -> None:
+    on_gpu = [*Classifier(saved, 3, torch.device("cuda")).results(images_of([str(folder)], {}), 16)]
+    assert [one.predictions[0].name for one in on_gpu] == ["green", "red", "blue"]
+    saved.model.to(CPU)
