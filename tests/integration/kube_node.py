@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.integration.kube_store import Object, Store, merged
 
 GOOD_IMAGE = "registry.test/ddptrain:1"
 _POLL_S = 0.05
+_PROBE_S = 1.0  # from one probe to the next of a pod that is ready: each takes a process
 _BACKOFF_S = 1.0
 
 
@@ -163,8 +165,10 @@ class Node:
             mounts = self._mount(pod, spec)
         while not pod.doomed.is_set():
             self._start(pod, container, mounts)
+            probe_at = 0.0
             while pod.process is not None and pod.process.poll() is None and not pod.doomed.is_set():
-                await self._probe(pod, container, mounts)
+                if time.monotonic() >= probe_at and await self._probe(pod, container, mounts):
+                    probe_at = time.monotonic() + _PROBE_S
                 await _nap(pod)
             if pod.doomed.is_set():
                 return
@@ -233,13 +237,14 @@ class Node:
             text = re.sub(pattern, self.pods[behind[0]].address if behind else "0.0.0.1", text)
         return text
 
-    async def _probe(self, pod: Pod, container: Object, mounts: dict[str, str]) -> None:
+    async def _probe(self, pod: Pod, container: Object, mounts: dict[str, str]) -> bool:
         command = container.get("readinessProbe", {}).get("exec", {}).get("command")
         passed = not command or await _succeeds([*command[:-1], _located(command[-1], mounts)])
         condition = {"type": "Ready", "status": "True" if passed else "False"}
         state = {"state": {"running": {}}, "ready": passed, "restartCount": pod.tries}
         status = {"phase": "Running", "conditions": [condition], "containerStatuses": [state]}
         await self._tell(pod, {**status, "podIP": pod.address})
+        return passed
 
     async def _tell(self, pod: Pod, status: dict[str, Any]) -> None:
         known = self.store.objects.get(("pods", pod.namespace, pod.name))

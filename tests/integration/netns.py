@@ -175,6 +175,10 @@ class Network:
         """Pull a host's cable."""
         self._ip("link", "set", host.name, "down")
 
+    def join(self, host: Host) -> None:
+        """Plug the cable in again that was cut."""
+        self._ip("link", "set", host.name, "up")
+
     def received_bytes(self, host: Host) -> int:
         """What a host has sent over its cable."""
         (link,) = json.loads(self._ip("-json", "-statistics", "link", "show", host.name))

@@ -28,7 +28,7 @@ def train(ctx, steps=2, pause_s=0.0, fail=False):
 
 # Everything at once, for each start of ranks takes seconds.
 ALL = """
-import asyncio, json, os, threading
+import asyncio, json, os, sys, threading
 import ddptrain
 from ddptrain.errors import TrainingFailed
 from work import train
@@ -39,12 +39,14 @@ def of_this_script(ctx, token=""):
 
 
 def in_a_thread():
-    run = ddptrain.launch(of_this_script, ranks=1, overrides={"env.TOKEN": "s3cret"}, params={"token": "t0ken"})
+    given = {"overrides": {"env.TOKEN": "s3cret"}, "params": {"token": "t0ken"}}
+    run = ddptrain.launch(of_this_script, ranks=1, cluster=sys.argv[1], **given)
     said["thread"] = [run.status, run.logs(0)]
 
 
 async def in_a_loop():
-    config = {"workload": "work:train", "cluster": {"ranks": 2}, "params": {"fail": True}, "checkpoint": {"keep": 1}}
+    cluster = {"ranks": 2, "address": sys.argv[1]}
+    config = {"workload": "work:train", "cluster": cluster, "params": {"fail": True}, "checkpoint": {"keep": 1}}
     try:
         ddptrain.launch(config, output="none")
     except TrainingFailed as error:
@@ -53,7 +55,8 @@ async def in_a_loop():
 
 if __name__ == "__main__":
     said = {}
-    background = ddptrain.launch(train, ranks=1, params={"steps": 1000, "pause_s": 0.05}, run_id="back", wait=False)
+    endless = {"steps": 1000, "pause_s": 0.05}
+    background = ddptrain.launch(train, ranks=1, cluster=sys.argv[1], params=endless, run_id="back", wait=False)
     said["background"] = background.status
     thread = threading.Thread(target=in_a_thread)
     thread.start()
@@ -70,27 +73,28 @@ if __name__ == "__main__":
 """
 
 INTERRUPTED = """
+import sys
 import ddptrain
 from work import train
 
 if __name__ == "__main__":
-    ddptrain.launch(train, ranks=2, params={"steps": 1000, "pause_s": 0.05}, run_id="mine")
+    ddptrain.launch(train, ranks=2, cluster=sys.argv[1], params={"steps": 1000, "pause_s": 0.05}, run_id="mine")
 """
 
 
-def program(run_cli: Cli, text: str) -> Running:
-    """The program under way, which may launch the function of work.py."""
+def program(run_cli: Cli, text: str, cluster: str) -> Running:
+    """The program under way, which may launch the function of work.py on that cluster."""
     (run_cli.folder / "work.py").write_text(WORK)
     (run_cli.folder / "program.py").write_text(text)
-    return run_cli.start("program.py", program=(sys.executable,))
+    return run_cli.start("program.py", cluster, program=(sys.executable,))
 
 
 def status_of(folder: Path, run: str) -> str:
     return str(json.loads((folder / "runs" / run / "run.json").read_text())["status"])
 
 
-def test_program_launches_in_background_in_a_thread_and_in_an_event_loop(run_cli: Cli) -> None:
-    done = program(run_cli, ALL).finish(90)
+def test_program_launches_in_background_in_a_thread_and_in_an_event_loop(run_cli: Cli, warm_cluster: str) -> None:
+    done = program(run_cli, ALL, warm_cluster).finish(90)
     assert done.rc == 0, done.stderr + done.stdout
     said = json.loads(done.stdout.partition("SAID ")[2])
     assert said["background"] == "running" and said["stopped"] == "cancelled"
@@ -109,8 +113,8 @@ def test_what_the_driver_refuses_is_raised_and_leaves_nothing(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupt_of_the_program_stops_the_gang(run_cli: Cli) -> None:
-    running = program(run_cli, INTERRUPTED)
+def test_interrupt_of_the_program_stops_the_gang(run_cli: Cli, warm_cluster: str) -> None:
+    running = program(run_cli, INTERRUPTED, warm_cluster)
     running.wait_for("[rank 1] step 2")
     running.popen.send_signal(signal.SIGINT)
     done = running.finish(60)
@@ -118,8 +122,8 @@ def test_interrupt_of_the_program_stops_the_gang(run_cli: Cli) -> None:
     assert status_of(run_cli.folder, "mine") == "cancelled"
 
 
-def test_program_that_is_killed_takes_the_run_along_that_it_waits_for(run_cli: Cli) -> None:
-    running = program(run_cli, INTERRUPTED)
+def test_program_that_is_killed_takes_the_run_along_that_it_waits_for(run_cli: Cli, warm_cluster: str) -> None:
+    running = program(run_cli, INTERRUPTED, warm_cluster)
     running.wait_for("[rank 1] step 2")
     running.popen.kill()
     running.finish(10)

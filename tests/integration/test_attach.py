@@ -190,13 +190,15 @@ def others(tmp_path: Path, run_cli: Cli) -> Iterator[Others]:
 # --- trained on, and left alone ---
 
 
-def test_run_brings_all_home_and_leaves_nothing(others: Others) -> None:
+@pytest.mark.timeout(240)
+def test_run_brings_all_home_and_leaves_nothing_and_so_does_a_killed_driver(others: Others) -> None:
     others.start_scheduler()
     others.start_workers()
     before = others.state()
-    ended = others.train({}, "--cluster", others.address)
+    ended = others.train({}, "--cluster", str(others.bench.scheduler_file))
     assert ended.rc == 0, ended.stderr
     assert "Warning" not in ended.stderr
+    assert "[rank 1] rank 1 local 1 sum 3" in ended.stdout
 
     (attempt,) = others.record()["attempts"]
     assert [(rank["rank"], rank["local_rank"]) for rank in attempt["ranks"]] == [(0, 0), (1, 1)]
@@ -206,21 +208,6 @@ def test_run_brings_all_home_and_leaves_nothing(others: Others) -> None:
     assert set(load_file(others.run_dir / "checkpoints/step-1/model.safetensors")) == {"weight", "bias"}
     others.wait_for_state(before)
 
-
-@pytest.mark.parametrize("from_yaml", [False, True])
-def test_cluster_is_found_by_the_schedulers_file(others: Others, from_yaml: bool) -> None:
-    others.start_scheduler()
-    others.start_workers()
-    file = str(others.bench.scheduler_file)
-    ended = others.train({"scheduler_file": file}) if from_yaml else others.train({}, "--cluster", file)
-    assert ended.rc == 0, ended.stderr
-    assert "[rank 1] rank 1 local 1 sum 3" in ended.stdout
-
-
-def test_killed_driver_leaves_nothing(others: Others) -> None:
-    others.start_scheduler()
-    others.start_workers()
-    before = others.state()
     running = start_and_wait(others)
     assert len(others.state()["ours"]) >= 3, "two ranks and their server"
     running.popen.send_signal(signal.SIGKILL)
@@ -230,8 +217,8 @@ def test_killed_driver_leaves_nothing(others: Others) -> None:
 
 def start_and_wait(others: Others) -> Running:
     """A run that would go on for ever, once both ranks train."""
-    config = others.config({}, until=str(others.folder / "never"))
-    running = others.cli.start("train", config, "--cluster", others.address)
+    config = others.config({"scheduler_file": str(others.bench.scheduler_file)}, until=str(others.folder / "never"))
+    running = others.cli.start("train", config)
     for rank in range(2):
         running.wait_for(f"rank {rank} local {rank} sum 3")
     return running

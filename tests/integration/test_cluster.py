@@ -17,7 +17,8 @@ import pytest
 from tests.conftest import Cli, Finished, Running
 
 WAIT_S = 30.0
-IDLE_S = 3.0
+IDLE_S = 6.0  # a run must have begun before
+SOON_S = 10.0  # for a command that takes one second where nothing else runs
 
 # Runs until a file says that it may end.
 WORKLOAD = """
@@ -124,10 +125,10 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
         listening = [item for item in part.net_connections("tcp") if item.status == psutil.CONN_LISTEN]
         assert {item.laddr.ip for item in listening} == {"127.0.0.1"}
 
-    for _ in range(2):
-        settings = ["--set", "params.epochs=1", "--runs-dir", "runs"]
-        trained = clusters.cli("train", "petnames", "--cluster", "dev", *settings)
-        assert trained.rc == 0, trained
+    settings = ["--set", "params.epochs=1", "--runs-dir", "runs"]
+    trained = clusters.cli("train", "petnames", "--cluster", "dev", *settings)
+    assert trained.rc == 0, trained
+    assert clusters.finish(clusters.start_run()).rc == 0
     assert clusters.status()["free"] == 2
 
     assert "cluster dev is up at tcp" in clusters("up", "--name", "dev", rc=2).stderr
@@ -138,13 +139,13 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
     assert "no clusters" in clusters("list").stderr
 
 
-def test_killed_scheduler_is_told_within_3_s_and_cleared_away(clusters: Clusters) -> None:
+def test_killed_scheduler_is_told_soon_and_cleared_away(clusters: Clusters) -> None:
     clusters.up()
     scheduler, worker = clusters.process("scheduler"), clusters.process("worker")
     scheduler.kill()
     began = time.monotonic()
     (view,) = clusters.listed()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < SOON_S
     assert view["state"] == "gone" and "no scheduler listens at" in view["reason"]
     assert "no scheduler listens at" in clusters("status", "dev", rc=4).stdout
     assert "is not up: no scheduler listens" in clusters("scale", "dev", "3", rc=4).stderr
@@ -173,7 +174,7 @@ def test_scale_changes_the_slots_and_brings_a_killed_worker_back(clusters: Clust
     assert clusters.status()["free"] == 2
 
 
-def test_status_shows_who_holds_slots_and_who_waits_for_them(clusters: Clusters) -> None:
+def test_status_shows_who_holds_slots_and_who_waits_for_them_and_down_now_ends_both(clusters: Clusters) -> None:
     clusters.up()
     first = clusters.start_run()
     config = ["train", "hold.yaml", "--cluster", "dev", "--ranks", "2", "--run-id", "second"]
@@ -185,7 +186,9 @@ def test_status_shows_who_holds_slots_and_who_waits_for_them(clusters: Clusters)
     shown = clusters("status", "dev").stdout
     assert "1. second  for 2 slots, since" in shown and f"{view['runs'][0]['run_id']}  2 slots on 127.0.0.1" in shown
     assert "second" in clusters("down", "dev", rc=2).stderr  # who waits counts as well
-    assert clusters.finish(first).rc == 0 and second.finish().rc == 0
+    done = clusters("down", "--all", "--now", "--json")
+    assert json.loads(done.stdout) == {"ended": ["dev"], "failed": {}}
+    assert (first.finish().rc, second.finish().rc) == (4, 4)
 
 
 def test_two_ups_at_once_make_one_cluster(clusters: Clusters) -> None:
@@ -230,17 +233,9 @@ def test_forgotten_cluster_ends_but_never_one_with_a_run_on_it(clusters: Cluster
     assert clusters.finish(running).rc == 0
     wait_until(lambda: all(is_gone(process) for process in processes))
     view = clusters.status(rc=4)
-    assert view["state"] == "gone" and "idle for 3 s" in view["reason"]
+    assert view["state"] == "gone" and f"idle for {IDLE_S:g} s" in view["reason"]
     clusters("down", "dev")
     assert clusters.entries() == []
-
-
-def test_down_now_ends_the_run_as_well(clusters: Clusters) -> None:
-    clusters.up()
-    running = clusters.start_run()
-    done = clusters("down", "--all", "--now", "--json")
-    assert json.loads(done.stdout) == {"ended": ["dev"], "failed": {}}
-    assert running.finish().rc == 4
 
 
 def test_cluster_with_tls_takes_only_those_who_have_its_certificate(clusters: Clusters, tmp_path: Path) -> None:

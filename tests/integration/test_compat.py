@@ -82,9 +82,9 @@ def waits():
 
 def kill_worker_of(future, client):
     pids = client.run(os.getpid)
-    (worker,) = [w for w, held in client.processing().items() if future.key in held]
     while not (os.path.exists("lost/0.txt") and os.path.exists("lost/1.txt")):
         time.sleep(0.05)
+    (worker,) = [w for w, held in client.processing().items() if future.key in held]
     os.kill(pids[worker], signal.SIGKILL)
 
 
@@ -162,10 +162,10 @@ def test_notebook_runs_after_its_import_has_changed(run_cli: Cli) -> None:
     assert files(run_cli.folder / "lost").keys() == {"0.txt", "1.txt"}
 
 
-def test_function_of_dispatch_run_is_a_workload_whose_results_are_artifacts(run_cli: Cli) -> None:
+def test_function_of_dispatch_run_is_a_workload_whose_results_are_artifacts(run_cli: Cli, warm_cluster: str) -> None:
     (run_cli.folder / "job.py").write_text(WORKLOAD)
     (run_cli.folder / "job.yaml").write_text("{workload: job:train, params: {epochs: 2}, cluster: {ranks: 2}}")
-    done = run_cli("train", "job.yaml", "--run-id", "mine")
+    done = run_cli("train", "job.yaml", "--run-id", "mine", "--cluster", warm_cluster)
     assert done.rc == 0, done.stdout + done.stderr
     run = run_cli.folder / "runs" / "mine"
     logs = {f"logs/{rank}/{epoch}.json" for rank in (0, 1) for epoch in (0, 1)}

@@ -49,10 +49,13 @@ def train(ctx, epochs=3, die_at=0):
 """
 
 
-def test_function_that_leaves_it_to_the_context_ends_alike_with_and_without_a_fault(run_cli: Cli) -> None:
+def test_function_that_leaves_it_to_the_context_ends_alike_with_and_without_a_fault(
+    run_cli: Cli, warm_cluster: str
+) -> None:
     (run_cli.folder / "work.py").write_text(WORKLOAD)
     config = run_cli.folder / "config.yaml"
-    content = {"workload": "work:train", "cluster": {"ranks": 2}, "prepare": {"precision": "bf16"}}
+    cluster = {"ranks": 2, "address": warm_cluster}
+    content = {"workload": "work:train", "cluster": cluster, "prepare": {"precision": "bf16"}}
     failure = {"max_restarts": 1, "backoff_s": 0.1}
     config.write_text(json.dumps({**content, "failure": failure, "checkpoint": {"metric": None, "every_steps": 1}}))
     whole = run_cli("train", config, "--run-id", "whole")

@@ -34,13 +34,13 @@ def steps(ctx, n=2000):
 class Detached:
     """A folder with the workload, and the runs in it that go on without us."""
 
-    def __init__(self, cli: Cli) -> None:
+    def __init__(self, cli: Cli, cluster: str) -> None:
         self.cli = cli
         (cli.folder / "work.py").write_text(WORKLOAD)
         content = {
             "name": "night",
             "workload": "work:steps",
-            "cluster": {"ranks": 1},
+            "cluster": {"ranks": 1, "address": cluster},
             "checkpoint": {"metric": None, "every_epochs": None, "every_steps": 1000},
             "failure": {"grace_s": 8.0},
         }
@@ -64,8 +64,8 @@ class Detached:
 
 
 @pytest.fixture
-def detached(run_cli: Cli) -> Detached:
-    return Detached(run_cli)
+def detached(run_cli: Cli, warm_cluster: str) -> Detached:
+    return Detached(run_cli, warm_cluster)
 
 
 def test_detached_run_is_followed_shown_stopped_and_resumed_from_other_shells(detached: Detached) -> None:

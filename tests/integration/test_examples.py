@@ -20,7 +20,7 @@ def record(folder: Path) -> dict[str, Any]:
     return told
 
 
-def test_what_init_writes_trains_and_goes_on(run_cli: Cli) -> None:
+def test_what_init_writes_trains_and_goes_on(run_cli: Cli, warm_cluster: str) -> None:
     assert run_cli("init", "demo").rc == 0
     demo = run_cli.folder / "demo"
     done = run_cli("train", "train.yaml", "--run-id", "mine", "--set", "params.epochs=3", cwd=demo)
@@ -30,7 +30,7 @@ def test_what_init_writes_trains_and_goes_on(run_cli: Cli) -> None:
     assert told["checkpoints"] == ["step-96"] and told["best"]["metric"] == "loss"
     assert told["last_metrics"]["accuracy"] > 0.5
     longer = ("--set", "params.epochs=4", "--allow-changes", "--resume", "mine")
-    assert run_cli("train", "train.yaml", *longer, cwd=demo).rc == 0
+    assert run_cli("train", "train.yaml", *longer, "--cluster", warm_cluster, cwd=demo).rc == 0
     assert record(demo / "runs" / "mine")["checkpoints"][0] == "step-128"
 
 

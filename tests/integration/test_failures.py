@@ -70,16 +70,23 @@ class Bench:
 
     def __init__(self, folder: Path, cli: Cli) -> None:
         self.folder, self.cli = folder, cli
+        self.there: set[int] = set()
+        self.there.update(self.pids())
         (folder / "faulty.py").write_text(WORKLOAD)
-        (folder / "run.yaml").write_text("name: faulty\nworkload: faulty:main\ncluster: {ranks: 2}\n")
+        self.use({"ranks": 2})
 
-    def start(self, fault: str, **env: str) -> Running:
-        environment = {"FAULT_FILE": str(self.folder / "fault_at"), **env}
-        return self.cli.start("train", "run.yaml", "--set", f"params.fault={fault}", env=environment)
+    def use(self, cluster: dict[str, object]) -> None:
+        """Train there; without an address on a cluster of its own."""
+        env = {"FAULT_FILE": str(self.folder / "fault_at")}
+        content = {"name": "faulty", "workload": "faulty:main", "cluster": cluster, "env": env}
+        (self.folder / "run.yaml").write_text(json.dumps(content))
 
-    def run(self, fault: str, **env: str) -> Finished:
+    def start(self, fault: str, *more: str) -> Running:
+        return self.cli.start("train", "run.yaml", "--set", f"params.fault={fault}", *more)
+
+    def run(self, fault: str, *more: str) -> Finished:
         """Run into the fault; the command must end soon after it."""
-        ended = self.start(fault, **env).finish()
+        ended = self.start(fault, *more).finish()
         assert time.time() - float((self.folder / "fault_at").read_text()) < PROMPT_S
         return ended
 
@@ -97,9 +104,9 @@ class Bench:
         return (self.run_dir / "logs" / f"rank-{rank}.log").read_text()
 
     def pids(self) -> list[int]:
-        """Processes of the run that live on (zombies are none)."""
+        """Processes of the run that live on (zombies are none), and its cluster's unless it was there before."""
         mark = os.environ["DDPTRAIN_TESTS"]
-        return [pid for pid in _all_pids() if _belongs(pid, mark)]
+        return [pid for pid in _all_pids() if pid not in self.there and _belongs(pid, mark)]
 
 
 def _all_pids() -> list[int]:
@@ -122,6 +129,13 @@ def bench(tmp_path: Path, run_cli: Cli) -> Iterator[Bench]:
     while there.pids() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not there.pids(), "a process is left 10 s after the end"
+
+
+@pytest.fixture
+def on_warm(warm_cluster: str, bench: Bench) -> Bench:
+    """On a cluster that is up, and that stays."""
+    bench.use({"ranks": 2, "address": warm_cluster})
+    return bench
 
 
 def assert_failed(bench: Bench, ended: Finished, *, code: int, rank: int, kind: str, words: str) -> None:
@@ -154,28 +168,25 @@ def assert_failed(bench: Bench, ended: Finished, *, code: int, rank: int, kind: 
     ],
 )
 def test_fault_of_one_rank_ends_the_run_and_is_named(
-    bench: Bench, fault: str, kind: str, words: str, exit_status: int
+    on_warm: Bench, fault: str, kind: str, words: str, exit_status: int
 ) -> None:
-    ended = bench.run(fault)
-    assert_failed(bench, ended, code=1, rank=1, kind=kind, words=words)
-    assert bench.record["attempts"][0]["ranks"][1]["exit"] == exit_status
-    assert "the last words" in bench.log(1)
+    ended = on_warm.run(fault)
+    assert_failed(on_warm, ended, code=1, rank=1, kind=kind, words=words)
+    assert on_warm.record["attempts"][0]["ranks"][1]["exit"] == exit_status
+    assert "the last words" in on_warm.log(1)
     assert "[rank 1] the last words" in ended.stdout
 
 
-def test_fault_of_rank_0_is_not_blamed_on_the_others(bench: Bench) -> None:
-    (bench.folder / "run.yaml").write_text(
-        "name: faulty\nworkload: faulty:main\nparams: {rank: 0}\ncluster: {ranks: 3}\n"
-    )
-    ended = bench.run("kill")
-    assert_failed(bench, ended, code=1, rank=0, kind="signal", words="killed by SIGKILL")
+def test_fault_of_rank_0_is_not_blamed_on_the_others(on_warm: Bench) -> None:
+    ended = on_warm.run("kill", "--set", "params.rank=0", "--ranks", "3")
+    assert_failed(on_warm, ended, code=1, rank=0, kind="signal", words="killed by SIGKILL")
 
 
-def test_fault_before_the_process_group_is_up(bench: Bench) -> None:
-    ended = bench.run("none", FAULT_AT_IMPORT="1")
-    assert_failed(bench, ended, code=1, rank=1, kind="exception", words="boom at import")
+def test_fault_before_the_process_group_is_up(on_warm: Bench) -> None:
+    ended = on_warm.run("none", "--set", "env.FAULT_AT_IMPORT='1'")
+    assert_failed(on_warm, ended, code=1, rank=1, kind="exception", words="boom at import")
     assert "before the process group was up" in ended.stderr
-    assert "importing" in bench.log(1)
+    assert "importing" in on_warm.log(1)
 
 
 def test_killed_dask_worker_is_a_cluster_failure(bench: Bench) -> None:
@@ -189,8 +200,12 @@ def test_killed_rank_server_is_a_cluster_failure(bench: Bench) -> None:
     assert_failed(bench, ended, code=4, rank=0, kind="infrastructure", words="rank server")
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_to_the_driver_cancels_the_run(bench: Bench, signum: int, code: int) -> None:
+@pytest.mark.parametrize(("on_own", "signum", "code"), [(True, signal.SIGINT, 130), (False, signal.SIGTERM, 143)])
+def test_signal_to_the_driver_cancels_the_run(
+    bench: Bench, warm_cluster: str, on_own: bool, signum: int, code: int
+) -> None:
+    if not on_own:
+        bench.use({"ranks": 2, "address": warm_cluster})
     running = bench.start("none")
     running.wait_for("[rank 1] under way")
     began = time.monotonic()
@@ -213,15 +228,15 @@ def test_ctrl_c_during_the_start_cancels_the_run(bench: Bench) -> None:
     assert bench.record["status"] == "cancelled"
 
 
-def test_second_signal_kills_ranks_that_ignore_the_first(bench: Bench) -> None:
-    text = (bench.folder / "faulty.py").read_text()
-    (bench.folder / "faulty.py").write_text(
+def test_second_signal_kills_ranks_that_ignore_the_first(on_warm: Bench) -> None:
+    text = (on_warm.folder / "faulty.py").read_text()
+    (on_warm.folder / "faulty.py").write_text(
         text.replace(
             "def main(ctx, fault, rank=1):",
             "def main(ctx, fault, rank=1):\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)",
         )
     )
-    running = bench.start("none")
+    running = on_warm.start("none")
     running.wait_for("[rank 1] under way")
     running.popen.send_signal(signal.SIGINT)
     running.wait_for("again to kill")
@@ -249,8 +264,7 @@ def test_killed_driver_takes_everything_along_and_shows_as_failed(bench: Bench) 
 
 
 def test_import_that_fails_names_python_and_path(bench: Bench) -> None:
-    (bench.folder / "run.yaml").write_text("workload: no_such_module:main\ncluster: {ranks: 2}\n")
-    ended = bench.cli("train", "run.yaml")
+    ended = bench.cli("train", "run.yaml", "--set", "workload=no_such_module:main", "--set", "params={}")
     assert ended.rc == 1
     assert "no module 'no_such_module'" in bench.record["failure"]["message"]
 

@@ -68,7 +68,7 @@ def main(ctx, fault):
 CONFIG = """
 name: hanging
 workload: hanging:main
-cluster: {ranks: 2}
+cluster: {ranks: 2, address: ADDRESS}
 failure: {hang_timeout_s: 3, grace_s: 20}
 """
 
@@ -78,16 +78,17 @@ Train = Callable[..., tuple[Finished, dict[str, Any]]]
 
 
 @pytest.fixture
-def train(tmp_path: Path, run_cli: Cli) -> Train:
+def train(tmp_path: Path, run_cli: Cli, warm_cluster: str) -> Train:
     """Trains into a fault; the end must come soon after it."""
     (tmp_path / "hanging.py").write_text(WORKLOAD)
-    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("ADDRESS", warm_cluster))
 
     def run(fault: str, *more: str, within_s: float = 13.0, **env: str) -> tuple[Finished, dict[str, Any]]:
         at = tmp_path / "fault_at"
         at.write_text(str(time.time() + 60))
-        words = ("train", "run.yaml", "--set", f"params.fault={fault}", *more)
-        ended = run_cli(*words, env={"FAULT_FILE": str(at), **env})
+        seen = {"FAULT_FILE": str(at), **env}
+        words = [word for name in seen for word in ("--set", f"env.{name}='{seen[name]}'")]
+        ended = run_cli("train", "run.yaml", "--set", f"params.fault={fault}", *words, *more)
         assert time.time() - float(at.read_text()) < within_s
         (folder,) = (tmp_path / "runs").iterdir()
         return ended, json.loads((folder / "run.json").read_text())
@@ -140,8 +141,8 @@ def test_rank_whose_interpreter_is_held_by_compiled_code_has_its_stack_taken(tra
 
 
 def test_rank_that_never_comes_to_the_rendezvous_is_named(train: Train) -> None:
-    ended, record = train("none", "--set", "cluster.start_timeout_s=8", SLEEP_AT_IMPORT="1")
-    assert_hung(ended, record, "did not reach the rendezvous within 8 s", "hanging.py:7 in <module>", "rank 0 waits")
+    ended, record = train("none", "--set", "cluster.start_timeout_s=5", SLEEP_AT_IMPORT="1")
+    assert_hung(ended, record, "did not reach the rendezvous within 5 s", "hanging.py:7 in <module>", "rank 0 waits")
 
 
 def test_collective_operation_that_times_out_is_blamed_on_the_rank_that_did_not_come(train: Train) -> None:

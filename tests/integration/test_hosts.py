@@ -108,7 +108,7 @@ class Cluster:
         logs = [host.log for host in self.network.hosts.values() if host.log.exists()]
         return "\n".join(log.read_text(errors="replace")[-800:] for log in logs)
 
-    def train(self, workload: str) -> Running:
+    def train(self, workload: str, run_id: str = "it") -> Running:
         pem = {
             name: str(self.site / file) for name, file in zip(_TLS, ("cert.pem", "cert.pem", "key.pem"), strict=True)
         }
@@ -117,10 +117,10 @@ class Cluster:
         config = self.site / f"{workload}.yaml"
         config.write_text(json.dumps({**content, "results": {"dir": str(self.home / "runs")}}))
         program = [*self.desk.enter(self.site), sys.executable, "-m", "ddptrain"]
-        return self.cli.start("train", config, "--run-id", "it", program=program)
+        return self.cli.start("train", config, "--run-id", run_id, program=program)
 
-    def record(self) -> dict[str, Any]:
-        record: dict[str, Any] = json.loads((self.home / "runs" / "it" / "run.json").read_text())
+    def record(self, run_id: str = "it") -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.home / "runs" / run_id / "run.json").read_text())
         return record
 
     def ranks(self, host: Host) -> list[str]:
@@ -138,7 +138,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
         yield made
 
 
-def test_gang_of_two_hosts_talks_over_the_cable_and_everything_comes_home(network: Network, run_cli: Cli) -> None:
+def test_gang_of_two_hosts_talks_over_the_cable_and_a_host_that_dies_is_told(network: Network, run_cli: Cli) -> None:
     cluster = Cluster(network, run_cli, tls=True)
     ended = cluster.train("talk").finish(90)
     assert ended.rc == 0, ended.stderr
@@ -160,24 +160,36 @@ def test_gang_of_two_hosts_talks_over_the_cable_and_everything_comes_home(networ
     assert set(load_file(root / "checkpoints" / "step-1" / "model.safetensors")) == {"weight", "bias"}
     assert not cluster.scratch.exists() or os.listdir(cluster.scratch) == []
     cluster.until(lambda: not any(cluster.ranks(host) for host in cluster.workers), "the end of the ranks")
+    host_that_dies_is_told_with_its_name(cluster)
 
 
-def test_cut_cable_of_a_host_is_told_with_its_name_and_all_ends(network: Network, run_cli: Cli) -> None:
-    cluster = Cluster(network, run_cli)
-    running = cluster.train("hold")
+def host_that_dies_is_told_with_its_name(cluster: Cluster) -> None:
+    running = cluster.train("hold", "dying")
+    running.wait_for("[rank 3] under way")
+    dying = cluster.workers[1]
+    for pid in dying.processes():
+        psutil.Process(pid).kill()
+    ended = running.finish(30)
+    assert ended.rc == 4, ended.stderr
+    assert f"{dying.name} ({dying.address})" in cluster.record("dying")["failure"]["message"]
+
+
+def cut_cable_of_a_host_is_told_with_its_name_and_all_ends(network: Network, cluster: Cluster) -> None:
+    running = cluster.train("hold", "cut")
     running.wait_for("[rank 3] under way")
     there, cut = sorted(cluster.workers, key=lambda host: host.name)
     network.cut(cut)
     cluster.until(lambda: f"{cut.name} ({cut.address})" in running.stderr, "the word of the cut cable", CUT_S)
     ended = running.finish(30)
     assert ended.rc == 4, ended.stderr
-    failure = cluster.record()["failure"]
+    failure = cluster.record("cut")["failure"]
     assert failure["kind"] == "worker_lost" and cut.name in failure["message"]
     cluster.until(lambda: not cluster.ranks(there), "the end of the ranks on the other host")
     cluster.until(lambda: not cut.processes(), "the end of everything on the host that was cut off", ALONE_S)
 
 
-def test_cut_cable_of_the_driver_ends_the_ranks_and_frees_the_slots(network: Network, run_cli: Cli) -> None:
+@pytest.mark.timeout(240)
+def test_cut_cable_of_the_driver_frees_the_slots_and_that_of_a_host_ends_all(network: Network, run_cli: Cli) -> None:
     cluster = Cluster(network, run_cli)
     running = cluster.train("hold")
     running.wait_for("[rank 3] under way")
@@ -187,15 +199,5 @@ def test_cut_cable_of_the_driver_ends_the_ranks_and_frees_the_slots(network: Net
     cluster.until(lambda: not any(cluster.ranks(host) for host in cluster.workers), "the end of the ranks", ALONE_S)
     told = json.loads(cluster.head.run(sys.executable, "-c", OVERVIEW, cluster.address))
     assert told["runs"] == [] and [worker["slots"] for worker in told["workers"]] == [2, 2]
-
-
-def test_host_that_dies_is_told_with_its_name(network: Network, run_cli: Cli) -> None:
-    cluster = Cluster(network, run_cli)
-    running = cluster.train("hold")
-    running.wait_for("[rank 3] under way")
-    dying = cluster.workers[1]
-    for pid in dying.processes():
-        psutil.Process(pid).kill()
-    ended = running.finish(30)
-    assert ended.rc == 4, ended.stderr
-    assert f"{dying.name} ({dying.address})" in cluster.record()["failure"]["message"]
+    network.join(cluster.desk)
+    cut_cable_of_a_host_is_told_with_its_name_and_all_ends(network, cluster)

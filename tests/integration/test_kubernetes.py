@@ -106,6 +106,13 @@ class ClusterCli:
         run.wait_for(f"rank {ranks - 1} of {ranks}")
         return run
 
+    def let_end(self, run: Running) -> None:
+        """Let a busy run end; the next one will be busy again."""
+        (self.folder / "enough").touch()
+        ended = run.finish()
+        assert ended.rc == 0, ended.stderr
+        (self.folder / "enough").unlink()
+
 
 @pytest.fixture
 def cluster(kube: KubeServer, run_cli: Cli) -> Iterator[ClusterCli]:
@@ -124,24 +131,23 @@ def cluster(kube: KubeServer, run_cli: Cli) -> Iterator[ClusterCli]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_cluster_lives_from_up_to_down(cluster: ClusterCli, kube: KubeServer) -> None:
+    """All in one, for each worker takes seconds to start."""
     up = cluster.up("dev", "--ranks", "2", "--json")
     assert up.rc == 0, up.stderr
     told = json.loads(up.stdout)
     assert (told["state"], told["slots"], told["tls"]) == ("up", 2, True)
     assert told["address"].startswith("tls://127.0.0.1:"), "a port-forward of this machine"
     assert "creating the DaskCluster dev in the namespace ml" in up.stderr
-    workers = cluster.json("status", "dev")["workers"]
-    assert [worker["warm"] for worker in workers] == [True, True]
+    assert [worker["warm"] for worker in told["workers"]] == [True, True]
 
-    trained = cluster("train", "mine.yaml", "--cluster", "dev")
-    assert trained.rc == 0, trained.stderr
-    assert "rank 1 of 2" in trained.stdout
-
-    assert cluster.json("scale", "dev", "3")["slots"] == 3
-    assert cluster.json("scale", "dev", "1")["slots"] == 1
-    assert len(kube.objects("deployments")) == 2, "a worker's and the scheduler's"
+    others_attach_to_it_and_leave_it(cluster, kube)
+    connection_without_its_certificate_is_refused(cluster, told["address"])
+    worker_in_use_stays_until_its_run_has_ended(cluster, kube)
+    scaling_down_ends_the_workers_that_no_run_is_on(cluster, kube)
     assert {source.split()[0] for source in cluster.json("logs", "dev")} >= {"scheduler", "worker"}
+    port_forward_that_this_machine_has_lost_is_started_again(cluster, told)
 
     down = cluster("cluster", "down", "dev")
     assert down.rc == 0, down.stderr
@@ -149,37 +155,7 @@ def test_cluster_lives_from_up_to_down(cluster: ClusterCli, kube: KubeServer) ->
     assert cluster.json("list") == []
 
 
-@pytest.mark.slow
-def test_scaling_down_ends_the_workers_that_no_run_is_on(cluster: ClusterCli, kube: KubeServer) -> None:
-    assert cluster.up("dev", "--ranks", "3").rc == 0
-    run = cluster.busy("dev", ranks=1)
-    (holder,) = (worker["name"] for worker in cluster.json("status", "dev")["workers"] if worker["held"])
-    assert cluster.json("scale", "dev", "1")["slots"] == 1
-    workers = [each["metadata"]["name"] for each in kube.objects("deployments") if "worker" in each["metadata"]["name"]]
-    assert workers == [holder]
-    (cluster.folder / "enough").touch()
-    assert run.finish().rc == 0
-    assert cluster("cluster", "down", "dev").rc == 0
-
-
-@pytest.mark.slow
-def test_worker_in_use_stays_until_its_run_has_ended(cluster: ClusterCli, kube: KubeServer) -> None:
-    assert cluster.up("dev", "--ranks", "2").rc == 0
-    run = cluster.busy("dev", ranks=2)
-    scaled = cluster("cluster", "scale", "dev", "1")
-    assert scaled.rc == 0, scaled.stderr
-    assert "runs are on 1 of the workers that should go" in scaled.stderr
-    assert len(kube.objects("deployments")) == 3
-    (cluster.folder / "enough").touch()
-    assert run.finish().rc == 0
-    assert cluster.json("scale", "dev", "1")["slots"] == 1
-    assert len(kube.objects("deployments")) == 2
-    assert cluster("cluster", "down", "dev").rc == 0
-
-
-@pytest.mark.slow
-def test_cluster_that_is_there_is_attached_to_and_left(cluster: ClusterCli, kube: KubeServer) -> None:
-    assert cluster.up("dev", "--ranks", "1").rc == 0
+def others_attach_to_it_and_leave_it(cluster: ClusterCli, kube: KubeServer) -> None:
     elsewhere = {**cluster.env, "XDG_STATE_HOME": str(cluster.folder / "another-machine")}
     told = cluster.run_cli(
         *("cluster", "up", "--backend", "kubernetes", "--name", "dev"),
@@ -193,7 +169,50 @@ def test_cluster_that_is_there_is_attached_to_and_left(cluster: ClusterCli, kube
     assert left.rc == 0 and "stays" in left.stderr
     assert len(kube.objects("daskclusters")) == 1
     assert cluster.json("status", "dev")["state"] == "up"
-    assert cluster("cluster", "down", "dev").rc == 0
+
+
+def connection_without_its_certificate_is_refused(cluster: ClusterCli, address: str) -> None:
+    refused = cluster.run_cli(
+        *("train", "mine.yaml", "--cluster", address.replace("tls://", "tcp://")),
+        *("--set", "cluster.start_timeout_s=5"),
+        env={**cluster.env, "XDG_STATE_HOME": str(cluster.folder / "x")},
+    )
+    assert refused.rc == 4, refused.stderr
+
+
+def worker_in_use_stays_until_its_run_has_ended(cluster: ClusterCli, kube: KubeServer) -> None:
+    run = cluster.busy("dev", ranks=2)
+    scaled = cluster("cluster", "scale", "dev", "1")
+    assert scaled.rc == 0, scaled.stderr
+    assert "runs are on 1 of the workers that should go" in scaled.stderr
+    assert len(kube.objects("deployments")) == 3, "two workers' and the scheduler's"
+    cluster.let_end(run)
+
+
+def scaling_down_ends_the_workers_that_no_run_is_on(cluster: ClusterCli, kube: KubeServer) -> None:
+    assert cluster.json("scale", "dev", "3")["slots"] == 3
+    run = cluster.busy("dev", ranks=1)
+    (holder,) = (worker["name"] for worker in cluster.json("status", "dev")["workers"] if worker["held"])
+    assert cluster.json("scale", "dev", "1")["slots"] == 1
+    workers = [each["metadata"]["name"] for each in kube.objects("deployments") if "worker" in each["metadata"]["name"]]
+    assert workers == [holder]
+    cluster.let_end(run)
+
+
+def port_forward_that_this_machine_has_lost_is_started_again(cluster: ClusterCli, up: dict[str, Any]) -> None:
+    psutil.Process(up["parts"]["forward"]["pid"]).kill()
+    assert cluster.json("list")[0]["state"] == "gone"
+    again = cluster("cluster", "up", "--name", "dev")
+    assert again.rc == 2 and f"the cluster dev is up at {up['address']}" in again.stderr
+    now = cluster.json("status", "dev")
+    assert now["state"] == "up"
+    forward = psutil.Process(now["parts"]["forward"]["pid"])
+    forward.kill()
+    forward.wait(10)
+    with socket.create_server(("127.0.0.1", up["parts"]["ports"][0])):
+        trained = cluster("train", "mine.yaml", "--cluster", "dev")
+    assert trained.rc == 0, trained.stderr
+    assert cluster.json("status", "dev")["address"] != up["address"], "another program has the port now"
 
 
 @pytest.mark.slow
@@ -213,24 +232,6 @@ def test_cluster_that_others_made_with_plain_dask_is_trained_on_and_left(cluster
     wait_until(lambda: not kube.objects("pods"))
 
 
-@pytest.mark.slow
-def test_port_forward_that_this_machine_has_lost_is_started_again(cluster: ClusterCli) -> None:
-    up = json.loads(cluster.up("dev", "--json").stdout)
-    psutil.Process(up["parts"]["forward"]["pid"]).kill()
-    assert cluster.json("list")[0]["state"] == "gone"
-    again = cluster("cluster", "up", "--name", "dev")
-    assert again.rc == 2 and f"the cluster dev is up at {up['address']}" in again.stderr
-    assert cluster.json("status", "dev")["state"] == "up"
-    forward = psutil.Process(cluster.json("status", "dev")["parts"]["forward"]["pid"])
-    forward.kill()
-    forward.wait(10)
-    with socket.create_server(("127.0.0.1", up["parts"]["ports"][0])):
-        trained = cluster("train", "mine.yaml", "--cluster", "dev")
-    assert trained.rc == 0, trained.stderr
-    assert cluster.json("status", "dev")["address"] != up["address"], "another program has the port now"
-    assert cluster("cluster", "down", "dev").rc == 0
-
-
 def test_load_balancer_is_used_where_it_is_asked_for(cluster: ClusterCli, kube: KubeServer) -> None:
     up = cluster.up("dev", "--set", "cluster.kubernetes.scheduler_service_type=LoadBalancer", "--json")
     assert up.rc == 0, up.stderr
@@ -241,25 +242,15 @@ def test_load_balancer_is_used_where_it_is_asked_for(cluster: ClusterCli, kube: 
     assert cluster("cluster", "down", "dev").rc == 0
 
 
-def test_connection_without_the_clusters_certificate_is_refused(cluster: ClusterCli) -> None:
-    up = cluster.up("dev", "--json")
-    address = json.loads(up.stdout)["address"].replace("tls://", "tcp://")
-    refused = cluster.run_cli(
-        *("train", "mine.yaml", "--cluster", address, "--set", "cluster.start_timeout_s=5"),
-        env={**cluster.env, "XDG_STATE_HOME": str(cluster.folder / "x")},
-    )
-    assert refused.rc == 4, refused.stderr
-    assert cluster("cluster", "down", "dev").rc == 0
-
-
 @pytest.mark.slow
 def test_operator_deletes_a_cluster_that_is_idle_but_none_in_use(cluster: ClusterCli, kube: KubeServer) -> None:
-    assert cluster.up("dev", "--idle-timeout", "2").rc == 0
+    assert cluster.up("dev", "--idle-timeout", "600").rc == 0
+    assert kube.objects("daskclusters")[0]["spec"]["idleTimeout"] == 600
     run = cluster.busy("dev", ranks=1)
-    time.sleep(8)  # the operator asks every 5 s
+    kube.change("daskclusters", "ml", "dev", {"spec": {"idleTimeout": 1}})  # no run would have begun in that time
+    time.sleep(1 + 6)  # the operator asks every 5 s
     assert kube.objects("daskclusters")
-    (cluster.folder / "enough").touch()
-    assert run.finish().rc == 0
+    cluster.let_end(run)
     wait_until(lambda: not any(kube.objects(plural) for plural in OURS), timeout_s=60)
     assert cluster.json("list")[0]["state"] == "gone"
     assert cluster("cluster", "down", "dev").rc == 0

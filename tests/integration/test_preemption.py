@@ -50,10 +50,11 @@ def steps(ctx, n=40, pause_s=0.05, hold="", saves=True):
 
 
 class Trainer:
-    """A folder with the workload, and the runs that come of it."""
+    """A folder with the workload, and the runs that come of it; without an address they have a cluster of their own."""
 
-    def __init__(self, cli: Cli) -> None:
+    def __init__(self, cli: Cli, address: str | None = None) -> None:
         self.cli = cli
+        self.cluster = {"address": address} if address else {}
         (cli.folder / "work.py").write_text(WORKLOAD)
 
     def config(self, ranks: object = 2, every_steps: int = 1000, failure: Any = (), **params: object) -> Path:
@@ -61,7 +62,7 @@ class Trainer:
         content = {
             "workload": "work:steps",
             "params": params,
-            "cluster": {"ranks": ranks},
+            "cluster": {"ranks": ranks, **self.cluster},
             "checkpoint": {"metric": None, "every_epochs": None, "every_steps": every_steps},
             "failure": {"backoff_s": 0.1, "grace_s": 8.0, **dict(failure)},
         }
@@ -88,26 +89,31 @@ def trainer(run_cli: Cli) -> Trainer:
     return Trainer(run_cli)
 
 
+@pytest.fixture
+def on_warm(run_cli: Cli, warm_cluster: str) -> Trainer:
+    return Trainer(run_cli, warm_cluster)
+
+
 def descendants(running: Running, name: str) -> list[psutil.Process]:
     found = psutil.Process(running.popen.pid).children(recursive=True)
     return [process for process in found if process.name().startswith(name[:15])]
 
 
-def test_driver_that_is_told_to_go_saves_and_ends_with_75_and_is_resumed(trainer: Trainer) -> None:
-    assert trainer.train("--run-id", "undisturbed", pause_s=0.0).rc == 0
-    running = trainer.start("--run-id", "night")
+def test_driver_that_is_told_to_go_saves_and_ends_with_75_and_is_resumed(on_warm: Trainer) -> None:
+    assert on_warm.train("--run-id", "undisturbed", pause_s=0.0).rc == 0
+    running = on_warm.start("--run-id", "night")
     running.wait_for("under way")
     os.kill(running.popen.pid, signal.SIGTERM)
     ended = running.finish()
     assert ended.rc == 75, ended.stderr
-    record = trainer.record("night")
+    record = on_warm.record("night")
     assert (record["status"], record["exit_code"], record["failure"]["kind"]) == ("preempted", 75, "preempted")
     (saved,) = record["checkpoints"]
     assert f"checkpoint {saved} is saved, go on with --resume night" in ended.stderr
-    resumed = trainer.train("--resume", "auto")
+    resumed = on_warm.train("--resume", "auto")
     assert resumed.rc == 0, resumed.stderr
     assert f"begins after step {saved.removeprefix('step-')} with 2" in resumed.stdout
-    assert trainer.weights("night") == trainer.weights("undisturbed")
+    assert on_warm.weights("night") == on_warm.weights("undisturbed")
 
 
 def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer: Trainer) -> None:
@@ -130,15 +136,15 @@ def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer:
     assert [rank["exit"] for rank in first["ranks"]] == [75, 75]
 
 
-def test_second_signal_stops_at_once_and_who_never_saves_is_stopped_in_time(trainer: Trainer) -> None:
-    running = trainer.start("--run-id", "twice", saves=False, n=4000)  # it has asked to resume: so it may save
+def test_second_signal_stops_at_once_and_who_never_saves_is_stopped_in_time(on_warm: Trainer) -> None:
+    running = on_warm.start("--run-id", "twice", saves=False, n=4000)  # it has asked to resume: so it may save
     running.wait_for("under way")
     os.kill(running.popen.pid, signal.SIGTERM)
     running.wait_for("the ranks finish their step and save, within 8 s")
     os.kill(running.popen.pid, signal.SIGTERM)
     ended = running.finish(timeout_s=5)
     assert ended.rc == 143
-    assert trainer.record("twice")["status"] == "cancelled"
+    assert on_warm.record("twice")["status"] == "cancelled"
 
 
 def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) -> None:
@@ -155,20 +161,20 @@ def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) ->
 
 
 @pytest.fixture
-def three_workers(up_cluster: UpCluster) -> UpCluster:
-    for _ in range(3):
+def two_workers(up_cluster: UpCluster) -> UpCluster:
+    for _ in range(2):
         up_cluster.add_worker(slots=1)
     with Client(up_cluster.address, set_as_default=False) as client:
-        client.wait_for_workers(3, timeout=60)
+        client.wait_for_workers(2, timeout=60)
     return up_cluster
 
 
-def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, three_workers: UpCluster) -> None:
-    settings = {"ranks": {"min": 2, "max": 3}, "every_steps": 2, "failure": {"max_losses": 1, "rejoin_wait_s": 1.0}}
-    running = trainer.start("--run-id", "fewer", "--cluster", three_workers.address, **settings)
+def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, two_workers: UpCluster) -> None:
+    settings = {"ranks": {"min": 1, "max": 2}, "every_steps": 2, "failure": {"max_losses": 1, "rejoin_wait_s": 1.0}}
+    running = trainer.start("--run-id", "fewer", "--cluster", two_workers.address, **settings)
     running.wait_for("under way", timeout_s=90)
-    three_workers.processes[-1].kill()
+    two_workers.processes[-1].kill()
     ended = running.finish()
     assert ended.rc == 0, ended.stderr
-    assert "with 3" in ended.stdout and "with 2" in ended.stdout
-    assert [attempt["world_size"] for attempt in trainer.record("fewer")["attempts"]] == [3, 2]
+    assert "with 2" in ended.stdout and "with 1" in ended.stdout
+    assert [attempt["world_size"] for attempt in trainer.record("fewer")["attempts"]] == [2, 1]

@@ -31,8 +31,9 @@ def s3(tmp_path: Path) -> Iterator[S3Server]:
 class Machine:
     """A machine of its own as far as files go: it reaches the store, and keeps its copies in `home`."""
 
-    def __init__(self, cli: Cli, s3: S3Server, name: str) -> None:
+    def __init__(self, cli: Cli, s3: S3Server, name: str, cluster: str | None = None) -> None:
         self.cli, self.s3, self.home = cli, s3, cli.folder / name
+        self.cluster = {"ranks": 2, **({"address": cluster} if cluster else {})}
         self.runs = s3.buckets / "bucket" / "some" / "runs"
         self.env = {
             **s3.environment,
@@ -43,7 +44,7 @@ class Machine:
 
     def config(self, place: str = RUNS, **params: object) -> Path:
         path = self.cli.folder / "steps.yaml"
-        content = {"workload": "work:steps", "params": params, "cluster": {"ranks": 2}, "results": {"dir": place}}
+        content = {"workload": "work:steps", "params": params, "cluster": self.cluster, "results": {"dir": place}}
         path.write_text(json.dumps({**content, "checkpoint": {"metric": "train/loss"}}))
         return path
 
@@ -69,8 +70,10 @@ def wait_until(true: Callable[[], bool], what: str, timeout_s: float = 20) -> No
         time.sleep(0.05)
 
 
-def test_run_of_a_killed_driver_is_resumed_elsewhere_with_the_same_weights(run_cli: Cli, s3: S3Server) -> None:
-    first, second = Machine(run_cli, s3, "first"), Machine(run_cli, s3, "second")
+def test_run_of_a_killed_driver_is_resumed_elsewhere_with_the_same_weights(
+    run_cli: Cli, s3: S3Server, warm_cluster: str
+) -> None:
+    first, second = (Machine(run_cli, s3, name, warm_cluster) for name in ("first", "second"))
     go = str(run_cli.folder / "go")
     undisturbed = first("train", first.config(), "--run-id", "undisturbed")
     assert undisturbed.rc == 0, undisturbed.stderr

@@ -69,16 +69,17 @@ def names(ctx, die_at=0, **params):
 
 
 class Trainer:
-    """A folder with the workload, and the runs that come of it."""
+    """A folder with the workload, and the runs that come of it on a cluster that is up."""
 
-    def __init__(self, cli: Cli) -> None:
+    def __init__(self, cli: Cli, cluster: str) -> None:
         self.cli = cli
+        self.cluster: dict[str, object] = {"ranks": 2, "address": cluster}
         (cli.folder / "work.py").write_text(WORKLOAD)
 
     def config(self, max_restarts: int = 0, **params: object) -> Path:
         path = self.cli.folder / "steps.yaml"
         failure = {"max_restarts": max_restarts, "backoff_s": 0.1, "grace_s": 2.0}
-        content = {"workload": "work:steps", "params": params, "cluster": {"ranks": 2}, "failure": failure}
+        content = {"workload": "work:steps", "params": params, "cluster": self.cluster, "failure": failure}
         path.write_text(json.dumps({**content, "checkpoint": {"metric": None}}))
         return path
 
@@ -105,12 +106,13 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(run_cli: Cli) -> Trainer:
-    return Trainer(run_cli)
+def trainer(run_cli: Cli, warm_cluster: str) -> Trainer:
+    return Trainer(run_cli, warm_cluster)
 
 
 def test_killed_rank_is_started_again_and_the_weights_are_those_of_an_undisturbed_run(trainer: Trainer) -> None:
     assert trainer.train("--run-id", "undisturbed").rc == 0
+    trainer.cluster = {"ranks": 2}  # of its own
     ended = trainer.train("--run-id", "killed", max_restarts=1, die_in=3)
     assert ended.rc == 0, ended.stderr
     assert "rank 1 failed: killed by SIGKILL" in ended.stderr
@@ -197,7 +199,7 @@ def names_config(trainer: Trainer, die_at: int) -> Path:
     params = {**model, "context": "full", "batch_size": 40, "epochs": 2, "max_name_length": 4, "die_at": die_at}
     path = trainer.cli.folder / "names.yaml"
     failure = {"backoff_s": 0.1, "grace_s": 2.0}
-    content = {"workload": "work:names", "params": params, "cluster": {"ranks": 2}, "failure": failure}
+    content = {"workload": "work:names", "params": params, "cluster": trainer.cluster, "failure": failure}
     path.write_text(json.dumps({**content, "checkpoint": {"every_epochs": None, "every_steps": 3}}))
     return path
 

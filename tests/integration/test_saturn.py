@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Cli, Finished, Running
-from tests.integration.test_cluster import Clusters, is_gone, wait_until
+from tests.integration.test_cluster import IDLE_S, Clusters, is_gone, wait_until
 
 pytest.importorskip("dask_saturn", reason='dask-saturn is not installed: pip install "ddptrain[saturn]"')
 
@@ -63,44 +63,57 @@ def clusters(run_cli: Cli, saturn: SaturnServer) -> Iterator[SaturnClusters]:
         run_cli("cluster", "down", "--all", "--now", env=saturn.env)
 
 
-def test_cluster_lives_from_up_to_down(clusters: SaturnClusters, saturn: SaturnServer) -> None:
-    up = clusters.up_in_saturn("--ranks", "2", "--set", "cluster.saturn.worker_size=large")
+@pytest.mark.timeout(240)
+def test_cluster_lives_from_up_to_down_and_never_shows_its_token(
+    clusters: SaturnClusters, saturn: SaturnServer
+) -> None:
+    """All in one, for each worker takes seconds to start."""
+    up = clusters.up_in_saturn("--ranks", "2", "--set", "cluster.saturn.worker_size=large", "--idle-timeout", "600")
     told = json.loads(up.stdout)
     assert (told["state"], told["slots"], told["tls"]) == ("up", 2, True)
     assert saturn.config == {"n_workers": 2, "worker_size": "large", "nprocs": 1}
     assert "Saturn: pending\n" in up.stderr and "Saturn: ready\n" in up.stderr
     kept = {path.name: stat.S_IMODE(path.stat().st_mode) for path in clusters.dev.iterdir()}
-    assert kept == {"cert.pem": 0o600, "key.pem": 0o600, "cluster.json": 0o600}
+    assert kept == dict.fromkeys(("cert.pem", "key.pem", "cluster.json", "idle-watch.log"), 0o600)
 
     # The record is enough for whoever only uses the cluster: no token, no URL.
     calls = len(saturn.calls)
-    assert json.loads(clusters("status", "dev", "--json", env={}).stdout)["free"] == 2
+    looked = clusters("status", "dev", "--json", env={})
+    assert json.loads(looked.stdout)["free"] == 2
     running = clusters.start_run(ranks=2)
-    refused = clusters("scale", "dev", "1", rc=2).stderr
-    assert "its backend may end the very workers that these are on" in refused
-    assert clusters.finish(running).rc == 0
-    logs = json.loads(clusters("logs", "dev", "--json", env={}).stdout)
-    assert {source.split()[0] for source in logs} == {"scheduler", "worker"}
+    refused = clusters("scale", "dev", "1", rc=2)
+    assert "its backend may end the very workers that these are on" in refused.stderr
+    ran = clusters.finish(running)
+    assert ran.rc == 0
+    logs = clusters("logs", "dev", "--json", env={})
+    assert {source.split()[0] for source in json.loads(logs.stdout)} == {"scheduler", "worker"}
     assert saturn.calls[calls:] == []
 
+    certificate_that_has_expired_is_signed_anew(clusters, saturn)
     assert json.loads(clusters("scale", "dev", "3", "--json").stdout)["slots"] == 3
     assert json.loads(clusters("scale", "dev", "1", "--json").stdout)["slots"] == 1
-    assert "SATURN_TOKEN is not set" in clusters("down", "dev", rc=2, env={}).stderr
-    clusters("down", "dev", env={"SATURN_TOKEN": TOKEN})  # the record knows the URL
-    assert (saturn.status, saturn.dask.workers, clusters.entries()) == ("closed", [], [])
-
-
-def test_token_is_never_written_nor_shown(clusters: SaturnClusters, saturn: SaturnServer) -> None:
-    done = [clusters.up_in_saturn("--ranks", "1", "--idle-timeout", "60")]
-    clusters.go.touch()
-    done += [clusters.finish(clusters.start_run(ranks=1))]
     files = [path for path in clusters.folder.rglob("*") if path.is_file()]
     assert {"cluster.json", "run.json", "idle-watch.log"} <= {path.name for path in files}
     assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
-    done += [clusters("status", "dev", "--json"), clusters("logs", "dev"), clusters("down", "dev")]
-    saturn.status = "closed"
-    done.append(clusters.up_in_saturn("--set", "cluster.saturn.worker_size=huge", rc=2))
+    assert "SATURN_TOKEN is not set" in clusters("down", "dev", rc=2, env={}).stderr
+    down = clusters("down", "dev", env={"SATURN_TOKEN": TOKEN})  # the record knows the URL
+    assert (saturn.status, saturn.dask.workers, clusters.entries()) == ("closed", [], [])
+    wrong = clusters.up_in_saturn("--set", "cluster.saturn.worker_size=huge", rc=2)
+    done = (up, looked, refused, ran, logs, down, wrong)
     assert not [each for each in done if TOKEN in each.stdout + each.stderr]
+
+
+def certificate_that_has_expired_is_signed_anew(clusters: SaturnClusters, saturn: SaturnServer) -> None:
+    authority = saturn.dask.authority
+    authority.term = dt.timedelta(seconds=-1)
+    request, key = _create_csr("expired")
+    (clusters.dev / "key.pem").write_bytes(_serialize_key(key))
+    (clusters.dev / "cert.pem").write_bytes(authority.answer(_serialize_csr(request)))
+    authority.term = dt.timedelta(days=1)
+    refused = clusters.cli("train", "hold.yaml", "--cluster", "dev")
+    assert refused.rc == 2 and "SATURN_TOKEN is not set" in refused.stderr
+    done = clusters.cli("train", "hold.yaml", "--cluster", "dev", env=saturn.env)
+    assert done.rc == 0, done
 
 
 def test_cluster_that_runs_already_is_attached_to_and_stays(clusters: SaturnClusters, saturn: SaturnServer) -> None:
@@ -136,15 +149,15 @@ def test_cluster_comes_for_a_run_and_goes_with_it(clusters: SaturnClusters, satu
 def test_forgotten_cluster_is_closed_but_never_one_with_a_run_on_it(
     clusters: SaturnClusters, saturn: SaturnServer
 ) -> None:
-    clusters.up_in_saturn("--idle-timeout", "2")
+    clusters.up_in_saturn("--idle-timeout", str(IDLE_S))
     watch = clusters.process("idle-watch")
     running = clusters.start_run(ranks=1)
-    time.sleep(3)
+    time.sleep(IDLE_S + 1)
     assert saturn.status == "ready"
     assert clusters.finish(running).rc == 0
     wait_until(lambda: is_gone(watch))
     assert saturn.status == "closed"
-    assert "idle for 2 s" in clusters.status(rc=4)["reason"]
+    assert f"idle for {IDLE_S:g} s" in clusters.status(rc=4)["reason"]
     clusters("down", "dev")
     assert clusters.entries() == []
 
@@ -193,24 +206,6 @@ def test_cluster_that_ends_in_saturn_is_told(clusters: SaturnClusters, saturn: S
     assert "no scheduler listens at" in clusters.status(rc=4)["reason"]
     clusters("down", "dev")
     assert clusters.entries() == []
-
-
-def test_certificate_that_has_expired_is_signed_anew(clusters: SaturnClusters, saturn: SaturnServer) -> None:
-    clusters.up_in_saturn("--ranks", "1")
-    authority = saturn.dask.authority
-    authority.term = dt.timedelta(seconds=-1)
-    request, key = _create_csr("expired")
-    (clusters.dev / "key.pem").write_bytes(_serialize_key(key))
-    (clusters.dev / "cert.pem").write_bytes(authority.answer(_serialize_csr(request)))
-    authority.term = dt.timedelta(days=1)
-    clusters.go.touch()
-    config = {"workload": "work:hold", "params": {"until": str(clusters.go)}}
-    (clusters.folder / "hold.yaml").write_text(json.dumps(config))
-    refused = clusters.cli("train", "hold.yaml", "--cluster", "dev")
-    assert refused.rc == 2 and "SATURN_TOKEN is not set" in refused.stderr
-    done = clusters.cli("train", "hold.yaml", "--cluster", "dev", env=saturn.env)
-    assert done.rc == 0, done
-    clusters("down", "dev")
 
 
 @pytest.mark.parametrize(

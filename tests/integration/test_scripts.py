@@ -41,7 +41,7 @@ def losses(said: Finished, logs: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("script", "args"), SHAPES, ids=lambda value: value.stem if isinstance(value, Path) else "")
 def test_script_has_the_losses_that_it_has_under_torchrun(
-    run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Path, args: Sequence[str]
+    run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_cluster: str, script: Path, args: Sequence[str]
 ) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     theirs.mkdir()
@@ -50,7 +50,8 @@ def test_script_has_the_losses_that_it_has_under_torchrun(
     options = ["--nproc-per-node", "2", "--redirects", "3", "--log-dir", "../logs"]
     expected = losses(run_cli(*options, script, *args, program=TORCHRUN, cwd=theirs), "logs/*/*/*/stdout.log")
     assert [len(lines) >= 2 for lines in expected] == [True, True]
-    found = losses(run_cli("run", "--ranks", "2", script, "--", *args, cwd=ours), "ours/runs/*/logs/rank-?.log")
+    where = ("--ranks", "2", "--cluster", warm_cluster)
+    found = losses(run_cli("run", *where, script, "--", *args, cwd=ours), "ours/runs/*/logs/rank-?.log")
     assert found == expected
     assert {path.name for path in ours.iterdir()} == {"runs", *(path.name for path in theirs.iterdir())}
 
@@ -98,11 +99,11 @@ def test_script_finds_itself_as_under_torchrun(run_cli: Cli, tmp_path: Path) -> 
     assert run_json(tmp_path)["name"] == "probe"
 
 
-def test_module_fails_with_its_own_frames_first(run_cli: Cli, tmp_path: Path) -> None:
+def test_module_fails_with_its_own_frames_first(run_cli: Cli, tmp_path: Path, warm_cluster: str) -> None:
     package = tmp_path / "mine" / "deep"
     package.mkdir(parents=True)
     shutil.copy(SCRIPTS / "ends.py", package / "__main__.py")
-    said = run_cli("run", "--ranks", "2", "-m", "mine.deep", "in_torch")
+    said = run_cli("run", "--ranks", "2", "--cluster", warm_cluster, "-m", "mine.deep", "in_torch")
     assert said.rc == 1
     first, second = f'File "{package}/__main__.py", line ', "frames of torch ..."
     assert said.stdout.index(first) < said.stdout.index(second)
@@ -112,16 +113,19 @@ def test_module_fails_with_its_own_frames_first(run_cli: Cli, tmp_path: Path) ->
     assert "/torch/nn/modules/container.py" not in said.stdout
 
 
-def test_error_that_a_script_has_written_down_is_its_failure(run_cli: Cli, tmp_path: Path) -> None:
-    said = run_cli("run", "--ranks", "2", "--set", "failure.grace_s=1", SCRIPTS / "ends.py", "recorded")
+def test_error_that_a_script_has_written_down_is_its_failure(run_cli: Cli, tmp_path: Path, warm_cluster: str) -> None:
+    options = ("--ranks", "2", "--cluster", warm_cluster, "--set", "failure.grace_s=1")
+    said = run_cli("run", *options, SCRIPTS / "ends.py", "recorded")
     assert said.rc == 1
     assert "rank 1 on" in said.stderr and "failed first: ValueError: written down" in said.stderr
     failure = run_json(tmp_path)["failure"]
     assert 'raise ValueError("written down")' in failure["traceback"]
 
 
-def test_script_with_a_handler_is_told_to_go_and_ends_as_preempted(run_cli: Cli, tmp_path: Path) -> None:
-    running = run_cli.start("run", "--ranks", "2", SCRIPTS / "ends.py", "told")
+def test_script_with_a_handler_is_told_to_go_and_ends_as_preempted(
+    run_cli: Cli, tmp_path: Path, warm_cluster: str
+) -> None:
+    running = run_cli.start("run", "--ranks", "2", "--cluster", warm_cluster, SCRIPTS / "ends.py", "told")
     running.wait_for("[rank 0] ready")
     running.wait_for("[rank 1] ready")
     running.popen.send_signal(signal.SIGTERM)
@@ -131,12 +135,14 @@ def test_script_with_a_handler_is_told_to_go_and_ends_as_preempted(run_cli: Cli,
     assert "it has saved, run it again to go on" in said.stderr
 
 
-def test_script_of_a_file_takes_arguments_and_may_ask_for_its_context(run_cli: Cli, tmp_path: Path) -> None:
+def test_script_of_a_file_takes_arguments_and_may_ask_for_its_context(
+    run_cli: Cli, tmp_path: Path, warm_cluster: str
+) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     shutil.copy(SCRIPTS / "ends.py", folder / "ends.py")
     (folder / "c.yaml").write_text("workload: {script: ends.py, args: [--lr, 0.1, silently]}\ncluster: {ranks: 2}\n")
-    said = run_cli("train", "project/c.yaml")
+    said = run_cli("train", "project/c.yaml", "--cluster", warm_cluster)
     assert said.rc == 0, said.stdout + said.stderr
     assert "[rank 1] argv ['--lr', '0.1', 'silently']" in said.stdout
     record = run_json(tmp_path)

@@ -35,26 +35,25 @@ def hold(ctx, until, slow_s=0.0):
 
 
 class Shared:
-    """A cluster with two slots, and runs on it."""
+    """A cluster with two slots, and a test's runs on it."""
 
-    def __init__(self, cli: Cli) -> None:
-        self.cli = cli
+    def __init__(self, cli: Cli, state: Path) -> None:
+        self.cli, self.env = cli, {"XDG_STATE_HOME": str(state)}
         (cli.folder / "work.py").write_text(WORKLOAD)
-        done = cli("cluster", "up", "--name", "shared", "--ranks", "2", "--gpus", "0")
-        assert done.rc == 0, done.stderr
 
     def run(self, name: str, ranks: int = 2, wait_s: float = 60.0, **params: object) -> Running:
         config = self.cli.folder / f"{name}.yaml"
         cluster = {"name": "shared", "ranks": ranks, "wait_s": wait_s}
         given = {"until": str(self.cli.folder / f"{name}-may-end"), **params}
         config.write_text(json.dumps({"workload": "work:hold", "params": given, "cluster": cluster}))
-        return self.cli.start("train", config, "--run-id", name)
+        return self.cli.start("train", config, "--run-id", name, env=self.env)
 
     def let_end(self, name: str) -> None:
         (self.cli.folder / f"{name}-may-end").touch()
 
     def status(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.cli("cluster", "status", "shared", "--json").stdout)
+        shown = self.cli("cluster", "status", "shared", "--json", env=self.env)
+        told: dict[str, Any] = json.loads(shown.stdout)
         return told
 
     def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -64,21 +63,29 @@ class Shared:
         return status
 
 
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What a machine knows whose cluster is up."""
+    cli = Cli(tmp_path_factory.mktemp("shared"))
+    done = cli("cluster", "up", "--name", "shared", "--ranks", "2", "--gpus", "0")
+    assert done.rc == 0, done.stderr
+    yield cli.folder / ".state"
+    assert cli("cluster", "down", "shared", "--now").rc == 0
+
+
 @pytest.fixture
-def shared(run_cli: Cli) -> Iterator[Shared]:
-    cluster = Shared(run_cli)
-    yield cluster
-    assert run_cli("cluster", "down", "shared", "--now").rc == 0
+def shared(run_cli: Cli, state: Path) -> Shared:
+    return Shared(run_cli, state)
 
 
 def test_two_runs_at_once_get_slots_of_their_own(shared: Shared) -> None:
     runs = [shared.run(name, ranks=1, wait_s=0) for name in ("one", "two")]
-    try:
-        held = shared.wait_until(lambda status: len(status["runs"]) == 2)
-        assert held["free"] == 0
-    finally:
-        shared.let_end("one")
-        shared.let_end("two")
+    for run in runs:
+        run.wait_for("holding")
+    held = shared.status()
+    assert (len(held["runs"]), held["free"]) == (2, 0)
+    shared.let_end("one")
+    shared.let_end("two")
     assert [run.finish().rc for run in runs] == [0, 0]
     assert shared.status()["runs"] == []
 

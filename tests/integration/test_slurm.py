@@ -46,7 +46,7 @@ def status(cli: Cli, site: Slurm) -> dict[str, Any]:
 
 
 def up(cli: Cli, site: Slurm, *args: str, rc: int = 0) -> Finished:
-    return cluster(cli, site, "up", "--name", "dev", "--backend", "slurm", *args, rc=rc)
+    return cluster(cli, site, "up", "--name", "dev", "--backend", "slurm", "--json", *args, rc=rc)
 
 
 def test_cluster_is_a_job_that_trains_scales_and_is_cancelled(run_cli: Cli, site: Slurm, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_cluster_is_a_job_that_trains_scales_and_is_cancelled(run_cli: Cli, site
     settings += ["--set", "cluster.slurm.env={MY_VALUE: there}", "--set", f"cluster.slurm.folder={tmp_path / 'shared'}"]
     said = up(run_cli, site, *settings)
     assert "the scheduler and 2 workers" in said.stderr
-    told = status(run_cli, site)
+    told = json.loads(said.stdout)
     assert told["address"].startswith("tls://") and told["slots"] == 2
     assert sorted(worker["name"].split("-")[0] for worker in told["workers"]) == ["n1", "n2"]
 
@@ -66,8 +66,8 @@ def test_cluster_is_a_job_that_trains_scales_and_is_cancelled(run_cli: Cli, site
     assert "[rank 0] sum 3 job True value there" in trained.stdout
     assert "[rank 1] sum 3 job True value there" in trained.stdout
 
-    cluster(run_cli, site, "scale", "dev", "3")
-    assert status(run_cli, site)["slots"] == 3 and len(status(run_cli, site)["parts"]["jobs"]) == 2
+    told = json.loads(cluster(run_cli, site, "scale", "dev", "3", "--json").stdout)
+    assert told["slots"] == 3 and len(told["parts"]["jobs"]) == 2
     cluster(run_cli, site, "scale", "dev", "2")
     assert len(status(run_cli, site)["parts"]["jobs"]) == 1
     logs = json.loads(cluster(run_cli, site, "logs", "dev", "--json").stdout)
@@ -77,12 +77,19 @@ def test_cluster_is_a_job_that_trains_scales_and_is_cancelled(run_cli: Cli, site
     assert site.jobs() == "" and list((tmp_path / "shared").iterdir()) == []
 
 
-def test_workers_of_an_array_join_one_by_one(run_cli: Cli, site: Slurm) -> None:
-    up(run_cli, site, "--ranks", "2", "--set", "cluster.slurm={array: true, nodes: 2, ranks_per_node: 1}")
-    told = status(run_cli, site)
+def test_workers_of_an_array_join_one_by_one_and_who_cancels_them_is_seen(run_cli: Cli, site: Slurm) -> None:
+    told = json.loads(
+        up(run_cli, site, "--ranks", "2", "--set", "cluster.slurm={array: true, nodes: 2, ranks_per_node: 1}").stdout
+    )
     assert told["slots"] == 2 and len(told["parts"]["jobs"]) == 2
+    for job in told["parts"]["jobs"]:
+        site.call("scancel", job)
+    deadline = time.monotonic() + 30
+    while json.loads(cluster(run_cli, site, "list", "--json").stdout)[0]["state"] != "gone":
+        assert time.monotonic() < deadline
     cluster(run_cli, site, "down", "dev")
     assert site.jobs() == ""
+    assert json.loads(cluster(run_cli, site, "list", "--json").stdout) == []
 
 
 def test_job_that_waits_is_told_with_slurms_reason_and_cancelled(run_cli: Cli, site: Slurm) -> None:
@@ -95,15 +102,4 @@ def test_job_that_waits_is_told_with_slurms_reason_and_cancelled(run_cli: Cli, s
 def test_what_sbatch_refuses_is_told_in_its_words(run_cli: Cli, site: Slurm) -> None:
     done = up(run_cli, site, "--set", "cluster.slurm={partition: nowhere}", rc=4)
     assert "invalid partition specified: nowhere" in done.stderr.lower() or "Invalid partition" in done.stderr
-    assert json.loads(cluster(run_cli, site, "list", "--json").stdout) == []
-
-
-def test_job_that_somebody_cancels_is_seen(run_cli: Cli, site: Slurm) -> None:
-    up(run_cli, site, "--set", "cluster.slurm={ranks_per_node: 1}")
-    (job,) = status(run_cli, site)["parts"]["jobs"]
-    site.call("scancel", job)
-    deadline = time.monotonic() + 30
-    while json.loads(cluster(run_cli, site, "list", "--json").stdout)[0]["state"] != "gone":
-        assert time.monotonic() < deadline
-    cluster(run_cli, site, "down", "dev")
     assert json.loads(cluster(run_cli, site, "list", "--json").stdout) == []

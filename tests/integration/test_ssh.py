@@ -44,8 +44,9 @@ def cluster(cli: Cli, *args: str, rc: int = 0) -> Finished:
     return done
 
 
-def status(cli: Cli) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(cluster(cli, "status", "dev", "--json").stdout)
+def view(cli: Cli, *args: str) -> dict[str, Any]:
+    """What a command tells of the cluster."""
+    told: dict[str, Any] = json.loads(cluster(cli, *args, "--json").stdout)
     return told
 
 
@@ -54,33 +55,58 @@ def remote_folders(hosts: SshHosts) -> list[Path]:
     return sorted(folder.iterdir()) if folder.exists() else []
 
 
+@pytest.mark.timeout(240)
 def test_cluster_on_two_hosts_trains_scales_and_leaves_nothing(run_cli: Cli, hosts: SshHosts) -> None:
+    """All in one, for each worker takes seconds to start."""
+    config = run_cli.folder / "ssh_config"
+    config.write_text(hosts.config.read_text())
     more = ["--ranks-per-host", "2", "--set", "cluster.ssh.env={MY_VALUE: there}"]
-    cluster(run_cli, "up", "--name", "dev", *hosts.settings, *more)
-    up = status(run_cli)
+    more += ["--set", f"cluster.ssh.options=[-F, {config}]"]
+    up = view(run_cli, "up", "--name", "dev", *hosts.settings, *more)
     assert up["address"].startswith("tls://127.0.0.1:") and up["slots"] == 4
     assert sorted(up["hosts"]) == ["127.0.0.1", "127.0.0.2"]
     private = [path for folder in remote_folders(hosts) for path in (folder, *folder.glob("*.pem"))]
     assert len(private) == 3 * 3 and all(path.stat().st_mode & 0o077 == 0 for path in private)
 
     (run_cli.folder / "work.py").write_text(WORKLOAD)
-    config = run_cli.folder / "tell.yaml"
-    config.write_text(json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}}))
-    trained = run_cli("train", config)
+    (run_cli.folder / "tell.yaml").write_text(json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}}))
+    trained = run_cli("train", "tell.yaml")
     assert trained.rc == 0, trained.stderr
     for rank in range(4):
         assert f"[rank {rank}] node {rank // 2} local {rank % 2} of 2 sum 10" in trained.stdout
         assert f"[rank {rank}] value there" in trained.stdout
 
-    cluster(run_cli, "scale", "dev", "1")
-    assert [(worker["name"], worker["slots"]) for worker in status(run_cli)["workers"]] == [("alpha", 1)]
-    cluster(run_cli, "scale", "dev", "4")
-    assert [(worker["name"], worker["slots"]) for worker in status(run_cli)["workers"]] == [("alpha", 2), ("beta", 2)]
-
+    assert workers(view(run_cli, "scale", "dev", "1")) == [("alpha", 1)]
+    up = view(run_cli, "scale", "dev", "4")
+    assert workers(up) == workers(view(run_cli, "status", "dev")) == [("alpha", 2), ("beta", 2)]
     said = json.loads(cluster(run_cli, "logs", "dev", "--json").stdout)
     assert sorted(said) == ["scheduler", "worker alpha", "worker beta"]
+
+    up = killed_worker_is_brought_back_by_scale(run_cli, up["parts"]["worker beta"]["pid"])
+    pid = up["parts"]["worker beta"]["pid"]
+    host_that_is_gone_is_named_by_down_which_ends_the_others(run_cli, hosts, config, pid)
     cluster(run_cli, "down", "dev")
     assert remote_folders(hosts) == []
+
+
+def workers(view: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(worker["name"], worker["slots"]) for worker in view["workers"]]
+
+
+def killed_worker_is_brought_back_by_scale(cli: Cli, pid: int) -> dict[str, Any]:
+    psutil.Process(pid).kill()
+    again = view(cli, "scale", "dev", "4")
+    assert workers(again) == [("alpha", 2), ("beta", 2)]
+    return again
+
+
+def host_that_is_gone_is_named_by_down_which_ends_the_others(cli: Cli, hosts: SshHosts, config: Path, pid: int) -> None:
+    config.write_text(hosts.config.read_text().replace("127.0.0.2", "127.0.0.99"))
+    done = cluster(cli, "down", "dev", rc=4)
+    assert "beta: ssh can't get there: " in done.stderr
+    assert f"the worker beta (pid {pid}) may still run there" in done.stderr
+    assert len(remote_folders(hosts)) == 1
+    config.write_text(hosts.config.read_text())
 
 
 @pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not())
@@ -119,22 +145,6 @@ def test_start_that_is_killed_is_cleared_away_by_down(run_cli: Cli, hosts: SshHo
     assert remote_folders(hosts) == []
 
 
-def test_host_that_is_gone_is_named_by_down_which_ends_the_others(run_cli: Cli, hosts: SshHosts) -> None:
-    config = run_cli.folder / "ssh_config"
-    config.write_text(hosts.config.read_text())
-    reached = ["--set", f"cluster.ssh.options=[-F, {config}]", "--ranks", "2"]
-    cluster(run_cli, "up", "--name", "dev", *hosts.settings, *reached)
-    pid = status(run_cli)["parts"]["worker beta"]["pid"]
-    config.write_text(hosts.config.read_text().replace("127.0.0.2", "127.0.0.99"))
-    done = cluster(run_cli, "down", "dev", rc=4)
-    assert "beta: ssh can't get there: " in done.stderr
-    assert f"the worker beta (pid {pid}) may still run there" in done.stderr
-    assert len(remote_folders(hosts)) == 1
-    config.write_text(hosts.config.read_text())
-    cluster(run_cli, "down", "dev")
-    assert remote_folders(hosts) == []
-
-
 def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHosts) -> None:
     (run_cli.folder / "work.py").write_text(WORKLOAD)
     ssh = {
@@ -150,15 +160,6 @@ def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHost
     assert "[rank 1] node 1 local 0 of 1 sum 3" in trained.stdout
     assert remote_folders(hosts) == []
     assert json.loads(cluster(run_cli, "list", "--json").stdout) == []
-
-
-def test_killed_worker_is_brought_back_by_scale(run_cli: Cli, hosts: SshHosts) -> None:
-    cluster(run_cli, "up", "--name", "dev", *hosts.settings, "--ranks", "2")
-    psutil.Process(status(run_cli)["parts"]["worker beta"]["pid"]).kill()
-    cluster(run_cli, "scale", "dev", "2")
-    assert [worker["name"] for worker in status(run_cli)["workers"]] == ["alpha", "beta"]
-    cluster(run_cli, "down", "dev")
-    assert remote_folders(hosts) == []
 
 
 @pytest.mark.parametrize(

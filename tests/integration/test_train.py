@@ -87,7 +87,8 @@ class Squares(torch.utils.data.Dataset):
 
 def loader(ctx):
     for method in ("fork", "spawn"):
-        batches = torch.utils.data.DataLoader(Squares(), batch_size=5, num_workers=2, multiprocessing_context=method)
+        workers = {"num_workers": 1, "multiprocessing_context": method}
+        batches = torch.utils.data.DataLoader(Squares(), batch_size=5, **workers)
         print(method, sum(int(batch.sum()) for batch in batches))
 
 
@@ -98,15 +99,16 @@ def burst(ctx, lines=20000):
 
 
 class Trainer:
-    """A folder with workloads; trains them and reads what came out."""
+    """A folder with workloads; trains them and reads what came out. Without an address, on clusters of their own."""
 
-    def __init__(self, folder: Path, cli: Cli) -> None:
+    def __init__(self, folder: Path, cli: Cli, address: str | None = None) -> None:
         self.folder, self.cli = folder, cli
+        self.cluster = {"ranks": 2, **({"address": address} if address else {})}
         (folder / "work.py").write_text(WORKLOAD)
 
     def config(self, workload: str, **more: object) -> Path:
         path = self.folder / f"{workload}.yaml"
-        path.write_text(json.dumps({"workload": f"work:{workload}", "cluster": {"ranks": 2}, **more}))
+        path.write_text(json.dumps({"workload": f"work:{workload}", "cluster": self.cluster, **more}))
         return path
 
     def train(self, workload: str, *args: str, shell: dict[str, str] | None = None, **more: object) -> Finished:
@@ -132,13 +134,20 @@ def trainer(tmp_path: Path, run_cli: Cli) -> Trainer:
     return Trainer(tmp_path, run_cli)
 
 
+@pytest.fixture
+def on_warm(tmp_path: Path, run_cli: Cli, warm_cluster: str) -> Trainer:
+    return Trainer(tmp_path, run_cli, warm_cluster)
+
+
 def json_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_run_leaves_a_complete_run_directory(trainer: Trainer) -> None:
+def test_run_prints_plain_lines_in_a_pipe_and_leaves_a_complete_run_directory(trainer: Trainer) -> None:
     ended = trainer.train("steps")
     assert ended.rc == 0, ended.stderr
+    assert re.search(r"^\[rank 1\] sum 3 of 2", ended.stdout, re.MULTILINE)
+    assert "\x1b" not in ended.stdout + ended.stderr
     record = trainer.record()
     assert (record["status"], record["exit_code"], record["world_size"]) == ("succeeded", 0, 2)
     assert record["failure"] is None
@@ -164,15 +173,15 @@ def test_run_leaves_a_complete_run_directory(trainer: Trainer) -> None:
     assert kinds.count("rank_started") == kinds.count("rank_ended") == 2
 
 
-def test_ranks_form_one_group_and_are_forked_from_one_server(trainer: Trainer) -> None:
-    trainer.train("steps", "--ranks", "3")
-    assert [re.search(r"sum (\d+) of (\d)", trainer.log(rank)).groups() for rank in range(3)] == [("6", "3")] * 3  # type: ignore[union-attr]
-    parents = {re.search(r"ppid (\d+)", trainer.log(rank))[1] for rank in range(3)}  # type: ignore[index]
+def test_ranks_form_one_group_and_are_forked_from_one_server(on_warm: Trainer) -> None:
+    on_warm.train("steps", "--ranks", "3")
+    assert [re.search(r"sum (\d+) of (\d)", on_warm.log(rank)).groups() for rank in range(3)] == [("6", "3")] * 3  # type: ignore[union-attr]
+    parents = {re.search(r"ppid (\d+)", on_warm.log(rank))[1] for rank in range(3)}  # type: ignore[index]
     assert len(parents) == 1
 
 
-def test_json_output_is_json_and_ends_with_the_contracts_object(trainer: Trainer) -> None:
-    ended = trainer.train("steps", "--output", "json")
+def test_json_output_is_json_and_ends_with_the_contracts_object(on_warm: Trainer) -> None:
+    ended = on_warm.train("steps", "--output", "json")
     lines = json_lines(ended.stdout)
     assert all("event" in line for line in lines)
     logs = [line for line in lines if line["event"] == "log"]
@@ -180,20 +189,14 @@ def test_json_output_is_json_and_ends_with_the_contracts_object(trainer: Trainer
     last = lines[-1]
     assert set(last) >= {"event", "run_id", "run_dir", "status", "exit_code", "duration_s", "failure"}
     assert (last["event"], last["status"], last["exit_code"], last["failure"]) == ("run_finished", "succeeded", 0, None)
-    assert Path(last["run_dir"]) == trainer.run_dir()
+    assert Path(last["run_dir"]) == on_warm.run_dir()
     assert len([line for line in lines if line["event"] == "rank_started"]) == 2
 
 
-def test_plain_output_has_prefixed_lines_and_no_colours_in_a_pipe(trainer: Trainer) -> None:
-    ended = trainer.train("steps")
-    assert re.search(r"^\[rank 1\] sum 3 of 2", ended.stdout, re.MULTILINE)
-    assert "\x1b" not in ended.stdout + ended.stderr
-
-
-def test_odd_output_reaches_log_and_pipe_whole(trainer: Trainer) -> None:
-    ended = trainer.train("odd_output", "--ranks", "1")
+def test_odd_output_reaches_log_and_pipe_whole(on_warm: Trainer) -> None:
+    ended = on_warm.train("odd_output", "--ranks", "1")
     assert ended.rc == 0
-    raw = (trainer.run_dir() / "logs/rank-0.log").read_bytes()
+    raw = (on_warm.run_dir() / "logs/rank-0.log").read_bytes()
     text = raw.decode()
     assert text.startswith("out\nerr\ncafé\n")
     assert "x" * 10_000_000 in text
@@ -207,18 +210,18 @@ def test_odd_output_reaches_log_and_pipe_whole(trainer: Trainer) -> None:
     assert sum(line.count("x") for line in shown) >= 10_000_000
 
 
-def test_burst_of_lines_is_complete_and_in_order(trainer: Trainer) -> None:
-    ended = trainer.train("burst")
+def test_burst_of_lines_is_complete_and_in_order(on_warm: Trainer) -> None:
+    ended = on_warm.train("burst")
     for rank in range(2):
         wanted = [f"{number:06d} of rank {rank}" for number in range(20000)]
-        assert trainer.log(rank).splitlines() == wanted
+        assert on_warm.log(rank).splitlines() == wanted
         assert [line[9:] for line in ended.stdout.splitlines() if line.startswith(f"[rank {rank}] ")] == wanted
 
 
-def test_data_loader_workers_run_inside_a_rank(trainer: Trainer) -> None:
-    ended = trainer.train("loader")
+def test_data_loader_workers_run_inside_a_rank(on_warm: Trainer) -> None:
+    ended = on_warm.train("loader", "--ranks", "1")
     assert ended.rc == 0, ended.stderr
-    assert "fork 285\nspawn 285\n" in trainer.log(0)
+    assert "fork 285\nspawn 285\n" in on_warm.log(0)
 
 
 def test_users_modules_shadow_nothing_in_the_launcher(trainer: Trainer) -> None:
@@ -231,51 +234,52 @@ def test_users_modules_shadow_nothing_in_the_launcher(trainer: Trainer) -> None:
 
 def test_users_environment_reaches_the_ranks_and_wins(trainer: Trainer) -> None:
     more = {"env": {"MY_VALUE": "from config", "MALLOC_ARENA_MAX": "3"}}
-    ended = trainer.train("environment", shell={"MY_VALUE": "from shell", "OMP_NUM_THREADS": "2"}, **more)
+    shell = {"MY_VALUE": "from shell", "OMP_NUM_THREADS": "2"}
+    ended = trainer.train("environment", "--ranks", "1", shell=shell, **more)
     assert ended.rc == 0, ended.stderr
     # MALLOC_ARENA_MAX is read when a program starts: these ranks were started cold.
     assert "value from config tuned 3" in trainer.log(0)
     assert "rank 0: ranks start cold" in ended.stderr
-    assert f"cwd {trainer.folder}" in trainer.log(1)
+    assert f"cwd {trainer.folder}" in trainer.log(0)
     assert trainer.record()["rank_environment"]["OMP_NUM_THREADS"] == {"value": "2", "source": "user"}
 
 
-def test_rank_that_asks_for_a_path_outside_is_refused(trainer: Trainer) -> None:
-    (trainer.folder / "victim.txt").write_text("abc")
-    ended = trainer.train("escape")
+def test_rank_that_asks_for_a_path_outside_is_refused(on_warm: Trainer) -> None:
+    (on_warm.folder / "victim.txt").write_text("abc")
+    ended = on_warm.train("escape")
     assert ended.rc == 1
-    assert trainer.record()["failure"]["kind"] == "refused"
-    assert not (trainer.folder / "stolen.txt").exists()
-    assert (trainer.folder / "victim.txt").read_text() == "abc"
+    assert on_warm.record()["failure"]["kind"] == "refused"
+    assert not (on_warm.folder / "stolen.txt").exists()
+    assert (on_warm.folder / "victim.txt").read_text() == "abc"
 
 
 def test_launches_at_the_same_time_do_not_collide(trainer: Trainer) -> None:
     config = trainer.config("steps", params={"pause": 0.2})
-    started = [trainer.cli.start("train", config) for _ in range(3)]
+    started = [trainer.cli.start("train", config) for _ in range(2)]
     ended = [running.finish(120) for running in started]
-    assert [one.rc for one in ended] == [0, 0, 0]
-    assert len(trainer.run_dirs()) == 3
+    assert [one.rc for one in ended] == [0, 0]
+    assert len(trainer.run_dirs()) == 2
     for folder in trainer.run_dirs():
         assert "sum 3 of 2" in (folder / "logs/rank-0.log").read_text()
 
 
-def test_run_id_that_is_running_is_refused_with_6_and_a_finished_one_with_2(trainer: Trainer) -> None:
-    config = trainer.config("steps", params={"pause": 2.0})
-    first = trainer.cli.start("train", config, "--run-id", "mine")
+def test_run_id_that_is_running_is_refused_with_6_and_a_finished_one_with_2(on_warm: Trainer) -> None:
+    config = on_warm.config("steps", params={"pause": 2.0})
+    first = on_warm.cli.start("train", config, "--run-id", "mine")
     first.wait_for("2 ranks on")
-    assert trainer.cli("train", config, "--run-id", "mine").rc == 6
+    assert on_warm.cli("train", config, "--run-id", "mine").rc == 6
     assert first.finish().rc == 0
-    assert trainer.cli("train", config, "--run-id", "mine").rc == 2
-    assert trainer.record()["status"] == "succeeded"
+    assert on_warm.cli("train", config, "--run-id", "mine").rc == 2
+    assert on_warm.record()["status"] == "succeeded"
 
 
-def test_run_that_is_under_way_can_be_looked_at(trainer: Trainer) -> None:
-    running = trainer.cli.start("train", trainer.config("steps", params={"epochs": 3, "pause": 1.0}))
+def test_run_that_is_under_way_can_be_looked_at(on_warm: Trainer) -> None:
+    running = on_warm.cli.start("train", on_warm.config("steps", params={"epochs": 3, "pause": 1.0}))
     running.wait_for("ddptrain: training")
-    shown = json.loads(trainer.cli("results", "show", "latest", "--json").stdout)
+    shown = json.loads(on_warm.cli("results", "show", "latest", "--json").stdout)
     assert shown["status"] == "running"
     assert [rank["host"] != "" and rank["pid"] > 0 for rank in shown["attempts"][0]["ranks"]] == [True, True]
-    followed = trainer.cli("results", "logs", "latest", "--rank", "1", "--follow")
+    followed = on_warm.cli("results", "logs", "latest", "--rank", "1", "--follow")
     assert "sum 3 of 2" in followed.stdout
     assert running.finish().rc == 0
 
@@ -297,9 +301,10 @@ def test_embedded_cluster_listens_on_loopback_only(trainer: Trainer) -> None:
     assert "Warning" not in ended.stderr
 
 
-def test_fewer_held_out_names_than_ranks_still_have_a_loss(trainer: Trainer) -> None:
+def test_fewer_held_out_names_than_ranks_still_have_a_loss(trainer: Trainer, warm_cluster: str) -> None:
     (trainer.folder / "few.txt").write_text("rex\nbella\nmax\nluna\ncoco\nmilo\nruby\notis\nnala\nfinn\n")
-    ended = trainer.cli("train", "petnames", "--set", "params.names=few.txt", "--set", "params.epochs=1")
+    settings = ("--set", "params.names=few.txt", "--set", "params.epochs=1", "--ranks", "2")
+    ended = trainer.cli("train", "petnames", *settings, "--cluster", warm_cluster)
     assert ended.rc == 0, ended.stderr
     assert trainer.record()["last_metrics"]["val/loss"] > 0
 
@@ -317,15 +322,15 @@ def test_dry_run_starts_nothing(trainer: Trainer) -> None:
     assert not (trainer.folder / "runs").exists()
 
 
-def test_reader_that_leaves_does_not_stop_the_training(trainer: Trainer) -> None:
-    config = trainer.config("steps", params={"epochs": 10, "pause": 0.1})
+def test_reader_that_leaves_does_not_stop_the_training(on_warm: Trainer) -> None:
+    config = on_warm.config("steps", params={"epochs": 10, "pause": 0.1})
     command = f"{sys.executable} -m ddptrain train {config} --output plain | head -1"
-    shell = subprocess.run(["bash", "-c", command], cwd=trainer.folder, capture_output=True, text=True, timeout=60)
+    shell = subprocess.run(["bash", "-c", command], cwd=on_warm.folder, capture_output=True, text=True, timeout=60)
     assert len(shell.stdout.splitlines()) == 1
     deadline = time.monotonic() + 30
-    while trainer.record()["status"] == "running" and time.monotonic() < deadline:
+    while on_warm.record()["status"] == "running" and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert trainer.record()["status"] == "succeeded"
+    assert on_warm.record()["status"] == "succeeded"
 
 
 class UpCluster:
@@ -374,49 +379,44 @@ def up_cluster(tmp_path: Path) -> Iterator[UpCluster]:
     cluster.close()
 
 
-def test_cluster_that_is_up_is_used_and_left_as_it_was(trainer: Trainer, up_cluster: UpCluster) -> None:
-    up_cluster.add_worker(slots=3, scratch=trainer.folder / "worker")
+def test_cluster_that_is_up_is_found_warm_by_the_second_run(on_warm: Trainer) -> None:
     for _ in range(2):
-        ended = trainer.train("steps", "--cluster", up_cluster.address)
+        ended = on_warm.train("steps")
         assert ended.rc == 0, ended.stderr
-    servers = {re.search(r"ppid (\d+)", (f / "logs/rank-0.log").read_text())[1] for f in trainer.run_dirs()}  # type: ignore[index]
-    assert len(servers) == 1, "the second run found the rank server of the first one warm"
-    deadline = time.monotonic() + 10
-    left = {"worker": True}
-    while left and time.monotonic() < deadline:
-        left = {p.name: True for p in (trainer.folder / "worker").iterdir() if p.name.startswith("steps-")}
-    assert not left, "a run's spool stays on the worker"
+    servers = {re.search(r"ppid (\d+)", (f / "logs/rank-0.log").read_text())[1] for f in on_warm.run_dirs()}  # type: ignore[index]
+    assert len(servers) == 1
 
 
-def test_ranks_spread_over_workers_of_a_host(trainer: Trainer, up_cluster: UpCluster) -> None:
-    for _ in range(2):
-        up_cluster.add_worker(slots=1)
+def test_ranks_spread_over_workers_of_a_host_and_leave_nothing_there(trainer: Trainer, up_cluster: UpCluster) -> None:
+    scratch = [trainer.folder / f"worker-{number}" for number in range(2)]
+    for folder in scratch:
+        up_cluster.add_worker(slots=1, scratch=folder)
     ended = trainer.train("steps", "--cluster", up_cluster.address)
     assert ended.rc == 0, ended.stderr
     assert [rank["local_rank"] for rank in trainer.record()["attempts"][0]["ranks"]] == [0, 1]
+    deadline = time.monotonic() + 10
+    while left := [path for folder in scratch for path in folder.iterdir() if path.name.startswith("steps-")]:
+        assert time.monotonic() < deadline, f"the run's spool stays: {left}"
+        time.sleep(0.05)
 
 
-def test_too_few_slots_end_with_4_and_the_numbers(trainer: Trainer, up_cluster: UpCluster) -> None:
-    up_cluster.add_worker(slots=1)
-    ended = trainer.train(
-        "steps", "--cluster", up_cluster.address, "--ranks", "2", "--set", "cluster.start_timeout_s=3"
-    )
+def test_too_few_slots_end_with_4_and_the_numbers(on_warm: Trainer) -> None:
+    ended = on_warm.train("steps", "--ranks", "7", "--set", "cluster.start_timeout_s=3")
     assert ended.rc == 4
-    assert "2 slots were asked for, 1 came within 3 s (1 on 127.0.0.1)" in ended.stderr
+    assert "7 slots were asked for, 6 came within 3 s (6 on 127.0.0.1)" in ended.stderr
 
 
-def test_slots_of_a_killed_driver_are_free_at_once(trainer: Trainer, up_cluster: UpCluster) -> None:
-    up_cluster.add_worker(slots=2)
-    first = trainer.cli.start("train", trainer.config("steps", params={"pause": 30.0}), "--cluster", up_cluster.address)
+def test_slots_of_a_killed_driver_are_free_at_once(on_warm: Trainer) -> None:
+    first = on_warm.cli.start("train", on_warm.config("steps", params={"pause": 30.0}), "--ranks", "4")
     first.wait_for("ddptrain: training")
     first.popen.kill()
     first.popen.wait()
-    first_dir = trainer.run_dir()
-    second = trainer.train("steps", "--cluster", up_cluster.address, "--set", "cluster.wait_s=5")
+    first_dir = on_warm.run_dir()
+    second = on_warm.train("steps", "--ranks", "4", "--set", "cluster.wait_s=5")
     assert second.rc == 0, second.stderr
     lines = json_lines((first_dir / "events.jsonl").read_text())
     pids = [line["pid"] for line in lines if line["event"] == "rank_started"]
-    assert len(pids) == 2
+    assert len(pids) == 4
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
