@@ -9,7 +9,8 @@ LEFT_OUT = "<left out>"
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 _SECRET_OPTION = re.compile(
-    r"(.*[_-])?((api|access)?key|token|secret|password|passwd|passphrase|credentials?)",
+    r"(.*[_-])?((api|access)?key|token|secret|password|passwd|passphrase|credentials?|authorization|cookie"
+    r"|connection_string)",
     re.IGNORECASE | re.DOTALL,
 )
 _USER_INFO = re.compile(r"(?<=://)[^/?#\s]+(?=@)")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 LINKS = "links.json"  # beside the parts: where those that were sent afterwards are to be seen, by their id
 UNSENT = "unsent"  # in the folder of a run that was online: the server does not have all of it
+CHECKPOINT_TYPE = "model"  # of artifacts that are checkpoints
 _NAME = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 
 
@@ -28,6 +29,11 @@ class Part:
         if self.log.with_suffix(".wandb.synced").exists():
             return True
         return not self.offline and not (self.folder / UNSENT).exists()
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is below a run directory, or below another folder that holds some."""
+    return folder / "checkpoints" / f"step-{step}"
 
 
 def parts_below(folder: Path) -> list[Part]:

@@ -57,4 +57,4 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 def counted(number: int, noun: str) -> str:
     """As "1 slot" or "2 slots"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"

@@ -155,7 +155,7 @@ def sync(
         raise UsageError("say which run, as latest, or --all, and not both")
     views = open_runs_dir(_folder(ctx, runs_dir)).list() if run is None else [_view(ctx, runs_dir, run)]
     if every:
-        views = [view for view in reversed(views) if view.layout.is_original and view.record.tracking.get("wandb")]
+        views = [view for view in reversed(views) if view.record.tracking.get("wandb")]
 
     def tell(sent: Sent) -> None:
         if json:

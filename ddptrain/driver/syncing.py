@@ -6,6 +6,8 @@ but a file that it leaves beside each part that the server has.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -25,12 +27,13 @@ from ddptrain.redact import hide_credentials
 from ddptrain.results import lock, wandblog
 from ddptrain.results.atomic import write_whole
 from ddptrain.results.find import RunView
-from ddptrain.wandbparts import LINKS, UNSENT, Part, links_in, parts_below
+from ddptrain.wandbparts import CHECKPOINT_TYPE, LINKS, UNSENT, Part, links_in, parts_below
 
 _LOCK = ".sync.lock"
 _SYNCED = ".wandb.synced"
 _STATE = ".wandb.syncstate"  # has the steps of a part that was sent by half be the same when it is sent again
-_STAGED = "/data/artifacts/staging/"  # where wandb's copies of artifacts are, below a run's tracking/wandb
+_STAGED = "/artifacts/staging/"  # where wandb's copies of artifacts are, below its data folder
+_DATA = "data"  # that folder, below a run's tracking/wandb
 # How the run was made is no matter of how it is sent.
 _NOT_PASSED_ON = frozenset(
     {"WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SERVICE", "WANDB_SILENT", "WANDB_QUIET"}
@@ -60,10 +63,18 @@ class Sent:
 
 
 def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent:
-    """Send what the server lacks of a run, until `deadline` (monotonic). Raises UsageError where there is no key."""
+    """Send what the server lacks of a run, until `deadline` (monotonic).
+
+    Raises UsageError where there is no key, or where a run that was recorded offline is in an object store.
+    """
     folder = view.layout.tracking_dir / "wandb"
     if not view.layout.is_original:
-        raise UsageError(f"run {view.run_id} is in {view.layout.where}: copy it to a folder to send it from there")
+        if all(about.get("mode") != "offline" for about in view.record.tracking.values()):
+            return Sent(view.run_id)
+        raise UsageError(
+            f"run {view.run_id} is in {view.layout.where}: copy it into a folder, as runs/{view.run_id}, and send it "
+            "from there with --runs-dir runs"
+        )
     if not _waiting(view):
         return Sent(view.run_id)
     if view.is_running:
@@ -177,20 +188,15 @@ def _mark(part: Part) -> None:
 def _sendable(part: Part, view: RunView, scratch: Path) -> tuple[Path, str]:
     """A log to send, and what would be lost of it: of a run that was moved, wandb passes artifacts over silently.
 
-    A part that was overtaken by a later attempt does not say how the run has ended.
+    Checkpoints that the run no longer keeps are left out. A part that was overtaken by a later attempt does not say
+    how the run has ended.
     """
-    staged = wandblog.staged_files(part.log)
+    places = {file: _place(file, view) for file in wandblog.staged_files(part.log)}
     family = [each for each in _parts(view) if each.run_id == part.run_id]
     overtaken = family[-1] != part and any(each.sent for each in family)
-    if not overtaken and all(Path(path).exists() for path in staged):
+    if not overtaken and all(str(place) == file.path for file, place in places.items()):
         return part.log, ""
-    here = view.layout.tracking_dir / "wandb"
-
-    def moved(path: str) -> str:
-        _, found, rest = path.rpartition(_STAGED)
-        return path if Path(path).exists() or not found else f"{here}{_STAGED}{rest}"
-
-    missing = [path for path in staged if not Path(moved(path)).exists()]
+    missing = [file.path for file, place in places.items() if place is None and file.artifact_type != CHECKPOINT_TYPE]
     if missing:
         return part.log, f"{len(missing)} files of artifacts are missing, as {missing[0]}"
     folder = scratch / part.folder.name
@@ -198,8 +204,32 @@ def _sendable(part: Part, view: RunView, scratch: Path) -> tuple[Path, str]:
     for entry in part.folder.iterdir():
         if entry != part.log:
             (folder / entry.name).symlink_to(entry)
-    wandblog.rewritten(part.log, folder / part.log.name, moved, view.record.exit_code if overtaken else None)
+    wandblog.rewritten(part.log, folder / part.log.name, places.get, view.record.exit_code if overtaken else None)
     return folder / part.log.name, ""
+
+
+def _place(file: wandblog.StagedFile, view: RunView) -> Path | None:
+    """Where a file of an artifact is by now; a log names no others than those that were put there to be sent."""
+    if file.artifact_type == CHECKPOINT_TYPE:
+        *_, folder, name = ("", *Path(file.path).parts)
+        kept = view.layout.checkpoints_dir / folder / name
+        safe = re.fullmatch(r"step-\d+", folder) and kept.is_file() and not kept.is_symlink()
+        return kept if safe and file.md5 in ("", _md5(kept)) else None  # an attempt may have saved that step again
+    _, found, rest = file.path.rpartition(_STAGED)
+    if not found or "/" in rest:
+        return None
+    moved = view.layout.tracking_dir / "wandb" / _DATA / _STAGED.strip("/") / rest
+    return next((path for path in (Path(file.path), moved) if path.is_file() and not path.is_symlink()), None)
+
+
+def _md5(path: Path) -> str:
+    """As W&B has it."""
+    with path.open("rb") as file:
+        return base64.b64encode(hashlib.file_digest(file, _plain_md5).digest()).decode()
+
+
+def _plain_md5() -> hashlib._Hash:
+    return hashlib.md5(usedforsecurity=False)
 
 
 def _run_wandb(logs: Sequence[Path], env: Mapping[str, str], timeout_s: float) -> tuple[str, bool]:

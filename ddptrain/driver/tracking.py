@@ -62,10 +62,11 @@ class Tracking:
             return
         online = wish not in _OFFLINE and access.is_there
         if not online:
-            why = f"WANDB_MODE is {wish}" if wish in _OFFLINE else "no API key (WANDB_API_KEY, or ~/.netrc)"
+            why = f"WANDB_MODE is {wish}" if wish in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
             apart = ", a run a rank, for ranks share one online only" if mode == "shared" else ""
             mode = "process" if mode == "shared" else mode
-            self._tell(f"W&B: {why}: offline{apart}; `ddptrain results sync {self._writer.run_id}` sends it later")
+            later = f"`ddptrain results sync {self._writer.run_id}` sends it later"
+            self._tell(f"W&B records offline ({why}){apart}; {later}")
         if not embedded:
             self.env |= {name: value for name, value in environ.items() if _goes_along(name)}
         if access.key:

@@ -99,7 +99,7 @@ class Showing:
 
         def lend(staged: Path) -> None:
             with suppress(OSError):  # trackers may lack it, the run directory does not
-                lent.append(self._tracked.lend(staged))
+                lent.append(self._tracked.lend(staged, ".png"))  # by which trackers know what it is
 
         self._files.save(path, data, lend if for_trackers else None)
         return path, lent[0] if lent else None

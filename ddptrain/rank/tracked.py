@@ -76,10 +76,10 @@ class Tracked:
         """Whether any tracker takes items of that type."""
         return self.hub is not None and self.hub.wants(kind)
 
-    def lend(self, path: Path) -> Path:
+    def lend(self, path: Path, suffix: str = "") -> Path:
         """A name for a file or folder that stays when the driver takes it away. Raises OSError."""
         assert self.hub is not None, "nobody wants it"
-        return self.hub.lend(path)
+        return self.hub.lend(path, suffix)
 
     def put_lent(self, item: Image | Table | Checkpoint, *lent: Path) -> None:
         """Hand over an item whose files were lent."""

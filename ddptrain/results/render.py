@@ -129,7 +129,8 @@ def _tracking(view: RunView) -> list[tuple[str, str]]:
         if url in seen:
             continue  # a run that ranks share
         seen |= {url} - {None}
-        lines.append((tracker, url or " ".join(filter(None, (found.get("mode"), found.get("folder"))))))
+        place = " ".join(filter(None, (found.get("mode"), found.get("folder"))))
+        lines.append((tracker, url or place or ", ".join(found.values())))
     if not view.is_running and any(not part.sent for part in parts_below(folder)):
         lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {view.run_id}"))
     return lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -84,28 +85,49 @@ def is_empty(log: Path) -> bool:
         return True
 
 
-def staged_files(log: Path) -> list[str]:
-    """The copies of files that wandb has made for artifacts, by their whole paths; without them these are lost."""
-    found = []
-    for data in records(log):
-        contents = _parsed(data).artifact.manifest.contents
-        found += [entry.local_path for entry in contents if entry.local_path]
-    return found
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """A file of an artifact, as the log names it; without it the artifact is lost. `md5` is "" where it isn't known."""
+
+    path: str
+    artifact_type: str
+    md5: str
 
 
-def rewritten(log: Path, new: Path, moved: Callable[[str], str], exit_code: int | None = None) -> None:
-    """Write the log to `new`, with the paths of staged files changed; `exit_code` takes the place of its own."""
+def staged_files(log: Path) -> list[StagedFile]:
+    """The files that a log's artifacts are made of."""
+    return [file for data in records(log) for file, _ in _staged(_parsed(data))]
 
-    def changed(data: bytes) -> bytes:
+
+def _staged(record: Any) -> Iterator[tuple[StagedFile, Any]]:
+    """The files of an artifact's record, each with its entry there."""
+    for entry in record.artifact.manifest.contents:
+        if entry.local_path:
+            md5 = "" if entry.extra else entry.digest  # another algorithm is named there
+            yield StagedFile(entry.local_path, record.artifact.type, md5), entry
+
+
+Found = Callable[[StagedFile], Path | None]
+
+
+def rewritten(log: Path, new: Path, found: Found, exit_code: int | None = None) -> None:
+    """Write the log to `new`, with the paths of staged files as they are `found`, less artifacts that lack one.
+
+    `exit_code` takes the place of its own.
+    """
+
+    def changed(data: bytes) -> bytes | None:
         record = _parsed(data)
         if record.HasField("exit") and exit_code is not None:
             record.exit.exit_code = exit_code
         elif record.HasField("artifact"):
-            for entry in record.artifact.manifest.contents:
-                if entry.local_path:
-                    entry.local_path = moved(entry.local_path)
+            for file, entry in _staged(record):
+                path = found(file)
+                if path is None:
+                    return None
+                entry.local_path = str(path)
         else:
             return data
         return bytes(record.SerializeToString())
 
-    write(new, (changed(data) for data in records(log)))
+    write(new, (made for data in records(log) if (made := changed(data)) is not None))

@@ -51,9 +51,12 @@ class Hub:
             if lane.wants(type(item)):
                 lane.put(item)
 
-    def lend(self, path: Path) -> Path:
-        """A name for a file, or a folder of files, that stays when the driver takes the file. Raises OSError."""
-        return self._lending.tree(path) if path.is_dir() else self._lending.file(path)
+    def lend(self, path: Path, suffix: str = "") -> Path:
+        """A name, with that suffix, for a file, or a folder of files: it stays when the driver takes the file away.
+
+        Raises OSError.
+        """
+        return self._lending.tree(path) if path.is_dir() else self._lending.file(path, suffix)
 
     def put_lent(self, item: Image | Table | Checkpoint, *lent: Path) -> None:
         """Hand over an item whose files were lent: they go when all trackers have taken it."""

@@ -113,6 +113,7 @@ class Lane:
     def _started(self) -> Tracker | None:
         self._doing = "starting"
         try:
+            self._wanted.facts.folder.mkdir(parents=True, exist_ok=True)
             tracker = self._wanted.make()
             tracker.start(self._wanted.facts)
         except BaseException as error:  # a library's SystemExit as well: the thread is ours

@@ -37,11 +37,11 @@ class Lending:
         self._folder = folder
         self._counter = itertools.count()
 
-    def file(self, path: Path) -> Path:
-        """Another name for a file, or a copy of it where the file system has none. Raises OSError."""
+    def file(self, path: Path, suffix: str = "") -> Path:
+        """Another name for a file, or a copy of it where the file system has none; `suffix` ends it. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        lent = self._folder / f"{next(self._counter)}{path.suffix}"
-        _link(path, lent)
+        lent = self._folder / f"{next(self._counter)}{suffix or path.suffix}"
+        link(path, lent)
         return lent
 
     def tree(self, folder: Path) -> Path:
@@ -49,7 +49,7 @@ class Lending:
         lent = self._folder / f"{next(self._counter)}"
         lent.mkdir(parents=True)
         for path in folder.iterdir():
-            _link(path, lent / path.name)
+            link(path, lent / path.name)
         return lent
 
     def close(self) -> None:
@@ -57,7 +57,8 @@ class Lending:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _link(path: Path, lent: Path) -> None:
+def link(path: Path, lent: Path) -> None:
+    """Give a file another name, or make a copy of it. Raises OSError."""
     try:
         os.link(path, lent)
     except OSError:

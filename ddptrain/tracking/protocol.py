@@ -28,10 +28,10 @@ State = Literal["finished", "failed", "preempted", "crashed"]
 class Facts:
     """What a tracker is told when it starts.
 
-    It may write below `folder`, which becomes tracking/ in the run directory. `resumed` says that an attempt before,
-    maybe of another command, has been in the same tracker's run, which goes on. `told` is what the driver has made
-    for this tracker, such as the id of a run that all ranks share. `tell` shows the person a line; `found` puts what
-    the tracker has made, such as a run's url, into run.json.
+    It may write into `folder`, which is there and becomes tracking/ in the run directory. `resumed` says that an
+    attempt before, maybe of another command, has been in the same tracker's run, which goes on. `told` is what the
+    driver has made for this tracker, such as the id of a run that all ranks share. `tell` shows the person a line;
+    `found` puts what the tracker has made, such as a run's url, into run.json.
     """
 
     run_id: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import wandb
 
 from ddptrain.tracking import items
 
-_MOST_SAMPLED = 1 << 20  # numbers of a tensor that a histogram is made from
+_MOST_SAMPLED = 1 << 16  # numbers of a tensor that a histogram is made from: training has the processor
 _BINS = 64
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -45,14 +44,6 @@ def table_artifact(item: items.Table, most_rows: int, run_id: str, suffix: str) 
     name = artifact_name(f"{item.name}_{run_id}{suffix}")
     artifact = wandb.Artifact(name, type=artifact_name(item.name), metadata={"step": item.step})
     artifact.add(table(item, most_rows), artifact_name(item.name))
-    return artifact
-
-
-def checkpoint_artifact(item: items.Checkpoint, run_id: str) -> wandb.Artifact:
-    """A checkpoint's files; wandb makes a copy of them."""
-    about = {"step": item.step, **item.metrics}
-    artifact = wandb.Artifact(artifact_name(f"checkpoint_{run_id}"), type="model", metadata=about)
-    artifact.add_dir(str(item.folder), name=Path(item.folder).name)
     return artifact
 
 

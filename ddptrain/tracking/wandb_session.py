@@ -22,6 +22,7 @@ from ddptrain.wandbparts import UNSENT
 
 FLUSH_S = 0.25  # to the file, from where nothing is lost when the rank is killed
 _KEY = "WANDB_API_KEY"
+_SERVICE = "WANDB_SERVICE"  # <version>-<process>-<address>
 _LONGEST_REASON = 300
 # Variables that are not called as their settings are.
 _VARIABLES = {
@@ -50,10 +51,11 @@ class Wanted:
 
 def prepare(folder: Path) -> None:
     """Keep all that wandb writes in `folder`, and what it says to itself. The user's own variables stand."""
+    if f"-{os.getpid()}-" not in os.environ.get(_SERVICE, ""):
+        os.environ.pop(_SERVICE, None)  # the core of a process that this one comes from: it may be gone
     ours = {
         "WANDB_DATA_DIR": folder / "data",
         "WANDB_CACHE_DIR": folder / "cache",
-        "WANDB_ARTIFACT_DIR": folder / "artifacts",
         "WANDB_SILENT": "true",
         "WANDB_ERROR_REPORTING": "false",
     }

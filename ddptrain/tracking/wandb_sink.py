@@ -20,6 +20,7 @@ import wandb
 from ddptrain.tracking import items, wandb_media, wandb_session
 from ddptrain.tracking.protocol import Facts, State
 from ddptrain.tracking.wandb_best import Bests
+from ddptrain.tracking.wandb_checkpoints import Checkpoints
 from ddptrain.tracking.wandb_plan import Plan
 from ddptrain.tracking.wandb_rows import STEP, Row, Thinner, goal_of
 
@@ -28,6 +29,7 @@ _DISK_EVERY_S = 10.0
 _FULL_BYTES = 1 << 16
 _TO_SPARE_S = 0.3  # for a finish that ends by itself when wandb's time is over
 _WATCH_EVERY = 10  # rows of numbers from one look at the model to the next
+_STALE_S = 3.0
 
 
 class WentOffline(RuntimeError):
@@ -59,6 +61,9 @@ class WandbTracker:
         wandb_session.prepare(self._plan.folder)
         self._run, self._trouble = self._plan.open()
         self._bests = Bests(self._plan.folder, facts.rank)
+        keep = int((facts.config.get("checkpoint") or {}).get("keep") or 3)
+        sending = self._plan.folder / f"sending-rank-{facts.rank}"
+        self._checkpoints = Checkpoints(sending, facts.folder.parent, facts.run_id, keep)
         self._prefix = self._plan.prefix
         self._run.define_metric(f"{self._prefix}{STEP}", hidden=True)
         self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}{STEP}")
@@ -114,10 +119,8 @@ class WandbTracker:
             case items.Table() if self._options.get("tables", True):
                 self._table(item)
             case items.Checkpoint() if self._options.get("checkpoints"):
-                self._opened.log_artifact(
-                    wandb_media.checkpoint_artifact(item, self._facts.run_id),
-                    aliases=["latest", f"step-{item.step}"],
-                )
+                artifact = self._checkpoints.artifact(item, offline=self._opened.offline)
+                self._opened.log_artifact(artifact, aliases=["latest", f"step-{item.step}"])
             case items.Model():
                 self._model = item.model
             case _:
@@ -161,7 +164,7 @@ class WandbTracker:
             if isinstance(value, int | float) and (goal := self._goal(name)):
                 self._bests.note(f"{self._prefix}{name}", goal, float(value))
         try:
-            run.log(row.as_logged(self._prefix) | self._looked_at())
+            run.log(row.as_logged(self._prefix) | self._looked_at(row))
         except Exception as error:
             self._broken = error
             raise
@@ -198,12 +201,13 @@ class WandbTracker:
         self._known.add(name)
         if goal := self._goal(name):
             step = f"{self._prefix}{STEP}"
-            self._opened.define_metric(f"{self._prefix}{name}", step_metric=step, summary=f"{goal},last")
+            with suppress(wandb.Error):  # of a name that it can't define, as one with a *, the last value stands
+                self._opened.define_metric(f"{self._prefix}{name}", step_metric=step, summary=f"{goal},last")
 
-    def _looked_at(self) -> dict[str, Any]:
-        """Histograms of the model, where they are wanted, every now and then."""
+    def _looked_at(self, row: Row) -> dict[str, Any]:
+        """Histograms of the model, where they are wanted, every now and then: as it is now, so of no older row."""
         what = self._options.get("watch", "off")
-        if self._model is None or what == "off":
+        if self._model is None or what == "off" or time.time() - row.time_s > _STALE_S:
             return {}
         self._rows_to_look -= 1
         if self._rows_to_look > 0:
@@ -256,6 +260,7 @@ class WandbTracker:
                 self._last_words(run)
             finally:
                 complete = wandb_session.finish(run, state, self._plan.wandb_timeout_s + _TO_SPARE_S)
+                self._checkpoints.close()
         if not complete:
             self._facts.tell(
                 f"W&B has not taken everything in {self._plan.finish_timeout_s:g} s; {self._sync} sends the rest"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,8 @@ def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) ->
     worker.kill()
     ended = running.finish()
     assert ended.rc == 0, ended.stderr
-    assert "begins after step 8 with 2" in ended.stdout
+    begun = {int(step) for step in re.findall(r"begins after step (\d+) with 2", ended.stdout)}
+    assert begun in ({0, 4}, {0, 8}, {0, 12})  # that of step 8 may still have been on its way
     assert [attempt["outcome"] for attempt in trainer.record("lost")["attempts"]] == ["failed", "succeeded"]
 
 

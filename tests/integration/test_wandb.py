@@ -16,6 +16,7 @@ from tests.integration.wandb_runs import plain
 from tests.integration.wandb_training import Training
 
 STEPS = [*range(1, 41)]
+PETNAMES = Path(__file__).parents[2] / "configs" / "petnames-wandb.yaml"
 
 
 @pytest.fixture
@@ -73,6 +74,8 @@ def test_shared_mode_is_one_run_with_a_client_of_each_rank(backend: Backend, tra
     assert run.settings["run_id"] == training.run_dir.name
     assert "hush-hush" not in str(run.config)
     assert backend.keys == {API_KEY}
+    artifact = backend.artifact(f"train_predictions_{training.run_dir.name}")
+    assert artifact.state == "COMMITTED"
     told = training.record["tracking"]["wandb"]
     assert told["mode"] == "shared"
     assert told["url"].endswith(f"/{run.id}")
@@ -80,18 +83,26 @@ def test_shared_mode_is_one_run_with_a_client_of_each_rank(backend: Backend, tra
 
 
 def test_process_mode_is_a_run_of_each_rank_in_one_group(backend: Backend, training: Training) -> None:
-    ended = training.train(backend.environment, mode="process", tags=["a", "b"], notes="of old")
-    training.assert_unharmed(ended, ranks=2)
+    names = [f"{first}{last}" for first in ("rex", "bella", "max") for last in "aeiou"]
+    (training.folder / "few.txt").write_text("\n".join(names))
+    settings = ["params.names=few.txt", "params.epochs=3", "params.batch_size=2", "tracking.wandb.mode=process"]
+    options = [word for setting in [*settings, "tracking.wandb.log_every=1"] for word in ("--set", setting)]
+    ended = training.cli("train", PETNAMES, *options, env={**backend.environment, "HOME": str(training.folder)})
+    assert ended.rc == 0, ended.stderr
     runs = sorted(backend.runs.values(), key=lambda run: str(run.name))
     assert [run.name for run in runs] == ["rank_0", "rank_1"]
     assert {run.group for run in runs} == {training.run_dir.name}
     for rank, run in enumerate(runs):
-        assert [row["step"] for row in run.history if "train/loss" in row] == STEPS
-        assert {row["train/rank"] for row in run.history if "train/rank" in row} == {rank}
-        assert (run.exits, run.tags, run.notes) == ([0], ["a", "b"], "of old")
-    assert runs[0].summary["train/loss"]["min"] == 1 / 40
-    artifact = backend.artifact(f"train_predictions_{training.run_dir.name}")
+        for metric in ("train/loss", "val/loss"):
+            rows = [(row["step"], row[metric]) for row in training.metrics(rank) if metric in row]
+            assert [(row["step"], row[metric]) for row in run.history if metric in row] == rows
+            assert not rows or run.summary[metric]["min"] == min(value for _, value in rows)
+            assert rows or rank, "rank 0 logs both"
+        assert (run.exits, run.tags) == ([0], ["lstm"])
+    artifact = backend.artifact(f"checkpoint_{training.run_dir.name}")
     assert artifact.state == "COMMITTED"
+    assert any(name.endswith("model.safetensors") for name in artifact.files)
+    training.assert_key_is_nowhere(ended)
 
 
 def test_failed_attempts_and_a_resumed_one_go_on_in_one_run_that_says_so(backend: Backend, training: Training) -> None:
@@ -110,7 +121,7 @@ def test_failed_attempts_and_a_resumed_one_go_on_in_one_run_that_says_so(backend
     training.assert_key_is_nowhere(first, second)
 
 
-def test_without_a_key_ranks_record_offline_and_sync_brings_it_home_once(backend: Backend, training: Training) -> None:
+def test_without_a_key_ranks_record_offline_with_all_that_a_later_sync_needs(training: Training) -> None:
     ended = training.train({"WANDB_ERROR_REPORTING": "false"}, mode="shared")
     training.assert_unharmed(ended, ranks=2)
     (line,) = [line for line in ended.stderr.splitlines() if "offline" in line]
@@ -124,13 +135,4 @@ def test_without_a_key_ranks_record_offline_and_sync_brings_it_home_once(backend
     artifacts = {entry["name"]: entry for run in runs for entry in run.of("artifact")}
     for entry in artifacts["train_predictions_" + training.run_dir.name]["manifest"]["contents"]:
         assert Path(entry["local_path"]).is_relative_to(training.run_dir), "staged files stay for the sync"
-
-    for _ in range(2):
-        synced = training.cli("results", "sync", "latest", env=backend.environment)
-        assert synced.rc == 0, synced.stderr
-        assert len(backend.runs) == 2
-        for remote in backend.runs.values():
-            assert [row["step"] for row in remote.history if "train/loss" in row] == STEPS
-            assert (remote.exits, remote.group) == ([0], training.run_dir.name)
-    assert backend.artifact("train_predictions_" + training.run_dir.name).state == "COMMITTED"
     training.assert_key_is_nowhere(ended)

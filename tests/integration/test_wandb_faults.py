@@ -88,6 +88,7 @@ def test_server_that_dies_holds_the_end_up_for_35_s_at_most(backend: Backend, tr
     assert len(warnings_of(ended, 0)) == 1, ended
 
 
+@pytest.mark.long  # what becomes of an init that fails is shown above
 def test_server_without_an_address(training: Training) -> None:
     env = {"WANDB_BASE_URL": "http://nowhere.invalid", "WANDB_API_KEY": API_KEY, "WANDB_ERROR_REPORTING": "false"}
     ended = training.train(env, ranks=1, init_timeout_s=3, finish_timeout_s=3 + START_S)

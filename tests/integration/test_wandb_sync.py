@@ -16,6 +16,7 @@ from ddptrain.driver.syncing import Sent, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.results import lock, wandblog
 from ddptrain.results.find import load_run
+from ddptrain.results.origin import Origin
 from ddptrain.results.record import RunStatus
 from ddptrain.results.writer import RunWriter
 from ddptrain.wandbparts import UNSENT, parts_below
@@ -135,7 +136,7 @@ def test_part_that_was_overtaken_does_not_say_how_the_run_has_ended(run: Path, b
     first.folder.rename(run.parent / "first")
     assert sync(run, backend.environment).sent == 1  # the second attempt was online, say
     (run.parent / "first").rename(first.folder)
-    wandblog.rewritten(last.log, first.log, str, 1)  # one that has come to its end
+    wandblog.rewritten(last.log, first.log, lambda file: Path(file.path), 1)  # one that has come to its end
     assert sync(run, backend.environment).sent == 1
     assert backend.run.exits == [0, 0]
     assert backend.run.state == "finished"
@@ -204,3 +205,12 @@ def test_online_run_counts_as_sent_unless_it_says_otherwise(run: Path) -> None:
     first, _ = parts_below(folder)
     (first.folder / UNSENT).touch()
     assert unsent(run) == 1
+
+
+def test_run_of_an_object_store_says_how_it_is_sent(run: Path, backend: Backend) -> None:
+    Origin("s3://bucket/runs/a-run").mark(run)
+    with pytest.raises(UsageError, match="a-run is in s3://bucket/runs/a-run: copy it into a folder"):
+        sync(run, backend.environment)
+    record = run / "run.json"
+    record.write_text(record.read_text().replace('"offline"', '"rank0"'))
+    assert sync(run, backend.environment).words == "a-run: nothing to send to W&B"

@@ -283,6 +283,11 @@ def test_a_dump_leaves_secrets_out(load: Load) -> None:
         params={
             "names": ["s3://u:hunter2@b/x?sig=1&X-Amz-Signature=hunter2"],
             "options": {"secret": "hunter2", "key": 3},
+            "headers": {
+                "Authorization": "Bearer hunter2",
+                "Cookie": "hunter2",
+                "connection_string": "AccountKey=hunter2",
+            },
         },
     )
     dumped = dump_config(config)

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import TrainingFailed
+from ddptrain.wording import shown
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.manifest import Manifest
 
 _NAMED = 20
+_LONGEST = 500  # of a key or a reason, in characters
 
 
 class TooManyBadImages(TrainingFailed):
@@ -25,7 +27,7 @@ def check_bad(n_bad: int, n_images: int, max_fraction: float, named: Mapping[str
     """
     if n_bad <= max_fraction * n_images:
         return
-    listed = "".join(f"\n  {key}: {reason}" for key, reason in list(named.items())[:_NAMED])
+    listed = "".join(f"\n  {_told(key, reason)}" for key, reason in list(named.items())[:_NAMED])
     more = f"\n  and {n_bad - _NAMED} more" if n_bad > _NAMED else ""
     raise TooManyBadImages(
         f"{n_bad} of {n_images:,} images could not be read, which is more than params.max_bad_fraction "
@@ -48,7 +50,7 @@ class BadImages:
         if index in self.reasons:
             return
         self.reasons[index] = reason
-        self._tell(f"bad image {self._manifest.keys[index]}: {reason}")
+        self._tell(f"bad image {_told(self._manifest.keys[index], reason)}")
         n_images = len(self._manifest.train) + len(self._manifest.val)
         check_bad(len(self.reasons), n_images, self._max_fraction, self.by_key())
 
@@ -69,6 +71,12 @@ class BadImages:
             if other != index and other not in self.reasons:
                 yield other
         raise TooManyBadImages(
-            f"no image of class {self._manifest.classes[label]} could be read, the last one being "
-            f"{self._manifest.keys[index]}: {self.reasons.get(index, '')}"
+            f"no image of class {shown(self._manifest.classes[label])} could be read, the last one being "
+            f"{_told(self._manifest.keys[index], self.reasons.get(index, ''))}; mend one, or leave the class out, by "
+            "params.subset"
         )
+
+
+def _told(key: str, reason: str) -> str:
+    """Which and why, in one line: names of files, and what is said of them, may hold anything."""
+    return f"{shown(key, _LONGEST)}: {shown(reason, _LONGEST)}"

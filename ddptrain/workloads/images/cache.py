@@ -46,13 +46,15 @@ class Cache:
         try:
             with path.open("rb", buffering=0) as file:
                 content = file.read()
-                os.utime(file.fileno())
+                with contextlib.suppress(OSError):  # of others, or on a disk that can't be written
+                    os.utime(file.fileno())
         except OSError:
             return None
         data = content[_HEADER.size :]
         if content[: _HEADER.size] == _header(data):
             return data
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         return None
 
     def put(self, url: str, key: str, version: str, data: bytes) -> None:

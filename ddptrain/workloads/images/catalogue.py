@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SMALL_CNN = "small_cnn"  # ours
+N_OUTPUTS = 1000  # of all weights that torchvision has for classification: they know ImageNet's classes
 _BUILDER = re.compile(
     r"^@register_model\(\)\n(?:@.*\n)*def (?P<name>\w+)\([^)]*?weights: (?:Optional\[)?(?P<weights>\w+)", re.MULTILINE
 )

@@ -64,6 +64,8 @@ def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.
 
     Raises: CorruptImage.
     """
+    if not data:
+        raise CorruptImage("the file is empty")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return _square(image, size, augment, draw).tobytes()
@@ -79,7 +81,7 @@ def _square(image: Image.Image, size: int, augment: Augment | None, draw: random
     if width * height > MOST_PIXELS:
         raise CorruptImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
     box = _random_box(width, height, draw) if augment == "crop" else _centre_box(width, height)
-    turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+    turn = _turn(image)
     # A JPEG can be decoded at 1/2, 1/4 or 1/8, as long as the box stays as large as what is made of it.
     image.draft(None, (_ceil(width * size / (box[2] - box[0])), _ceil(height * size / (box[3] - box[1]))))
     by_x, by_y = image.width / width, image.height / height
@@ -92,6 +94,14 @@ def _square(image: Image.Image, size: int, augment: Augment | None, draw: random
     if augment in ("flip", "crop") and draw.random() < 0.5:
         seen = seen.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return seen
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What makes the image upright, as far as its EXIF can be read: the pixels may be whole all the same."""
+    try:
+        return _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # pillow raises whatever broken bytes lead it to
+        return None
 
 
 def _smooth(image: Image.Image) -> Image.Image:

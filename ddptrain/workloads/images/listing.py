@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -13,16 +14,17 @@ from pathlib import Path, PurePosixPath
 from ddptrain.errors import UsageError
 from ddptrain.wording import counted, nearest, shown
 from ddptrain.workloads.images.manifest import FILE, Manifest, class_of, is_plain_key
+from ddptrain.workloads.images.namedfiles import check_labels, check_weights
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.split import sample, split
-from ddptrain.workloads.images.store import Listed, Location, fetch, open_store
+from ddptrain.workloads.images.store import Listed, Location, open_store
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 # A store that does not answer is given up after the sum of the two; a page of a listing takes well below a second.
 _TIMEOUT_S = 6.0
 _PATIENCE_S = 12.0
 _RETRIES = 4
-_TELL_EVERY_S = 10.0
+_TELL_FIRST_S, _TELL_EVERY_S = 2.0, 10.0
 _MOST_NAMED = 8
 _WORDNET = re.compile(r"^n\d{8}-")  # in front of the names of ImageNet's classes
 
@@ -31,12 +33,16 @@ Tell = Callable[[str], None]
 
 @dataclass(slots=True)
 class Found:
-    """What a source holds: the images of each class; how many files are no images, hidden, or in no class's folder."""
+    """What a source holds: the images of each class; how many files are no images, hidden, or in no class's folder.
+
+    folders: all of the source's own, which should be those of the classes.
+    """
 
     by_class: dict[str, list[Listed]] = field(default_factory=dict)
     suffixes: Counter[str] = field(default_factory=Counter)
     n_hidden: int = 0
     n_stray: int = 0
+    folders: set[str] = field(default_factory=set)
 
     @property
     def n_images(self) -> int:
@@ -51,8 +57,16 @@ class Found:
             f"{counted(others, 'file')} that {'is' if others == 1 else 'are'} no {_kind(others)}" if others else "",
             f"{counted(self.n_hidden, 'hidden file')}" if self.n_hidden else "",
             f"{counted(self.n_stray, 'image')} in no class's folder" if self.n_stray else "",
+            _imageless(sorted(self.folders - self.by_class.keys())),
         ]
         return ", ".join(part for part in parts if part)
+
+
+def _imageless(folders: Sequence[str]) -> str:
+    """What is said of folders without an image, which are no classes."""
+    names = ", ".join(shown(name, 40) for name in folders[:_MOST_NAMED])
+    more = ", ..." if len(folders) > _MOST_NAMED else ""
+    return f"{counted(len(folders), 'folder')} without an image ({names}{more})" if folders else ""
 
 
 def _kind(number: int) -> str:
@@ -68,6 +82,8 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
     location = Location.at(settings)
     made_of = _made_of(settings, location)
     known = Manifest.read(folder) if (folder / FILE).exists() else None
+    if known is None:  # else there is a checkpoint, or the ranks look
+        check_weights(settings)
     if known is not None and known.made_of == made_of:
         tell(f"the run's list of images is used again: {_summary(known)}")
         manifest = known
@@ -77,8 +93,12 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         found = list_images(location, tell)
         manifest = make_manifest(found, settings, location, made_of)
         tell(f"{_summary(manifest)}{f'; left out: {found.ignored}' if found.ignored else ''}")
-    if settings.label_map is not None:
-        _check_labels(settings, manifest)
+    check_labels(settings, manifest.classes)
+    if settings.scheduler == "plateau" and not manifest.val:
+        raise UsageError(
+            "params.scheduler: plateau watches val/loss, and there are too few images for any to validate with: lower "
+            "params.train_pct, or choose another scheduler"
+        )
     if manifest is not known:
         manifest.write(folder)
 
@@ -89,13 +109,15 @@ def list_images(location: Location, tell: Tell | None = None) -> Found:
     Raises: UsageError where there are no images in folders of classes; StoreError where it can't be listed.
     """
     found = Found()
-    next_word = time.monotonic() + _TELL_EVERY_S
+    next_word = time.monotonic() + _TELL_FIRST_S
     store = open_store(location, timeout_s=_TIMEOUT_S, retries=_RETRIES, patience_s=_PATIENCE_S)
     for number, item in enumerate(store.listing(), 1):
         _add(found, item)
         if tell is not None and number % 1000 == 0 and time.monotonic() > next_word:
             next_word = time.monotonic() + _TELL_EVERY_S
             tell(f"listing {location.words}: {number:,} files so far")
+    if location.protocol == "file":  # in a store no folder is empty
+        found.folders |= {entry.name for entry in os.scandir(location.url) if entry.is_dir() and entry.name[0] != "."}
     _check(found, location.words)
     return found
 
@@ -161,7 +183,10 @@ def _add(found: Found, item: Listed) -> None:
     parts = item.key.split("/")
     if any(part.startswith(".") for part in parts) or not _is_text(item.key):
         found.n_hidden += 1
-    elif (suffix := PurePosixPath(parts[-1]).suffix.lower()) not in SUFFIXES:
+        return
+    if len(parts) > 1:
+        found.folders.add(parts[0])
+    if (suffix := PurePosixPath(parts[-1]).suffix.lower()) not in SUFFIXES:
         found.suffixes[suffix] += 1
     elif not is_plain_key(item.key):
         found.n_stray += 1
@@ -228,15 +253,3 @@ def _differences(before: Mapping[str, object], now: Mapping[str, object]) -> str
 def _summary(manifest: Manifest) -> str:
     of = f"{len(manifest.keys):,} images of {len(manifest.classes):,} classes in {manifest.url}"
     return f"{of}: {len(manifest.train):,} to train on, {len(manifest.val):,} to validate with"
-
-
-def _check_labels(params: ImagesParams, manifest: Manifest) -> None:
-    """Raises UsageError where the label map does not name every class for certain."""
-    from ddptrain.workloads.images.labelfile import read_labels
-    from ddptrain.workloads.images.labels import match
-
-    assert params.label_map is not None
-    same_store = params.label_map.partition("://")[0] == params.source.partition("://")[0]
-    options = params.source_options if same_store else {}
-    read = (lambda where: fetch(where, options)) if "://" in params.label_map else None
-    match(manifest.classes, read_labels(params.label_map, read))

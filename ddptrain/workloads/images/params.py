@@ -90,7 +90,7 @@ class ImagesParams(BaseModel):
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(
         "auto", description="Processes of a rank that decode images; 0 decodes in threads of the rank itself."
     )
-    requests: int = Field(32, ge=1, le=1024, description="Requests of a rank to the store under way at a time.")
+    requests: int = Field(64, ge=1, le=1024, description="Requests of a rank to the store under way at a time.")
     prefetch: int = Field(4, ge=1, le=64, description="Batches that are made ready ahead of the training.")
     cache: CacheParams | None = Field(None, description="Keep images on the hosts; null keeps none.")
     max_bad_fraction: float = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,6 +227,10 @@ class _Folder:
         try:
             return (self._root / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            if not self._root.is_dir():
+                raise StoreMissing(
+                    f"the folder {self._root} is not there on {socket.gethostname()}: every rank has to see it"
+                ) from None
             raise NotFound(key) from None
         except PermissionError as error:
             raise StoreForbidden(f"{self._root / key} can't be read: {error}") from error

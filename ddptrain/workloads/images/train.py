@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import Preempted
+from ddptrain.wording import counted, shown
 from ddptrain.workloads.dealing import Part
 from ddptrain.workloads.images.beginning import begin_with_weights, built_model, described_model
 from ddptrain.workloads.images.evaluate import evaluate, share_buffers
@@ -102,7 +103,7 @@ class _Trainer:
         return module
 
     def _go_on(self, resumed: Resumed) -> None:
-        self._model_config = _same_classes(resumed.data["model_config"], self._manifest)
+        self._model_config = _described_again(resumed.data["model_config"], self._manifest, self._settings.image_size)
         self.epochs_done, self.step = int(resumed.epoch or 0), resumed.step
         done = (resumed.epoch or 0) - self.epochs_done
         taken, begun = resumed.data.get("taken", []), resumed.data.get("begun", 0.0)
@@ -313,12 +314,19 @@ def _is_channels_last(model: nn.Module) -> bool:
     )
 
 
-def _same_classes(model_config: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """The description of the model of a checkpoint. Raises: UsageError where it was trained on other classes."""
+def _described_again(model_config: dict[str, Any], manifest: Manifest, image_size: int) -> dict[str, Any]:
+    """The description of the model of a checkpoint, with the size of images that it is shown from now on.
+
+    Raises: UsageError where it was trained on other classes.
+    """
     if tuple(model_config["classes"]) != manifest.classes:
         raise UsageError(
-            f"the checkpoint is of {len(model_config['classes']):,} classes ({', '.join(model_config['classes'][:3])}, "
-            f"...), the images are of {len(manifest.classes):,} ({', '.join(manifest.classes[:3])}, ...): "
+            f"the checkpoint is of {_some(model_config['classes'])}, the images are of {_some(manifest.classes)}: "
             "resume with the images that it was trained on"
         )
-    return model_config
+    return {**model_config, "image_size": image_size}
+
+
+def _some(classes: Sequence[str]) -> str:
+    more = ", ..." if len(classes) > 3 else ""
+    return f"{counted(len(classes), 'class')} ({', '.join(shown(name, 40) for name in classes[:3])}{more})"

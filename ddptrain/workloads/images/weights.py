@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddptrain.errors import UsageError
 from ddptrain.wording import did_you_mean, shown
+from ddptrain.workloads.images.namedfiles import BadWeights, is_safetensors
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "state")
 _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
@@ -24,10 +24,6 @@ _AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 # As DenseNet's weights are named in torchvision's files: 'norm.1' was allowed in a module's name once.
 _OLD_DENSENET = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..*)")
 _MOST_NAMED = 5
-
-
-class BadWeights(UsageError):
-    """Weights that can't be had, read, or loaded into the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises: BadWeights.
     """
     try:
-        found: Any = load_file(path) if _is_safetensors(path) else _saved(path)
+        found: Any = load_file(path) if _begins_as_safetensors(path) else _saved(path)
     except UnpicklingError as error:
         raise BadWeights(
             f"{path} is not loaded, as it holds more than tensors, which may run code: {_first_line(error)}; save "
@@ -104,10 +100,9 @@ def load(
     return others
 
 
-def _is_safetensors(path: Path) -> bool:
-    """Eight bytes of a length, then JSON. A zip file or a pickle begins otherwise."""
+def _begins_as_safetensors(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"
+        return is_safetensors(file.read(9))
 
 
 def _saved(path: Path) -> Any:

@@ -7,10 +7,8 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,70 +25,36 @@ from ddptrain.workloads.images.store import Location, open_store
 from tests.bench.measure import Experiment, Figures, Goal, NotHere, Row, Source, Variants
 from tests.bench.stage import DDPTRAIN, BenchError, Stage
 from tests.integration.faultproxy import FaultProxy, fault_proxy
+from tests.integration.s3server import RCLONE, S3Server, s3_server
 
-_RCLONE = Path(sys.executable).with_name("rclone")
 _LATENCY_S = 0.025
 _CLASSES = 20
 _DRAWN = 40  # different photos, of which the others are copies
 _RANKS = 4
-_START_S = 20.0
 # As every rank has it, for all alike; and one thread a process, as there is one that decodes.
 _ENV = {**MALLOC_DEFAULTS, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A server with a bucket, and a proxy that counts what is asked, and may take its time."""
+    """A server with buckets, and a proxy that counts what is asked, and may take its time."""
 
-    port: int
+    server: S3Server
     proxy: FaultProxy
 
     @property
-    def environment(self) -> dict[str, str]:
-        """What leads every client to the proxy."""
-        return {
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-        }
-
-    @property
-    def direct(self) -> dict[str, Any]:
-        """params.source_options, past the proxy."""
-        return {"key": "key", "secret": "secret", "endpoint_url": f"http://127.0.0.1:{self.port}"}
-
-    @property
     def by_proxy(self) -> dict[str, Any]:
-        """params.source_options."""
-        return self.direct | {"endpoint_url": self.proxy.url}
+        """params.source_options, through the proxy."""
+        return self.server.options | {"endpoint_url": self.proxy.url}
 
 
 @contextmanager
-def _served(buckets: Path) -> Iterator[_Bucket]:
-    """Each folder in `buckets` as a bucket of a real S3 server."""
-    if not _RCLONE.exists():
-        raise BenchError(f"no {_RCLONE}: install the dev extra")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = f"--addr 127.0.0.1:{port} --auth-key key,secret --config".split()
-    log = buckets.with_name(f"{buckets.name}.log")
-    with log.open("wb") as out:
-        server = subprocess.Popen(
-            [str(_RCLONE), "serve", "s3", *options, "", str(buckets)], stdout=out, stderr=out, stdin=subprocess.DEVNULL
-        )
-    try:
-        deadline = time.monotonic() + _START_S
-        while b"Starting s3 server" not in log.read_bytes():
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise BenchError(f"rclone does not serve: {log.read_text()[-500:]}")
-            time.sleep(0.05)
-        with fault_proxy(port) as proxy:
-            yield _Bucket(port, proxy)
-    finally:
-        server.terminate()
-        server.wait(10)
+def _served(folder: Path) -> Iterator[_Bucket]:
+    """A real S3 server for `folder`/buckets, and the proxy in front of it."""
+    if not RCLONE.exists():
+        raise BenchError(f"no {RCLONE}: install the dev extra")
+    with s3_server(folder) as server, fault_proxy(server.port) as proxy:
+        yield _Bucket(server, proxy)
 
 
 def _photo(seed: int) -> bytes:
@@ -121,10 +85,10 @@ def _open_feeding(stage: Stage) -> Iterator[Variants]:
     _draw(folder / "buckets" / "theirs", stage.sizes.images_peer, photos)
     memory = folder / "memory"
     _draw(memory, _DRAWN, photos)
-    with _served(folder / "buckets") as bucket:
-        location = Location("s3://ours", bucket.direct)
+    with _served(folder) as bucket:
+        location = Location("s3://ours", bucket.server.options)
         # One of each class is not trained on, where nothing validates: the split wants two classes at the least.
-        listed = ImagesParams(source="s3://ours", source_options=bucket.direct, train_pct=1.0)
+        listed = ImagesParams(source="s3://ours", source_options=bucket.server.options, train_pct=1.0)
         make_manifest(list_images(location), listed, location).write(folder)
 
         def measured(way: str, env: dict[str, str] | None = None, **params: Any) -> Figures:
@@ -151,9 +115,9 @@ def _open_feeding(stage: Stage) -> Iterator[Variants]:
             return {"first_requests": asked[0], "second_requests": asked[1] - asked[0]}
 
         yield {
-            "s3-image-folder": partial(measured, "s3_image_folder", bucket.environment, bucket="theirs"),
+            "s3-image-folder": partial(measured, "s3_image_folder", bucket.server.environment, bucket="theirs"),
             "decoding-alone": partial(measured, "from_memory", folder=str(memory), count=stage.sizes.images),
-            "images": partial(ours, bucket.direct, 0.0),
+            "images": partial(ours, bucket.server.options, 0.0),
             "images-25ms": partial(ours, bucket.by_proxy, _LATENCY_S),
             "images-cached": cached,
         }
@@ -207,7 +171,7 @@ def _open_listing(stage: Stage) -> Iterator[Variants]:
     tiny = io.BytesIO()
     Image.new("RGB", (8, 8)).save(tiny, "JPEG")
     _draw(folder / "buckets" / "keys", stage.sizes.image_keys, [tiny.getvalue()])
-    with _served(folder / "buckets") as bucket:
+    with _served(folder) as bucket:
 
         def one_listing() -> Figures:
             bucket.proxy.reset()

@@ -8,39 +8,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _CALLS = 20_000
-_CALLS_WITH_STEPS = 3_000
 _WARM_S = 6.0  # in which trackers start
+_BURSTS, _BURST_CALLS, _REST_S = 10, 500, 0.5
 
 
-def workload(ctx: Any, out: str, step_s: float = 0.0) -> None:
-    """Logs in every step of nothing, or of `step_s` of work; writes the microseconds of a call to `out`."""
+def workload(ctx: Any, out: str, tracked: bool = False) -> None:
+    """Logs in every step of nothing; writes the microseconds of a call to `out`."""
     numbers = {f"train/number-{index}": 0.5 + index for index in range(5)}
     for step in range(1_000):
         ctx.log(numbers, step=step)
-    if step_s:
-        _between_steps(ctx, out, numbers, step_s)
-        return
-    began = time.perf_counter()
-    for step in range(_CALLS):
-        ctx.log(numbers, step=step)
-    took_s = time.perf_counter() - began
-    Path(out).write_text(json.dumps({"call_us": took_s / _CALLS * 1e6}))
-
-
-def _between_steps(ctx: Any, out: str, numbers: dict[str, float], step_s: float) -> None:
-    matrix, calls_s, step = torch.randn(256, 256), list[float](), 1_000
-    warm_at = time.perf_counter() + _WARM_S
-    while len(calls_s) < _CALLS_WITH_STEPS:
-        until = time.perf_counter() + step_s
-        while time.perf_counter() < until:
-            torch.mm(matrix, matrix)
-        began = time.perf_counter()
-        ctx.log(numbers, step=step)
-        step += 1
-        if began > warm_at:
-            calls_s.append(time.perf_counter() - began)
-    figures = {"call_us": statistics.mean(calls_s) * 1e6, "median_us": statistics.median(calls_s) * 1e6}
+    figures = _beside_trackers(ctx, numbers) if tracked else _in_a_row(ctx, numbers, 0)
     Path(out).write_text(json.dumps(figures))
+
+
+def _in_a_row(ctx: Any, numbers: dict[str, float], first: int, calls: int = _CALLS) -> dict[str, float]:
+    began, cpu_began = time.perf_counter(), time.thread_time()
+    for step in range(first, first + calls):
+        ctx.log(numbers, step=step)
+    took_s, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_began
+    return {"call_us": took_s / calls * 1e6, "cpu_us": cpu_s / calls * 1e6}
+
+
+def _beside_trackers(ctx: Any, numbers: dict[str, float]) -> dict[str, float]:
+    """In bursts that leave trackers the time to take everything; the medians of these."""
+    time.sleep(_WARM_S)
+    bursts = []
+    for burst in range(_BURSTS):
+        bursts.append(_in_a_row(ctx, numbers, 1_000 + burst * _BURST_CALLS, _BURST_CALLS))
+        time.sleep(_REST_S)
+    return {name: statistics.median(burst[name] for burst in bursts) for name in bursts[0]}

@@ -147,6 +147,17 @@ def test_wandb_mode_wins(make: Make, wish: str, mode: str, online: bool) -> None
     assert (told(tracking)["mode"], told(tracking)["online"]) == (mode, online)
 
 
+def test_wandb_mode_of_the_configuration_comes_before_that_of_the_shell(
+    writer: RunWriter, home: dict[str, str]
+) -> None:
+    config = {"workload": "petnames", "tracking": {"wandb": True}, "env": {"WANDB_MODE": "dryrun"}}
+    environ = {**home, "WANDB_MODE": "online", "WANDB_API_KEY": KEY}
+    said: list[str] = []
+    tracking = Tracking(RunConfig.model_validate(config), writer, environ, said.append)
+    assert told(tracking)["online"] is False
+    assert "WANDB_MODE is dryrun" in said[0]
+
+
 def test_wandb_that_is_disabled_is_off(make: Make) -> None:
     tracking, (line,) = make({"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, mode="process")
     assert tracking.of(place(0)) == {}

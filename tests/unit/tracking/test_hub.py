@@ -84,7 +84,7 @@ def test_what_a_slow_tracker_has_no_room_for_is_dropped_counted_and_told(house: 
     slow, quick = Hanging("log"), Recorder()
     hub = house.open(slow, quick, queue=10)
     hub.put(numbers(0))
-    until(lambda: bool(slow.items))
+    until(lambda: bool(slow.items and quick.items))
     for steps in (range(1, 11), range(11, 21), range(21, 31)):
         for step in steps:
             hub.put(numbers(step))
@@ -235,3 +235,11 @@ def test_handing_over_costs_microseconds_whatever_trackers_do(house: House) -> N
         rounds.append((time.perf_counter() - began) / 200)
         time.sleep(0.001)
     assert min(rounds) < 30e-6
+
+
+def test_folder_that_a_tracker_may_write_into_is_there(tmp_path: Path) -> None:
+    house, tracker = House(tmp_path / "run" / "tracking"), Recorder()
+    house.open(tracker)
+    until(lambda: tracker.facts is not None)
+    house.close()
+    assert (tmp_path / "run" / "tracking").is_dir()

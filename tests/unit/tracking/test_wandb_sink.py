@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -10,10 +12,12 @@ from typing import Any
 
 import PIL.Image
 import pytest
+import torch
 
 from ddptrain.results import wandblog
 from ddptrain.tracking import items, wandb_session
 from ddptrain.tracking.protocol import Facts
+from ddptrain.tracking.wandb_checkpoints import Checkpoints
 from ddptrain.tracking.wandb_plan import Plan
 from ddptrain.tracking.wandb_session import Wanted, settings_for
 from ddptrain.tracking.wandb_sink import WandbTracker, WentOffline
@@ -110,8 +114,17 @@ def test_offline_run_holds_rows_pictures_table_and_artifact(tmp_path: Path) -> N
     assert Path(heard.found["folder"]).parent == tmp_path / "wandb"
 
 
+def test_core_of_another_process_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SERVICE", "3-1-unix-/gone")  # of a notebook that has started the run, say
+    tracker = WandbTracker(options())
+    tracker.start(Heard().facts(tmp_path))
+    tracker.log(numbers(1, loss=1.0))
+    tracker.finish("finished")
+    assert [row["loss"] for row in rows(read_back(tmp_path / "wandb"))] == ["1"]
+
+
 def staged(folder: Path) -> list[str]:
-    return [path for part in parts_below(folder / "wandb") for path in wandblog.staged_files(part.log)]
+    return [file.path for part in parts_below(folder / "wandb") for file in wandblog.staged_files(part.log)]
 
 
 def test_resumed_attempt_goes_on_in_the_same_run_and_knows_the_best_value(tmp_path: Path) -> None:
@@ -192,3 +205,82 @@ def test_variables_of_wandb_win(tmp_path: Path) -> None:
     settings = settings_of(plan(tmp_path, 1, environ, mode="process", project="other"), "online", environ)
     assert (settings["run_id"], settings["run_name"]) == ("mine-1", "named-rank_1")
     assert not {"project", "x_disable_stats"} & settings.keys()  # wandb takes them from the environment
+
+
+# --- checkpoints, and the model itself ---
+
+
+def checkpoint(folder: Path, step: int) -> items.Checkpoint:
+    """As it lies with a rank: under a name that says nothing."""
+    files = folder / "lent" / str(step * 7)
+    files.mkdir(parents=True)
+    (files / "model.safetensors").write_bytes(bytes([step]) * 1000)
+    (files / "checkpoint.json").write_text("{}")
+    return items.Checkpoint(time.time_ns(), step, files, {"val/loss": 1.0 / step})
+
+
+def test_checkpoint_that_is_recorded_offline_is_no_copy_but_that_of_the_run_directory(tmp_path: Path) -> None:
+    tracker = WandbTracker(options(checkpoints=True))
+    tracker.start(Heard().facts(tmp_path / "run" / "tracking"))
+    for step in range(1, 6):
+        tracker.log(checkpoint(tmp_path, step))
+    tracker.finish("finished")
+    tracking = tmp_path / "run" / "tracking"
+    artifacts = [record.artifact for record in read_back(tracking / "wandb") if record.HasField("artifact")]
+    assert [(artifact.name, artifact.type) for artifact in artifacts] == [("checkpoint_petnames-1", "model")] * 5
+    assert [set(artifact.aliases) for artifact in artifacts] == [{"latest", f"step-{step}"} for step in range(1, 6)]
+    assert {entry.path for entry in artifacts[0].manifest.contents} == {"model.safetensors", "checkpoint.json"}
+    assert json.loads(artifacts[4].metadata) == {"step": 5, "val/loss": 0.2}
+    assert str(tmp_path / "run/checkpoints/step-5/model.safetensors") in staged(tracking)
+    kept = [path for path in tracking.rglob("*") if path.is_file() and path.stat().st_size == 1000]
+    assert not kept, "nothing of it lies in the tracker's folder"
+
+
+def test_checkpoints_on_their_way_are_as_many_as_the_run_keeps_and_no_copies(tmp_path: Path) -> None:
+    left = tmp_path / "sending" / "checkpoints" / "step-1"
+    left.mkdir(parents=True)  # by a rank that was killed
+    made = Checkpoints(tmp_path / "sending", tmp_path, "a-run", keep=2)
+    items_ = [checkpoint(tmp_path, step) for step in range(1, 5)]
+    for item in items_:
+        artifact = made.artifact(item, offline=False)
+    waiting = sorted((tmp_path / "sending" / "checkpoints").iterdir())
+    assert [folder.name for folder in waiting] == ["step-3", "step-4"]
+    assert (waiting[1] / "model.safetensors").samefile(items_[-1].folder / "model.safetensors")
+    assert {entry.local_path for entry in artifact.manifest.entries.values()} == {
+        str(path) for path in waiting[1].iterdir()
+    }
+    made.close()
+    assert not (tmp_path / "sending").exists()
+
+
+def test_model_that_is_watched_comes_as_histograms_of_rows_that_are_no_older_than_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 400)
+    tracker = WandbTracker(options(watch="all", log_every=1))
+    tracker.start(Heard().facts(tmp_path))
+    tracker.log(items.Model(time.time_ns(), model))
+    tracker.log(items.Numbers(time.time_ns() - 60 * 10**9, {"loss": 2.0}, 1))  # it had to wait for the start
+    model(torch.ones(2, 300)).sum().backward()
+    for step in range(2, 14):
+        tracker.log(numbers(step, loss=1.0))
+    tracker.finish("finished")
+    watched = {
+        row["step"]: sorted({key.partition("/")[0] for key in row if key.endswith("weight") or "weight/" in key})
+        for row in rows(read_back(tmp_path / "wandb"))
+    }
+    assert [step for step, found in watched.items() if found] == ["2", "12"]
+    assert watched["2"] == ["gradients", "parameters"]
+
+
+def test_odd_names_and_values_are_taken_and_ten_thousand_names(tmp_path: Path) -> None:
+    tracker = WandbTracker(options(log_every=1))
+    tracker.start(Heard().facts(tmp_path))
+    odd = {"loss": math.nan, "a*b_loss": 1.0, "val/deep/er/loss": math.inf, "größe": -math.inf, "*": 2.0, "a.b\\c": 1.0}
+    for step in range(4):
+        tracker.log(items.Numbers(time.time_ns(), odd, step))
+    tracker.log(items.Numbers(time.time_ns(), {f"layer_{n}/loss": 1.0 for n in range(10_000)}, 4))
+    tracker.finish("finished")
+    logged = rows(read_back(tmp_path / "wandb"))
+    assert len(logged) == 5
+    assert logged[0].keys() == {*odd, "step"}
+    assert (logged[0]["loss"], logged[0]["val/deep/er/loss"]) == ("NaN", "Infinity")
+    assert len(logged[4]) == 10_001

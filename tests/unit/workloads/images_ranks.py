@@ -7,11 +7,9 @@ It takes part in the groups of those sizes that have such a rank, one after the 
 
 import contextlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from ddptrain.rank.context import Preempted
 from ddptrain.workloads.images import train as workload
 from ddptrain.workloads.images.feeding import Batch
 from tests.unit.specs import make_spec
-from tests.unit.workloads.petnames_ranks import WatchedContext, join
+from tests.unit.workloads.petnames_ranks import WatchedContext, join, run_groups
 
 
 class ImagesContext(WatchedContext):
@@ -52,15 +50,6 @@ def record_images(trainer: type[workload._Trainer]) -> list[list[int]]:
 
     trainer._forward = recording  # type: ignore[method-assign]
     return taken
-
-
-def main() -> None:
-    root, rank, *world_sizes = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    torch.set_num_threads(1)
-    taken = record_images(workload._Trainer)
-    for world_size in world_sizes:
-        if rank < world_size:
-            run_cases(root, rank, world_size, taken)
 
 
 def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) -> None:
@@ -107,4 +96,5 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
 
 
 if __name__ == "__main__":
-    main()
+    images_taken = record_images(workload._Trainer)
+    run_groups(lambda root, rank, world_size: run_cases(root, rank, world_size, images_taken))

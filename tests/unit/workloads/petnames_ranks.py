@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,13 @@ def join(root: Path, rank: int, world_size: int) -> int:
     return int(store.port)
 
 
-def main() -> None:
+def run_groups(run_group: Callable[[Path, int, int], None]) -> None:
+    """Be this program's rank (folder, rank and sizes of the groups are its arguments) in every group that has it."""
     root, rank, *world_sizes = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
-    taken = record_rows(workload._Trainer)
     for world_size in world_sizes:
         if rank < world_size:
-            run_cases(root, rank, world_size, taken)
+            run_group(root, rank, world_size)
 
 
 def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) -> None:
@@ -133,4 +133,5 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
 
 
 if __name__ == "__main__":
-    main()
+    rows_taken = record_rows(workload._Trainer)
+    run_groups(lambda root, rank, world_size: run_cases(root, rank, world_size, rows_taken))

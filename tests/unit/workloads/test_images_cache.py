@@ -3,6 +3,8 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from ddptrain.workloads.images.cache import Cache
 
 URL = "s3://bucket/dogs"
@@ -112,3 +114,18 @@ def test_folder_that_can_t_be_written_is_told_once_and_does_not_matter(tmp_path:
         assert cache.get(URL, "a/0.jpg", "v1") is None
     (text,) = told
     assert text.startswith(f"images can't be kept in {tmp_path / 'cache'}, see params.cache.dir: ")
+
+
+def test_cache_that_can_only_be_read_is_of_use_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path, 1 << 20)
+    for key in ("a/0.jpg", "a/1.jpg"):
+        cache.put(URL, key, "v1", IMAGE)
+    cache._path(URL, "a/1.jpg", "v1").write_bytes(b"damaged")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("a disk that can't be written")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert cache.get(URL, "a/0.jpg", "v1") == IMAGE
+    assert cache.get(URL, "a/1.jpg", "v1") is None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from ddptrain.workloads.images import decoding
 from ddptrain.workloads.images.decoding import CorruptImage, decode, decode_eval, decode_pixels
@@ -45,6 +46,12 @@ def test_every_format_becomes_planes_of_red_green_and_blue(form: str) -> None:
     planes = decode_eval(encoded(quarters(), form), 32)
     assert planes.shape == (3, 32, 32) and planes.dtype == np.uint8 and planes.flags.c_contiguous
     assert corners(planes) == [RED, GREEN, BLUE, WHITE]
+
+
+def test_image_whose_exif_is_broken_is_seen_all_the_same() -> None:
+    broken = PngInfo()
+    broken.add_text("Raw profile type exif", "\nexif\n 8\nno hexadecimal number")
+    assert corners(decode_eval(encoded(quarters(), pnginfo=broken), 32)) == [RED, GREEN, BLUE, WHITE]
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"])
@@ -133,7 +140,7 @@ def test_random_boxes_have_the_areas_and_shapes_of_torchvision() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "not an image of a known format"),
+        (b"", "the file is empty"),
         (b"<html>404</html>", "not an image of a known format"),
         (encoded(photo(100, 80), "JPEG")[:-200], "truncated"),
         (encoded(photo(100, 80))[:-2000], "truncated"),

@@ -240,6 +240,12 @@ def test_bad_images_of_all_ranks_are_judged_by_their_share() -> None:
     assert str(told.value).endswith("and 11 more")
 
 
+def test_names_of_bad_images_can_not_forge_lines_of_the_log() -> None:
+    with pytest.raises(TooManyBadImages) as caught:
+        check_bad(1, 2, 0.0, {"a/\n\x1b[31mall is well.jpg": "gone\rfine"})
+    assert "a/\\u000a\\u001b[31mall is well.jpg: gone\\u000dfine" in str(caught.value)
+
+
 def test_killed_decode_process_is_an_error_that_says_so(drawn: Path) -> None:
     with feeder(drawn, loader_workers=2) as fed:
         batches = fed.train(1)

@@ -15,8 +15,9 @@ import torch
 
 from ddptrain.workloads.images import beginning, fetching
 from ddptrain.workloads.images.fetching import CannotFetch, fetch_file
+from ddptrain.workloads.images.namedfiles import BadWeights, weights_path
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.weights import BadWeights, Named
+from ddptrain.workloads.images.weights import Named
 
 CONTENT = b"weights" * 100_000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()[:8]
@@ -125,9 +126,9 @@ def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
 
 def test_weights_that_are_not_there_are_told(tmp_path: Path) -> None:
     with pytest.raises(BadWeights, match=r"there are no weights /nowhere/w\.pth"):
-        beginning._local("/nowhere/w.pth")
+        weights_path("/nowhere/w.pth")
     with pytest.raises(BadWeights, match="is a folder: name the file in it"):
-        beginning._local(str(tmp_path))
+        weights_path(str(tmp_path))
 
 
 class FakeContext:

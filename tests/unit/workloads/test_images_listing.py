@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddptrain.errors import UsageError
+from ddptrain.workloads.images.catalogue import N_OUTPUTS
 from ddptrain.workloads.images.listing import chosen_classes, list_images, prepare
 from ddptrain.workloads.images.manifest import FILE, DamagedManifest, Manifest
 from ddptrain.workloads.images.store import Location
@@ -134,9 +136,66 @@ def test_a_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:
 
 def test_labels_that_miss_a_class_end_it_before_anything_starts(tmp_path: Path, source: Path) -> None:
     labels = tmp_path / "labels.json"
+    mapped = {"weights": "https://nowhere/weights.pth", "label_map": str(labels)}
     labels.write_text(json.dumps(["Chihuahua", "beagle"]))
     with pytest.raises(UsageError, match="golden_retriever"):
-        prepared(tmp_path / "inputs", source, weights="DEFAULT", label_map=str(labels))
+        prepared(tmp_path / "inputs", source, **mapped)
     labels.write_text(json.dumps(["Chihuahua", "golden retriever", "beagle"]))
-    manifest, _ = prepared(tmp_path / "inputs", source, weights="DEFAULT", label_map=str(labels))
+    manifest, _ = prepared(tmp_path / "inputs", source, **mapped)
     assert manifest.classes == tuple(CLASSES)
+
+
+def test_labels_of_another_model_than_the_named_weights_are_refused_before_anything_starts(
+    tmp_path: Path, source: Path
+) -> None:
+    labels = tmp_path / "labels.json"
+    known = ["Chihuahua", "golden retriever", "beagle"]
+    for others in (N_OUTPUTS - 4, N_OUTPUTS - 2):
+        labels.write_text(json.dumps([*known, *(f"other {number}" for number in range(others))]))
+        with pytest.raises(UsageError, match=rf"labels.json are {others + 3:,}, but the model has 1,000 outputs"):
+            prepared(tmp_path / "inputs", source, weights="DEFAULT", label_map=str(labels))
+    labels.write_text(json.dumps([*known, *(f"other {number}" for number in range(N_OUTPUTS - 3))]))
+    prepared(tmp_path / "inputs", source, weights="DEFAULT", label_map=str(labels))
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "there are no weights .*model.pth: params.weights is the path of a file that the command and every"),
+        (b"", "model.pth holds no weights: it is empty"),
+        (b"PK\x03\x04cut", "model.pth are not whole: the file has 7 bytes"),
+        (b"\xff\0\0\0\0\0\0\0{cut", "model.pth are not whole: the file has 12 bytes"),
+        (b"<!DOCTYPE html>", "model.pth holds no weights: it begins with b'<!DOCTYPE'"),
+    ],
+)
+def test_file_that_holds_no_weights_is_told_before_anything_starts(
+    tmp_path: Path, source: Path, content: bytes | None, complaint: str
+) -> None:
+    weights = tmp_path / "model.pth"
+    if content is not None:
+        weights.write_bytes(content)
+    with pytest.raises(UsageError, match=complaint) as caught:
+        prepared(tmp_path / "inputs", source, weights=str(weights))
+    assert "\n" not in str(caught.value)
+    with zipfile.ZipFile(tmp_path / "whole.zip", "w") as archive:
+        archive.writestr("data.pkl", "")
+    for start in ((tmp_path / "whole.zip").read_bytes(), b"\x80\x02", b'\x07\0\0\0\0\0\0\0{"a":1}'):
+        weights.write_bytes(start)
+        prepared(tmp_path / "inputs", source, weights=str(weights))
+    weights.unlink()
+    prepared(tmp_path / "inputs", source, weights=str(weights))  # a run that goes on has a checkpoint
+
+
+def test_folders_without_an_image_are_told_for_they_may_have_been_meant_as_classes(tmp_path: Path) -> None:
+    fill(tmp_path / "source", "a/1.jpg", "b/1.jpg", "heic/1.heic", "control\n/1.txt", ".git/1.txt")
+    for name in ("empty", ".cache"):
+        (tmp_path / "source" / name).mkdir()
+    manifest, said = prepared(tmp_path / "inputs", tmp_path / "source")
+    assert manifest.classes == ("a", "b")
+    assert said[0].endswith("3 folders without an image (control\\u000a, empty, heic)")
+
+
+def test_plateau_needs_an_image_to_validate_with(tmp_path: Path) -> None:
+    fill(tmp_path / "source", "a/1.jpg", "b/1.jpg")
+    with pytest.raises(UsageError, match="plateau watches val/loss, and there are too few images"):
+        prepared(tmp_path / "inputs", tmp_path / "source", scheduler="plateau")

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.beginning import built_model
 from ddptrain.workloads.images.models import MEAN, STD, Pixels, build, describe
-from ddptrain.workloads.images.weights import BadWeights, load, named, read
+from ddptrain.workloads.images.namedfiles import BadWeights
+from ddptrain.workloads.images.weights import load, named, read
 
 CLASSES = ["cat", "dog", "owl"]
 

@@ -140,6 +140,11 @@ def test_a_file_that_has_gone_is_not_found(tmp_path: Path) -> None:
     assert caught.value.key == "a/1.jpg"
 
 
+def test_a_folder_that_a_host_does_not_see_is_told_instead_of_its_images(tmp_path: Path) -> None:
+    with pytest.raises(StoreMissing, match=rf"the folder {tmp_path}/none is not there on .*: every rank has to see it"):
+        open_store(at(str(tmp_path / "none"))).get("a/1.jpg")
+
+
 def test_one_file_is_fetched_by_its_path_or_url(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_bytes(b"tench")
     assert fetch(str(tmp_path / "labels.txt")) == b"tench"

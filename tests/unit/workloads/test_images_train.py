@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddptrain.errors import UsageError
 from ddptrain.workloads.images.feeding import Feeder
 from ddptrain.workloads.images.listing import prepare
 from ddptrain.workloads.images.manifest import Manifest
@@ -28,6 +29,7 @@ from ddptrain.workloads.images.models import Pixels, build
 from ddptrain.workloads.images.optimizing import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.plan import plan_epoch
+from ddptrain.workloads.images.train import _described_again
 
 SCRIPT = Path(__file__).with_name("images_ranks.py")
 UNEVEN, TINY, STRAIGHT, STOPPED, GOES_ON, WITH_OTHERS, MAPPED, FULL_OF_BAD = range(8)
@@ -371,3 +373,14 @@ def test_rank_0_says_a_line_an_epoch_and_what_it_goes_on_from(runs: Path) -> Non
     assert "training small_cnn, 23,891 parameters, on 21 images, 7 steps an epoch over 1 ranks" in said
     assert "going on after epoch 0, step 3" in said
     assert said.count("epoch 3/3: train/loss ") == 2 * len(WORLD_SIZES) + 1
+
+
+def test_checkpoint_tells_the_size_of_images_that_a_run_with_changes_has_gone_on_with(runs: Path) -> None:
+    state = torch.load(runs / f"world-2/case-{STOPPED}/checkpoint/state.pt", weights_only=True)
+    before, manifest = state["extra"]["model_config"], Manifest.read(runs / "whole-inputs")
+    assert before["image_size"] == 8
+    assert _described_again(before, manifest, 16) == {**before, "image_size": 16}
+    with pytest.raises(
+        UsageError, match=r"the checkpoint is of 1 class \(red\), the images are of 3 classes \(blue, green, red\)"
+    ):
+        _described_again({**before, "classes": ["red"]}, manifest, 8)

@@ -1,0 +1,159 @@
+"""What W&B gets besides numbers, from real runs: pictures, a table, checkpoints; and user code that has its own W&B."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load
+
+from tests.conftest import Cli
+from tests.integration.wandb_backend import Backend, wandb_backend
+from tests.integration.wandb_training import OfflineRun
+
+OFFLINE = {"WANDB_MODE": "offline"}
+SMALL = {"architecture": "small_cnn", "image_size": 32, "batch_size": 32}
+
+# Its loader forks while wandb's threads are there, and it leaves its own run open at its end.
+OWN = """
+import os
+import torch
+import wandb
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index))
+
+
+def steps(ctx, folder):
+    assert not [name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_MODE"] or ctx.rank == 0
+    run = wandb.init(project="mine", mode="offline", dir=folder, id=f"mine-{ctx.rank}")
+    step = 0
+    for epoch in range(4):
+        for batch in torch.utils.data.DataLoader(Data(), 8, num_workers=2, multiprocessing_context="fork"):
+            step += 1
+            ctx.log({"train/loss": 1 / step}, step=step)
+            run.log({"own": step})
+"""
+
+ONLINE = """
+import sys, time
+from pathlib import Path
+from ddptrain.tracking import items
+from ddptrain.tracking.protocol import Facts
+from ddptrain.tracking.wandb_sink import WandbTracker
+
+folder = Path(sys.argv[1])
+tracker = WandbTracker({"checkpoints": True})
+told = {"mode": "rank0", "online": True, "id": "w1"}
+tracker.start(Facts("a-run", "pets", 1, 0, 1, 0, 0, 1, folder / "run" / "tracking", told=told))
+for step in (1, 2):
+    lent = folder / "lent" / str(step)
+    lent.mkdir(parents=True)
+    (lent / "model.safetensors").write_bytes(bytes([step]) * 1000)
+    tracker.log(items.Checkpoint(time.time_ns(), step, lent, {"val/loss": 1.0 / step}))
+    (lent / "model.safetensors").unlink()  # as ranks do, once log() has returned
+tracker.finish("finished")
+"""
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    with wandb_backend() as there:
+        yield there
+
+
+def train(cli: Cli, config: dict[str, Any]) -> Path:
+    (cli.folder / "c.yaml").write_text(json.dumps(config))
+    ended = cli("train", "c.yaml", timeout_s=100)
+    assert ended.rc == 0, ended.stderr
+    (run,) = (entry for entry in (cli.folder / "runs").iterdir() if entry.is_dir() and not entry.is_symlink())
+    return run
+
+
+def offline_runs(folder: Path) -> list[OfflineRun]:
+    return [OfflineRun(path) for path in sorted(folder.rglob("run-*.wandb"))]
+
+
+@pytest.mark.timeout(150)
+def test_images_examples_table_and_checkpoints_get_to_the_server_as_what_they_are(
+    run_cli: Cli, warm_cluster: str, backend: Backend
+) -> None:
+    run = train(
+        run_cli,
+        {
+            "workload": "images",
+            "cluster": {"ranks": 2, "address": warm_cluster},
+            "params": SMALL | {"epochs": 3, "examples_every": 4, "examples_kept": 20},
+            "checkpoint": {"every_epochs": 1, "keep": 1},
+            "tracking": {"wandb": {"checkpoints": True}},
+            "env": OFFLINE,
+        },
+    )
+    (recorded,) = offline_runs(run / "tracking")
+    pictures = [row for row in recorded.history if "examples._type" in row]
+    assert [row["step"] for row in pictures] == [4, 8, 12, 16, 20, 24]
+    assert {row["examples.format"] for row in pictures} == {"png"}
+    assert all((recorded.path.parent / "files" / row["examples.path"]).is_file() for row in pictures)
+
+    synced = run_cli("results", "sync", "latest", env=backend.environment)
+    assert synced.rc == 0, synced.stderr
+    table = backend.artifact(f"train_predictions_{run.name}")
+    (content,) = (json.loads(data) for name, data in table.files.items() if name.endswith(".table.json"))
+    assert content["columns"] == ["image", "label", "prediction", "score"]
+    assert len(content["data"]) == 10, "half of the 20 are the other rank's"
+    shown = {row[0]["path"] for row in content["data"]}
+    assert all(table.files[path].startswith(b"\x89PNG") for path in shown if path.endswith(".png"))
+    assert all(path.endswith(".png") for path in shown)
+    (kept,) = (entry for entry in (run / "checkpoints").iterdir() if entry.is_dir() and not entry.is_symlink())
+    sent = [each for each in backend.artifacts.values() if each.type == "model" and each.state == "COMMITTED"]
+    assert [kept.name in each.aliases for each in sent] == [True], "the others are no longer kept"
+    assert sent[0].files.keys() == {"model.safetensors", "state.pt"}
+    assert load(sent[0].files["model.safetensors"])
+
+
+@pytest.mark.timeout(150)
+def test_users_own_wandb_and_loaders_that_fork_get_along_with_the_tracker(run_cli: Cli, warm_cluster: str) -> None:
+    (run_cli.folder / "own.py").write_text(OWN)
+    own = run_cli.folder / "own"
+    own.mkdir()
+    run = train(
+        run_cli,
+        {
+            "workload": "own:steps",
+            "cluster": {"ranks": 2, "address": warm_cluster},
+            "params": {"folder": str(own)},
+            "tracking": {"wandb": {"log_every": 1}},
+            "env": OFFLINE,
+        },
+    )
+    steps = [*range(1, 17)]
+    (ours,) = offline_runs(run / "tracking")
+    assert [row["step"] for row in ours.history] == steps
+    assert ours.exit_code == 0
+    mine = offline_runs(own)
+    assert [each.run["run_id"] for each in mine] == ["mine-0", "mine-1"]
+    for each in mine:
+        assert [row["own"] for row in each.history] == steps
+        assert each.exit_code == 0, "it was left open, and is ended all the same"
+
+
+def test_checkpoints_are_sent_while_the_run_is_on_and_leave_nothing_behind(tmp_path: Path, backend: Backend) -> None:
+    command = [sys.executable, "-c", ONLINE, str(tmp_path)]
+    ended = subprocess.run(command, env={**os.environ, **backend.environment}, timeout=60, capture_output=True)
+    assert ended.returncode == 0, ended.stderr.decode()
+    sent = [each for each in backend.artifacts.values() if each.type == "model"]
+    assert [each.state for each in sent] == ["COMMITTED"] * 2
+    assert [each.files["model.safetensors"] for each in sent] == [bytes([step]) * 1000 for step in (1, 2)]
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 1000]
+    assert not left
