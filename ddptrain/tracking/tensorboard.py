@@ -44,8 +44,8 @@ class TensorBoardTracker:
         below = f"{FOLDER}/rank-{facts.rank}" if self._each_rank else FOLDER
         folder = facts.folder / below
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard takes files in the order of their names: by time, as those of TensorFlow.
-        name = f"events.out.tfevents.{time.time_ns() // 1_000_000:016d}.{socket.gethostname()}.{os.getpid()}"
+        # TensorBoard takes files in the order of their names: by time. Two may begin in one millisecond.
+        name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("xb")
         self._writer = RecordWriter(self._file)
         self._write(Event(wall_time=time.time(), file_version=_VERSION))
