@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -56,7 +57,11 @@ def s3_server(folder: Path, port: int = 0, *, anonymous: bool = False) -> Iterat
     log = folder / f"rclone-{port}.log"
     with log.open("wb") as out:
         server = subprocess.Popen(
-            [str(RCLONE), "serve", "s3", *options, "", str(buckets)], stdout=out, stderr=out, stdin=subprocess.DEVNULL
+            [str(RCLONE), "serve", "s3", *options, "", str(buckets)],
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            env={"GOGC": "800", **os.environ},  # it has memory enough; collecting would take of the cores that are used
         )
     try:
         deadline = time.monotonic() + 20

@@ -62,9 +62,9 @@ def main(orders: BinaryIO) -> None:
     pixels = memoryview(mmap.mmap(setup.pixels_fd, 0))
     answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
     threading.Thread(target=_tell, args=(answers, setup.answers_fd), daemon=True).start()
-    pipeline = Pipeline(
-        setup.reader(), pixels, setup.size, setup.augment, answers.put, readers=setup.readers, decoders=1
-    )
+    reader = setup.reader()
+    # Two, as one of them often waits for the interpreter, which those that read use, too.
+    pipeline = Pipeline(reader, pixels, setup.size, setup.augment, answers.put, readers=setup.readers, decoders=2)
     for line in orders:
         for ticket, slot, key, size_bytes, version, seed in json.loads(line):
             pipeline.put(Order(ticket, slot, Wanted(key, size_bytes, version), seed))
