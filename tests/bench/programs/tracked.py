@@ -17,7 +17,7 @@ def workload(ctx: Any, out: str, warm_s: float, seconds: float) -> None:
     """Trains for `warm_s`, in which trackers start, then for `seconds`; rank 0 writes the mean step to `out`."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 31))
-    inputs, targets = torch.randn(96, 256), torch.randint(31, (96,))
+    inputs, targets = torch.randn(40, 256), torch.randint(31, (40,))
     ddp = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(ddp.parameters(), 1e-3)
     step = 0
