@@ -66,6 +66,10 @@ class FaultProxy:
         """The requests that have come, by kind: list, get, head, put, other; `faults`: those that were broken."""
         return self._ask({})
 
+    def most_at_once(self) -> int:
+        """How many requests were under way at one time, since the last `reset()`."""
+        return self._ask({"what": "most"})["most"]
+
     def reset(self) -> None:
         """Count from zero, and break nothing any more."""
         self._ask({"faults": [], "latency_s": 0.0, "seed": 0, "reset": True})
@@ -95,7 +99,7 @@ def fault_proxy(upstream_port: int) -> Iterator[FaultProxy]:
     finally:
         assert process.stdout is not None and process.stdin is not None
         process.stdin.close()  # its end is the proxy's
-        process.wait(10)
+        process.wait(30)
         process.stdout.close()
 
 
@@ -125,18 +129,30 @@ class _Faults:
         self.counts: Counter[str] = Counter()
         self.faults: list[Fault] = []
         self.latency_s = 0.0
+        self.under_way = self.most = 0
         self._met: Counter[tuple[int, str]] = Counter()  # (fault, path or "") -> requests that it concerned
         self._random = random.Random(0)
 
     def tell(self, order: dict[str, object]) -> dict[str, int]:
         if order.get("reset"):
             self.counts.clear()
+            self.most = self.under_way
         if isinstance(faults := order.get("faults"), list):
             self.faults = [Fault(**fault) for fault in faults]
             self.latency_s = float(str(order["latency_s"]))
             self._random = random.Random(str(order["seed"]))
             self._met.clear()
-        return dict(self.counts)
+        return {"most": self.most} if order.get("what") == "most" else dict(self.counts)
+
+    @contextmanager
+    def a_request(self) -> Iterator[None]:
+        """Counts one as under way until the block ends."""
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            yield
+        finally:
+            self.under_way -= 1
 
     def next(self, request: _Request) -> Fault | None:
         self.counts[request.kind] += 1
@@ -183,6 +199,10 @@ class _Relay:
         """Relay one request and its answer; false where the connection is over."""
         request = _parsed(await self._reader.readuntil(b"\r\n\r\n"))
         body = await self._reader.readexactly(request.body_bytes)
+        with self._faults.a_request():
+            return await self._answer(request, body)
+
+    async def _answer(self, request: _Request, body: bytes) -> bool:
         fault = self._faults.next(request)
         if self._faults.latency_s:
             await asyncio.sleep(self._faults.latency_s)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from ddptrain.workloads.images.feeding import Feeder
 from ddptrain.workloads.images.listing import list_images, make_manifest
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.store import Location
+from ddptrain.workloads.images.store import Location, StoreUnreachable
 from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
 from tests.integration.images_on_s3 import ImageBucket, images_on_s3
 
@@ -52,11 +54,12 @@ class Served:
         )
 
     @contextmanager
-    def feeder(self, told: list[str] | None = None, **params: Any) -> Iterator[Feeder]:
+    def feeder(self, told: list[str] | None = None, deadline_s: float = 20, **params: Any) -> Iterator[Feeder]:
         settings = self.settings(**params)
         tell = (told if told is not None else []).append
         location = self.manifest.location(settings)
-        with Feeder(self.manifest, location, settings, torch.device("cpu"), 0, 1, tell, deadline_s=20) as made:
+        cpu = torch.device("cpu")
+        with Feeder(self.manifest, location, settings, cpu, 0, 1, tell, deadline_s=deadline_s) as made:
             yield made
 
 
@@ -145,15 +148,49 @@ def test_missing_and_damaged_images_are_named_and_replaced(served: Served, tmp_p
     assert int(sum((~batch.ok).sum() for batch in batches)) == 2
 
 
-def test_requests_are_under_way_side_by_side(served: Served) -> None:
-    served.proxy.inject(latency_s=0.05)
-    with served.feeder() as fed:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_store_that_is_away_for_long_ends_the_training_instead_of_having_images_replaced(
+    served: Served, workers: int
+) -> None:
+    told: list[str] = []
+    ok: list[bool] = []
+    feeder = served.feeder(told, 1.0, loader_workers=workers, batch_size=4, requests=4, prefetch=1)
+    with feeder as fed:
         batches = fed.train(1)
         next(batches)
-        began = time.monotonic()
-        assert len([*batches]) == 7
-        took_s = time.monotonic() - began
-    assert took_s < 0.5 * (N_TRAIN - 16) * 0.05, "one after the other they take 5.2 s"
+        served.proxy.inject(Fault("reset", share=0.5), Fault("status", status=503))
+        with pytest.raises(StoreUnreachable) as caught:
+            ok.extend(bool(batch.ok.all()) for batch in batches)
+        assert all(ok) and fed.bad == [] and told == []
+    said, shortly = str(caught.value), r"since \d\d:\d\d:\d\d \(\d+ s\), the last one: s3://images/dogs/Images/n\d+-"
+    assert re.match(rf"s3://images/dogs/Images is away: no request has succeeded {shortly}", said)
+    assert said.endswith("; once it is back, failure.max_restarts or --resume goes on from the newest checkpoint")
+    assert "503 SlowDown" in said or "the connection broke" in said or "no connection" in said
+    assert "\n" not in said
+
+
+def test_store_that_is_away_for_a_while_is_waited_for(served: Served) -> None:
+    with served.feeder() as fed:
+        expected = epoch(fed)
+    told: list[str] = []
+    with served.feeder(told, deadline_s=10, batch_size=4, requests=4, prefetch=1) as fed:
+        batches = fed.train(1)
+        shown = [next(batches)]
+        served.proxy.inject(Fault("reset"))
+        back = threading.Timer(1.0, served.proxy.reset)
+        back.start()
+        shown += batches
+        back.join()
+    assert len(shown) == N_TRAIN // 4 and all(batch.ok.all() for batch in shown) and told == []
+    found = {int(i): image.numpy().tobytes() for one in shown for i, image in zip(one.index, one.images, strict=True)}
+    assert found == expected
+
+
+def test_requests_are_under_way_side_by_side(served: Served) -> None:
+    served.proxy.inject(latency_s=0.05)
+    with served.feeder(requests=16) as fed:
+        assert len([*fed.train(1)]) == 8
+    assert 8 <= served.proxy.most_at_once() <= 16
 
 
 # A rank that feeds itself; it prints the processes that decode for it, and trains until it is killed.
@@ -184,7 +221,7 @@ def test_decode_processes_end_with_their_rank_when_it_is_killed(served: Served, 
         os.kill(rank.pid, signal.SIGKILL)
         assert rank.wait(20) == -signal.SIGKILL
         rank.stdout.read()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -222,7 +259,7 @@ except RuntimeError as error:
 
 def test_image_folder_is_listed_without_hindering_a_fork(served: Served) -> None:
     program = [sys.executable, "-c", LOADS, served.bucket.url, json.dumps(served.options)]
-    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines() == [f"{[*served.manifest.classes]} 150", "True"], done.stderr
     assert served.proxy.counts()["list"] == 1
 

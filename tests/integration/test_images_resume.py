@@ -59,10 +59,21 @@ class Runs:
         """Until a checkpoint of that step, or a later one, is home."""
         latest = self.folder / run / "checkpoints" / "latest"
         deadline = time.monotonic() + 60
-        while not latest.exists() or int(latest.read_text().removeprefix("step-")) < step:
+        while not latest.exists() or self.saved(run) < step:
             assert running.popen.poll() is None, running.stderr
             assert time.monotonic() < deadline, f"no checkpoint of step {step}"
             time.sleep(0.02)
+
+    def wait_until_heard(self, run: str) -> None:
+        """Until every rank's steps are home that the newest checkpoint holds: a rank's lines come by themselves."""
+        deadline = time.monotonic() + 60
+        while not all((rank, self.saved(run)) in self.steps(run) for rank in range(2)):
+            assert time.monotonic() < deadline, "the steps of the checkpoint are not there"
+            time.sleep(0.02)
+
+    def saved(self, run: str) -> int:
+        """The step of the newest checkpoint."""
+        return int((self.folder / run / "checkpoints" / "latest").read_text().removeprefix("step-"))
 
     def record(self, run: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / run / "run.json").read_text())
@@ -78,7 +89,9 @@ class Runs:
 
     def steps(self, run: str) -> dict[tuple[int, int], tuple[float, float]]:
         """(rank, step) -> loss and share of hits, newest where a step was taken twice."""
-        lines = map(json.loads, (self.folder / run / "metrics.jsonl").read_text().splitlines())
+        file = self.folder / run / "metrics.jsonl"
+        whole, _, _ = (file.read_text() if file.exists() else "").rpartition("\n")  # the last may be in the writing
+        lines = map(json.loads, whole.splitlines())
         return {
             (line["rank"], line["step"]): (line["train/loss"], line["train/correct"])
             for line in lines
@@ -101,31 +114,41 @@ def test_run_whose_driver_and_decode_process_are_killed_in_mid_epoch_ends_bit_eq
 
     night = runs.start("--run-id", "night")
     runs.wait_for_step(night, "night", 4)
+    proxy.inject(latency_s=0.5)  # it must not end before it is killed
+    runs.wait_until_heard("night")
     ranks = runs.ranks("night")
     there = [*ranks, *decode_processes(ranks[0]), *decode_processes(ranks[1])]
     assert len(there) == 4
     os.kill(night.popen.pid, signal.SIGKILL)
     night.finish()
-    _, left = psutil.wait_procs(there, timeout=10)
+    _, left = psutil.wait_procs(there, timeout=40)
     assert left == []
 
+    proxy.inject(latency_s=0.03)
     resumed = runs.start("--resume", "night", "--set", "failure.max_restarts=1")
     runs.wait_for_step(resumed, "night", 16)
+    proxy.inject(latency_s=0.5)
     (victim,) = decode_processes(runs.ranks("night")[1])
     victim.kill()
+    proxy.inject(latency_s=0.03)
+    runs.wait_for_step(resumed, "night", 20)
+    proxy.inject(latency_s=0.5)
+    assert len(runs.record("night")["attempts"]) == 2, "another process has taken the place of the one that was killed"
+    rank = runs.ranks("night")[1]
+    assert victim.pid not in {process.pid for process in decode_processes(rank)}
+    rank.kill()
+    proxy.inject(latency_s=0.03)
     ended = resumed.finish()
     assert ended.rc == 0, ended.stderr
     assert "the run's list of images is used again: 150 images" in ended.stderr
     assert proxy.counts()["list"] == 1, "one listing for all attempts"
-    (said,) = [line for line in ended.stderr.splitlines() if "restart 1 of 1" not in line and "SIGKILL" in line]
-    assert f"rank 1 failed: DecodeProcessLost: decode process 1 of 1 (pid {victim.pid}) ended by SIGKILL" in said
+    said = f"[rank 1] decode process 1 of 1 (pid {victim.pid}) ended by SIGKILL; the system may have been out of memory"
+    assert said in ended.stdout and ended.stdout.count("decode process") == 1
     outcomes = [attempt["outcome"] for attempt in runs.record("night")["attempts"]]
     assert outcomes == ["failed", "failed", "succeeded"]
     assert runs.weights("night") == runs.weights("undisturbed")
     told, expected = runs.steps("night"), runs.steps("undisturbed")
     assert len(expected) == 2 * STEPS
-    assert all(told[step] == expected[step] for step in told)
-    # The killed driver may not have heard of rank 1's last steps before the checkpoint that rank 0 had brought home.
-    assert len(told) >= 2 * STEPS - 3 and {rank for rank, _ in expected.keys() - told.keys()} <= {1}
+    assert told == expected
     stored = yaml.safe_load((runs.folder / "night" / "config.yaml").read_text())
     assert stored["params"]["source_options"]["secret"] == "<left out>", "it came with the configuration again"

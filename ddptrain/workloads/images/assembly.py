@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddptrain.wording import shown
 from ddptrain.workloads.images.badimages import BadImages
-from ddptrain.workloads.images.crew import Crew
+from ddptrain.workloads.images.crew import Crew, Died
 from ddptrain.workloads.images.pipeline import Answer, Order
 from ddptrain.workloads.images.plan import Share
 from ddptrain.workloads.images.reading import Wanted
+from ddptrain.workloads.images.store import StoreUnreachable
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.manifest import Manifest
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 READY = 2  # batches that wait for the training, complete
 _MOST_READING_BYTES = 256 << 20  # of encoded images, ordered and not yet decoded
 _USUAL_BYTES = 1 << 20  # of an image whose size the store did not tell
+_LONGEST = 700  # of what a store has said, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class Stop:
 
 
 _Row = tuple["_Making", int]
-Message = Begin | Taken | End | Stop | Sequence[Answer] | Exception
+Message = Begin | Taken | End | Stop | Sequence[Answer] | Died
 
 
 @dataclass(eq=False, slots=True)
@@ -164,8 +167,9 @@ class Assembler:
                 message.stream.n_ready -= 1
             case End():
                 self._drop(message.stream)
-            case Exception():
-                raise message
+            case Died():
+                if self._fault is None:
+                    self._take(message.replaced(), crew)
             case _:
                 for answer in cast("Sequence[Answer]", message):
                     crew.answered(answer.ticket)
@@ -268,6 +272,11 @@ class Assembler:
         place, n_bytes = self._sent.pop(answer.ticket)
         self._reading_bytes -= n_bytes
         making = place.making
+        if answer.is_away:
+            raise StoreUnreachable(
+                f"{shown(answer.reason, _LONGEST)}; once it is back, failure.max_restarts or --resume goes on from the "
+                "newest checkpoint"
+            )
         if answer.reason:
             self._bad.add(making.shown[place.row], answer.reason)
         if making.cancelled:

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import mmap
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ddptrain.errors import TrainingFailed
+from ddptrain.wording import counted
 from ddptrain.workloads.images.decodeprocess import Setup
+from ddptrain.workloads.images.decoder import AHEAD, Decoder
 from ddptrain.workloads.images.pipeline import Answer, Order, Pipeline
 
-AHEAD = 8  # orders of a decoder beyond those that are being read
-_END_S = 2.0
-# The rank's search path, for its code may have come along from another host; nothing of the working folder's.
-_PROGRAM = (
-    "import json, sys; orders = sys.stdin.buffer; sys.path[:] = json.loads(orders.readline()); "
-    "from ddptrain.workloads.images.decodeprocess import main; main(orders)"
-)
-# Pillow and obstore have threads of their own, or none.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_MOST_FRUITLESS = 3  # deaths in a row without an answer between them
+_SUSPECT = 2  # deaths, after which an order is tried once more, by a process that has nothing else
 
-Tell = Callable[[Sequence[Answer] | Exception], None]
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A process has ended by itself.
+
+    `replaced`, for the thread that uses the crew, has another one do its orders, and answers those that are given up.
+    It raises DecodeProcessLost where that has not helped before.
+    """
+
+    replaced: Callable[[], Sequence[Answer]]
+
+
+Tell = Callable[[Sequence[Answer] | Died], None]
 
 
 class DecodeProcessLost(TrainingFailed):
-    """A process that decodes images has ended by itself."""
+    """Processes that decode images go on ending by themselves."""
 
 
 class Crew(Protocol):
@@ -103,135 +109,108 @@ class ThreadCrew:
 
 
 class ProcessCrew:
-    """Processes that have the slots in common with this one; each reads what it decodes."""
+    """Processes that have the slots in common with this one; each reads what it decodes.
 
-    def __init__(self, setup: Setup, processes: int, tell: Tell) -> None:
+    One that ends by itself is replaced, and its orders are done again, into the same slots: nothing else shows it. An
+    order that two have ended with is tried alone, and given up where that ends a third. `say` gets a line for each.
+    """
+
+    def __init__(self, setup: Setup, processes: int, tell: Tell, say: Callable[[str], None]) -> None:
+        self._setup = dataclasses.replace(setup, pixels_fd=os.dup(setup.pixels_fd))
+        self._tell, self._say = tell, say
+        self._lock = threading.Lock()  # who has it starts processes, or ends them all
         self._closed = False
-        self._who: dict[int, _Process] = {}
-        self._processes = [
-            _Process(setup, f"{number} of {processes}", self._told(tell)) for number in range(1, processes + 1)
-        ]
+        self._who: dict[int, Decoder] = {}  # ticket -> who has it in hand
+        self._deaths: Counter[int] = Counter()  # ticket -> processes that have ended with it in hand
+        self._fruitless = [0] * processes  # deaths without an answer between them
+        self._decoders: list[Decoder] = []
+        for _ in range(processes):
+            self._decoders.append(self._started())
 
     @property
     def pids(self) -> list[int]:
         """The processes."""
-        return [process.popen.pid for process in self._processes]
+        return [decoder.popen.pid for decoder in self._decoders]
 
     def put(self, order: Order) -> bool:
         """See Crew."""
-        process = max(self._processes, key=lambda process: process.room)
-        if process.room == 0:
+        decoder = max(self._decoders, key=lambda decoder: decoder.room)
+        if decoder.room <= 0:
             return False
-        self._who[order.ticket] = process
-        process.put(order)
+        self._who[order.ticket] = decoder
+        decoder.put(order)
         return True
 
     def flush(self) -> None:
         """See Crew."""
-        for process in self._processes:
-            process.flush()
+        for decoder in self._decoders:
+            decoder.flush()
 
     def answered(self, ticket: int) -> None:
         """See Crew."""
-        self._who.pop(ticket).room += 1
+        self._deaths.pop(ticket, None)
+        if decoder := self._who.pop(ticket, None):
+            decoder.answered(ticket)
 
     def close(self) -> None:
         """See Crew."""
-        self._closed = True
-        for process in self._processes:
-            process.hang_up()
-        for process in self._processes:
-            process.join()
+        with self._lock:
+            self._closed = True
+        for decoder in self._decoders:
+            decoder.hang_up()
+        for decoder in self._decoders:
+            decoder.join()
+        os.close(self._setup.pixels_fd)
 
-    def _told(self, tell: Tell) -> Tell:
-        def told(what: Sequence[Answer] | Exception) -> None:
-            if not (self._closed and isinstance(what, Exception)):
-                tell(what)
+    def _started(self) -> Decoder:
+        return Decoder(self._setup, self._tell, self._ended)
 
-        return told
+    def _ended(self, decoder: Decoder) -> None:
+        if not self._closed:
+            self._tell(Died(partial(self._replaced, decoder)))
 
+    def _replaced(self, dead: Decoder) -> list[Answer]:
+        place = self._decoders.index(dead)
+        given_up = self._given_up(dead)
+        self._fruitless[place] = 0 if given_up else 1 if dead.has_answered else self._fruitless[place] + 1
+        with self._lock:
+            if self._closed:
+                return []
+            dead.hang_up()
+            dead.join()
+            new = self._decoders[place] = self._another(place, dead, len(dead.in_hand) - len(given_up))
+        left = [order for ticket, order in dead.in_hand.items() if ticket in self._who]
+        suspects = [order for order in left if self._deaths[order.ticket] >= _SUSPECT]
+        self._who |= {order.ticket: new for order in left}
+        new.take_over(suspects, [order for order in left if order not in suspects])
+        return given_up
 
-class _Process:
-    """One process, and the thread that hears it."""
+    def _given_up(self, dead: Decoder) -> list[Answer]:
+        """Counts against its orders that a process has ended, and gives the one up that is to blame for certain."""
+        if not dead.has_begun:
+            return []
+        if dead.alone is None:
+            self._deaths.update(dead.in_hand.keys())
+            return []
+        ticket = dead.alone.ticket
+        del self._who[ticket]
+        each = f"each of {self._deaths[ticket] + 1} decode processes that had it in hand has ended"
+        reason = f"{each}; the last one, which had nothing else, {dead.how}"
+        return [Answer(ticket, reason)]
 
-    def __init__(self, setup: Setup, name: str, tell: Tell) -> None:
-        self.room = setup.readers + AHEAD
-        self._name, self._tell = name, tell
-        self._orders: list[list[object]] = []
-        answers, answers_fd = os.pipe()
+    def _another(self, place: int, dead: Decoder, n_left: int) -> Decoder:
+        """One in the place of a dead one that has left so many orders. Raises: DecodeProcessLost."""
+        is_killed = dead.how.endswith("SIGKILL")
+        memory = "; the system may have been out of memory" if is_killed else ""
+        said = f"decode process {place + 1} of {len(self._decoders)} (pid {dead.popen.pid}) {dead.how}{memory}"
+        hint = "lower params.loader_workers, params.prefetch or params.requests"
+        if self._fruitless[place] > _MOST_FRUITLESS:
+            n = self._fruitless[place]
+            raise DecodeProcessLost(f"{said}, {n} in a row without an image: {hint}, or see above what it has said")
         try:
-            self.popen = _start([setup.pixels_fd, answers_fd])
-        finally:
-            os.close(answers_fd)
-        self._answers = os.fdopen(answers, "rb")
-        self._send(sys.path)
-        self._send(dataclasses.asdict(dataclasses.replace(setup, answers_fd=answers_fd)))
-        self._thread = threading.Thread(target=self._hear, name="ddptrain-images", daemon=True)
-        self._thread.start()
-
-    def put(self, order: Order) -> None:
-        """Have an order ready for it."""
-        self.room -= 1
-        wanted = order.wanted
-        self._orders.append([order.ticket, order.slot, wanted.key, wanted.size_bytes, wanted.version, order.seed])
-
-    def flush(self) -> None:
-        """Send it the orders that are ready."""
-        if self._orders:
-            self._send(self._orders)
-            self._orders.clear()
-
-    def hang_up(self) -> None:
-        """Tell it to end."""
-        assert self.popen.stdin is not None
-        try:
-            self.popen.stdin.close()
-        except OSError:
-            pass
-
-    def join(self) -> None:
-        """Wait until it has ended; kill it if it doesn't."""
-        try:
-            self.popen.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
-        self._thread.join()
-        self._answers.close()
-
-    def _send(self, what: object) -> None:
-        assert self.popen.stdin is not None
-        try:
-            self.popen.stdin.write(json.dumps(what).encode() + b"\n")
-            self.popen.stdin.flush()
-        except (OSError, ValueError):
-            pass  # it is gone: whoever hears it tells
-
-    def _hear(self) -> None:
-        for line in self._answers:
-            told = json.loads(line)
-            self._tell([Answer(*item) if isinstance(item, list) else Answer(item) for item in told])
-        status = self.popen.wait()
-        how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-        memory = "; the system may have been out of memory" if status == -signal.SIGKILL else ""
-        self._tell(
-            DecodeProcessLost(
-                f"decode process {self._name} (pid {self.popen.pid}) {how}{memory}: lower params.loader_workers, "
-                "params.prefetch or params.requests, or see above what it has said"
-            )
-        )
-
-
-def _start(fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A decode process, which does not hear the signals of its group from its first moment on."""
-    deaf_to = {signal.SIGTERM, signal.SIGINT}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM],
-            stdin=subprocess.PIPE,
-            pass_fds=fds,
-            env={**os.environ, **_ENVIRONMENT},
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            another = self._started()
+        except OSError as error:
+            raise DecodeProcessLost(f"{said}, and no other one can be started ({error}): {hint}") from None
+        images = f"does its {counted(n_left, 'image')} again" if n_left else "goes on"
+        self._say(f"{said}{f': {hint}, if it goes on' if is_killed else ''}; another one takes its place, and {images}")
+        return another

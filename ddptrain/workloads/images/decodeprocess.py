@@ -6,6 +6,7 @@ business. It imports neither torch nor numpy.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import mmap
 import os
@@ -13,6 +14,7 @@ import queue
 import signal
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,6 +63,7 @@ def main(orders: BinaryIO) -> None:
     setup = Setup(**json.loads(orders.readline()))
     pixels = memoryview(mmap.mmap(setup.pixels_fd, 0))
     answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    _write(setup.answers_fd, [])  # from here on it may be an image that ends this process
     threading.Thread(target=_tell, args=(answers, setup.answers_fd), daemon=True).start()
     reader = setup.reader()
     # Two, as one of them often waits for the interpreter, which those that read use, too.
@@ -83,8 +86,11 @@ def _tell(answers: queue.SimpleQueue[Answer], fd: int) -> None:
             continue
         while len(told) < _MOST_TOLD and not answers.empty():
             told.append(answers.get())
-        line = json.dumps([[answer.ticket, answer.reason] if answer.reason else answer.ticket for answer in told])
-        try:
-            os.write(fd, line.encode() + b"\n")
-        except OSError:
-            os._exit(0)  # the rank is gone
+        _write(fd, [dataclasses.astuple(answer) if answer.reason else answer.ticket for answer in told])
+
+
+def _write(fd: int, what: Sequence[object]) -> None:
+    try:
+        os.write(fd, json.dumps(what).encode() + b"\n")
+    except OSError:
+        os._exit(0)  # the rank is gone

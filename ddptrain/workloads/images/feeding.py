@@ -18,8 +18,9 @@ import torch
 
 from ddptrain.workloads.images.assembly import READY, Assembler, Batch, Begin, End, Stop, Stream, Taken
 from ddptrain.workloads.images.badimages import BadImages, TooManyBadImages, check_bad
-from ddptrain.workloads.images.crew import AHEAD, Crew, DecodeProcessLost, ProcessCrew, ThreadCrew, shared_memory
+from ddptrain.workloads.images.crew import Crew, DecodeProcessLost, ProcessCrew, ThreadCrew, shared_memory
 from ddptrain.workloads.images.decodeprocess import Setup
+from ddptrain.workloads.images.decoder import AHEAD
 from ddptrain.workloads.images.plan import plan_epoch, plan_validation
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Feeder:
         shaped = pixels.reshape(-1, setup.size, setup.size, 3)
         self._assembler = Assembler(manifest, shaped, self._bad, device)
         self._crew: Crew = (
-            ProcessCrew(setup, processes, self._assembler.inbox.put)
+            ProcessCrew(setup, processes, self._assembler.inbox.put, tell)
             if processes
             else ThreadCrew(setup, _cores(), self._assembler.inbox.put)
         )
@@ -108,13 +109,13 @@ class Feeder:
         """The batches of an epoch (from 1), or of what others have left of it, from step `first` on.
 
         `taken` are (number of ranks, steps) pairs of those that began it, as plan_epoch wants them.
-        Raises: TooManyBadImages; DecodeProcessLost.
+        Raises: TooManyBadImages; DecodeProcessLost; StoreUnreachable where the store is away for over a minute.
         """
         self._epoch = epoch
         return self._batches(self._training(epoch, taken, first))
 
     def validate(self) -> Iterator[Batch]:
-        """The batches of all images that are held out. Raises: TooManyBadImages; DecodeProcessLost."""
+        """The batches of all images that are held out. Raises: as `train` does."""
         return self._batches(self._validation())
 
     def _batches(self, stream: Stream) -> Iterator[Batch]:

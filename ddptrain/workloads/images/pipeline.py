@@ -27,10 +27,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """That an order is done, or why its image can't be had."""
+    """That an order is done, or why its image can't be had; or why none can, where the store `is_away`."""
 
     ticket: int
     reason: str = ""
+    is_away: bool = False
 
 
 class Pipeline:
@@ -86,17 +87,22 @@ class Pipeline:
 
     def _decode(self) -> None:
         draw = random.Random()
-        n_bytes = self._size * self._size * 3
         while (read := self._read.get()) is not None and not self._closed:
             order, data = read
-            reason = data.reason if isinstance(data, ReadFault) else ""
-            if isinstance(data, bytes):
-                draw.seed(order.seed)
-                try:
-                    pixels = decode_pixels(data, self._size, None if order.seed is None else self._augment, draw)
-                    self._pixels[order.slot * n_bytes : (order.slot + 1) * n_bytes] = pixels
-                except CorruptImage as error:
-                    reason = f"corrupt: {error}"
-                except MemoryError:
-                    reason = "not enough memory to decode it"
-            self._answer(Answer(order.ticket, reason))
+            if isinstance(data, ReadFault):
+                self._answer(Answer(order.ticket, data.away or data.reason, bool(data.away)))
+            else:
+                self._answer(Answer(order.ticket, self._fill(order, data, draw)))
+
+    def _fill(self, order: Order, data: bytes, draw: random.Random) -> str:
+        """Decode an image into its slot; says why where that can't be done."""
+        n_bytes = self._size * self._size * 3
+        draw.seed(order.seed)
+        try:
+            pixels = decode_pixels(data, self._size, None if order.seed is None else self._augment, draw)
+        except CorruptImage as error:
+            return f"corrupt: {error}"
+        except MemoryError:
+            return "not enough memory to decode it"
+        self._pixels[order.slot * n_bytes : (order.slot + 1) * n_bytes] = pixels
+        return ""

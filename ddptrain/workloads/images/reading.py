@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import threading
@@ -14,10 +15,11 @@ from typing import Any, Protocol
 
 from ddptrain.errors import DdptrainError
 from ddptrain.workloads.images.cache import Cache
-from ddptrain.workloads.images.store import Location, NotFound, Transient, open_store
+from ddptrain.workloads.images.presence import PASSES, Presence
+from ddptrain.workloads.images.store import Location, NotFound, open_store
 
 REQUESTS = 32
-_OF_A_PROCESS = {"_store", "_pool", "_pid", "_lock"}
+_OF_A_PROCESS = {"_store", "_pool", "_pid", "_lock", "_presence"}
 SURVIVE_A_FORK = {"file", "builtin"}  # protocols
 _TIMEOUT_S = 20.0  # of a request
 _SAME_WRONG_SIZE = 3  # answers: the image is another one than was listed
@@ -42,10 +44,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class ReadFault:
-    """Why an image can't be had, in a few words."""
+    """Why an image can't be had, in a few words; `away` tells of the store, where that is not there at all."""
 
     key: str
     reason: str
+    away: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Reader:
     _pool: ThreadPoolExecutor | None
     _pid: int  # of the process that these belong to; 0 for none
     _lock: threading.Lock
+    _presence: Presence
 
     def __init__(
         self,
@@ -118,29 +122,61 @@ class Reader:
 
     def _fetch(self, wanted: Wanted) -> bytes | ReadFault:
         tries = self._tries
-        began, pause_s = time.monotonic(), tries.first_wait_s
+        began, pause_s, is_last = time.monotonic(), tries.first_wait_s, False
         wrong_sizes: Counter[int] = Counter()
         while True:
-            try:
-                data = self._open().get(wanted.key)
-            except NotFound:
-                return ReadFault(wanted.key, "it is no longer there")
-            except Transient as error:
-                reason = str(error)
-            except DdptrainError as error:  # forbidden, say: no second try would help
-                return ReadFault(wanted.key, str(error))
-            else:
-                if wanted.size_bytes < 0 or len(data) == wanted.size_bytes:
-                    return data
-                wrong_sizes[len(data)] += 1
-                reason = f"it has {len(data):,} bytes, and had {wanted.size_bytes:,} when it was listed"
-                if wrong_sizes[len(data)] == _SAME_WRONG_SIZE:
-                    return ReadFault(wanted.key, reason)
+            asked = time.monotonic()
+            found = self._try(wanted, wrong_sizes)
+            if not isinstance(found, str):
+                return found
             left_s = began + tries.deadline_s - time.monotonic()
             if left_s <= 0:
-                return ReadFault(wanted.key, f"tried for {tries.deadline_s:g} s, the last time: {reason}")
+                fault = ReadFault(wanted.key, f"tried for {tries.deadline_s:g} s, the last time: {found}")
+                if is_last or self._presence.heard >= asked:
+                    return fault
+                if is_last := self._presence.answers(asked, self._get):
+                    continue  # it may have come back since
+                silent_since = max(began, self._presence.heard)
+                left_s = silent_since + tries.deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return dataclasses.replace(fault, away=self._away(silent_since, found))
             time.sleep(min(left_s, pause_s * random.uniform(0.5, 1)))
             pause_s = min(2 * pause_s, tries.longest_wait_s)
+
+    def _try(self, wanted: Wanted, wrong_sizes: Counter[int]) -> bytes | ReadFault | str:
+        """The image, or why it can't be had; a mere str where another try may help. `wrong_sizes` are of all tries."""
+        try:
+            data = self._get(wanted.key)
+        except NotFound:
+            return ReadFault(wanted.key, "it is no longer there")
+        except PASSES as error:
+            return str(error)
+        except DdptrainError as error:  # forbidden, say: no second try would help
+            return ReadFault(wanted.key, str(error))
+        if wanted.size_bytes < 0 or len(data) == wanted.size_bytes:
+            return data
+        wrong_sizes[len(data)] += 1
+        reason = f"it has {len(data):,} bytes, and had {wanted.size_bytes:,} when it was listed"
+        return ReadFault(wanted.key, reason) if wrong_sizes[len(data)] == _SAME_WRONG_SIZE else reason
+
+    def _get(self, key: str) -> bytes:
+        try:
+            data = self._open().get(key)
+        except PASSES:
+            raise
+        except DdptrainError:
+            self._presence.hear()
+            raise
+        self._presence.hear(key)
+        return data
+
+    def _away(self, since: float, said: str) -> str:
+        """What is told of a store that has been silent since that time.monotonic()."""
+        silent_s = time.monotonic() - since
+        # The time of day, so that two failures in a row are not the same one, which no restart would help.
+        clock = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
+        silent = f"no request has succeeded since {clock} ({silent_s:.0f} s)"
+        return f"{self._location.words} is away: {silent}, the last one: {said}"
 
     def _open(self) -> Gets:
         """The store of this process. Raises RuntimeError in one that was forked from one that has read."""
@@ -160,7 +196,7 @@ class Reader:
     def _forget(self) -> None:
         """Be as new."""
         self._store, self._pool, self._pid = None, None, 0
-        self._lock = threading.Lock()
+        self._lock, self._presence = threading.Lock(), Presence()
 
 
 def _finished(pending: dict[Future[bytes | ReadFault], int]) -> Iterator[tuple[int, bytes | ReadFault]]:

@@ -13,18 +13,18 @@ from ddptrain.workloads.images.reading import Reader, ReadFault, Tries, Wanted
 from ddptrain.workloads.images.store import Location, NotFound, StoreForbidden, Transient
 
 S3 = Location("s3://bucket/dogs")
-QUICK = Tries(deadline_s=0.2, first_wait_s=0.001, longest_wait_s=0.01)
+QUICK = Tries(deadline_s=60, first_wait_s=0.001, longest_wait_s=0.01)
 
 
 class Scripted:
-    """A store that gives of each key what its script says, the last thing for ever."""
+    """A store that gives of each key what its script says, the last thing for ever; there are no others."""
 
     def __init__(self, **scripts: list[bytes | Exception]) -> None:
         self.scripts = scripts
         self.asked: Counter[str] = Counter()
 
     def get(self, key: str) -> bytes:
-        script = self.scripts[key]
+        script = self.scripts.get(key, [NotFound(key)])
         answer = script[min(self.asked[key], len(script) - 1)]
         self.asked[key] += 1
         if isinstance(answer, Exception):
@@ -145,7 +145,7 @@ def in_a_fork(check: Callable[[], object]) -> str:
     child = context.Process(target=run)
     child.start()
     try:
-        return str(mine.recv()) if mine.poll(20) else "it hangs"
+        return str(mine.recv()) if mine.poll(60) else "it hangs"
     finally:
         child.kill()
         child.join()
