@@ -20,7 +20,14 @@ from ddptrain import registry, signatures
 from ddptrain.config import ClusterConfig, ClusterFile, RunConfig, default_name
 from ddptrain.configcheck import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.errors import ConfigError, Problem
-from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret, is_secret_name, is_secret_option
+from ddptrain.redact import (
+    LEFT_OUT,
+    hide_credentials,
+    hide_options,
+    holds_secret,
+    is_secret_name,
+    is_secret_option,
+)
 from ddptrain.wording import dotted, nearest, seen, shown
 from ddptrain.yamlsource import MAX_DEPTH, Located, Node, Place, parse_yaml, plain, read_text, scalar
 
@@ -339,9 +346,11 @@ def _is_text(value: str) -> bool:
 
 
 def without_secrets(config: RunConfig) -> RunConfig:
-    """The configuration with "<left out>" for secrets in `env` and `params`, and for credentials in URLs."""
+    """The configuration with "<left out>" for secrets in `env`, `params` and options, and for credentials in URLs."""
     data: dict[str, Any] = _hide(config.model_dump())
     hidden = {name: LEFT_OUT if is_secret_name(name) else value for name, value in data["env"].items()}
+    for kept, tracker in zip(data["tracking"]["other"], config.tracking.other, strict=True):
+        kept["options"] = hide_options(tracker.options)
     return RunConfig.model_validate({**data, "env": hidden})
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 LEFT_OUT = "<left out>"
 
@@ -34,6 +35,32 @@ def holds_secret(path: Sequence[str | int]) -> bool:
     if path[:1] == ("env",):
         return any(is_secret_name(name) for name in names)
     return any(is_secret_option(name) for name in names)
+
+
+def hide_options(value: Any, *, in_secret: bool = False) -> Any:
+    """The options of somebody's class, without texts and numbers at or below a name that says they are secret."""
+    if isinstance(value, Mapping):
+        return {
+            name: hide_options(below, in_secret=in_secret or is_secret_option(str(name)))
+            for name, below in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [hide_options(below, in_secret=in_secret) for below in value]
+    if in_secret and value not in ("", None) and not isinstance(value, bool):
+        return LEFT_OUT
+    return hide_credentials(value) if isinstance(value, str) else value
+
+
+def secrets_in(value: Any, hidden: Any) -> Iterator[str]:
+    """The texts of `value` that hide_options() has changed to make `hidden`."""
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from secrets_in(below, hidden[name])
+    elif isinstance(value, list | tuple):
+        for below, shown in zip(value, hidden, strict=True):
+            yield from secrets_in(below, shown)
+    elif value != hidden:
+        yield str(value)
 
 
 def hide_credentials(text: str) -> str:

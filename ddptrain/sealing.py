@@ -1,4 +1,4 @@
-"""Seals the environment of ranks on its way through a scheduler: who sees its tasks and messages can't read it.
+"""Seals what is secret in ranks' orders on its way through a scheduler: who sees its tasks can't read it.
 
 X25519 with a key of its own for each message, HKDF-SHA256, ChaCha20-Poly1305 (RFC 7748, 5869, 8439). It guards
 against those who look: whoever can make a scheduler run code can make a worker tell.
@@ -7,17 +7,21 @@ against those who look: whoever can make a scheduler run code can make a worker 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError
+from ddptrain.redact import hide_options
+from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 SEALED = "DDPTRAIN_SEALED_ENV"  # the one variable that stands for all
+_TRACKING = "=tracking"  # beside the variables, none of which can be called so
 _INFO = b"ddptrain rank environment"
 _KEY_BYTES = 32
 _NONCE = bytes(12)  # a key is used once
@@ -81,6 +85,39 @@ def seal(env: Mapping[str, str], public: str, purpose: str) -> dict[str, str]:
             sender + _cipher(shared, sender).encrypt(_NONCE, json.dumps(dict(env)).encode(), purpose.encode())
         )
     }
+
+
+def has_secrets(spec: RankSpec) -> bool:
+    """Whether nobody but its worker is to read all of a rank's order."""
+    return bool(spec.env) or _tells_too_much(spec)
+
+
+def _tells_too_much(spec: RankSpec) -> bool:
+    """Whether there are secrets among the options of its trackers."""
+    return _shown(spec) != spec.tracking
+
+
+def _shown(spec: RankSpec) -> dict[str, Any]:
+    """What its trackers are told, less these secrets."""
+    told = dict(spec.tracking)
+    if told:
+        told["trackers"] = [{**each, "options": hide_options(each.get("options"))} for each in told["trackers"]]
+    return told
+
+
+def seal_spec(spec: RankSpec, public: str) -> RankSpec:
+    """A rank's order as only the owner of `public` can read all of it: the environment, and options with secrets."""
+    if not _tells_too_much(spec):
+        return dataclasses.replace(spec, env=seal(spec.env, public, spec.key))
+    env = {**spec.env, _TRACKING: json.dumps(spec.tracking)}
+    return dataclasses.replace(spec, env=seal(env, public, spec.key), tracking=_shown(spec))
+
+
+def open_spec(spec: RankSpec, opener: Opener) -> RankSpec:
+    """The order as it was before it was sealed. Raises ClusterError where it was sealed for another worker."""
+    env = opener.open(spec.env, spec.key)
+    told = env.pop(_TRACKING, None)
+    return dataclasses.replace(spec, env=env, tracking=spec.tracking if told is None else json.loads(told))
 
 
 def _cipher(shared: bytes, sender: bytes) -> ChaCha20Poly1305:

@@ -59,7 +59,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec(_Message):
-    """Everything that one rank needs to run. `env` may hold secrets: it is left out of repr.
+    """Everything that one rank needs to run. `env` and `tracking` may hold secrets: they are left out of repr.
 
     The worker fills in, from `slot` and what it knows of its host: `gpu`, the one device that the rank sees (an entry
     for CUDA_VISIBLE_DEVICES; None on the CPU), `staging`, `cpu_threads`, the rest of `env`, and `environment` (what of
@@ -116,7 +116,7 @@ class RankSpec(_Message):
     args: tuple[str, ...] = ()
     local_rank_arg: bool = False
     full_traceback: bool = False
-    tracking: Mapping[str, Any] = field(default_factory=dict)
+    tracking: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def is_script(self) -> bool:

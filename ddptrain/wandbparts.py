@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 LINKS = "links.json"  # beside the parts: where those that were sent afterwards are to be seen, by their id
 UNSENT = "unsent"  # in the folder of a run that was online: the server does not have all of it
+OPEN = "open"  # what stands there until it comes to its end
 CHECKPOINT_TYPE = "model"  # of artifacts that are checkpoints
 _NAME = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 
@@ -29,6 +31,26 @@ class Part:
         if self.log.with_suffix(".wandb.synced").exists():
             return True
         return not self.offline and not (self.folder / UNSENT).exists()
+
+
+def waiting(parts: Sequence[Part]) -> list[Part]:
+    """Those parts that the server lacks something of.
+
+    An online one that was killed, and whose run went on online after it, is none: what was sent again would come twice.
+    """
+    return [part for part in parts if not part.sent and not (_was_killed(part) and _went_on(part, parts))]
+
+
+def _was_killed(part: Part) -> bool:
+    try:
+        return not part.offline and (part.folder / UNSENT).read_text(encoding="utf-8") == OPEN
+    except (OSError, ValueError):
+        return False
+
+
+def _went_on(part: Part, parts: Sequence[Part]) -> bool:
+    family = [each for each in parts if each.run_id == part.run_id]
+    return any(each.sent for each in family[family.index(part) + 1 :])
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:

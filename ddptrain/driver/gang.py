@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 import uuid
 from collections import Counter
@@ -19,7 +18,7 @@ from ddptrain.driver import asking
 from ddptrain.driver.inbox import Inbox, Notice, TaskFailed, WorkerLost
 from ddptrain.driver.reservation import Queue, Watchers, Wish
 from ddptrain.errors import ClusterError
-from ddptrain.sealing import seal
+from ddptrain.sealing import has_secrets, seal_spec
 from ddptrain.spec import SLOT_RESOURCE, RankSpec
 from ddptrain.worker import task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
@@ -190,11 +189,11 @@ class Gang:
             self.inbox.put(WorkerLost(str(message.get("worker"))))
 
     def sealed(self, specs: Sequence[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
-        """The same, each environment readable by its worker alone: specs are tasks, which a scheduler shows to many.
+        """The same, each one's secrets readable by its worker alone: specs are tasks, which a scheduler shows to many.
 
         Raises ClusterError where a worker does not answer.
         """
-        workers = sorted({place.slot.worker for place, spec in zip(places, specs, strict=True) if spec.env})
+        workers = sorted({place.slot.worker for place, spec in zip(places, specs, strict=True) if has_secrets(spec)})
         if not workers:
             return list(specs)
         try:
@@ -202,7 +201,7 @@ class Gang:
         except Exception as error:
             raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
         return [
-            dataclasses.replace(spec, env=seal(spec.env, keys[place.slot.worker], spec.key)) if spec.env else spec
+            seal_spec(spec, keys[place.slot.worker]) if has_secrets(spec) else spec
             for spec, place in zip(specs, places, strict=True)
         ]
 

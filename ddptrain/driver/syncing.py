@@ -27,7 +27,7 @@ from ddptrain.redact import hide_credentials
 from ddptrain.results import lock, wandblog
 from ddptrain.results.atomic import write_whole
 from ddptrain.results.find import RunView
-from ddptrain.wandbparts import CHECKPOINT_TYPE, LINKS, UNSENT, Part, links_in, parts_below
+from ddptrain.wandbparts import CHECKPOINT_TYPE, LINKS, UNSENT, Part, links_in, parts_below, waiting
 
 _LOCK = ".sync.lock"
 _SYNCED = ".wandb.synced"
@@ -108,7 +108,7 @@ def _parts(view: RunView) -> list[Part]:
 
 def _waiting(view: RunView) -> list[Part]:
     """The parts that the server lacks."""
-    return [part for part in _parts(view) if not part.sent]
+    return waiting(_parts(view))
 
 
 def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
@@ -194,6 +194,8 @@ def _sendable(part: Part, view: RunView, scratch: Path) -> tuple[Path, str]:
     places = {file: _place(file, view) for file in wandblog.staged_files(part.log)}
     family = [each for each in _parts(view) if each.run_id == part.run_id]
     overtaken = family[-1] != part and any(each.sent for each in family)
+    if stray := _stray(part):
+        return part.log, f"{stray} is a link, and what it leads to is not of this run: take it away"
     if not overtaken and all(str(place) == file.path for file, place in places.items()):
         return part.log, ""
     missing = [file.path for file, place in places.items() if place is None and file.artifact_type != CHECKPOINT_TYPE]
@@ -201,9 +203,9 @@ def _sendable(part: Part, view: RunView, scratch: Path) -> tuple[Path, str]:
         return part.log, f"{len(missing)} files of artifacts are missing, as {missing[0]}"
     folder = scratch / part.folder.name
     folder.mkdir(parents=True)
-    for entry in part.folder.iterdir():
-        if entry != part.log:
-            (folder / entry.name).symlink_to(entry)
+    left = {part.log} if part.offline or not overtaken else {part.log, part.log.with_suffix(_STATE)}
+    for entry in {*part.folder.iterdir()} - left:  # the steps of an online part have gone to the attempt after it
+        (folder / entry.name).symlink_to(entry)
     wandblog.rewritten(part.log, folder / part.log.name, places.get, view.record.exit_code if overtaken else None)
     return folder / part.log.name, ""
 
@@ -213,13 +215,29 @@ def _place(file: wandblog.StagedFile, view: RunView) -> Path | None:
     if file.artifact_type == CHECKPOINT_TYPE:
         *_, folder, name = ("", *Path(file.path).parts)
         kept = view.layout.checkpoints_dir / folder / name
-        safe = re.fullmatch(r"step-\d+", folder) and kept.is_file() and not kept.is_symlink()
+        safe = re.fullmatch(r"step-\d+", folder) and _is_there(kept, view.layout.checkpoints_dir / folder)
         return kept if safe and file.md5 in ("", _md5(kept)) else None  # an attempt may have saved that step again
     _, found, rest = file.path.rpartition(_STAGED)
-    if not found or "/" in rest:
+    if not found or "/" in rest or file.is_list:
         return None
     moved = view.layout.tracking_dir / "wandb" / _DATA / _STAGED.strip("/") / rest
-    return next((path for path in (Path(file.path), moved) if path.is_file() and not path.is_symlink()), None)
+    return next((path for path in (Path(file.path), moved) if _is_there(path, path.parent)), None)
+
+
+def _is_there(path: Path, folder: Path) -> bool:
+    """Whether a file is in a folder of that name, and no link, the folder's own included, has led elsewhere."""
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError):
+        return False
+    return real.is_file() and real.parts[-3:] == (*folder.parts[-2:], path.name)
+
+
+def _stray(part: Part) -> str:
+    """A link among the files of a part: wandb would follow it, and has made none itself. "" where there is none."""
+    files = part.folder / "files"
+    found = (str(path) for path in (files, *files.rglob("*")) if path.is_symlink())
+    return next(found, "")
 
 
 def _md5(path: Path) -> str:

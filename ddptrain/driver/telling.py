@@ -16,6 +16,7 @@ from ddptrain.results.writer import RunWriter
 
 _MOST_RETURNED = 1 << 16  # characters
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
+_NOT_FOUND = frozenset({"base_url"})  # the driver's word: to that server `results sync` gives the key
 
 
 class Telling:
@@ -109,7 +110,8 @@ class Telling:
     def _tracked(self, rank: int, event: events.Tracked) -> None:
         """Keep what a rank's tracker has made; rank 0's stands under the tracker's name alone."""
         name = event.tracker if rank == 0 else f"{event.tracker}/rank_{rank}"
-        found = {key: text[:_MOST_FOUND] for key, text in list(event.found.items())[:_MOST_FOUND_KEYS]}
+        given = [(key, text[:_MOST_FOUND]) for key, text in event.found.items() if key not in _NOT_FOUND]
+        found = dict(given[:_MOST_FOUND_KEYS])
         tracking = self.writer.record.tracking
         self.writer.update(tracking={**tracking, name: {**tracking.get(name, {}), **found}})
         self._recorded("tracked", {"rank": rank, "tracker": event.tracker, "found": found})

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ddptrain.results.find import RunView, moment
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.spec import describe_status
-from ddptrain.tables import Section, clean
-from ddptrain.wandbparts import links_in, parts_below
+from ddptrain.tables import Section, clean, plain_table
+from ddptrain.wandbparts import links_in, parts_below, waiting
 from ddptrain.wording import shown
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _STATUS_STYLE = {
     RunStatus.UNKNOWN: "yellow",
 }
 _RESULT_WIDTH = 60
+_LEAST_RESULT = 12  # characters of a row's last cell in a line, which may take several
 _RETURNED_WIDTH = 2_000
 _KIB = 1024.0
 
@@ -131,7 +132,7 @@ def _tracking(view: RunView) -> list[tuple[str, str]]:
         seen |= {url} - {None}
         place = " ".join(filter(None, (found.get("mode"), found.get("folder"))))
         lines.append((tracker, url or place or ", ".join(found.values())))
-    if not view.is_running and any(not part.sent for part in parts_below(folder)):
+    if not view.is_running and waiting(parts_below(folder)):
         lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {view.run_id}"))
     return lines
 
@@ -177,14 +178,19 @@ def _time(text: str) -> str:
 
 
 def print_table(views: Sequence[RunView], console: Console) -> None:
-    """The table on a terminal; a run's id is never cut."""
+    """The table on a terminal; where that is too narrow its lines are broken, and nothing is cut."""
     from rich.table import Table
     from rich.text import Text
 
+    found = rows(views)
+    columns = [*zip(HEADER, *found, strict=True)]
+    if sum(2 + max(map(len, column)) for column in columns[:-1]) + _LEAST_RESULT > console.width:
+        console.print(Text(plain_table([HEADER, *found])), soft_wrap=True)
+        return
     table = Table(box=None, pad_edge=False)
     for title in HEADER:
         table.add_column(title, no_wrap=title != HEADER[-1], overflow="fold")
-    for run_id, status, *rest in rows(views):
+    for run_id, status, *rest in found:
         style = _STATUS_STYLE.get(RunStatus(status), "") if status in set(RunStatus) else ""
         table.add_row(Text(clean(run_id)), Text(clean(status), style), *(Text(cell) for cell in rest))
     console.print(table)

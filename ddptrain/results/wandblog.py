@@ -87,11 +87,15 @@ def is_empty(log: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """A file of an artifact, as the log names it; without it the artifact is lost. `md5` is "" where it isn't known."""
+    """A file of an artifact, as the log names it; without it the artifact is lost. `md5` is "" where it isn't known.
+
+    `is_list` says that it is wandb's list of the artifact's files, which stands beside the log where they are many.
+    """
 
     path: str
     artifact_type: str
     md5: str
+    is_list: bool = False
 
 
 def staged_files(log: Path) -> list[StagedFile]:
@@ -101,6 +105,8 @@ def staged_files(log: Path) -> list[StagedFile]:
 
 def _staged(record: Any) -> Iterator[tuple[StagedFile, Any]]:
     """The files of an artifact's record, each with its entry there."""
+    if listed := record.artifact.manifest.manifest_file_path:
+        yield StagedFile(listed, "", "", is_list=True), None
     for entry in record.artifact.manifest.contents:
         if entry.local_path:
             md5 = "" if entry.extra else entry.digest  # another algorithm is named there

@@ -11,6 +11,7 @@ from ddptrain.tracking import wandb_session
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb_meeting import Meeting
 from ddptrain.tracking.wandb_session import Wanted
+from ddptrain.tracking.wandb_uploads import Uploads
 
 _FINISH_SHARE = 0.8  # of the time for the end is wandb's: the rest is for what waits, and for a word about it
 _GRACE_S = 15.0  # beyond the time that rank 0 has to open the run: it may begin later than the others
@@ -28,6 +29,7 @@ class Plan:
         self.mode = str(facts.told.get("mode") or options.get("mode") or "rank0")
         self.online = bool(facts.told.get("online"))
         self.folder = facts.folder / "wandb"
+        self.uploads = Uploads()
         self.finish_timeout_s = float(options.get("finish_timeout_s", 30.0))
         self.wandb_timeout_s = _FINISH_SHARE * self.finish_timeout_s
         self._init_timeout_s = float(options.get("init_timeout_s", 20.0))
@@ -47,16 +49,16 @@ class Plan:
                 return run, ""
         if self.mode == "shared":
             self.mode = "process"
-        return wandb_session.open_run(self._wanted("offline")), trouble
+        return wandb_session.open_run(self._wanted("offline"), self.uploads), trouble
 
     def _open_online(self) -> tuple[wandb.Run | None, str]:
         meeting = Meeting(self._facts.attempt, self._environ) if self._meets else None
         primary = self._facts.rank == 0
         if meeting is not None and not primary and (problem := meeting.wait(self._init_timeout_s + _GRACE_S)):
             return None, problem
-        run, trouble = None, ""
+        run, trouble, wish = None, "", "shared" if self.mode == "shared" else "online"
         try:
-            run = wandb_session.open_run(self._wanted("shared" if self.mode == "shared" else "online"))
+            run = wandb_session.open_run(self._wanted(wish), self.uploads)
         except (Exception, SystemExit) as error:  # wandb may leave with the exit code of its own process
             trouble = f"W&B has opened no run online ({wandb_session.reason_of(error)})"
         if meeting is not None and primary:

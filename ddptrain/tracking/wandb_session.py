@@ -18,7 +18,8 @@ from typing import Any
 import wandb
 
 from ddptrain.redact import hide_credentials
-from ddptrain.wandbparts import UNSENT
+from ddptrain.tracking.wandb_uploads import Uploads
+from ddptrain.wandbparts import OPEN, UNSENT
 
 FLUSH_S = 0.25  # to the file, from where nothing is lost when the rank is killed
 _KEY = "WANDB_API_KEY"
@@ -63,8 +64,8 @@ def prepare(folder: Path) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def open_run(wanted: Wanted) -> wandb.Run:
-    """The run, open. Raises what wandb raises, once nothing is left of the attempt."""
+def open_run(wanted: Wanted, uploads: Uploads) -> wandb.Run:
+    """The run, open; `uploads` follows its artifacts. Raises what wandb raises, once nothing is left of the attempt."""
     before = _parts(wanted)
     try:
         run = wandb.init(
@@ -78,19 +79,31 @@ def open_run(wanted: Wanted) -> wandb.Run:
             shutil.rmtree(part, ignore_errors=True)  # nothing was logged there
         raise
     _no_exit_handler()
-    _never_ask(run)
+    _never_ask(run, uploads)
+    if wanted.mode == "online":
+        _mark(run, OPEN)  # from now on: a rank may be killed
     return run
 
 
-def _never_ask(run: wandb.Run) -> None:
+def _mark(run: wandb.Run, text: str = "") -> Path:
+    """Say that the server may lack something of an online run; returns the mark."""
+    mark = Path(str(run.settings.sync_dir)) / UNSENT
+    with contextlib.suppress(OSError):
+        if not run.offline:
+            mark.write_text(text)
+    return mark
+
+
+def _never_ask(run: wandb.Run, uploads: Uploads) -> None:
     """Have log_artifact not ask the server whether the artifact's type fits, for it would wait for one that is gone.
 
     These are private parts: without them it asks, and imports half of wandb for it.
     """
 
     class Silent:
-        def _set_artifact_save_handle(self, artifact: object, handle: object) -> None:
+        def _set_artifact_save_handle(self, artifact: wandb.Artifact, handle: object) -> None:
             """It would serve artifact.wait()."""
+            uploads.watch(artifact, handle)
 
     vars(run)["_assert_can_log_artifact"] = lambda artifact: None
     vars(run)["_public_api"] = lambda overrides=None: Silent()
@@ -160,10 +173,7 @@ def finish(run: wandb.Run, state: str, timeout_s: float) -> bool:
     """
     if state == "preempted":
         run.mark_preempting()
-    mark = Path(str(run.settings.sync_dir)) / UNSENT
-    with contextlib.suppress(OSError):
-        if not run.offline:
-            mark.touch()  # before: this thread may be left behind
+    mark = _mark(run)  # before: this thread may be left behind
     ended = _within(timeout_s, lambda: run.finish(exit_code=_EXIT_CODES.get(state, 1)))
     if not ended:
         return False

@@ -33,7 +33,7 @@ _STALE_S = 3.0
 
 
 class WentOffline(RuntimeError):
-    """The server could not be had: what was logged waits on the disk."""
+    """The server could not be had, or lacks something: what was logged is on the disk."""
 
 
 class WandbTracker:
@@ -63,7 +63,7 @@ class WandbTracker:
         self._bests = Bests(self._plan.folder, facts.rank)
         keep = int((facts.config.get("checkpoint") or {}).get("keep") or 3)
         sending = self._plan.folder / f"sending-rank-{facts.rank}"
-        self._checkpoints = Checkpoints(sending, facts.folder.parent, facts.run_id, keep)
+        self._checkpoints = Checkpoints(sending, facts.folder.parent, facts.run_id, keep, self._plan.uploads)
         self._prefix = self._plan.prefix
         self._run.define_metric(f"{self._prefix}{STEP}", hidden=True)
         self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}{STEP}")
@@ -250,7 +250,7 @@ class WandbTracker:
         """Log what was held back, and end the run.
 
         Raises:
-            WentOffline: a strict run was to be online, and was not.
+            WentOffline: a strict run was to be online, and was not, or not with everything.
         """
         with self._lock:
             self._closed = True
@@ -265,8 +265,10 @@ class WandbTracker:
             self._facts.tell(
                 f"W&B has not taken everything in {self._plan.finish_timeout_s:g} s; {self._sync} sends the rest"
             )
-        if self._facts.told.get("strict") and (self._trouble or not complete):
-            raise WentOffline(self._trouble or "W&B has not taken everything in time")
+        if lacking := self._plan.uploads.lacking:
+            self._facts.tell(lacking)
+        if self._facts.told.get("strict") and (self._trouble or lacking or not complete):
+            raise WentOffline(self._trouble or lacking or "W&B has not taken everything in time")
 
     def _last_words(self, run: wandb.Run) -> None:
         self._flush()

@@ -16,6 +16,7 @@ from dask.system import cpu_count
 from distributed import Worker, get_worker
 
 from ddptrain.errors import ClusterError
+from ddptrain.sealing import open_spec
 from ddptrain.spec import GPU_RESOURCE, RankExit, RankSpec, key_prefix
 from ddptrain.worker import environment, spool, standin
 from ddptrain.worker.attach import attach, offered, rank_host
@@ -38,13 +39,12 @@ def run_rank(spec_json: str) -> str:
 
     Raises:
         RankServerLost: no rank could be started, or its server died.
-        ClusterError: its environment was sealed for another worker.
+        ClusterError: its secrets were sealed for another worker.
     """
     spec = RankSpec.from_json(spec_json)
     worker = get_worker()
     host = rank_host(worker, spec.run_id)
-    spec = dataclasses.replace(spec, env=host.opener.open(spec.env, spec.key))
-    return _RankTask(worker, host, spec).run()
+    return _RankTask(worker, host, open_spec(spec, host.opener)).run()
 
 
 def topic(run_id: str) -> str:

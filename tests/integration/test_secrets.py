@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 from distributed import Client, Scheduler
 
 from tests.conftest import Cli
@@ -16,8 +15,31 @@ from tests.unit.worker.daskbench import DaskBench
 from tests.unit.worker.stubs import until
 
 KEY = "5ecre7" * 7  # wandb takes none that is shorter than 40
+OPTIONS = {"api_key": "own-5ecre7", "login": {"secret": {"words": ["open 5esame"]}}, "every": 3}
+SECRETS = (KEY, KEY[::-1], "own-5ecre7", "open 5esame")
 WORKLOAD = """
 import hashlib, os, time
+
+class Sink:  # a tracker that needs keys, and is careless with them
+    def __init__(self, options):
+        self.options = options
+
+    def start(self, facts):
+        assert not [text for text in found(self.options) if text in repr((facts, dict(os.environ)))]
+        print("options", *(hashlib.sha256(text.encode()).hexdigest() for text in found(self.options)), flush=True)
+        facts.tell(f"I am here with {self.options}")
+        facts.found({"url": f"http://there/{self.options['api_key']}"})
+
+    def log(self, item):
+        raise ValueError(f"no room for {self.options['login']['secret']['words'][0]}")
+
+    def finish(self, state):
+        raise ValueError(f"no end for {self.options}")
+
+
+def found(options):
+    return [options["api_key"], options["login"]["secret"]["words"][0]]
+
 
 def wait(ctx, until):
     ctx.log({"train/loss": 1.0}, step=1)
@@ -51,13 +73,14 @@ def _arguments() -> list[str]:
     return found
 
 
-@pytest.mark.timeout(180)
 def test_key_reaches_ranks_on_a_cluster_of_others_and_nobody_else(tmp_path: Path, run_cli: Cli) -> None:
     for name in ("tmp", "cluster"):
         (tmp_path / name).mkdir()
     (tmp_path / "work.py").write_text(WORKLOAD)
     config: dict[str, Any] = {"workload": "work:wait", "params": {"until": str(tmp_path / "go")}}
-    config |= {"cluster": {"ranks": 1}, "tracking": {"wandb": {"mode": "rank0"}}, "env": {"OWN_PASSWORD": KEY[::-1]}}
+    own = {"name": "work:Sink", "options": OPTIONS}
+    config |= {"cluster": {"ranks": 1}, "env": {"OWN_PASSWORD": KEY[::-1]}}
+    config |= {"tracking": {"wandb": {"mode": "rank0"}, "other": [own]}}
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     cluster_env = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     with DaskBench(tmp_path / "cluster", {**os.environ, **cluster_env}) as bench:
@@ -66,8 +89,9 @@ def test_key_reaches_ranks_on_a_cluster_of_others_and_nobody_else(tmp_path: Path
         env = {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}
         running = run_cli.start("train", "run.yaml", "--cluster", bench.scheduler_file, "--full-traceback", env=env)
         running.wait_for(f"key {hashlib.sha256(KEY.encode()).hexdigest()}")
+        running.wait_for(" ".join(["options", *(hashlib.sha256(text.encode()).hexdigest() for text in SECRETS[2:])]))
         address = json.loads(bench.scheduler_file.read_text())["address"]
-        with Client(address, set_as_default=False, timeout=20) as client:
+        with Client(address, set_as_default=False, timeout=60) as client:
             (run,) = (tmp_path / "runs").iterdir()
             until(lambda: list((run / "tracking/wandb").glob("offline-run-*/*.wandb")), "the run is recorded")
             held = client.run_on_scheduler(_all_of_scheduler())
@@ -76,9 +100,10 @@ def test_key_reaches_ranks_on_a_cluster_of_others_and_nobody_else(tmp_path: Path
         ended = running.finish()
         assert ended.rc == 0, ended.stderr
         said = [path.read_text() for path in (tmp_path / "cluster").glob("*.log")]
-    secrets = (KEY, KEY[::-1])
     assert run.name.encode() in held, "the spec was there to be seen"
-    assert not any(secret.encode() in held for secret in secrets)
-    assert not any(secret in text for secret in secrets for text in [*arguments, *said, ended.stdout, ended.stderr])
+    assert "work:Sink could not finish: ValueError: no end for" in ended.stderr
+    assert "I am here with" in ended.stderr
+    assert not any(secret.encode() in held for secret in SECRETS)
+    assert not any(secret in text for secret in SECRETS for text in [*arguments, *said, ended.stdout, ended.stderr])
     kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert not [path for path, data in kept.items() for secret in secrets if secret.encode() in data]
+    assert not [path for path, data in kept.items() for secret in SECRETS if secret.encode() in data]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,16 @@ from ddptrain.tracking.wandb_sink import WandbTracker
 folder = Path(sys.argv[1])
 tracker = WandbTracker({"checkpoints": True})
 told = {"mode": "rank0", "online": True, "id": "w1"}
-tracker.start(Facts("a-run", "pets", 1, 0, 1, 0, 0, 1, folder / "run" / "tracking", told=told))
-for step in (1, 2):
+config = {"checkpoint": {"keep": 2}}
+tracker.start(Facts("a-run", "pets", 1, 0, 1, 0, 0, 1, folder / "run" / "tracking", config=config, told=told))
+for step in range(1, int(sys.argv[2]) + 1):
     lent = folder / "lent" / str(step)
     lent.mkdir(parents=True)
     (lent / "model.safetensors").write_bytes(bytes([step]) * 1000)
     tracker.log(items.Checkpoint(time.time_ns(), step, lent, {"val/loss": 1.0 / step}))
     (lent / "model.safetensors").unlink()  # as ranks do, once log() has returned
+print("all logged", flush=True)
+sys.stdin.readline()
 tracker.finish("finished")
 """
 
@@ -85,7 +89,6 @@ def offline_runs(folder: Path) -> list[OfflineRun]:
     return [OfflineRun(path) for path in sorted(folder.rglob("run-*.wandb"))]
 
 
-@pytest.mark.timeout(150)
 def test_images_examples_table_and_checkpoints_get_to_the_server_as_what_they_are(
     run_cli: Cli, warm_cluster: str, backend: Backend
 ) -> None:
@@ -122,7 +125,6 @@ def test_images_examples_table_and_checkpoints_get_to_the_server_as_what_they_ar
     assert load(sent[0].files["model.safetensors"])
 
 
-@pytest.mark.timeout(150)
 def test_users_own_wandb_and_loaders_that_fork_get_along_with_the_tracker(run_cli: Cli, warm_cluster: str) -> None:
     (run_cli.folder / "own.py").write_text(OWN)
     own = run_cli.folder / "own"
@@ -148,12 +150,47 @@ def test_users_own_wandb_and_loaders_that_fork_get_along_with_the_tracker(run_cl
         assert each.exit_code == 0, "it was left open, and is ended all the same"
 
 
+@contextmanager
+def checkpoints_online(folder: Path, backend: Backend, count: int) -> Iterator[subprocess.Popen[str]]:
+    """A rank that logs so many checkpoints, says so, and ends once it hears of it."""
+    command = [sys.executable, "-c", ONLINE, str(folder), str(count)]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, **backend.environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as rank:
+        try:
+            yield rank
+        finally:
+            rank.kill()
+
+
 def test_checkpoints_are_sent_while_the_run_is_on_and_leave_nothing_behind(tmp_path: Path, backend: Backend) -> None:
-    command = [sys.executable, "-c", ONLINE, str(tmp_path)]
-    ended = subprocess.run(command, env={**os.environ, **backend.environment}, timeout=60, capture_output=True)
-    assert ended.returncode == 0, ended.stderr.decode()
+    with checkpoints_online(tmp_path, backend, 2) as rank:
+        said, _ = rank.communicate("end\n", timeout=60)
+    assert rank.returncode == 0, said
+    assert "W&B lacks" not in said
     sent = [each for each in backend.artifacts.values() if each.type == "model"]
     assert [each.state for each in sent] == ["COMMITTED"] * 2
     assert [each.files["model.safetensors"] for each in sent] == [bytes([step]) * 1000 for step in (1, 2)]
     left = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 1000]
     assert not left
+
+
+def test_checkpoints_that_came_too_fast_for_the_server_are_counted(tmp_path: Path, backend: Backend) -> None:
+    backend.fault = "slow"
+    with checkpoints_online(tmp_path, backend, 6) as rank:
+        assert rank.stdout is not None
+        while "all logged" not in (line := rank.stdout.readline()):
+            assert line
+        backend.fault = ""
+        said, _ = rank.communicate("end\n", timeout=60)
+    assert rank.returncode == 0, said
+    made = [each for each in backend.artifacts.values() if each.type == "model"]
+    committed = [alias for each in made if each.state == "COMMITTED" for alias in each.aliases if alias != "latest"]
+    assert committed == ["step-1", "step-5", "step-6"], "the one that was on its way, and what the run keeps"
+    (line,) = [line for line in said.splitlines() if "W&B lacks" in line]
+    assert "lacks checkpoints (3) that newer ones had replaced" in line

@@ -21,8 +21,9 @@ class Stream:
 
     @property
     def history(self) -> list[Record]:
-        """The rows that were logged, in the order of their numbers."""
-        return self._records("wandb-history.jsonl")
+        """The rows that were logged, in the order of their numbers; of those with the same _step the last, as there."""
+        rows = self._records("wandb-history.jsonl")
+        return list({row.get("_step", -1 - number): row for number, row in enumerate(rows)}.values())
 
     @property
     def system(self) -> list[Record]:

@@ -25,7 +25,7 @@ import torch
 
 
 def wait_until(true):
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 100
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -36,7 +36,6 @@ def kill_core():
     def cores():
         return [child for child in psutil.Process().children(recursive=True) if "wandb-core" in child.name()]
     wait_until(cores)
-    time.sleep(1)
     for core in cores():
         core.kill()
 
@@ -172,9 +171,9 @@ class OfflineRun:
         return self.of("exit")[-1].get("exit_code", 0) if self.of("exit") else None
 
 
-def wait_until_rows(training: Training, runs: int, timeout_s: float = 60) -> None:
-    """Return once that many offline runs below the run directory have rows on disk."""
+def wait_until_rows(training: Training, runs: int, least: int = 1, timeout_s: float = 90) -> None:
+    """Return once that many runs below the run directory have `least` rows on disk, or more."""
     deadline = time.monotonic() + timeout_s
-    while sum(bool(run.history) for run in training.offline()) < runs:
-        assert time.monotonic() < deadline, "no offline run has rows"
+    while sum(len(run.history) >= least for run in training.offline()) < runs:
+        assert time.monotonic() < deadline, f"not {runs} runs have {least} rows"
         time.sleep(0.2)

@@ -22,6 +22,7 @@ from ddptrain.configfile import (
     without_secrets,
 )
 from ddptrain.errors import ConfigError
+from ddptrain.trackingconfig import TrackingConfig
 
 Load = Callable[..., RunConfig]
 Refuse = Callable[..., list[str]]
@@ -289,9 +290,12 @@ def test_a_dump_leaves_secrets_out(load: Load) -> None:
                 "connection_string": "AccountKey=hunter2",
             },
         },
+        tracking=TrackingConfig.model_validate(
+            {"other": [{"name": "a:B", "options": {"x": {"credentials": {"user": ["hunter2"], "on": True}}, "pin": 4}}]}
+        ),
     )
     dumped = dump_config(config)
-    assert "hunter2" not in dumped
+    assert "hunter2" not in dumped + repr(config.tracking)
     read = load(dumped)
     assert read == without_secrets(config)
     assert read.env == {
@@ -300,6 +304,7 @@ def test_a_dump_leaves_secrets_out(load: Load) -> None:
         "TOKENIZERS_PARALLELISM": "1",
     }
     assert read.params["options"] == {"secret": "<left out>", "key": 3}
+    assert read.tracking.other[0].options == {"x": {"credentials": {"user": ["<left out>"], "on": True}}, "pin": 4}
 
 
 def test_a_bare_name_is_a_shipped_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from ddptrain.errors import ClusterError
-from ddptrain.sealing import SEALED, Opener, seal
+from ddptrain.sealing import SEALED, Opener, has_secrets, open_spec, seal, seal_spec
+from tests.unit.specs import make_spec
 
 ENV = {"WANDB_API_KEY": "k" * 40, "NAME": "münchen"}
 
@@ -33,6 +34,28 @@ def test_other_workers_and_other_ranks_are_refused() -> None:
             opener.open(sealed, purpose)
     with pytest.raises(ClusterError, match="not sealed for this worker"):
         worker.open({SEALED: "AAAA"}, "run/1/0")
+
+
+OWN = {"login": {"password": ["hush-hush"]}, "url": "http://me:hush-hush@there", "every": 3}
+
+
+@pytest.mark.parametrize("env", [{}, ENV])
+def test_options_of_trackers_that_hold_secrets_are_sealed_with_the_environment(env: dict[str, str]) -> None:
+    worker = Opener()
+    tracking = {"strict": True, "trackers": [{"name": "a:B", "options": OWN, "told": {}}]}
+    spec = make_spec(env=env, tracking=tracking)
+    assert "hush-hush" not in repr(spec)
+    assert has_secrets(spec)
+    sealed = seal_spec(spec, worker.public)
+    assert "hush-hush" not in sealed.to_json()
+    assert sealed.tracking["trackers"][0]["options"]["every"] == 3
+    assert open_spec(sealed, worker) == spec
+
+
+def test_order_without_secrets_is_not_sealed() -> None:
+    spec = make_spec(tracking={"trackers": [{"name": "a:B", "options": {"every": 3, "token": True, "key": ""}}]})
+    assert not has_secrets(spec)
+    assert open_spec(spec, Opener()) == spec
 
 
 def test_empty_environment_costs_nothing_and_an_open_one_is_taken_as_it_is() -> None:

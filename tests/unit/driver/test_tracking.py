@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ddptrain.clusters.slots import Slot
 from ddptrain.config import RunConfig
 from ddptrain.driver.gang import Place
+from ddptrain.driver.telling import Telling
 from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.wandbkey import find_access
+from ddptrain.events import Tracked
 from ddptrain.results.writer import RunWriter
 
 KEY = "k" * 40
@@ -119,6 +121,13 @@ def test_run_with_a_key_is_online(make: Make, writer: RunWriter) -> None:
     assert "wh1sper" not in json.dumps(tracking.of(place(0)))
     assert tracking.of(place(0))["folder"] == str(writer.layout.root / "tracking")
     assert tracking.of(place(0, shared=False))["folder"] == ""
+
+
+def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: RunWriter) -> None:
+    make({"WANDB_BASE_URL": "https://wandb.example.org"}, mode="rank0")
+    Telling(writer, cast(Any, None)).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
+    kept = writer.record.tracking["wandb"]
+    assert (kept["base_url"], kept["url"]) == ("https://wandb.example.org", "u")
 
 
 def test_id_stays_the_same_when_the_run_is_resumed(make: Make) -> None:

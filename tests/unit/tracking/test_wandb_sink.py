@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import PIL.Image
 import pytest
 import torch
+import wandb
 
 from ddptrain.results import wandblog
 from ddptrain.tracking import items, wandb_session
@@ -21,6 +24,7 @@ from ddptrain.tracking.wandb_checkpoints import Checkpoints
 from ddptrain.tracking.wandb_plan import Plan
 from ddptrain.tracking.wandb_session import Wanted, settings_for
 from ddptrain.tracking.wandb_sink import WandbTracker, WentOffline
+from ddptrain.tracking.wandb_uploads import Uploads
 from ddptrain.trackingconfig import WandbSettings
 from ddptrain.wandbparts import parts_below
 
@@ -236,21 +240,48 @@ def test_checkpoint_that_is_recorded_offline_is_no_copy_but_that_of_the_run_dire
     assert not kept, "nothing of it lies in the tracker's folder"
 
 
+class Answer:
+    """wandb's private handle: it answers at once that the artifact is there, or refused, or not at all."""
+
+    def __init__(self, refused: str | None) -> None:
+        self._refused = refused
+        self.asyncer = self
+
+    def run_soon(self, function: Callable[[], Coroutine[Any, Any, None]], *, daemon: bool) -> None:
+        if self._refused is not None:
+            asyncio.run(function())
+
+    async def wait_async(self, *, timeout: float | None) -> Any:  # noqa: ASYNC109  # as wandb has it
+        return SimpleNamespace(
+            response=SimpleNamespace(log_artifact_response=SimpleNamespace(error_message=self._refused))
+        )
+
+
 def test_checkpoints_on_their_way_are_as_many_as_the_run_keeps_and_no_copies(tmp_path: Path) -> None:
     left = tmp_path / "sending" / "checkpoints" / "step-1"
     left.mkdir(parents=True)  # by a rank that was killed
-    made = Checkpoints(tmp_path / "sending", tmp_path, "a-run", keep=2)
-    items_ = [checkpoint(tmp_path, step) for step in range(1, 5)]
+    uploads = Uploads()
+    made = Checkpoints(tmp_path / "sending", tmp_path, "a-run", keep=2, uploads=uploads)
+    items_ = [checkpoint(tmp_path, step) for step in range(1, 6)]
     for item in items_:
         artifact = made.artifact(item, offline=False)
+        uploads.watch(artifact, Answer("" if item.step == 1 else None))  # the first gets there at once
     waiting = sorted((tmp_path / "sending" / "checkpoints").iterdir())
-    assert [folder.name for folder in waiting] == ["step-3", "step-4"]
-    assert (waiting[1] / "model.safetensors").samefile(items_[-1].folder / "model.safetensors")
+    assert [folder.name for folder in waiting] == ["step-2", "step-4", "step-5"], "the first of those is being sent"
+    assert (waiting[2] / "model.safetensors").samefile(items_[-1].folder / "model.safetensors")
     assert {entry.local_path for entry in artifact.manifest.entries.values()} == {
-        str(path) for path in waiting[1].iterdir()
+        str(path) for path in waiting[2].iterdir()
     }
+    assert uploads.lacking == "W&B lacks checkpoints (1) that newer ones had replaced before their turn came"
     made.close()
     assert not (tmp_path / "sending").exists()
+
+
+def test_artifacts_that_the_server_refuses_are_counted() -> None:
+    uploads = Uploads()
+    for refused in ("", "409\n of http://me:hush@there/", None):
+        uploads.watch(wandb.Artifact("a", type="table"), Answer(refused))
+    assert uploads.lacking == "W&B lacks 1 of 3 artifacts, the last for: 409 of http://<left out>@there/"
 
 
 def test_model_that_is_watched_comes_as_histograms_of_rows_that_are_no_older_than_it(tmp_path: Path) -> None:

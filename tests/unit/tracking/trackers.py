@@ -36,6 +36,7 @@ class Recorder:
         self.states: list[State] = []
         self.threads: set[int] = set()
         self.gate = threading.Event()  # for those that hang
+        self.timeout_s: float | None = None  # where it is not that of the others
 
     def start(self, facts: Facts) -> None:
         self.threads.add(threading.get_ident())
@@ -114,6 +115,7 @@ class House:
         def make() -> Tracker:
             return tracker
 
+        timeout_s = timeout_s if tracker.timeout_s is None else tracker.timeout_s
         return Wanted(type(tracker).__name__.lower(), make, facts(self.folder), timeout_s, declined=())
 
     def close(self) -> None:
