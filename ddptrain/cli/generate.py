@@ -39,7 +39,7 @@ def generate(
             typer.echo(name)
     remarks = [
         f"the seed was {made.seed}" if seed is None else "",
-        f"{made.dropped_known:,} that the list already holds were replaced" if made.dropped_known else "",
+        _replaced(made.dropped_known),
         f"only {len(made.names):,} of {count:,} names: gave up after {made.attempts:,} attempts; "
         "try a higher --temperature, a shorter --prefix, or --keep-known"
         if made.limit_reached
@@ -47,3 +47,10 @@ def generate(
     ]
     for remark in filter(None, remarks):
         typer.echo(f"generate: {remark}", err=True)
+
+
+def _replaced(number: int) -> str:
+    from ddptrain.wording import counted
+
+    was = "was" if number == 1 else "were"
+    return f"{counted(number, 'name')} that the list already holds {was} replaced" if number else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from ddptrain.cli.train import train
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted
 
 PROGRAM = "ddptrain"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
 
 
@@ -105,6 +107,9 @@ def _call(argv: Sequence[str] | None) -> int:
         _report(error)
         return error.exit_code
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            _say(f"error: {error.filename or 'standard output, or a file,'} can't be written: {error.strerror}")
+            return ExitCode.CLUSTER
         return _report_bug(error)
     return ExitCode.SUCCEEDED
 

@@ -136,8 +136,8 @@ def _csv(results: Iterable[Result], top: int) -> Iterator[str]:
 
     def line(cells: Iterable[object]) -> str:
         text = io.StringIO()
-        csv.writer(text, lineterminator="").writerow(cells)
-        return text.getvalue()
+        csv.writer(text, lineterminator="\n").writerow(cells)  # without one, a line break in a name is not quoted
+        return text.getvalue().removesuffix("\n")
 
     yield line(["file", *columns, "error"])
     for result in results:

@@ -29,7 +29,7 @@ from ddptrain.errors import ClusterError
 
 FOLDER = "{folder}"
 _POLL_S = 0.02
-_KILLED_S = 5.0  # for the kernel to end what was killed
+_KILLED_S = 20.0  # for the kernel to end what was killed, also on a host that is very busy
 _TAIL_BYTES = 256 * 1024
 _PROC = Path("/proc")
 _ID = ".id"  # a file with the DaemonId, beside the log

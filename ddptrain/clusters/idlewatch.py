@@ -32,9 +32,10 @@ class IdleWatch:
         """Whether nobody has used the cluster for that long; to be asked every `pause_s` seconds."""
         if not self._timeout_s:
             return False
+        asked_at = time.monotonic()  # a scheduler that is slow to answer has not been idle meanwhile
         if self._is_used():
             self._since = time.monotonic()
-        return time.monotonic() - self._since >= self._timeout_s
+        return asked_at - self._since >= self._timeout_s
 
     def _is_used(self) -> bool:
         """A scheduler that does not answer is not used; of one that can't be asked nobody knows."""

@@ -179,12 +179,13 @@ async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
     for task in (asked, refused):
         task.cancel()
     await asyncio.wait((asked, refused), timeout=_LEAVE_S)
-    if asked in done:
+    is_certain = refused in done  # also where Dask has given up meanwhile: it does not say for sure
+    if asked in done and not (is_certain and asked.exception()):
         try:
             return seen(deployment, asked.result())
         except Exception as error:
             return View(deployment, State.GONE, f"{address} can't be asked: {error}", certain=False)
-    if refused in done:
+    if is_certain:
         return View(deployment, State.GONE, f"no scheduler listens at {address} any more")
     return View(deployment, State.GONE, f"{address} does not answer within {timeout_s:g} s", certain=False)
 

@@ -15,6 +15,7 @@ from ddptrain.results.errors import ResultsError, naming
 # A reader that looks holds the lock for microseconds, so a driver that finds it taken asks again before it
 # gives up.
 _PATIENCE_S = 0.5
+_FOR_READERS_S = 20.0  # one may have been stopped in the midst of its look
 _PAUSE_S = 0.01
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN)
 
@@ -51,7 +52,7 @@ def _wait_for(descriptor: int, path: Path) -> None:
                 raise ResultsError(
                     f"cannot lock {path}: {error.strerror}; use a folder on a file system with locks"
                 ) from error
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= (deadline if _is_taken(descriptor) else deadline + _FOR_READERS_S):
                 holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
                 raise RunLocked(
                     f"run {path.parent.name} is held by {holder}; wait for it, or choose another --run-id"
@@ -66,9 +67,16 @@ def is_held(path: Path) -> bool:
     except OSError:
         return False
     try:
+        return _is_taken(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_taken(descriptor: int) -> bool:
+    """Whether a driver has the lock, which keeps out readers as well; readers let each other look."""
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         return False
     except OSError as error:
         return error.errno in _TAKEN
-    finally:
-        os.close(descriptor)

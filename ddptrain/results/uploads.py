@@ -32,7 +32,7 @@ _PARTING_S = 5.0
 _RECORD = "run.json"
 _BESIDE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
-_Fingerprint = tuple[int, int]
+_Fingerprint = tuple[int, int, int]
 
 
 class Uploads:
@@ -267,4 +267,5 @@ def _fingerprint(path: Path) -> _Fingerprint | None:
         state = path.stat()
     except OSError:
         return None
-    return state.st_size, state.st_mtime_ns
+    # Times are coarse: a file that is replaced twice in a hundredth of a second has another number at least.
+    return state.st_size, state.st_mtime_ns, state.st_ino

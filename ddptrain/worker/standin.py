@@ -21,7 +21,8 @@ from ddptrain.worker.spool import RankSpool
 from ddptrain.worker.vitals import Vitals, catches
 
 _ANSWER_S = 1.5  # for the rank itself to tell where it is
-_DUMP_S = 0.3  # for C code to write stacks
+_DUMP_S = 2.0  # for C code to write stacks
+_DUMPED_S = 0.15  # without another byte: it has written them
 _LOOK_S = 0.05
 _TAIL_BYTES = 256 << 10
 _STOPPED = "Tt"
@@ -68,7 +69,12 @@ def _dump(spool: RankSpool, pid: int) -> str:
         return ""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, STACKS_SIGNAL)
-    time.sleep(_DUMP_S)
+    deadline, grown = time.monotonic() + _DUMP_S, time.monotonic()
+    size = before
+    while time.monotonic() < min(deadline, grown + _DUMPED_S if size > before else deadline):
+        time.sleep(_LOOK_S)
+        if (now := _size(path)) != size:
+            size, grown = now, time.monotonic()
     return _tail(path, before).decode("utf-8", "replace")
 
 

@@ -97,7 +97,7 @@ class Arena:
         shutil.copyfile(_STUB, folder / "stub.py")
         return folder
 
-    def start(self, folder: Path, mark: str, *arguments: str, timeout_s: float = 60) -> Command:
+    def start(self, folder: Path, mark: str, *arguments: str, timeout_s: float = 120) -> Command:
         """Start a command in `folder`: a module's name and its arguments."""
         return Command(folder, list(arguments), self._environment(mark), timeout_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from tests.chaos.runner import HANGS, Findings
+from tests.chaos.runner import HANGS, LEFT_S, Findings
 
 _GOALS = {"prompt": "median <= 1 s, worst <= 5 s", "hang": "its window + 10 s"}
 
@@ -22,7 +22,7 @@ def table(found: Sequence[Findings], took_s: float) -> str:
         ("right root cause", f"{sum(blamed)} of {len(blamed)}{_percent(blamed)}", "100 %"),
         ("fault to the command's end", _times(prompt), _GOALS["prompt"]),
         ("the same, of hangs", _times(hangs), _GOALS["hang"]),
-        ("processes left after 10 s", str(sum(one.left for one in found)), "0"),
+        (f"processes left after {LEFT_S:g} s", str(sum(one.left for one in found)), "0"),
         ("verified checkpoints lost", f"{sum(one.lost for one in found)} in {len(writes)} faults in writes", "0"),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]

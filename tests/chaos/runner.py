@@ -24,7 +24,7 @@ from tests.chaos.table import STEPS, Case, Kind
 
 RUN = "run"
 HANGS = ("hang", "stop", "other_stop", "thread")
-LEFT_S = 10.0
+LEFT_S = 30.0
 _KEPT = 3  # checkpoint.keep's default
 _HANG_S = 1.5
 _START_S = 8.0  # of cases that hang before the training
@@ -91,7 +91,7 @@ def _train(cluster: str | None, *more: str) -> list[str]:
 
 def _write_config(folder: Path, case: Case | None) -> None:
     failure: dict[str, Any] = {"backoff_s": 0.1, "grace_s": 3.0, "hang_timeout_s": 20.0}
-    cluster: dict[str, Any] = {"ranks": 2, "gpus": 0, "wait_s": 10.0}
+    cluster: dict[str, Any] = {"ranks": 2, "gpus": 0, "wait_s": 30.0}
     if case is not None:
         if case.kind.fault in HANGS:
             failure["hang_timeout_s"] = _HANG_S
@@ -160,6 +160,7 @@ class _CaseRun:
                 "step": self.case.step,
                 "byte": int(self.case.share * self.case.saves * self.reference.checkpoint_bytes),
                 "settle_s": self.case.settle_s,
+                "home": least_step(self.case),
             }
             (self.folder / "fault.json").write_text(json.dumps(plan))
         if self.cluster is not None:

@@ -42,6 +42,20 @@ MINE = RANK in PLAN["ranks"]
 # --- what happens ---
 
 
+def settle() -> None:
+    """Wait until the checkpoint is home that the run must be able to go on from."""
+    time.sleep(PLAN["settle_s"])
+    deadline = time.monotonic() + 20  # where it never comes, the run goes on from too early a step
+    while PLAN["settle_s"] and _step_at_home() < PLAN["home"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _step_at_home() -> int:
+    """The step of the newest checkpoint that is in the run directory."""
+    found = Path().glob("runs/*/checkpoints/step-*/checkpoint.json")
+    return max((int(path.parent.name[len("step-") :]) for path in found), default=0)
+
+
 def strike() -> None:
     """The fault, if it has not happened yet."""
     try:
@@ -144,11 +158,15 @@ class Writes:
             return written
         self.struck = True
         written = self.real(fd, view[: self.left])
-        time.sleep(PLAN["settle_s"])
+        in_main_thread = PLAN["fault"] in ("raise", "exit3")  # strikes there, while this one waits
+        if in_main_thread:
+            time.sleep(PLAN["settle_s"])
+        else:
+            settle()
         if PLAN["fault"] == "no_space":
             Path(f"fired-{RANK}").write_text(str(time.time_ns()))
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if PLAN["fault"] not in ("raise", "exit3"):  # these leave the main thread, while this one waits
+        if not in_main_thread:
             strike()
         return written
 
@@ -162,7 +180,7 @@ def _at_import() -> None:
     if moment == "write" and (RANK == 0 or MINE) and not Path(f"fired-{RANK}").exists():
         os.write = Writes(PLAN["byte"])
     if moment == "import" and MINE:
-        time.sleep(PLAN["settle_s"])
+        settle()
         strike()
     if moment == "rendezvous":
         if MINE:
@@ -174,7 +192,7 @@ def _at_import() -> None:
 def _at_step(step: int) -> bool:
     """The moments within training; whether the function is to return at once."""
     if MINE and PLAN["moment"] in ("first", "mid") and step == PLAN["step"]:
-        time.sleep(PLAN["settle_s"])
+        settle()
         if PLAN["fault"] == "early" and not Path(f"fired-{RANK}").exists():
             Path(f"fired-{RANK}").write_text(str(time.time_ns()))
             return True
@@ -201,7 +219,7 @@ def steps(ctx: Any, pause_s: float = 0.02) -> None:
         if PLAN["fault"] == "raise_slow" and MINE:
             time.sleep(1.0)
     if PLAN["moment"] == "end" and MINE:
-        time.sleep(PLAN["settle_s"])
+        settle()
         strike()
 
 

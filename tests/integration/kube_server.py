@@ -85,12 +85,12 @@ class KubeServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def kubeconfig(self, name: str = "kubeconfig", *, token: str = TOKEN, inline: bool = False) -> Path:
@@ -119,11 +119,11 @@ class KubeServer:
 
     def put(self, plural: str, namespace: str, thing: Object) -> None:
         """Create an object, as others do with kubectl."""
-        asyncio.run_coroutine_threadsafe(self.store.create(plural, namespace, thing), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.store.create(plural, namespace, thing), self._loop).result(60)
 
     def change(self, plural: str, namespace: str, name: str, change: Object) -> None:
         """Patch an object, as others do with kubectl."""
-        asyncio.run_coroutine_threadsafe(self.store.patch(plural, namespace, name, change), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.store.patch(plural, namespace, name, change), self._loop).result(60)
 
     def clear(self, plural: str) -> None:
         """Delete all objects of a kind, and what belongs to them."""
@@ -132,7 +132,7 @@ class KubeServer:
             for thing in self.store.find(plural, "", {}):
                 await self.store.delete(plural, thing)
 
-        asyncio.run_coroutine_threadsafe(delete(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(delete(), self._loop).result(60)
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

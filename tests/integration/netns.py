@@ -55,7 +55,7 @@ def why_not() -> str:
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(missing)}: not installed (iproute2, util-linux)"
     try_it = "ip link add name v0 type veth peer name v1 && ip link add name b0 type bridge"
-    tried = subprocess.run([*_UNSHARE, "sh", "-c", try_it], capture_output=True, text=True, timeout=20)
+    tried = subprocess.run([*_UNSHARE, "sh", "-c", try_it], capture_output=True, text=True, timeout=60)
     return f"no namespaces with a bridge and veth: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -107,7 +107,7 @@ class Host:
 
     def run(self, *command: str) -> str:
         """What a command prints that runs here."""
-        done = subprocess.run([*self.enter(), *command], capture_output=True, text=True, timeout=20)
+        done = subprocess.run([*self.enter(), *command], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done
         return done.stdout
 
@@ -187,6 +187,6 @@ class Network:
     def _ip(self, *words: str) -> str:
         """Run `ip` at the switch, and only there: it knows other hosts by the process ids of this machine."""
         enter = ["nsenter", "--target", str(self._switch.init.pid), "--net"]
-        done = subprocess.run([*enter, "ip", *words], capture_output=True, text=True, timeout=20)
+        done = subprocess.run([*enter, "ip", *words], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done
         return done.stdout

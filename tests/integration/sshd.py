@@ -62,7 +62,7 @@ def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
         yield hosts
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(30)
 
 
 def ssh_network(folder: Path, machines: Sequence[Host], state: Path) -> SshHosts:
@@ -71,7 +71,7 @@ def ssh_network(folder: Path, machines: Sequence[Host], state: Path) -> SshHosts
     hosts = _prepare(folder, {machine.name: machine.name for machine in machines}, 22, ["0.0.0.0:22"], state)
     for machine in machines:
         machine.start(server, "-D", "-e", "-f", str(folder / "sshd_config"))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while ":22" not in machine.run("ss", "-Hltn") and time.monotonic() < deadline:
             time.sleep(0.05)
     return hosts
@@ -92,7 +92,7 @@ def _prepare(
     """Make the keys, and the configuration of servers and client."""
     folder.mkdir(mode=0o700)
     for key in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True, timeout=30)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True, timeout=60)
     shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
     hosts = SshHosts(tuple(addresses), folder / "ssh_config", state or folder / "state")
     (folder / "sshd_config").write_text(_server_config(folder, listen, hosts.state))
@@ -118,7 +118,7 @@ def _client_config(folder: Path, addresses: Mapping[str, str], port: int) -> str
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             socket.create_connection((HOSTS["beta"], port), timeout=1).close()

@@ -28,7 +28,7 @@ def train(ctx, steps=2, pause_s=0.0, fail=False):
 
 # Everything at once, for each start of ranks takes seconds.
 ALL = """
-import asyncio, json, os, sys, threading
+import asyncio, json, os, sys, threading, time
 import ddptrain
 from ddptrain.errors import TrainingFailed
 from work import train
@@ -66,6 +66,8 @@ if __name__ == "__main__":
         background.wait(0.1)
     except TimeoutError as error:
         said["timeout"] = str(error)
+    while not background.metrics():
+        time.sleep(0.05)
     said["metrics"] = background.metrics()[0]
     background.stop(now=True)
     said["stopped"] = background.status
@@ -126,7 +128,7 @@ def test_program_that_is_killed_takes_the_run_along_that_it_waits_for(run_cli: C
     running = program(run_cli, INTERRUPTED, warm_cluster)
     running.wait_for("[rank 1] step 2")
     running.popen.kill()
-    running.finish(10)
+    running.finish()
     shown = run_cli("results", "show", "mine", "--json")
     while '"running"' in shown.stdout:
         shown = run_cli("results", "show", "mine", "--json")

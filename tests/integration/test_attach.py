@@ -55,7 +55,7 @@ class Others:
         where = ("--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(self.bench.scheduler_file))
         http = ("--no-dashboard", "--dashboard-address", "127.0.0.1:0")
         self.bench.start("scheduler", "-P", "-m", "distributed.cli.dask_scheduler", *where, *http, *tls)
-        until(lambda: bool(self._told()), "the scheduler's file")
+        until(lambda: bool(self._told()), "the scheduler's file", timeout_s=60)
 
     def _told(self) -> dict[str, Any]:
         try:
@@ -112,7 +112,7 @@ class Others:
             return last == wanted
 
         try:
-            until(is_again, "the cluster is as it was found", timeout_s=20)
+            until(is_again, "the cluster is as it was found", timeout_s=60)
         except AssertionError:
             for part in wanted:
                 assert last[part] == wanted[part], part

@@ -42,7 +42,7 @@ class Detached:
             "workload": "work:steps",
             "cluster": {"ranks": 1, "address": cluster},
             "checkpoint": {"metric": None, "every_epochs": None, "every_steps": 1000},
-            "failure": {"grace_s": 8.0},
+            "failure": {"grace_s": 20.0},
         }
         (cli.folder / "night.yaml").write_text(json.dumps(content))
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Cli, Finished, Running
 
-PROMPT_S = 5.0  # from the fault to the command's end
+PROMPT_S = 20.0  # from the fault to the command's end: one or two on a calm machine; grace_s is 30
 
 WORKLOAD = """
 import os, signal, sys, time
@@ -108,6 +108,13 @@ class Bench:
         mark = os.environ["DDPTRAIN_TESTS"]
         return [pid for pid in _all_pids() if pid not in self.there and _belongs(pid, mark)]
 
+    def left(self) -> list[int]:
+        """The same, once they had their time to end."""
+        deadline = time.monotonic() + PROMPT_S
+        while (pids := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return pids
+
 
 def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
@@ -125,10 +132,7 @@ def _belongs(pid: int, mark: str) -> bool:
 def bench(tmp_path: Path, run_cli: Cli) -> Iterator[Bench]:
     there = Bench(tmp_path, run_cli)
     yield there
-    deadline = time.monotonic() + 10.0
-    while there.pids() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not there.pids(), "a process is left 10 s after the end"
+    assert not there.left(), "a process is left long after the end"
 
 
 @pytest.fixture
@@ -253,10 +257,7 @@ def test_killed_driver_takes_everything_along_and_shows_as_failed(bench: Bench) 
     running.wait_for("[rank 1] under way")
     running.popen.kill()
     running.popen.wait()
-    deadline = time.monotonic() + 10.0
-    while bench.pids() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not bench.pids()
+    assert not bench.left()
     assert "under way" in bench.log(1)
     assert not (bench.run_dir / ".scratch").exists()
     shown = bench.cli("results", "show", "latest", "--json")

@@ -83,13 +83,13 @@ def train(tmp_path: Path, run_cli: Cli, warm_cluster: str) -> Train:
     (tmp_path / "hanging.py").write_text(WORKLOAD)
     (tmp_path / "run.yaml").write_text(CONFIG.replace("ADDRESS", warm_cluster))
 
-    def run(fault: str, *more: str, within_s: float = 13.0, **env: str) -> tuple[Finished, dict[str, Any]]:
+    def run(fault: str, *more: str, within_s: float = 20.0, **env: str) -> tuple[Finished, dict[str, Any]]:
         at = tmp_path / "fault_at"
         at.write_text(str(time.time() + 60))
         seen = {"FAULT_FILE": str(at), **env}
         words = [word for name in seen for word in ("--set", f"env.{name}='{seen[name]}'")]
         ended = run_cli("train", "run.yaml", "--set", f"params.fault={fault}", *words, *more)
-        assert time.time() - float(at.read_text()) < within_s
+        assert time.time() - float(at.read_text()) < within_s  # who waits out the grace as well takes 23 s
         (folder,) = (tmp_path / "runs").iterdir()
         return ended, json.loads((folder / "run.json").read_text())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -96,7 +97,7 @@ class Cluster:
     def _python(self, host: Host, module: str, *words: str) -> None:
         host.start(sys.executable, "-P", "-m", module, *words)
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 40.0) -> float:
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> float:
         """Wait for a condition; the seconds that it took."""
         began = time.monotonic()
         while not condition():
@@ -125,7 +126,10 @@ class Cluster:
 
     def ranks(self, host: Host) -> list[str]:
         """The processes that have to do with ranks, beside the rank server."""
-        names = {psutil.Process(pid).name() for pid in host.processes() if psutil.pid_exists(pid)}
+        names = set()
+        for pid in host.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                names.add(psutil.Process(pid).name())
         return sorted(name for name in names if name.startswith(("ddptrain-rank-", "ddptrain-store")))
 
 
@@ -168,7 +172,8 @@ def host_that_dies_is_told_with_its_name(cluster: Cluster) -> None:
     running.wait_for("[rank 3] under way")
     dying = cluster.workers[1]
     for pid in dying.processes():
-        psutil.Process(pid).kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with the one before
+            psutil.Process(pid).kill()
     ended = running.finish(30)
     assert ended.rc == 4, ended.stderr
     assert f"{dying.name} ({dying.address})" in cluster.record("dying")["failure"]["message"]

@@ -148,12 +148,15 @@ def test_a_source_that_can_not_be_listed_is_told_in_one_line(
 
 
 def test_one_image_s_errors_say_whether_another_try_helps(bucket: ImageBucket, proxy: FaultProxy) -> None:
-    store = open_store(Location(bucket.url, bucket.signed_options(proxy.url)), timeout_s=0.5)
-    faults = [Fault("status", status=503), Fault("reset"), Fault("truncate"), Fault("stall", delay_s=3.0)]
-    for fault in faults:
+    location = Location(bucket.url, bucket.signed_options(proxy.url))
+    store, hasty = open_store(location), open_store(location, timeout_s=0.5)
+    for fault in (Fault("status", status=503), Fault("reset"), Fault("truncate")):
         proxy.inject(fault)
         with pytest.raises(Transient):
             store.get(bucket.keys[0])
+    proxy.inject(Fault("stall", delay_s=60))
+    with pytest.raises(Transient):
+        hasty.get(bucket.keys[0])
     proxy.reset()
     with pytest.raises(NotFound):
         store.get("a/none.jpg")
@@ -245,12 +248,12 @@ def test_a_signal_while_the_store_is_silent_ends_the_command(
     cluster = "" if embedded else warm_cluster
     pictures = Pictures(run_cli, cluster, bucket.url, bucket.signed_options(proxy.url))
     running = run_cli.start(*pictures.arguments(pictures.config(), "--run-id", "stopped"), program=pictures.program)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not proxy.counts().get("list"):
         assert time.monotonic() < deadline and running.popen.poll() is None, running.stderr
         time.sleep(0.05)
     running.popen.send_signal(signum)
-    done = running.finish(20)
+    done = running.finish(40)
     assert done.rc == 128 + signum, done.stderr
     record = json.loads((run_cli.folder / "runs" / "stopped" / "run.json").read_text())
     assert (record["status"], record["exit_code"]) == ("cancelled", 128 + signum)
@@ -267,4 +270,4 @@ def test_a_store_that_does_not_answer_is_given_up_in_time(
     began = time.monotonic()
     with pytest.raises(StoreUnreachable, match=r"s3://images/dogs/Images can't be listed: it did not answer within"):
         prepare(params, tmp_path, lambda line: None)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30

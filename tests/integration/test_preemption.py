@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import DataLoader
 
 
-def steps(ctx, n=40, pause_s=0.05, hold="", saves=True):
-    """Takes n steps, each a mean over all ranks; waits at step 10 until the file `hold` is there, still taking part."""
+def steps(ctx, n=40, pause_s=0.02, held_s=0.4, saves=True):
+    """Takes n steps, each a mean over all ranks; from step 10 of a run's first attempt on, it takes them slowly."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -46,7 +46,7 @@ def steps(ctx, n=40, pause_s=0.05, hold="", saves=True):
             print("under way", flush=True)
         if saves:
             ctx.checkpoint(model=model, optimizer=optimizer, step=step, last=step == n)
-        time.sleep(pause_s)
+        time.sleep(pause_s if step < 10 or resumed else held_s)
 '''
 
 
@@ -65,7 +65,7 @@ class Trainer:
             "params": params,
             "cluster": {"ranks": ranks, **self.cluster},
             "checkpoint": {"metric": None, "every_epochs": None, "every_steps": every_steps},
-            "failure": {"backoff_s": 0.1, "grace_s": 8.0, **dict(failure)},
+            "failure": {"backoff_s": 0.1, "grace_s": 30.0, **dict(failure)},
         }
         path.write_text(json.dumps(content))
         return path
@@ -101,7 +101,7 @@ def descendants(running: Running, name: str) -> list[psutil.Process]:
 
 
 def test_driver_that_is_told_to_go_saves_and_ends_with_75_and_is_resumed(on_warm: Trainer) -> None:
-    assert on_warm.train("--run-id", "undisturbed", pause_s=0.0).rc == 0
+    assert on_warm.train("--run-id", "undisturbed", pause_s=0.0, held_s=0.0).rc == 0
     running = on_warm.start("--run-id", "night")
     running.wait_for("under way")
     os.kill(running.popen.pid, signal.SIGTERM)
@@ -141,9 +141,9 @@ def test_second_signal_stops_at_once_and_who_never_saves_is_stopped_in_time(on_w
     running = on_warm.start("--run-id", "twice", saves=False, n=4000)  # it has asked to resume: so it may save
     running.wait_for("under way")
     os.kill(running.popen.pid, signal.SIGTERM)
-    running.wait_for("the ranks finish their step and save, within 8 s")
+    running.wait_for("the ranks finish their step and save, within 30 s")
     os.kill(running.popen.pid, signal.SIGTERM)
-    ended = running.finish(timeout_s=5)
+    ended = running.finish(timeout_s=25)  # before the 30 s are over
     assert ended.rc == 143
     assert on_warm.record("twice")["status"] == "cancelled"
 
@@ -157,8 +157,9 @@ def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) ->
     worker.kill()
     ended = running.finish()
     assert ended.rc == 0, ended.stderr
-    begun = {int(step) for step in re.findall(r"begins after step (\d+) with 2", ended.stdout)}
-    assert begun in ({0, 4}, {0, 8}, {0, 12})  # that of step 8 may still have been on its way
+    first, second = sorted({int(step) for step in re.findall(r"begins after step (\d+) with 2", ended.stdout)})
+    assert first == 0
+    assert second in range(4, 40, 4)  # that of step 8 may still have been on its way
     assert [attempt["outcome"] for attempt in trainer.record("lost")["attempts"]] == ["failed", "succeeded"]
 
 
@@ -167,14 +168,14 @@ def two_workers(up_cluster: UpCluster) -> UpCluster:
     for _ in range(2):
         up_cluster.add_worker(slots=1)
     with Client(up_cluster.address, set_as_default=False) as client:
-        client.wait_for_workers(2, timeout=60)
+        client.wait_for_workers(2, timeout=100)
     return up_cluster
 
 
 def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, two_workers: UpCluster) -> None:
     settings = {"ranks": {"min": 1, "max": 2}, "every_steps": 2, "failure": {"max_losses": 1, "rejoin_wait_s": 1.0}}
     running = trainer.start("--run-id", "fewer", "--cluster", two_workers.address, **settings)
-    running.wait_for("under way", timeout_s=90)
+    running.wait_for("under way")
     two_workers.processes[-1].kill()
     ended = running.finish()
     assert ended.rc == 0, ended.stderr

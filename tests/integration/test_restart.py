@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ import os, signal, time
 import torch
 
 
+def wait_until_home(ctx, step):
+    """Return once the checkpoint is in the run directory; where that is not to be seen, a file `home` tells."""
+    places = [f"{runs}/{ctx.run_id}/checkpoints/step-{step}" for runs in ("runs", "buckets/bucket/some/runs")]
+    while step and not any(map(os.path.exists, [*(f"{place}/checkpoint.json" for place in places), "home"])):
+        time.sleep(0.02)
+
+
 def steps(ctx, epochs=4, die_in=0, how="kill", always=False, wait_for=""):
     """Trains from where the last checkpoint left off; rank 1 dies in an epoch, in the first attempt or always."""
     torch.manual_seed(0)
@@ -34,7 +42,7 @@ def steps(ctx, epochs=4, die_in=0, how="kill", always=False, wait_for=""):
     model = torch.nn.parallel.DistributedDataParallel(model)
     for epoch in range(first, epochs + 1):
         if epoch == die_in and ctx.rank == 1 and (ctx.attempt == 1 or always):
-            time.sleep(0.5)  # the checkpoint before is home
+            wait_until_home(ctx, epoch - 1)
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "raise":
@@ -60,7 +68,7 @@ def names(ctx, die_at=0, **params):
         progress(*args, **kwargs)
         calls.append(1)
         if len(calls) == die_at and ctx.rank == 1 and ctx.attempt == 1:
-            time.sleep(0.5)
+            wait_until_home(ctx, (die_at - 1) // 3 * 3)
             os.kill(os.getpid(), signal.SIGKILL)
 
     ctx.progress = dying
@@ -73,7 +81,11 @@ class Trainer:
 
     def __init__(self, cli: Cli, cluster: str) -> None:
         self.cli = cli
-        self.cluster: dict[str, object] = {"ranks": 2, "address": cluster}
+        self.cluster: dict[str, object] = {
+            "ranks": 2,
+            "address": cluster,
+            "wait_s": 30.0,
+        }  # for a killed driver's slots
         (cli.folder / "work.py").write_text(WORKLOAD)
 
     def config(self, max_restarts: int = 0, **params: object) -> Path:
@@ -235,6 +247,10 @@ def test_worker_with_another_file_system_is_brought_the_checkpoint(trainer: Trai
     runs.mkdir()
     hide = f'mount -t tmpfs none {scratch} && mount -t tmpfs none {runs} && exec "$@"'
     up_cluster.add_worker("unshare", "--mount", "bash", "-c", hide, "-", scratch=scratch)
-    ended = trainer.train("--run-id", "far", "--cluster", up_cluster.address, max_restarts=1, die_in=3)
+    running = trainer.start("--run-id", "far", "--cluster", up_cluster.address, max_restarts=1, die_in=3)
+    while running.popen.poll() is None and not (runs / "far/checkpoints/step-2/checkpoint.json").exists():
+        time.sleep(0.05)
+    (folder / "home").touch()
+    ended = running.finish()
     assert ended.rc == 0, ended.stderr
     assert "[rank 1] attempt 2 begins with epoch 3 note of 2" in ended.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Cli, Finished, Running
-from tests.integration.test_cluster import IDLE_S, Clusters, is_gone, wait_until
+from tests.integration.test_cluster import Clusters, is_gone, wait_until
 
 pytest.importorskip("dask_saturn", reason='dask-saturn is not installed: pip install "ddptrain[saturn]"')
 
@@ -63,7 +63,7 @@ def clusters(run_cli: Cli, saturn: SaturnServer) -> Iterator[SaturnClusters]:
         run_cli("cluster", "down", "--all", "--now", env=saturn.env)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_cluster_lives_from_up_to_down_and_never_shows_its_token(
     clusters: SaturnClusters, saturn: SaturnServer
 ) -> None:
@@ -129,7 +129,7 @@ def test_cluster_that_runs_already_is_attached_to_and_stays(clusters: SaturnClus
     code = (
         "from dask_saturn import SaturnCluster as S; c = S(); c.scale(1); print(c.status, c.name, c.scheduler_address)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=saturn.env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=saturn.env, capture_output=True, text=True, timeout=100)
     told = saturn.dask.info()
     assert told is not None and done.stdout.split() == ["ready", "c1d2e3", told["address"]], done.stderr
 
@@ -149,15 +149,16 @@ def test_cluster_comes_for_a_run_and_goes_with_it(clusters: SaturnClusters, satu
 def test_forgotten_cluster_is_closed_but_never_one_with_a_run_on_it(
     clusters: SaturnClusters, saturn: SaturnServer
 ) -> None:
-    clusters.up_in_saturn("--idle-timeout", str(IDLE_S))
+    running, idle_s = clusters.start_run_before_idle(
+        lambda idle: clusters.up_in_saturn("--idle-timeout", idle), ranks=1
+    )
     watch = clusters.process("idle-watch")
-    running = clusters.start_run(ranks=1)
-    time.sleep(IDLE_S + 1)
+    time.sleep(idle_s + 1)
     assert saturn.status == "ready"
     assert clusters.finish(running).rc == 0
     wait_until(lambda: is_gone(watch))
     assert saturn.status == "closed"
-    assert f"idle for {IDLE_S:g} s" in clusters.status(rc=4)["reason"]
+    assert f"idle for {idle_s:g} s" in clusters.status(rc=4)["reason"]
     clusters("down", "dev")
     assert clusters.entries() == []
 

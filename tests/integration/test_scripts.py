@@ -47,7 +47,7 @@ def test_script_has_the_losses_that_it_has_under_torchrun(
     theirs.mkdir()
     ours.mkdir()
     monkeypatch.chdir(tmp_path)
-    options = ["--nproc-per-node", "2", "--redirects", "3", "--log-dir", "../logs"]
+    options = ["--standalone", "--nproc-per-node", "2", "--redirects", "3", "--log-dir", "../logs"]
     expected = losses(run_cli(*options, script, *args, program=TORCHRUN, cwd=theirs), "logs/*/*/*/stdout.log")
     assert [len(lines) >= 2 for lines in expected] == [True, True]
     where = ("--ranks", "2", "--cluster", warm_cluster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ class Shared:
         return told
 
     def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while not condition(status := self.status()):
             assert time.monotonic() < deadline, status
         return status
@@ -113,9 +114,10 @@ def test_run_that_does_not_wait_ends_with_4_and_names_who_holds_the_slots(shared
     holder.wait_for("holding")
     refused = shared.run("refused", wait_s=0).finish()
     assert refused.rc == 4
-    assert "2 slots were asked for, 0 of 2 are free after 0 s, held by holder" in refused.stderr
+    assert re.search(r"2 slots were asked for, 0 of 2 are free after \d+ s, held by holder", refused.stderr)
     late = shared.run("late", wait_s=1.5).finish()
-    assert late.rc == 4 and "after 2 s, held by holder" in late.stderr
+    told = re.search(r"after (\d+) s, held by holder", late.stderr)
+    assert late.rc == 4 and told and int(told[1]) >= 2  # 1.5, rounded
     shared.let_end("holder")
     assert holder.finish().rc == 0
 

@@ -84,7 +84,7 @@ def test_workers_of_an_array_join_one_by_one_and_who_cancels_them_is_seen(run_cl
     assert told["slots"] == 2 and len(told["parts"]["jobs"]) == 2
     for job in told["parts"]["jobs"]:
         site.call("scancel", job)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while json.loads(cluster(run_cli, site, "list", "--json").stdout)[0]["state"] != "gone":
         assert time.monotonic() < deadline
     cluster(run_cli, site, "down", "dev")

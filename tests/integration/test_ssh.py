@@ -55,7 +55,7 @@ def remote_folders(hosts: SshHosts) -> list[Path]:
     return sorted(folder.iterdir()) if folder.exists() else []
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_cluster_on_two_hosts_trains_scales_and_leaves_nothing(run_cli: Cli, hosts: SshHosts) -> None:
     """All in one, for each worker takes seconds to start."""
     config = run_cli.folder / "ssh_config"
@@ -132,7 +132,10 @@ def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves
         assert down.rc == 0, down.stderr
         for host in (one, two):
             assert host.run("find", str(state / "ddptrain" / "hosts"), "-mindepth", "1") == ""
-            assert len(host.processes()) == idle
+            deadline = time.monotonic() + 30  # the ssh servers' processes for us end after ours
+            while len(host.processes()) > idle:
+                assert time.monotonic() < deadline, host.processes()
+                time.sleep(0.05)
 
 
 def test_start_that_is_killed_is_cleared_away_by_down(run_cli: Cli, hosts: SshHosts) -> None:

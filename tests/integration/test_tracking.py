@@ -142,7 +142,7 @@ def test_trackers_good_and_bad_follow_a_run_that_fails_and_goes_on(
         {"tensorboard": {"mode": "process"}, "other": trackers},
         params={"fail_at": 8},
         checkpoint={"metric": None, "every_epochs": None, "every_steps": 4},
-        failure={"max_restarts": 1, "backoff_s": 0.0, "grace_s": 8.0, "hang_timeout_s": 4.0},  # less than Hanger has
+        failure={"max_restarts": 1, "backoff_s": 0.0, "grace_s": 40.0, "hang_timeout_s": 4.0},  # less than Hanger has
     )
     done = run_cli("train", config, "--run-id", "r", program=(sys.executable, "-c", APART), timeout_s=100)
     assert done.rc == 0, done.stderr
@@ -218,7 +218,7 @@ def test_preempted_run_waits_for_its_slow_tracker_within_the_grace(
     running.popen.send_signal(signal.SIGTERM)
     done = running.finish()
     assert done.rc == 75, done.stderr
-    assert time.monotonic() - told < 16
+    assert time.monotonic() - told < 60  # Hanger would have 600 s
     assert "have not come to ctx.checkpoint() in time" not in done.stderr
     assert {name: lines[-1].get("state") for name, lines in records(folder / "runs/r").items()} == {
         "attempt-1-rank-0": "preempted",

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 
-def steps(ctx, epochs=2, pause=0.0):
-    """Trains a little, and uses all of the context."""
+def steps(ctx, epochs=2, pause=0.0, until=""):
+    """Trains a little, and uses all of the context; in its first epoch it waits for the file `until`."""
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1).to(ctx.device))
     optimizer = torch.optim.Adam(model.parameters())
@@ -42,6 +42,10 @@ def steps(ctx, epochs=2, pause=0.0):
         ctx.progress(epoch, epochs, unit="epochs")
         ctx.checkpoint(model=model, optimizer=optimizer, step=epoch, epoch=epoch, metrics={"val/loss": 1.0 / epoch})
         time.sleep(pause)
+        if until and epoch == 1:
+            print("waiting", flush=True)
+            while not os.path.exists(until):
+                time.sleep(0.02)
     ctx.save_file(f"samples/rank-{ctx.rank}.txt", f"of rank {ctx.rank}")
     total = torch.tensor([ctx.rank + 1.0])
     dist.all_reduce(total)
@@ -104,6 +108,7 @@ class Trainer:
     def __init__(self, folder: Path, cli: Cli, address: str | None = None) -> None:
         self.folder, self.cli = folder, cli
         self.cluster = {"ranks": 2, **({"address": address} if address else {})}
+        self.go = folder / "go"
         (folder / "work.py").write_text(WORKLOAD)
 
     def config(self, workload: str, **more: object) -> Path:
@@ -256,36 +261,39 @@ def test_rank_that_asks_for_a_path_outside_is_refused(on_warm: Trainer) -> None:
 def test_launches_at_the_same_time_do_not_collide(trainer: Trainer) -> None:
     config = trainer.config("steps", params={"pause": 0.2})
     started = [trainer.cli.start("train", config) for _ in range(2)]
-    ended = [running.finish(120) for running in started]
-    assert [one.rc for one in ended] == [0, 0]
+    ended = [running.finish() for running in started]
+    assert [one.rc for one in ended] == [0, 0], [one.stderr for one in ended]
     assert len(trainer.run_dirs()) == 2
     for folder in trainer.run_dirs():
         assert "sum 3 of 2" in (folder / "logs/rank-0.log").read_text()
 
 
 def test_run_id_that_is_running_is_refused_with_6_and_a_finished_one_with_2(on_warm: Trainer) -> None:
-    config = on_warm.config("steps", params={"pause": 2.0})
+    config = on_warm.config("steps", params={"until": "go"})
     first = on_warm.cli.start("train", config, "--run-id", "mine")
     first.wait_for("2 ranks on")
     assert on_warm.cli("train", config, "--run-id", "mine").rc == 6
+    on_warm.go.touch()
     assert first.finish().rc == 0
     assert on_warm.cli("train", config, "--run-id", "mine").rc == 2
     assert on_warm.record()["status"] == "succeeded"
 
 
 def test_run_that_is_under_way_can_be_looked_at(on_warm: Trainer) -> None:
-    running = on_warm.cli.start("train", on_warm.config("steps", params={"epochs": 3, "pause": 1.0}))
+    running = on_warm.cli.start("train", on_warm.config("steps", params={"until": "go"}))
     running.wait_for("ddptrain: training")
     shown = json.loads(on_warm.cli("results", "show", "latest", "--json").stdout)
     assert shown["status"] == "running"
     assert [rank["host"] != "" and rank["pid"] > 0 for rank in shown["attempts"][0]["ranks"]] == [True, True]
-    followed = on_warm.cli("results", "logs", "latest", "--rank", "1", "--follow")
-    assert "sum 3 of 2" in followed.stdout
+    followed = on_warm.cli.start("results", "logs", "latest", "--rank", "1", "--follow")
+    followed.wait_for("waiting")
+    on_warm.go.touch()
+    assert "sum 3 of 2" in followed.finish().stdout
     assert running.finish().rc == 0
 
 
 def test_embedded_cluster_listens_on_loopback_only(trainer: Trainer) -> None:
-    running = trainer.cli.start("train", trainer.config("steps", params={"epochs": 3, "pause": 1.0}))
+    running = trainer.cli.start("train", trainer.config("steps", params={"until": "go"}))
     running.wait_for("ddptrain: training")
     driver = psutil.Process(running.popen.pid)
     sockets = [
@@ -296,6 +304,7 @@ def test_embedded_cluster_listens_on_loopback_only(trainer: Trainer) -> None:
     ]
     assert len(sockets) >= 3
     assert {connection.laddr.ip for connection in sockets} == {"127.0.0.1"}
+    trainer.go.touch()
     ended = running.finish()
     assert ended.rc == 0
     assert "Warning" not in ended.stderr
@@ -325,9 +334,9 @@ def test_dry_run_starts_nothing(trainer: Trainer) -> None:
 def test_reader_that_leaves_does_not_stop_the_training(on_warm: Trainer) -> None:
     config = on_warm.config("steps", params={"epochs": 10, "pause": 0.1})
     command = f"{sys.executable} -m ddptrain train {config} --output plain | head -1"
-    shell = subprocess.run(["bash", "-c", command], cwd=on_warm.folder, capture_output=True, text=True, timeout=60)
+    shell = subprocess.run(["bash", "-c", command], cwd=on_warm.folder, capture_output=True, text=True, timeout=100)
     assert len(shell.stdout.splitlines()) == 1
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while on_warm.record()["status"] == "running" and time.monotonic() < deadline:
         time.sleep(0.1)
     assert on_warm.record()["status"] == "succeeded"
@@ -345,7 +354,7 @@ class UpCluster:
         file = self.folder / "scheduler.json"
         command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
         self.start([*command, "--no-dashboard", "--dashboard-address", "127.0.0.1:0", "--scheduler-file", str(file)])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not file.exists() or not file.read_text().strip():
             assert time.monotonic() < deadline, "the scheduler did not start"
             time.sleep(0.05)
@@ -366,7 +375,7 @@ class UpCluster:
             process.terminate()
         for process in self.processes:
             try:
-                process.wait(10)
+                process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -394,7 +403,7 @@ def test_ranks_spread_over_workers_of_a_host_and_leave_nothing_there(trainer: Tr
     ended = trainer.train("steps", "--cluster", up_cluster.address)
     assert ended.rc == 0, ended.stderr
     assert [rank["local_rank"] for rank in trainer.record()["attempts"][0]["ranks"]] == [0, 1]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while left := [path for folder in scratch for path in folder.iterdir() if path.name.startswith("steps-")]:
         assert time.monotonic() < deadline, f"the run's spool stays: {left}"
         time.sleep(0.05)
@@ -403,21 +412,21 @@ def test_ranks_spread_over_workers_of_a_host_and_leave_nothing_there(trainer: Tr
 def test_too_few_slots_end_with_4_and_the_numbers(on_warm: Trainer) -> None:
     ended = on_warm.train("steps", "--ranks", "7", "--set", "cluster.start_timeout_s=3")
     assert ended.rc == 4
-    assert "7 slots were asked for, 6 came within 3 s (6 on 127.0.0.1)" in ended.stderr
+    assert re.search(r"7 slots were asked for, 6 came within \d+ s \(6 on 127\.0\.0\.1\)", ended.stderr)
 
 
 def test_slots_of_a_killed_driver_are_free_at_once(on_warm: Trainer) -> None:
-    first = on_warm.cli.start("train", on_warm.config("steps", params={"pause": 30.0}), "--ranks", "4")
+    first = on_warm.cli.start("train", on_warm.config("steps", params={"pause": 300.0}), "--ranks", "4")
     first.wait_for("ddptrain: training")
     first.popen.kill()
     first.popen.wait()
     first_dir = on_warm.run_dir()
-    second = on_warm.train("steps", "--ranks", "4", "--set", "cluster.wait_s=5")
+    second = on_warm.train("steps", "--ranks", "4", "--set", "cluster.wait_s=30")
     assert second.rc == 0, second.stderr
     lines = json_lines((first_dir / "events.jsonl").read_text())
     pids = [line["pid"] for line in lines if line["event"] == "rank_started"]
     assert len(pids) == 4
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -425,17 +434,17 @@ def test_slots_of_a_killed_driver_are_free_at_once(on_warm: Trainer) -> None:
 
 def test_killed_scheduler_ends_the_run_with_4_and_every_rank(trainer: Trainer, up_cluster: UpCluster) -> None:
     up_cluster.add_worker(slots=2)
-    config = trainer.config("steps", params={"pause": 60.0})
+    config = trainer.config("steps", params={"pause": 300.0})
     running = trainer.cli.start("train", config, "--cluster", up_cluster.address)
     running.wait_for("ddptrain: training")
     began = time.monotonic()
     up_cluster.processes[0].kill()
     ended = running.finish()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert ended.rc == 4, ended.stderr
     assert "the Dask scheduler is gone" in ended.stderr
     assert trainer.record()["status"] == "failed"
-    up_cluster.processes[1].wait(15)  # the worker ends by itself, and the leak guard looks for its ranks
+    up_cluster.processes[1].wait(60)  # the worker ends by itself, and the leak guard looks for its ranks
 
 
 def test_nobody_at_the_address_is_a_cluster_error(trainer: Trainer) -> None:
@@ -478,7 +487,7 @@ def test_worker_that_is_busy_with_other_work_is_not_waited_for_for_ever(
     for _ in range(2):
         up_cluster.start([*command, "--no-nanny", "--no-dashboard", "--local-directory", str(trainer.folder)])
     with Client(up_cluster.address, set_as_default=False) as client:
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=100)
         done = trainer.folder / "done"
         wait = f"until [ -e {done} ]; do sleep 0.1; done"
         busy = client.submit(subprocess.check_call, ["sh", "-c", wait], pure=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -40,9 +40,7 @@ _TESTS = 8
 _IN_ALL = int(os.environ.get("DDPTRAIN_HOSTILE_INPUTS", "0"))
 EXAMPLES = settings(
     max_examples=max(1, -(-_IN_ALL // _TESTS)) if _IN_ALL else 120,
-    deadline=None,
     derandomize=not _IN_ALL,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 odd_numbers = st.sampled_from(

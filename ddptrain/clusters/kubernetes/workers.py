@@ -16,7 +16,7 @@ from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError
 from ddptrain.worker import task
 
-_ASK_S = 5.0
+_ASK_S = 15.0  # a scheduler on a busy machine answers late, and without its answer nothing can be scaled
 
 
 async def resize(api: Kubernetes, cluster: Deployment, wanted: int, slots_each: int, tell: Tell) -> None:

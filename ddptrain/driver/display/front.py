@@ -31,6 +31,7 @@ POLL_S = 0.1
 SETTLE_S = 0.02  # at least this long between two looks, so that a rank's lines come in batches
 MAX_WAITING = 50_000  # messages kept for a reader who has stopped reading; numbers beyond are dropped and counted
 CLOSE_DEADLINE_S = 10.0
+LATE_S = 1.0  # what the thread, which gives up late logs by itself, has more than its deadline
 _LAST_WORD_S = 0.2
 
 
@@ -155,14 +156,14 @@ class Display:
             self._dropped += 1
 
     def _join(self, deadline_s: float) -> None:
-        """Wait while the thread gets on; it gives late logs up by itself, hence the second more."""
+        """Wait while the thread gets on."""
         moved, since_s = self._moved(), time.monotonic()
         try:
             while self._thread.is_alive():
                 self._thread.join(POLL_S)
                 if (now := self._moved()) != moved:
                     moved, since_s = now, time.monotonic()
-                elif time.monotonic() - since_s > deadline_s + 1.0:
+                elif time.monotonic() - since_s > deadline_s + LATE_S:
                     self._give_up(deadline_s)
                     return
         except BaseException:  # a second Ctrl-C: the person doesn't want to wait

@@ -45,9 +45,9 @@ class Stream:
         self._write(text, self._give_up)
 
     def write_within(self, text: str, timeout_s: float) -> None:
-        """Write what the reader takes in that time."""
-        end_s = time.monotonic() + timeout_s
-        self._write(text, lambda: time.monotonic() > end_s)
+        """Write what the reader takes in that time; it is tried at least once."""
+        end_s, not_tried = time.monotonic() + timeout_s, iter([True])  # this process may stand still that long
+        self._write(text, lambda: not next(not_tried, False) and time.monotonic() > end_s)
 
     def _write(self, text: str, give_up: Callable[[], bool]) -> None:
         if self.broken or not text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,8 @@ def open_any_store(location: Location, timeout_s: float, connect_timeout_s: floa
         options |= {"client_kwargs": client, "use_listings_cache": False}
     try:
         fs, root = fsspec.core.url_to_fs(location.url, **options)
+    except (ConnectionError, TimeoutError, socket.gaierror) as error:  # some connect when they are made, as ftp does
+        raise StoreUnreachable(f"{location.words} can't be opened: {_said(error)}: is it right, and up?") from None
     except Exception as error:  # each backend has errors of its own
         raise UsageError(
             f"params.source {location.words} can't be opened: {type(error).__name__}: {_said(error)}; "

@@ -125,7 +125,7 @@ def matches(classes: Sequence[str], labels: Labels) -> list[Match]:
     problems += _collisions(found)
     if problems:
         head = f"the labels of {labels.source} leave it open which output each class is:"
-        advice = "rename the folder or the label, put WordNet ids (n02085620) on both, or leave the label map away"
+        advice = "rename the folder or the label, put WordNet ids (n02085620) on both, or leave the label map out"
         raise UsageError("\n  ".join([head, *problems, advice]))
     return found
 

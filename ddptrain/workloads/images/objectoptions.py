@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import threading
 import urllib.error
@@ -201,5 +202,5 @@ def _asked_region(bucket: str, timeout_s: float) -> str:
     except urllib.error.HTTPError as error:
         with error:
             return str(error.headers.get(_REGION_HEADER, ""))
-    except (OSError, ValueError):  # the listing will say what is wrong
+    except (OSError, ValueError, http.client.HTTPException):  # the listing will say what is wrong
         return ""

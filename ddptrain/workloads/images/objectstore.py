@@ -52,6 +52,12 @@ def _opened(location: Location, patience: Patience) -> S3Store | GCSStore | Azur
     bucket, _, prefix = location.url.partition("://")[2].partition("/")
     if not bucket:
         raise StoreMissing(f"{location.words} names no bucket; give one like {kind}://bucket/folder")
+    user, is_given, _ = bucket.rpartition("@")
+    if is_given and (kind != "az" or ":" in user):  # abfs://container@account is none
+        raise UsageError(
+            f"{location.words} has credentials in it, which no address of {kind}:// can: give them by "
+            f"params.source_options, or by the environment ({_VARIABLE[kind]}, ...)"
+        )
     settings = settings_for(location, kind, bucket, patience.connect_timeout_s)
     client = {
         "allow_http": True,

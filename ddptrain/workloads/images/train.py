@@ -120,7 +120,7 @@ class _Trainer:
         going_on = f", going on after epoch {self.epochs_done}, step {self.step}" if self.step else ""
         self._say(
             f"training {settings.architecture}, {n_parameters:,} parameters, on {len(self._manifest.train):,} images, "
-            f"{self.steps_per_epoch:,} steps an epoch over {world_size} ranks{going_on}"
+            f"{counted(self.steps_per_epoch, 'step')} an epoch over {counted(world_size, 'rank')}{going_on}"
         )
         if settings.scale_lr:
             highest = highest_rate(settings, world_size)

@@ -24,6 +24,7 @@ _AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 # As DenseNet's weights are named in torchvision's files: 'norm.1' was allowed in a module's name once.
 _OLD_DENSENET = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..*)")
 _MOST_NAMED = 5
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def read(path: Path) -> dict[str, Tensor]:
         found: Any = load_file(path) if _begins_as_safetensors(path) else _saved(path)
     except UnpicklingError as error:
         raise BadWeights(
-            f"{path} is not loaded, as it holds more than tensors, which may run code: {_first_line(error)}; save "
+            f"{path} is not loaded, as it holds more than tensors, which may run code{_forbidden(error)}; save "
             "what it should hold by safetensors, or by torch.save(model.state_dict(), FILE)"
         ) from error
     except (OSError, EOFError, RuntimeError, SafetensorError, ValueError, KeyError, AttributeError) as error:
@@ -147,6 +148,12 @@ def _head_outputs(
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(shown(name) for name in names[:_MOST_NAMED]) + more
+
+
+def _forbidden(error: UnpicklingError) -> str:
+    """What a pickle would have called, as torch names it amid much advice; "" where it doesn't."""
+    found = _GLOBAL.search(str(error))
+    return f": {shown(found[1], 100)}" if found else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from ddptrain.wording import counted
 from ddptrain.workloads.dealing import Part
 from ddptrain.workloads.petnames.data import Rows, Share, make_rows, plan_epoch
 from ddptrain.workloads.petnames.evaluate import mean_nll
@@ -234,7 +235,7 @@ def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: _Traine
         size = sum(parameter.numel() for parameter in model.parameters())
         print(
             f"training {size:,} parameters on {len(rows):,} {trainer.unit}, "
-            f"{trainer.steps_per_epoch:,} steps an epoch over {ctx.world_size} ranks"
+            f"{counted(trainer.steps_per_epoch, 'step')} an epoch over {counted(ctx.world_size, 'rank')}"
             + (f", going on after epoch {trainer.epochs_done}, step {trainer.step}" if trainer.step else ""),
             flush=True,
         )

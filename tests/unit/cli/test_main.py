@@ -147,7 +147,7 @@ def ddptrain_(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "ddptrain", *args],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         stdin=subprocess.DEVNULL,
         env={**os.environ, **env},
     )
@@ -190,7 +190,7 @@ def test_help_loads_none_of_the_heavy_packages() -> None:
         "heavy = {'torch', 'dask', 'distributed', 'pydantic', 'rich', 'numpy', 'yaml'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -211,15 +211,15 @@ def test_reader_that_goes_away_is_no_error_of_ours() -> None:
 def test_full_disk_under_stdout_is_told() -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "ddptrain", "--version"], stdout=full, stderr=subprocess.PIPE, timeout=30
+            [sys.executable, "-m", "ddptrain", "--version"], stdout=full, stderr=subprocess.PIPE, timeout=60
         )
-    assert done.returncode not in (0, 120)
-    assert b"No space left on device" in done.stderr and b"Traceback" not in done.stderr
+    assert done.returncode == 4
+    assert done.stderr == b"ddptrain: error: standard output, or a file, can't be written: No space left on device\n"
 
 
 def test_closed_stdout_is_no_error() -> None:
     script = f"exec {sys.executable} -m ddptrain --version >&-"
-    done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True, timeout=30)
+    done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -239,7 +239,7 @@ def test_shell_completes_commands(shell: str) -> None:
 
 def test_completion_script_is_shown_for_the_shell_that_asks() -> None:
     script = f"{sys.executable} -m ddptrain --show-completion; exit $?"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "_DDPTRAIN_COMPLETE=complete_bash" in done.stdout
 

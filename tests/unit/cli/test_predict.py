@@ -1,4 +1,5 @@
 import csv
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -107,6 +108,15 @@ def test_csv_has_a_column_for_each_class_and_one_for_the_error(
         ["pictures/one.png", "blue", "0.75", "green", "0.2", ""],
         ["nowhere", "", "", "", "", "no such file or folder"],
     ]
+
+
+def test_a_line_break_in_a_files_name_breaks_no_line_of_csv(
+    seen: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("pictures/a\nb.png").touch()
+    assert main(["predict", "latest", "pictures/a\nb.png", "--csv", "--top", "1"]) == 0
+    rows = csv.reader(io.StringIO(capsys.readouterr().out, newline=""))
+    assert [*rows][1] == ["pictures/a\nb.png", "blue", "0.75", ""]
 
 
 def test_options_reach_the_model(seen: dict[str, Any]) -> None:

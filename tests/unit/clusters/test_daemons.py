@@ -40,7 +40,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def wait_for_words(daemon: DaemonId, text: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while text not in daemons.tail(daemon.folder, daemon.name, 100):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -89,7 +89,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_end_takes_the_folder_along_also_where_the_process_has_ended_before(start: Start, hosts: Path) -> None:
     daemon = start("pass", folder="", label="dev-1")
     assert daemon.folder == str(hosts / "dev-1")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while daemons.alive(daemon) and time.monotonic() < deadline:
         time.sleep(0.02)
     daemons.end("dev-1", [daemon])

@@ -157,6 +157,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
     """A cluster's folder, deeper than the path of a socket may be long."""
     home = tmp_path / ("x" * 60) / ("y" * 60)
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
+    monkeypatch.setattr(keeper, "_ANSWER_S", 60.0)
     monkeypatch.chdir(tmp_path)  # to be put back: a keeper works in its cluster's folder
     record = ClusterRecord("dev", "class", "2026-01-01T00:00:00+00:00", settings={"class": FAKE, "kwargs": {}})
     return state.create(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,3 +58,16 @@ def test_jump_of_the_clock_drops_nobody() -> None:
 
     asyncio.run(watched(scheduler, beat, 16))
     assert [*scheduler.workers] == ["one", "two"]
+
+
+def test_time_in_which_the_scheduler_itself_stood_still_does_not_count() -> None:
+    scheduler = FakeScheduler("alive")
+
+    def beat(number: int) -> None:
+        if number == 8:
+            time.sleep(2 * TTL_S)  # what workers send now is read when it is over
+        else:
+            scheduler.workers["alive"].last_seen += 1.0
+
+    asyncio.run(watched(scheduler, beat, 12))
+    assert [*scheduler.workers] == ["alive"]

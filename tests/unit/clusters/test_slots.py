@@ -268,7 +268,7 @@ def test_overview_tells_who_holds_what_and_who_waits() -> None:
     assert [(each["run_id"], each["asked"]) for each in seen["waiting"]] == [("r2", 2)]
 
 
-@settings(derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.sampled_from(["ask", "wait", "leave"])), max_size=30

@@ -110,10 +110,10 @@ def test_dashboard_of_another_host_comes_with_the_way_there() -> None:
 
 
 def test_master_that_ssh_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
-    host = fake_ssh(tmp_path, "sleep 30 >/dev/null & echo $! >master; echo '{\"result\": 1}'")
+    host = fake_ssh(tmp_path, "sleep 300 >/dev/null & echo $! >master; echo '{\"result\": 1}'")
     began = time.monotonic()
     try:
-        assert host.call("alive", daemons=[]) == 1 and time.monotonic() - began < 20
+        assert host.call("alive", daemons=[]) == 1 and time.monotonic() - began < 55
     finally:
         os.kill(int((tmp_path / "master").read_text()), signal.SIGKILL)
 

@@ -48,7 +48,7 @@ def _serve(listening: socket.socket, context: ssl.SSLContext) -> None:
             connection, _ = listening.accept()
         except OSError:
             return
-        connection.settimeout(2)
+        connection.settimeout(30)
         try:
             with context.wrap_socket(connection, server_side=True) as secured:
                 secured.recv(1)

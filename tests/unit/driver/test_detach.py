@@ -59,17 +59,19 @@ def test_driver_that_ends_early_without_an_error_is_no_success(monkeypatch: pyte
 
 def test_driver_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     before = psutil.Process().children()
-    driver_is(monkeypatch, "import time; time.sleep(60)")
+    driver_is(monkeypatch, "import time; time.sleep(600)")
     with pytest.raises(ClusterError, match=r"within 0\.3 s; try it without --detach"):
         start_detached(["train"], deadline_s=0.3)
     assert psutil.Process().children() == before
 
 
-def test_ctrl_c_before_the_run_has_begun_ends_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_run_has_begun_ends_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = psutil.Process().children()
-    driver_is(monkeypatch, "import time; time.sleep(60)")
+    driver_is(monkeypatch, f"import time; open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(600)")
 
     def press() -> None:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.01)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
 

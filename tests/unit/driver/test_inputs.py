@@ -8,7 +8,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from ddptrain.driver.gang import Gang, Place
 from ddptrain.driver.inputs import CONTENTS, Inputs
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.worker import task
+from tests.unit.worker.stubs import has_ended, until
 
 PREPARES = """
 import os, sys, time
@@ -49,7 +49,7 @@ def dies(params, folder, tell):
 
 def sleeps(params, folder, tell):
     tell(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -137,10 +137,7 @@ inputs.wait(lambda pid: print(pid, flush=True))
         assert driver.stdout is not None
         pid = int(driver.stdout.readline())
         driver.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-        assert time.monotonic() < deadline, "it has outlived its driver"
-        time.sleep(0.02)
+    until(lambda: has_ended(pid), "the end of a process that has outlived its driver")
 
 
 class Elsewhere:

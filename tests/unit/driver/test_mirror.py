@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain import events
@@ -48,7 +48,7 @@ def test_log_of_an_earlier_attempt_is_added_to(tmp_path: Path) -> None:
     assert mirror.home_log.read_bytes() == b"first attempt\nsecond\n"
 
 
-@settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     data=st.binary(max_size=400),
     cuts=st.lists(st.integers(0, 400), max_size=8),

@@ -33,7 +33,7 @@ def porter(writer: RunWriter, inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(porter_module, "_LONGEST_PAUSE_S", 0.05)
     made = Porter(writer, CheckpointPolicy(), inbox, max_failures=3)
     yield made
-    assert made.close(10)
+    assert made.close(60)
 
 
 class FullDisk:
@@ -62,7 +62,7 @@ def test_checkpoint_that_finds_no_room_is_brought_later(
 ) -> None:
     FullDisk(monkeypatch, name, 2)
     bring(porter, stage(1))
-    messages = [inbox.get(timeout=10) for _ in range(3)]
+    messages = [inbox.get(timeout=60) for _ in range(3)]
     assert [type(message) for message in messages] == [Delayed, Delayed, BroughtHome]
     home = porter.writer.layout.checkpoints_dir / "step-1"
     assert (home / "model.safetensors").read_bytes() == b"w" * 1000
@@ -73,10 +73,10 @@ def test_disk_that_stays_full_is_given_up_and_the_checkpoint_before_stays(
     porter: Porter, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bring(porter, stage(1))
-    assert isinstance(inbox.get(timeout=10), BroughtHome)
+    assert isinstance(inbox.get(timeout=60), BroughtHome)
     FullDisk(monkeypatch, "_publish", 100)
     bring(porter, stage(2))
-    messages = [inbox.get(timeout=10) for _ in range(3)]
+    messages = [inbox.get(timeout=60) for _ in range(3)]
     assert [type(message) for message in messages] == [Delayed, Delayed, NotBroughtHome]
     assert sorted(os.listdir(porter.writer.layout.checkpoints_dir)) == ["latest", "step-1"]
 
@@ -85,7 +85,7 @@ def test_damaged_checkpoint_is_not_tried_again(porter: Porter, inbox: Inbox, sta
     event, folder = stage(1)
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
     bring(porter, (event, folder))
-    assert isinstance(inbox.get(timeout=10), NotBroughtHome)
+    assert isinstance(inbox.get(timeout=60), NotBroughtHome)
 
 
 @pytest.mark.parametrize(("area", "vital"), [("artifacts", True), ("tracking", False), ("elsewhere", True)])
@@ -94,6 +94,6 @@ def test_run_can_do_without_what_trackers_have_written(
 ) -> None:
     (tmp_path / "file-0").write_bytes(b"other than announced")
     porter.bring_file(0, FileSaved(1, "a/b", "file-0", 3, "ab", area), tmp_path, None)
-    message = inbox.get(timeout=10)
+    message = inbox.get(timeout=60)
     assert isinstance(message, NotBroughtHome)
     assert message.vital is vital

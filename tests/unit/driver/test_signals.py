@@ -17,7 +17,7 @@ def test_signal_becomes_a_message_and_interrupts_nothing() -> None:
     inbox: Inbox = queue.SimpleQueue()
     with signals_to(inbox):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert inbox.get(timeout=5) == Signalled(signal.SIGTERM)
+        assert inbox.get(timeout=60) == Signalled(signal.SIGTERM)
 
 
 def test_signal_ends_a_wait() -> None:
@@ -27,7 +27,7 @@ def test_signal_ends_a_wait() -> None:
         def wait() -> None:
             with signals.interrupting():
                 os.kill(os.getpid(), signal.SIGINT)
-                queue.SimpleQueue[int]().get(timeout=30)
+                queue.SimpleQueue[int]().get(timeout=60)
 
         with pytest.raises(Interrupted) as caught:
             wait()
@@ -38,7 +38,7 @@ def test_signal_that_came_before_a_wait_ends_it() -> None:
     inbox: Inbox = queue.SimpleQueue()
     with signals_to(inbox) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
-        inbox.get(timeout=5)
+        inbox.get(timeout=60)
         with pytest.raises(Interrupted), signals.interrupting():
             pytest.fail("the wait began")
 

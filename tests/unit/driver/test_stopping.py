@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ddptrain.driver import stopping
 from ddptrain.driver.inbox import Inbox, Signalled
 from ddptrain.driver.signals import Signals, signals_to
 from ddptrain.driver.stopping import Going, StopRequest, stop_requests, stop_run
@@ -24,6 +25,12 @@ from ddptrain.results.record import RunStatus
 from ddptrain.results.writer import RunWriter
 
 OURS = StopRequest(os.getpid(), socket.gethostname(), now=False, by="me@here")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two signals is never sent before the first was taken."""
+    monkeypatch.setattr(stopping, "_SEEN_WITHIN_S", 60.0)
 
 
 @pytest.fixture
@@ -45,14 +52,14 @@ def ask(writer: RunWriter, request: StopRequest | str) -> None:
     beside = writer.layout.root / "beside"
     beside.write_text(request if isinstance(request, str) else request.to_json())
     beside.replace(writer.layout.stop_json)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while writer.layout.stop_json.exists():
         assert time.monotonic() < deadline, "nobody took the request"
         time.sleep(0.01)
 
 
 def message(signals: Signals) -> Signalled:
-    taken = signals.inbox.get(timeout=10)
+    taken = signals.inbox.get(timeout=60)
     assert isinstance(taken, Signalled)
     return taken
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
+import itertools
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -55,53 +56,58 @@ def test_every_call_saves_where_nothing_else_could_tell() -> None:
 
 
 def test_seconds_are_counted_by_rank_0_and_all_ranks_save_in_the_same_calls(gang: Gang) -> None:
-    def train(rank: int) -> list[int]:
+    def train(rank: int) -> tuple[list[int], float]:
         spec = gang.spec(rank, 3, every_epochs=None, every_s=0.1)
-        rule, saved = Due(spec, GangStore(spec)), []
+        began = time.monotonic()
+        rule, saved = Due(spec, GangStore(spec)), list[int]()
         for call in range(1, 201):
             time.sleep(0.002 if call < 100 or rank else 0.004)  # no rank's clock is another's
             if rule.now(call, call, None):
                 saved.append(call)
                 rule.saved()
-        return saved
+        return saved, time.monotonic() - began
 
     with ThreadPoolExecutor(3) as pool:
-        calls = list(pool.map(train, range(3)))
-    assert calls[0] == calls[1] == calls[2]
-    assert 3 <= len(calls[0]) <= 9
+        (calls, took_s), *others = pool.map(train, range(3))
+    assert [saved for saved, _ in others] == [calls, calls]
+    assert 3 <= len(calls) <= took_s / 0.1
 
 
 def test_calls_that_are_not_due_cost_next_to_nothing() -> None:
     rule = due(every_s=3600.0, every_steps=10**9)
     for call in range(1, 1000):
         rule.now(call, call, 0.5)
-    began = time.perf_counter()
-    for call in range(1000, 11000):
-        rule.now(call, call, 0.5)
-    assert (time.perf_counter() - began) / 10000 < 10e-6
+    deadline, best = time.monotonic() + 30, math.inf
+    for start in itertools.count(1000, 1000):
+        began = time.perf_counter()
+        for call in range(start, start + 1000):
+            rule.now(call, call, 0.5)
+        best = min(best, (time.perf_counter() - began) / 1000)
+        if best < 10e-6 or time.monotonic() > deadline:  # others may have the processor now and then
+            break
+    assert best < 10e-6
 
 
 def test_ranks_end_with_the_same_call_wherever_they_were_when_they_were_told(gang: Gang) -> None:
     """Rank 0 is ahead, rank 1 is told late and goes on meanwhile: nobody has passed the call that they agree on."""
-    calls = [Calls(gang.spec(rank, 3), GangStore(gang.spec(rank, 3))) for rank in range(3)]
+    specs = [gang.spec(rank, 3, grace_s=60.0) for rank in range(3)]
+    calls = [Calls(spec, GangStore(spec)) for spec in specs]
     entered = (5, 2, 3)
     for counter, times in zip(calls, entered, strict=True):
         for _ in range(times):
             assert not counter.is_last(counter.enter())
-    late = threading.Timer(0.2, calls[1].tell_to_end)
-    late.start()
     calls[0].tell_to_end()
     calls[2].tell_to_end()
 
     def end(counter: Calls) -> int:
         while not counter.is_last(number := counter.enter()):
-            time.sleep(0.001)
+            if number == 20:
+                counter.tell_to_end()  # rank 1, late
         return number
 
     with ThreadPoolExecutor(3) as pool:
         ends = list(pool.map(end, calls))
-    assert len({*ends}) == 1 and ends[0] > 6
-    late.join()
+    assert ends == [21] * 3
 
 
 def test_a_rank_that_hears_nothing_keeps_the_others_only_for_the_grace(gang: Gang) -> None:
@@ -110,7 +116,7 @@ def test_a_rank_that_hears_nothing_keeps_the_others_only_for_the_grace(gang: Gan
     calls.tell_to_end()
     began = time.monotonic()
     assert not calls.is_last(calls.enter())
-    assert 0.25 < time.monotonic() - began < 5
+    assert 0.25 < time.monotonic() - began < 15
     assert not calls.is_last(calls.enter())
 
 

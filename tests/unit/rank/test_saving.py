@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import math
 import os
 import random
 import threading
@@ -107,7 +109,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(rank: Rank, monkeypatch: py
     """Training goes on while the checkpoint is being written."""
     go = threading.Event()
     write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *args: (go.wait(10), write(*args))[1])
+    monkeypatch.setattr(checkpoint, "write", lambda *args: (go.wait(60), write(*args))[1])
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
     history = [1]
@@ -201,7 +203,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_after_so_many_tries(
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -250,11 +252,13 @@ def test_call_that_is_not_due_takes_microseconds(tmp_path: Path) -> None:
 
     for step in range(3000):
         call(step)
-    took = []
-    for start in range(3000, 8000, 1000):
+    deadline, best = time.monotonic() + 30, math.inf
+    for start in itertools.count(3000, 1000):
         began = time.perf_counter()
         for step in range(start, start + 1000):
             call(step)
-        took.append((time.perf_counter() - began) / 1000)
-    assert min(took) < 5e-6
+        best = min(best, (time.perf_counter() - began) / 1000)
+        if best < 5e-6 or time.monotonic() > deadline:  # others may have the processor now and then
+            break
+    assert best < 5e-6
     rank.file.close()

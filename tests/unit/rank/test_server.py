@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from ddptrain.worker.server import RankServerLost
-from tests.unit.worker.stubs import Bench, status, until
+from tests.unit.worker.stubs import Bench, has_ended, is_gone, status, until
 
 STUBBORN = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("under way", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -32,7 +32,7 @@ def pid_of(bench: Bench, rank_id: str) -> int:
 
 
 def alive(pid: int) -> bool:
-    return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return not has_ended(pid)
 
 
 def test_rank_runs_to_its_end_and_its_status_is_told(bench: Bench) -> None:
@@ -49,7 +49,7 @@ def test_stopped_rank_is_killed_after_its_grace(bench: Bench) -> None:
         bench.order(server, "r", STUBBORN)
         bench.wait_for("r", "under way")
         server.stop("r", 0.2)
-        assert status(server, "r", timeout_s=5.0) == -signal.SIGKILL
+        assert status(server, "r") == -signal.SIGKILL
 
 
 def test_place_holds_one_rank_at_a_time(bench: Bench) -> None:
@@ -60,6 +60,7 @@ def test_place_holds_one_rank_at_a_time(bench: Bench) -> None:
         assert status(server, "elsewhere") == 0
         assert server.wait_exit("second", 0.3) is None
         assert bench.said("second") == ""
+        bench.wait_for("first", "under way")
         server.stop("first", 0.2)
         assert status(server, "first") == -signal.SIGKILL
         assert status(server, "second") == 0
@@ -99,14 +100,15 @@ def test_ranks_of_a_connection_end_with_it_and_others_run_on(bench: Bench) -> No
     with bench.shared() as stays:
         with bench.shared() as goes:
             bench.order(goes, "goes", f"import os; print(os.getpid(), flush=True)\n{STUBBORN}")
-            bench.order(stays, "stays", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+            bench.order(stays, "stays", "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
             pid = pid_of(bench, "goes")
+            bench.wait_for("goes", "under way")
             goes.close()
-            assert status(goes, "goes", timeout_s=6.0) == -signal.SIGKILL
+            assert status(goes, "goes") == -signal.SIGKILL
         assert not alive(pid)
         assert alive(pid_of(bench, "stays"))
         server = psutil.Process(pid_of(bench, "stays")).parent()
-    until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the server's end")
+    until(lambda: is_gone(server), "the server's end")
     assert not bench.shared_folder.exists()
 
 
@@ -167,16 +169,19 @@ def test_rank_gets_the_cores_of_the_worker_that_ordered_it(bench: Bench) -> None
 
 
 def test_server_that_can_not_import_torch_tells_everyone_why(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, at_import="import time; time.sleep(1); raise ImportError('libcudart.so: cannot open')")
+    go_on = tmp_path / "go-on"
+    held = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
+    bench = Bench(tmp_path, at_import=f"{held}raise ImportError('libcudart.so: cannot open')")
     with bench.shared() as one, bench.shared() as two:
         for server in (one, two):
             bench.order(server, "r", "pass")
+        go_on.touch()
         for server in (one, two):
             with pytest.raises(RankServerLost, match=r"could not start: ImportError: libcudart.so: cannot open"):
                 status(server, "r")
             assert "libcudart" in str(server.fault)
             assert not server.ready.is_set()
-    assert not bench.shared_folder.exists()
+    until(lambda: not bench.shared_folder.exists(), "the folder's removal")
 
 
 def test_store_lives_until_it_is_stopped(tmp_path: Path) -> None:
@@ -195,7 +200,7 @@ def test_rank_is_given_up_when_the_store_of_its_gang_dies(tmp_path: Path) -> Non
     bench = Bench(tmp_path)
     with bench.own() as server, socket.create_server(("127.0.0.1", 0)) as listening:
         server.start_store("store", "127.0.0.1", listening, "r")
-        bench.order(server, "r", "import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(60)")
+        bench.order(server, "r", "import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(600)")
         parent = psutil.Process(pid_of(bench, "r"))
         rank = int(bench.said("r").split()[1])
         until(lambda: len(parent.children()) == 2, "the store's process")

@@ -23,7 +23,7 @@ print(json.dumps({
 
 def test_warm_server_has_torch_and_dynamo_but_no_thread_no_cuda_and_no_false_dask() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, env={"OPENBLAS_NUM_THREADS": "1"}
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=110, env={"OPENBLAS_NUM_THREADS": "1"}
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)

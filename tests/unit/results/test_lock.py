@@ -42,7 +42,8 @@ def test_a_lock_dies_with_its_process(driver: Callable[[str], subprocess.Popen[s
     assert not lock.is_held(path)
 
 
-def test_a_driver_outwaits_a_reader_that_is_looking(tmp_path: Path) -> None:
+def test_a_driver_outwaits_a_reader_that_is_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)  # that is for drivers
     path = tmp_path / "run.lock"
     path.touch()
     reader = os.open(path, os.O_RDONLY)

@@ -145,7 +145,7 @@ def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(r
     with runs.keeping("a-1", resumed=False, max_failures=1) as keeping:
         with RunWriter.create(runs.folder, "a-1", "n", "name: n\n", "w") as writer:
             keeping.begin()
-            assert keeping.flush(10) == ""
+            assert keeping.flush(60) == ""
             token = json.loads(runs.store.read(f"a-1/{LOCK}") or b"")["token"]
             assert runs.folder.stat().st_mode & 0o777 == 0o700
             writer.layout.log(0).write_text("not uploaded\n")

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ddptrain.results.find import RunView
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.record import AttemptRecord, BestRecord, DriverRecord, FailureRecord, RunRecord
-from ddptrain.results.render import duration, rows, sections, size
+from ddptrain.results.render import duration, print_table, rows, sections, size
 from ddptrain.tables import clean, plain_sections, plain_table
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_nothing_is_cut_off_a_row_by_a_narrow_terminal(tmp_path: Path, width: int) -> None:
+    run_id = "images-local-20261121-171552-deb2"
+    record = RunRecord(run_id=run_id, status="failed", failure=FailureRecord(1, "h", "exception", "E", "no such name"))
+    file = io.StringIO()
+    print_table([RunView(RunLayout(tmp_path), record)], Console(file=file, width=width))
+    assert run_id in file.getvalue() and "rank 1: E no such name" in " ".join(file.getvalue().split())
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.results import storelock
 from ddptrain.results.store import Store
 from ddptrain.results.storelock import LOCK, STALE_S, Claim, StoreLock, claim_from
 from tests.unit.results.stores import watched_store
@@ -27,7 +29,7 @@ def write_claim(store: Store, **changes: Any) -> Claim:
 def test_driver_that_was_heard_of_lately_keeps_others_out() -> None:
     store, _ = watched_store()
     write_claim(store, pid=7, time_s=time.time() - 60)
-    with pytest.raises(RunLocked, match=r"is held by process 7 on elsewhere, heard of 60 s ago"):
+    with pytest.raises(RunLocked, match=r"is held by process 7 on elsewhere, heard of 6\d s ago"):
         StoreLock(store, settle_s=0).take(contested=True)
 
 
@@ -52,10 +54,17 @@ def test_driver_of_this_host_is_known_to_be_dead_at_once() -> None:
     StoreLock(store, settle_s=0).take(contested=False)
 
 
-def test_of_two_that_take_it_at_once_the_last_one_has_it() -> None:
-    store, _ = watched_store()
-    first, second = StoreLock(store, settle_s=0.2), StoreLock(store, settle_s=0.2)
+def test_of_two_that_take_it_at_once_the_last_one_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, fs = watched_store()
+    first, second = StoreLock(store), StoreLock(store)
     failed: list[str] = []
+    both = threading.Barrier(2, timeout=60)
+
+    def meet(*_: object) -> None:
+        both.wait()
+
+    fs.fails = meet  # both have looked before one writes
+    monkeypatch.setattr(storelock, "time", SimpleNamespace(time=time.time, sleep=meet))  # and both have written
 
     def take(lock: StoreLock) -> None:
         try:
@@ -79,12 +88,16 @@ def test_lock_is_refreshed_and_its_loss_is_told_once() -> None:
     lost: list[DdptrainError] = []
     lock.keep(lost.append)
     before = claim_from(store.read(LOCK))
-    time.sleep(0.1)
-    after = claim_from(store.read(LOCK))
+    deadline = time.monotonic() + 60
+    while (after := claim_from(store.read(LOCK))) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert before is not None and after is not None and after.time_s > before.time_s
     assert not lost and after.pid == os.getpid()
-    thief = write_claim(store)
-    time.sleep(0.1)
+    while not lost:
+        assert time.monotonic() < deadline
+        thief = write_claim(store)  # again, should the lock be refreshed at this very moment
+        time.sleep(0.1)
     lock.release()
     assert len(lost) == 1 and isinstance(lost[0], RunLocked)
     assert claim_from(store.read(LOCK)) == thief

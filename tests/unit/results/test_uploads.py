@@ -28,7 +28,8 @@ POLICY = CheckpointPolicy(keep=1, metric="val/loss")
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "_LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(uploads, "_FLUSH_PAUSE_S", 0.02)
-    monkeypatch.setattr(uploads, "_LAST_S", 0.2)
+    monkeypatch.setattr(uploads, "_LAST_S", 60.0)
+    monkeypatch.setattr(uploads, "_PARTING_S", 60.0)
     monkeypatch.setattr(uploads, "_PAUSES_S", (0.02,))
 
 
@@ -65,7 +66,7 @@ def kept(writer: RunWriter, stage: Stage) -> Iterator[Kept]:
 
 
 def wait_until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -76,7 +77,7 @@ def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept
     kept.writer.layout.log(0).write_text("hello\n")
     (kept.writer.layout.artifacts_dir / ".odd").write_text("kept, too")
     kept.uploads.begin()
-    assert kept.uploads.flush(10) == ""
+    assert kept.uploads.flush(60) == ""
     order = kept.order()
     step = [path for path in order if "step-1" in path]
     assert step[-1] == "checkpoints/step-1/checkpoint.json" and len(step) == 3
@@ -89,23 +90,23 @@ def test_end_in_the_store_is_the_end_on_the_disk_and_the_working_folder_goes(kep
     kept.uploads.begin()
     kept.save(1)
     kept.writer.finish(RunStatus.SUCCEEDED, 0)
-    assert kept.uploads.flush(10) == ""
+    assert kept.uploads.flush(60) == ""
     assert json.loads(kept.store.read("run.json") or b"")["status"] == "succeeded"
-    kept.uploads.close(10)
+    kept.uploads.close(60)
     assert not kept.writer.layout.root.exists() and not kept.warnings
 
 
 def test_old_checkpoint_goes_after_the_new_one_is_there_and_never_the_last(kept: Kept) -> None:
     kept.save(1)
     kept.uploads.begin()
-    kept.uploads.flush(10)
+    kept.uploads.flush(60)
     kept.fs.fails = lambda path: OSError("away") if "step-2/checkpoint.json" in path else None
     kept.save(2)
     wait_until(lambda: kept.losses)
     assert {path for path in kept.there() if path.endswith("checkpoint.json")} == {"checkpoints/step-1/checkpoint.json"}
     assert kept.store.read("checkpoints/latest") == b"step-1\n"
     kept.fs.fails = lambda path: None
-    assert kept.uploads.flush(10) == ""
+    assert kept.uploads.flush(60) == ""
     assert {path for path in kept.there() if "step-" in path} == {
         f"checkpoints/step-2/{name}" for name in ("checkpoint.json", "model.safetensors", "state.pt")
     }
@@ -115,14 +116,14 @@ def test_old_checkpoint_goes_after_the_new_one_is_there_and_never_the_last(kept:
 def test_step_saved_again_never_damages_the_one_that_is_there(kept: Kept, tmp_path: Path) -> None:
     kept.save(1, content=b"old")
     kept.uploads.begin()
-    kept.uploads.flush(10)
+    kept.uploads.flush(60)
     kept.fs.fails = lambda path: OSError("away") if path.endswith("checkpoint.json") else None
     kept.save(1, content=b"new")
     wait_until(lambda: kept.losses)
     restore.bring(kept.store, tmp_path / "other", pytest.fail)
     assert (tmp_path / "other/checkpoints/step-1/model.safetensors").read_bytes() == b"old"
     kept.fs.fails = lambda path: None
-    assert kept.uploads.flush(10) == ""
+    assert kept.uploads.flush(60) == ""
     restore.bring(kept.store, tmp_path / "another", pytest.fail)
     assert (tmp_path / "another/checkpoints/step-1/model.safetensors").read_bytes() == b"new"
     assert "checkpoints/step-1/model.safetensors" not in kept.there()
@@ -144,7 +145,7 @@ def test_checkpoint_that_is_dropped_while_it_is_uploaded_comes_whole(kept: Kept)
 
 def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept: Kept) -> None:
     kept.uploads.begin()
-    kept.uploads.flush(10)
+    kept.uploads.flush(60)
     kept.fs.fails = lambda path: OSError("the store is away")
     kept.save(1)
     wait_until(lambda: kept.losses)
@@ -153,7 +154,7 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
     (loss,) = kept.losses
     assert isinstance(loss, StoreError) and loss.exit_code == 4
     assert f"given up after 2 failures, all is kept in {kept.writer.layout.root}" in str(loss)
-    problem = kept.uploads.flush(5)
+    problem = kept.uploads.flush(0.2)
     assert problem.startswith(f"the results are not all in {kept.store.url} (cannot write")
     assert problem.endswith(f"they are kept in {kept.writer.layout.root}, and --resume a-run uploads them")
     kept.uploads.close(0.1)
@@ -163,13 +164,13 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
 def test_error_that_passes_is_not_told(kept: Kept) -> None:
     kept.uploads.begin()
     kept.fs.errors = [TimeoutError(), TimeoutError()]
-    assert kept.uploads.flush(10) == ""
+    assert kept.uploads.flush(60) == ""
     assert not kept.warnings and not kept.losses
 
 
 def test_record_tells_the_end_even_where_other_files_are_missing(kept: Kept) -> None:
     kept.uploads.begin()
-    kept.uploads.flush(10)
+    kept.uploads.flush(60)
     kept.fs.fails = lambda path: OSError("too long a name") if "artifacts" in path else None
     (kept.writer.layout.artifacts_dir / "x").write_text("1")
     wait_until(lambda: kept.losses)
@@ -181,7 +182,7 @@ def test_record_tells_the_end_even_where_other_files_are_missing(kept: Kept) -> 
 
 def test_run_that_another_driver_has_taken_is_not_written_any_more(kept: Kept) -> None:
     kept.uploads.begin()
-    kept.uploads.flush(10)
+    kept.uploads.flush(60)
     kept.uploads.lose(RunLocked("held by another"))
     count = len(kept.fs.writes)
     kept.writer.finish(RunStatus.FAILED, 6)
@@ -201,7 +202,7 @@ def test_large_log_is_uploaded_less_often(kept: Kept, monkeypatch: pytest.Monkey
     log.write_bytes(b"x" * 2000)
     time.sleep(0.2)
     assert kept.store.files()["logs/rank-0.log"].size_bytes == 1000
-    kept.uploads.flush(10)
+    kept.uploads.flush(60)
     assert kept.store.files()["logs/rank-0.log"].size_bytes == 2000
 
 
@@ -210,7 +211,7 @@ def test_large_log_is_uploaded_less_often(kept: Kept, monkeypatch: pytest.Monkey
 
 def upload(kept: Kept) -> None:
     kept.uploads.begin()
-    assert kept.uploads.flush(10) == ""
+    assert kept.uploads.flush(60) == ""
 
 
 def overwrite(store: Store, path: str, data: bytes) -> None:
@@ -246,7 +247,7 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
     kept.writer.layout.log(0).write_text("before\n")
     kept.writer.finish(RunStatus.CANCELLED, 130)
     upload(kept)
-    kept.uploads.close(10)
+    kept.uploads.close(60)
     other = tmp_path / "other" / "a-run"
     restore.bring(kept.store, other, pytest.fail)
     assert sorted(path.name for path in (other / "checkpoints/step-1").iterdir()) == ["checkpoint.json"]
@@ -259,8 +260,8 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
         mirror.begin()
         there.save(3, 3.0)
         again.finish(RunStatus.SUCCEEDED, 0)
-        assert mirror.flush(10) == ""
-        mirror.close(10)
+        assert mirror.flush(60) == ""
+        mirror.close(60)
     steps = {path.split("/")[1] for path in kept.there() if path.endswith("safetensors")}
     assert steps == {"step-1", "step-3"} and kept.store.read("checkpoints/best") == b"step-1\n"
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -101,7 +100,7 @@ class DaskBench:
                 require_encryption=True, tls_ca_file=certificate, tls_client_cert=certificate, tls_client_key=key
             )
         address = json.loads(self.scheduler_file.read_text())["address"]
-        with Client(address, set_as_default=False, security=security, timeout=20) as client:
+        with Client(address, set_as_default=False, security=security, timeout=60) as client:
             driver = Driver(client, run_id, self.env)
             until(lambda: len(driver.workers) >= workers, f"{workers} workers: {self._said()}", timeout_s=60)
             yield driver
@@ -125,10 +124,18 @@ class Driver:
         client.subscribe_topic(task.topic(run_id), lambda event: self.notices.append(event[1]))
 
     @property
+    def about_workers(self) -> dict[str, dict[str, Any]]:
+        """What the scheduler knows of every worker, by its address; `client.scheduler_info` may have an older word."""
+        scheduler = self.client.scheduler
+        assert scheduler is not None
+        told = self.client.sync(scheduler.identity, n_workers=-1)
+        workers: dict[str, dict[str, Any]] = told["workers"]
+        return workers
+
+    @property
     def workers(self) -> dict[str, str]:
         """Name -> address of every worker."""
-        about = self.client.scheduler_info(n_workers=-1)["workers"]
-        return {str(worker["name"]): address for address, worker in about.items()}
+        return {str(worker["name"]): address for address, worker in self.about_workers.items()}
 
     def call(self, function: Callable[..., Any], *args: Any, worker: str) -> Any:
         """A function's answer from one worker, by name."""
@@ -153,8 +160,8 @@ class Driver:
                 **spec,
             }
         )
-        address = self.workers[worker]
-        slots = self.client.scheduler_info(n_workers=-1)["workers"][address]["resources"].get(SLOT_RESOURCE)
+        address, about = next((at, each) for at, each in self.about_workers.items() if each["name"] == worker)
+        slots = about["resources"].get(SLOT_RESOURCE)
         future = self.client.submit(
             task.run_rank,
             order.to_json(),
@@ -173,7 +180,8 @@ class Driver:
 
     def wait_for(self, worker: str, words: str, rank: int = 0) -> None:
         """Return once the rank has printed `words`."""
-        until(lambda: words in self.said(worker, rank), f"rank {rank} prints {words!r}")
+        began = [future.status for future in self.futures]
+        until(lambda: words in self.said(worker, rank), f"rank {rank} prints {words!r} (tasks were {began})")
 
     def remove(self, worker: str) -> None:
         """What the scheduler's book does at the run's end, or when the driver is gone."""
@@ -186,7 +194,7 @@ class Driver:
         assert answer == {address: {"status": "OK"}}, answer
 
 
-def ended(future: Future[str], timeout_s: float = 40) -> RankExit:
+def ended(future: Future[str], timeout_s: float = 60) -> RankExit:
     """How the rank ended."""
     return RankExit.from_json(future.result(timeout=timeout_s))
 
@@ -203,8 +211,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def until_gone(pid: int, timeout_s: float = 10.0) -> float:
-    """Seconds until a process is gone."""
-    began = time.monotonic()
-    until(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}", timeout_s)
-    return time.monotonic() - began
+def until_gone(pid: int) -> None:
+    """Return once a process is gone."""
+    until(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}")

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from ddptrain.worker.server import OwnRankServer, RankServer, SharedRankServer
 from tests.unit.specs import make_spec
 
@@ -88,10 +90,10 @@ def listening(server: RankServer) -> Iterator[RankServer]:
         yield server
     finally:
         server.close()
-        assert server.wait(10)
+        assert server.wait(60)
 
 
-def status(server: RankServer, rank_id: str, timeout_s: float = 20.0) -> int:
+def status(server: RankServer, rank_id: str, timeout_s: float = 60.0) -> int:
     """The rank's exit status, once it has ended."""
     deadline = time.monotonic() + timeout_s
     while (report := server.wait_exit(rank_id, 0.1)) is None:
@@ -99,7 +101,23 @@ def status(server: RankServer, rank_id: str, timeout_s: float = 20.0) -> int:
     return int(report["status"])
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+def is_gone(process: psutil.Process) -> bool:
+    """Whether a process has ended, whoever has yet to hear of it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # just now
+        return True
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process of that number has ended, whoever has yet to hear of it."""
+    try:
+        return is_gone(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     """Wait for a condition; fail with `what` where it never comes."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -13,9 +13,9 @@ import pytest
 
 from ddptrain.errors import ClusterError
 from ddptrain.worker.server import OwnRankServer, RankServerLost, SharedRankServer
-from tests.unit.worker.stubs import Bench, listening, status, until
+from tests.unit.worker.stubs import Bench, is_gone, listening, status, until
 
-PARENT = "import os, time; print(os.getppid(), flush=True); time.sleep(60)"
+PARENT = "import os, time; print(os.getppid(), flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def test_lost_server_is_told_with_its_last_words(bench: Bench) -> None:
 
 
 def test_own_server_that_still_imports_ends_at_once(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, at_import="import time; time.sleep(60)")
+    bench = Bench(tmp_path, at_import="import time; time.sleep(600)")
     began = time.monotonic()
     with bench.own():
         pass
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 60.0
 
 
 def test_shared_server_outlives_the_worker_that_started_it(bench: Bench) -> None:
@@ -54,9 +54,9 @@ from pathlib import Path
 from ddptrain.worker.server import SharedRankServer
 server = SharedRankServer(Path(sys.argv[1]), dict(os.environ))
 server.listen()
-server.ready.wait(20)
+server.ready.wait(60)
 print("joined", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     first = subprocess.Popen(
         [sys.executable, "-c", code, str(bench.shared_folder)], env=bench.env, stdout=subprocess.PIPE
@@ -73,7 +73,7 @@ time.sleep(60)
             assert status(server, "after") == 0
             assert server.wait_exit("r", 0.3) is None
             assert process.is_running()
-    until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the server's end")
+    until(lambda: is_gone(process), "the server's end")
     assert not bench.shared_folder.exists()
 
 
@@ -86,16 +86,16 @@ from ddptrain.worker.server import SharedRankServer
 bench = Bench(Path(sys.argv[1]))
 server = SharedRankServer(bench.shared_folder, bench.env)
 server.listen()
-bench.order(server, "r", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+bench.order(server, "r", "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
 bench.wait_for("r", chr(10))
 os.kill(os.getpid(), 9)
 """
     root = Path(__file__).parents[3]
     with bench.shared() as stays:
-        assert stays.ready.wait(20)
-        subprocess.run([sys.executable, "-c", code, str(bench.folder)], env=bench.env, cwd=root, timeout=30)
+        assert stays.ready.wait(60)
+        subprocess.run([sys.executable, "-c", code, str(bench.folder)], env=bench.env, cwd=root, timeout=60)
         rank = int(bench.said("r"))
-        until(lambda: not psutil.pid_exists(rank), "the rank's end", timeout_s=6.0)
+        until(lambda: not psutil.pid_exists(rank), "the rank's end")
 
 
 def test_killed_shared_server_is_replaced_and_leaves_no_folder(bench: Bench) -> None:
@@ -178,7 +178,7 @@ def test_server_that_can_not_be_started_leaves_nothing(bench: Bench, monkeypatch
 def test_closed_server_takes_no_more_orders(bench: Bench) -> None:
     server = OwnRankServer(bench.env, bench.folder / "own.log")
     with listening(server):
-        assert server.ready.wait(20)
+        assert server.ready.wait(60)
     until(lambda: server.fault is not None, "the end of the connection")
     with pytest.raises(RankServerLost, match="was closed"):
         bench.order(server, "r", "pass")
@@ -187,7 +187,7 @@ def test_closed_server_takes_no_more_orders(bench: Bench) -> None:
 def test_what_a_rank_has_started_ends_with_it(bench: Bench) -> None:
     code = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 """
     with bench.own() as server:

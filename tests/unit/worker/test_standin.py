@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain import events
-from ddptrain.spec import STACKS_SIGNAL
+from ddptrain.spec import STACKS_DUMP, STACKS_SIGNAL
 from ddptrain.worker import standin
 from ddptrain.worker.spool import RankSpool
 from ddptrain.worker.vitals import Vitals, catches
@@ -29,14 +30,15 @@ def spool(tmp_path: Path) -> RankSpool:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    yield process
-    process.kill()
-    process.wait()
+    code = "import time; print('up', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        yield process
+        process.kill()
 
 
 def told(spool: RankSpool, count: int) -> list[events.Event]:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while len(lines := spool.events.read_bytes().splitlines()) < count and time.monotonic() < deadline:
         time.sleep(0.02)
     return [events.decode(line) for line in lines]
@@ -66,10 +68,33 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
     assert sleeper.poll() is None
 
 
-def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool) -> None:
+def test_stacks_are_waited_for_on_a_busy_machine(spool: RankSpool) -> None:
+    code = """
+import signal, sys, time
+def write(*_):
+    time.sleep(0.6)
+    open(sys.argv[1], "w").write("slowly")
+signal.signal(int(sys.argv[2]), write)
+print("up", flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", code, str(spool.staging / STACKS_DUMP), str(int(STACKS_SIGNAL))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        try:
+            assert standin._dump(spool, process.pid) == "slowly"
+        finally:
+            process.kill()
+
+
+def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standin, "_ANSWER_S", 60.0)
     standin.stand_by(spool, os.getpid(), 1, 1)
     spool.events.write_bytes(events.encode(events.Stacks(1, ("a.py:1 f",))))
-    time.sleep(0.3)
+    for thread in threading.enumerate():
+        if thread.name == "ddptrain-standin":
+            thread.join(30)
+            assert not thread.is_alive()
     assert told(spool, 1) == [events.Stacks(1, ("a.py:1 f",))]
 
 
@@ -91,15 +116,21 @@ def test_last_words_of_nccls_watchdog_are_known(spool: RankSpool) -> None:
 
 
 def test_processor_time_counts_children_of_the_group_too() -> None:
-    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'while True: pass']); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    try:
-        time.sleep(1.0)
-        vitals = Vitals(process.pid)
-        before = vitals.cpu_s()
-        time.sleep(0.5)
-        assert vitals.cpu_s() - before > 0.1
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    code = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, '-c', 'while True: pass'])
+print('up', flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+            vitals = Vitals(process.pid)
+            before, deadline = vitals.cpu_s(), time.monotonic() + 60
+            while vitals.cpu_s() - before < 0.3:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
     assert Vitals(process.pid).state() == ""

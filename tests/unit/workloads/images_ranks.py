@@ -68,6 +68,7 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
             master_addr="127.0.0.1",
             master_port=port,
             every_epochs=None,
+            grace_s=60.0,  # for the slowest rank to be told to end
             inputs=str(root / case["inputs"]),
             resume_from=str(folder.parent / case["resume_from"]) if "resume_from" in case else "",
             staging=str(folder / f"staging-{rank}"),

@@ -121,6 +121,7 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
             master_port=port,
             every_epochs=None,
             resume_from=resume_from,
+            grace_s=60.0,  # for the slowest rank to be told to end
             staging=str(folder / f"staging-{rank}"),
         )
         ctx = WatchedContext(spec, folder, case.get("stop_after"))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from ddptrain.workloads.images.plan import plan_epoch, plan_validation
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
 def test_ranks_take_every_image_once_in_as_many_steps(n: int, batch_size: int, world_size: int, epoch: int) -> None:
     for plans in (

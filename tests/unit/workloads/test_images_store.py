@@ -340,12 +340,12 @@ def test_the_region_of_a_bucket_is_asked_of_aws_once(monkeypatch: pytest.MonkeyP
 
 def test_an_aws_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    monkeypatch.setattr(objectoptions, "_asked_region", lambda bucket, timeout_s: str(go.wait(20)))
+    monkeypatch.setattr(objectoptions, "_asked_region", lambda bucket, timeout_s: str(go.wait(100)))
     began = time.monotonic()
     with pytest.raises(StoreUnreachable, match=r"s3://silent can't be listed: AWS did not answer within 0\.1 s"):
         region_of("silent", 0.1)
     go.set()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 # --- what errors of obstore mean ---

@@ -31,6 +31,8 @@ from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.plan import plan_epoch
 from ddptrain.workloads.images.train import _described_again
 
+pytestmark = pytest.mark.timeout(420)  # of the three ranks that all tests look at, also on a machine with other work
+
 SCRIPT = Path(__file__).with_name("images_ranks.py")
 UNEVEN, TINY, STRAIGHT, STOPPED, GOES_ON, WITH_OTHERS, MAPPED, FULL_OF_BAD = range(8)
 WORLD_SIZES = (1, 2, 3)
@@ -123,7 +125,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with output.open("wb") as file:
             command = [sys.executable, str(SCRIPT), str(root), str(rank), *map(str, WORLD_SIZES)]
             processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 350
     try:  # a rank that fails leaves the others waiting for it
         while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
             assert time.monotonic() < deadline, [output.read_text() for output in outputs]
@@ -370,7 +372,7 @@ def test_more_bad_images_than_are_allowed_end_the_run_with_their_names(runs: Pat
 
 def test_rank_0_says_a_line_an_epoch_and_what_it_goes_on_from(runs: Path) -> None:
     said = (runs / "output-0.txt").read_text()
-    assert "training small_cnn, 23,891 parameters, on 21 images, 7 steps an epoch over 1 ranks" in said
+    assert "training small_cnn, 23,891 parameters, on 21 images, 7 steps an epoch over 1 rank" in said
     assert "going on after epoch 0, step 3" in said
     assert said.count("epoch 3/3: train/loss ") == 2 * len(WORLD_SIZES) + 1
 

