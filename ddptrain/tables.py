@@ -13,6 +13,11 @@ def clean(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in kept)
 
 
+def on_a_line(text: str) -> str:
+    """The same where it must not break its line either, as a file's name may."""
+    return clean(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
+
+
 def plain_table(table: Sequence[Sequence[str]]) -> str:
     """Columns aligned with blanks, for people and for awk."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]

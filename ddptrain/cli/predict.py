@@ -151,12 +151,12 @@ def _columns(place: int) -> tuple[str, str]:
 
 def _text(results: Iterable[Result], width: int) -> Iterator[str]:
     """The most probable class and the file in a line, and the other classes below it; errors go to stderr."""
-    from ddptrain.tables import clean
+    from ddptrain.tables import clean, on_a_line
 
     width = min(width, _WIDEST_NAME)
     for result in results:
         if result.error:
-            typer.echo(f"predict: {clean(result.file)}: {clean(result.error)}", err=True)
+            typer.echo(f"predict: {on_a_line(result.file)}: {clean(result.error)}", err=True)
         for place, one in enumerate(result.predictions):
-            cells = f"{100 * one.probability:5.1f} %  {clean(one.name):{width}}"
-            yield f"{cells}    {clean(result.file)}" if place == 0 else f"  {cells}".rstrip()
+            cells = f"{100 * one.probability:5.1f} %  {on_a_line(one.name):{width}}"
+            yield f"{cells}    {on_a_line(result.file)}" if place == 0 else f"  {cells}".rstrip()

@@ -110,13 +110,15 @@ def test_csv_has_a_column_for_each_class_and_one_for_the_error(
     ]
 
 
-def test_a_line_break_in_a_files_name_breaks_no_line_of_csv(
+def test_a_line_break_in_a_files_name_breaks_no_line_of_csv_or_text(
     seen: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("pictures/a\nb.png").touch()
     assert main(["predict", "latest", "pictures/a\nb.png", "--csv", "--top", "1"]) == 0
     rows = csv.reader(io.StringIO(capsys.readouterr().out, newline=""))
     assert [*rows][1] == ["pictures/a\nb.png", "blue", "0.75", ""]
+    assert main(["predict", "latest", "pictures/a\nb.png", "--top", "1"]) == 0
+    assert capsys.readouterr().out.endswith("  pictures/a\N{REPLACEMENT CHARACTER}b.png\n")
 
 
 def test_options_reach_the_model(seen: dict[str, Any]) -> None:
