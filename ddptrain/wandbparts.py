@@ -13,6 +13,7 @@ UNSENT = "unsent"  # in the folder of a run that was online: the server does not
 OPEN = "open"  # what stands there until it comes to its end
 CHECKPOINT_TYPE = "model"  # of artifacts that are checkpoints
 _NAME = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
+_SHARE = re.compile(r"-(?P<rank>rank_\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,12 @@ class Part:
     run_id: str  # in W&B; parts of the same run follow each other
     began: str
     offline: bool
+    rank: str = ""  # as rank_1: of a run that ranks share, what this one has logged
+
+    @property
+    def target(self) -> str:
+        """The run that it is sent to afterwards: a rank's share to one of its own, for the server would mix up rows."""
+        return f"{self.run_id}-{self.rank}" if self.rank else self.run_id
 
     @property
     def sent(self) -> bool:
@@ -49,7 +56,7 @@ def _was_killed(part: Part) -> bool:
 
 
 def _went_on(part: Part, parts: Sequence[Part]) -> bool:
-    family = [each for each in parts if each.run_id == part.run_id]
+    family = [each for each in parts if each.target == part.target]
     return any(each.sent for each in family[family.index(part) + 1 :])
 
 
@@ -64,9 +71,10 @@ def parts_below(folder: Path) -> list[Part]:
     for log in {*folder.glob("*/run-*.wandb"), *folder.glob("*/*/run-*.wandb")}:
         match = _NAME.fullmatch(log.parent.name)
         if match and log.is_file() and not log.is_symlink():
-            found.append(
-                Part(log.parent, log, log.stem.removeprefix("run-"), match["time"], match["offline"] is not None)
-            )
+            run_id = log.stem.removeprefix("run-")
+            shared = _SHARE.fullmatch(match["id"].removeprefix(run_id))
+            rank = shared["rank"] if shared else ""
+            found.append(Part(log.parent, log, run_id, match["time"], match["offline"] is not None, rank))
     return sorted(found, key=lambda part: (part.began, part.folder.name))
 
 

@@ -128,7 +128,7 @@ def _send_all(view: RunView, env: Mapping[str, str], deadline: float) -> Sent:
     """Wave after wave: of each W&B run the earliest part that waits, for later ones go on where it ends."""
     sent, problem = 0, ""
     while parts := _waiting(view):  # looked at under the lock
-        first = list({part.run_id: part for part in reversed(parts)}.values())
+        first = list({part.target: part for part in reversed(parts)}.values())
         problem = _send(view, first, env, deadline)
         done = [part for part in first if part.sent]
         sent += len(done)
@@ -162,7 +162,7 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
         said, ended = _run_wandb(list(logs.values()), {**env, **own}, left_s)
         for part, log in logs.items():
             if log != part.log and (state := log.with_suffix(_STATE)).is_file() and not state.is_symlink():
-                shutil.copyfile(state, part.log.with_suffix(_STATE))
+                shutil.copyfile(state, part.folder / state.name)
             if log.with_suffix(_SYNCED).exists():
                 _mark(part)
     _keep_links(view.layout.tracking_dir / "wandb", said)
@@ -189,14 +189,14 @@ def _sendable(part: Part, view: RunView, scratch: Path) -> tuple[Path, str]:
     """A log to send, and what would be lost of it: of a run that was moved, wandb passes artifacts over silently.
 
     Checkpoints that the run no longer keeps are left out. A part that was overtaken by a later attempt does not say
-    how the run has ended.
+    how the run has ended; one of a run that ranks share becomes a run of its rank.
     """
     places = {file: _place(file, view) for file in wandblog.staged_files(part.log)}
-    family = [each for each in _parts(view) if each.run_id == part.run_id]
+    family = [each for each in _parts(view) if each.target == part.target]
     overtaken = family[-1] != part and any(each.sent for each in family)
     if stray := _stray(part):
         return part.log, f"{stray} is a link, and what it leads to is not of this run: take it away"
-    if not overtaken and all(str(place) == file.path for file, place in places.items()):
+    if not overtaken and not part.rank and all(str(place) == file.path for file, place in places.items()):
         return part.log, ""
     missing = [file.path for file, place in places.items() if place is None and file.artifact_type != CHECKPOINT_TYPE]
     if missing:
@@ -206,8 +206,10 @@ def _sendable(part: Part, view: RunView, scratch: Path) -> tuple[Path, str]:
     left = {part.log} if part.offline or not overtaken else {part.log, part.log.with_suffix(_STATE)}
     for entry in {*part.folder.iterdir()} - left:  # the steps of an online part have gone to the attempt after it
         (folder / entry.name).symlink_to(entry)
-    wandblog.rewritten(part.log, folder / part.log.name, places.get, view.record.exit_code if overtaken else None)
-    return folder / part.log.name, ""
+    new = folder / f"run-{part.target}.wandb"
+    own = wandblog.OwnRun(part.target, part.rank, view.run_id) if part.rank else None
+    wandblog.rewritten(part.log, new, places.get, view.record.exit_code if overtaken else None, own)
+    return new, ""
 
 
 def _place(file: wandblog.StagedFile, view: RunView) -> Path | None:

@@ -116,22 +116,36 @@ def _staged(record: Any) -> Iterator[tuple[StagedFile, Any]]:
 Found = Callable[[StagedFile], Path | None]
 
 
-def rewritten(log: Path, new: Path, found: Found, exit_code: int | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class OwnRun:
+    """The run that a log becomes, of which it was a share."""
+
+    id: str
+    name: str
+    group: str
+
+
+def rewritten(log: Path, new: Path, found: Found, exit_code: int | None = None, own: OwnRun | None = None) -> None:
     """Write the log to `new`, with the paths of staged files as they are `found`, less artifacts that lack one.
 
-    `exit_code` takes the place of its own.
+    `exit_code` and `own` take the place of the log's.
     """
 
     def changed(data: bytes) -> bytes | None:
         record = _parsed(data)
         if record.HasField("exit") and exit_code is not None:
             record.exit.exit_code = exit_code
+        elif record.HasField("run") and own is not None:
+            record.run.run_id, record.run.display_name = own.id, own.name
+            record.run.run_group = record.run.run_group or own.group
         elif record.HasField("artifact"):
             for file, entry in _staged(record):
                 path = found(file)
                 if path is None:
                     return None
                 entry.local_path = str(path)
+            if own is not None:
+                record.artifact.run_id = own.id
         else:
             return data
         return bytes(record.SerializeToString())

@@ -101,7 +101,9 @@ class Plan:
         }
         if mode != "shared":
             return settings
-        settings |= {"x_label": f"rank_{facts.rank}", "x_primary": facts.rank == 0}
+        # The folder's name has the rank, for ranks of one host begin in the same second.
+        label = f"rank_{facts.rank}"
+        settings |= {"x_label": label, "x_primary": facts.rank == 0, "x_sync_dir_suffix": label}
         if facts.rank:  # the run is named, and finished, by rank 0
             settings |= {"x_update_finish_state": False, "run_name": None, "run_notes": None, "run_tags": None}
         return settings

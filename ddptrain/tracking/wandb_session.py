@@ -80,7 +80,7 @@ def open_run(wanted: Wanted, uploads: Uploads) -> wandb.Run:
         raise
     _no_exit_handler()
     _never_ask(run, uploads)
-    if wanted.mode == "online":
+    if wanted.mode != "offline":
         _mark(run, OPEN)  # from now on: a rank may be killed
     return run
 
@@ -148,7 +148,9 @@ def _variable(setting: str) -> str:
 def _parts(wanted: Wanted) -> set[Path]:
     kind = "offline-run" if wanted.mode == "offline" else "run"
     folder = Path(os.environ["WANDB_DIR"]) / "wandb" if os.environ.get("WANDB_DIR") else wanted.folder
-    return set(folder.glob(f"{kind}-*-{wanted.run_id}*"))
+    suffix = wanted.more.get("x_sync_dir_suffix")
+    name = f"{wanted.run_id}-{suffix}" if suffix else wanted.run_id  # as it is: other ranks open theirs meanwhile
+    return set(folder.glob(f"{kind}-*-{name}"))
 
 
 def _no_exit_handler() -> None:

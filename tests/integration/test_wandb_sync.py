@@ -40,15 +40,16 @@ from ddptrain.tracking.wandb_sink import WandbTracker
 
 
 def rows_on_disk():
-    (log,) = folder.rglob("run-*.wandb")
+    (log,) = folder.rglob(f"*_{rank}/run-*.wandb" if mode == "shared" else "run-*.wandb")
     return [Record.FromString(each).WhichOneof("record_type") for each in records(log)].count("history")
 
 
 folder, attempt = Path(sys.argv[1]), int(sys.argv[2])
 tracker = WandbTracker({"log_every": 1})
-online = sys.argv[3:] == ["online"]
-told = {"mode": "rank0", "online": online, "id": "w1"}
-tracker.start(Facts("a-run", "petnames", attempt, 0, 1, 0, 0, 1, folder, told=told))
+mode, rank = (sys.argv[3], int(sys.argv[4])) if len(sys.argv) > 3 else ("rank0", 0)
+online = len(sys.argv) > 3
+told = {"mode": mode, "online": online, "id": "w1"}
+tracker.start(Facts("a-run", "petnames", attempt, rank, 1, 0, 0, 1, folder, told=told))
 first = 0 if attempt == 1 else 3
 for step in range(first, first + 5):
     tracker.log(items.Numbers(time.time_ns(), {"loss": 1.0 / (step + 1)}, step))
@@ -143,28 +144,50 @@ def test_part_that_was_sent_by_half_has_the_same_steps_when_it_is_sent_again(run
     assert [row["_step"] for row in backend.run.history] == [*range(11)]  # as the server knows rows apart
 
 
+def killed_online(folder: Path, backend: Backend, mode: str, ranks: int) -> Path:
+    """A run whose ranks were killed with all that they had started, once they had logged five rows; its folder."""
+    with RunWriter.create(folder / "runs", "a-run", "petnames", "name: petnames\n", "petnames") as writer:
+        writer.layout.tracking_dir.mkdir()
+        for number in range(ranks):
+            words = [sys.executable, "-c", _RANK, str(writer.layout.tracking_dir), "1", mode, str(number)]
+            rank = subprocess.Popen(words, env={**_outside(), **backend.environment}, stdout=subprocess.PIPE)
+            assert rank.stdout is not None
+            with rank, rank.stdout:
+                assert b"logged\n" in iter(rank.stdout.readline, b"")
+                family = [*psutil.Process(rank.pid).children(recursive=True), psutil.Process(rank.pid)]
+                for process in family:
+                    process.kill()
+        writer.update(tracking={"wandb": {"id": "w1", "mode": mode, "project": "petnames"}})
+        writer.finish(RunStatus.FAILED, 1)
+    return writer.layout.root
+
+
 def test_online_rank_that_was_killed_with_its_host_is_sent_later_and_each_row_is_there_once(
     tmp_path: Path, backend: Backend
 ) -> None:
-    with RunWriter.create(tmp_path / "runs", "a-run", "petnames", "name: petnames\n", "petnames") as writer:
-        writer.layout.tracking_dir.mkdir()
-        words = [sys.executable, "-c", _RANK, str(writer.layout.tracking_dir), "1", "online"]
-        rank = subprocess.Popen(words, env={**_outside(), **backend.environment}, stdout=subprocess.PIPE)
-        assert rank.stdout is not None
-        with rank, rank.stdout:
-            assert b"logged\n" in iter(rank.stdout.readline, b"")
-            family = [*psutil.Process(rank.pid).children(recursive=True), psutil.Process(rank.pid)]
-            for process in family:
-                process.kill()
-        writer.update(tracking={"wandb": {"id": "w1", "mode": "rank0", "project": "petnames"}})
-        writer.finish(RunStatus.FAILED, 1)
+    run = killed_online(tmp_path, backend, "rank0", 1)
     # wandb sends rows only every 15 s: these were the first.
     lines = [json.dumps({"_step": step, "step": step, "loss": 1.0 / (step + 1)}) for step in range(3)]
     backend.run.clients[""].take({"wandb-history.jsonl": {"offset": 0, "content": lines}})
-    assert unsent(writer.layout.root) == 1
-    assert sync(writer.layout.root, backend.environment).problem == ""
+    assert unsent(run) == 1
+    assert sync(run, backend.environment).problem == ""
     assert [row["step"] for row in backend.run.history if "loss" in row] == [0, 1, 2, 3, 4]
     assert backend.run.exits == [1], "the server hears how it ended"
+
+
+def test_ranks_that_shared_a_run_are_sent_later_as_a_run_each_for_their_rows_have_the_same_steps(
+    tmp_path: Path, backend: Backend
+) -> None:
+    run = killed_online(tmp_path, backend, "shared", 2)
+    assert [part.folder.name[-7:] for part in parts_below(run / "tracking" / "wandb")] == ["-rank_0", "-rank_1"]
+    for _ in range(2):  # the second time nothing is left to be sent
+        assert sync(run, backend.environment).problem == ""
+        assert sorted(backend.runs) == ["w1", "w1-rank_0", "w1-rank_1"]
+        for rank in range(2):
+            sent = backend.runs[f"w1-rank_{rank}"]
+            rows = [row[f"rank_{rank}/step"] for row in sent.history if f"rank_{rank}/loss" in row]
+            assert (sent.name, sent.group, rows) == (f"rank_{rank}", "a-run", [0, 1, 2, 3, 4])
+    assert unsent(run) == 0
 
 
 def test_part_that_was_overtaken_does_not_say_how_the_run_has_ended(run: Path, backend: Backend) -> None:
