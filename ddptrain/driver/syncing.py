@@ -28,6 +28,7 @@ from ddptrain.results import lock, wandblog
 from ddptrain.results.atomic import write_whole
 from ddptrain.results.find import RunView
 from ddptrain.wandbparts import CHECKPOINT_TYPE, LINKS, UNSENT, Part, links_in, parts_below, waiting
+from ddptrain.wording import counted
 
 _LOCK = ".sync.lock"
 _SYNCED = ".wandb.synced"
@@ -44,11 +45,15 @@ _LINK = re.compile(r"/(?P<id>[^/\]\s]+)\] View run .*?at (?P<url>https?://\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What came of one run: how many parts were sent, how many wait, and why ("" where all is well)."""
+    """What came of one run: how many parts were sent, how many wait, and why ("" where all is well).
+
+    `left_out` counts checkpoints, recorded offline, that the run no longer keeps.
+    """
 
     run_id: str
     sent: int = 0
     waiting: int = 0
+    left_out: int = 0
     problem: str = ""
     passed_over: str = ""
 
@@ -59,7 +64,8 @@ class Sent:
             return f"{self.run_id}: left alone, {self.passed_over}"
         if self.problem:
             return f"{self.run_id}: {self.waiting} of {self.sent + self.waiting} W&B runs not sent: {self.problem}"
-        return f"{self.run_id}: " + (f"{self.sent} sent to W&B" if self.sent else "nothing to send to W&B")
+        less = f", less {counted(self.left_out, 'checkpoint')} that the run no longer keeps" if self.left_out else ""
+        return f"{self.run_id}: " + (f"{self.sent} sent to W&B{less}" if self.sent else "nothing to send to W&B")
 
 
 def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent:
@@ -126,41 +132,41 @@ def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
 
 def _send_all(view: RunView, env: Mapping[str, str], deadline: float) -> Sent:
     """Wave after wave: of each W&B run the earliest part that waits, for later ones go on where it ends."""
-    sent, problem = 0, ""
-    while parts := _waiting(view):  # looked at under the lock
+    sent, left_out, problem = 0, 0, ""
+    stuck: set[str] = set()
+    while parts := [part for part in _waiting(view) if part.target not in stuck]:  # looked at under the lock
         first = list({part.target: part for part in reversed(parts)}.values())
-        problem = _send(view, first, env, deadline)
+        said, lacking = _send(view, first, env, deadline)
         done = [part for part in first if part.sent]
         sent += len(done)
+        left_out += sum(lacking.get(part, 0) for part in done)
         if len(done) < len(first):
-            return Sent(view.run_id, sent, len(_waiting(view)), problem or "W&B has not taken it")
-    return Sent(view.run_id, sent)
+            stuck |= {part.target for part in first} - {part.target for part in done}
+            problem = problem or said or "W&B has not taken it"
+    return Sent(view.run_id, sent, len(_waiting(view)), left_out, problem)
 
 
-def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline: float) -> str:
-    """Send these; what went wrong, as wandb says it."""
+def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline: float) -> tuple[str, dict[Part, int]]:
+    """Send these; what went wrong, as wandb says it, and how many checkpoints were left out of each."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
-        return "there was no time left for it"
+        return "there was no time left for it", {}
     with tempfile.TemporaryDirectory(prefix="ddptrain-sync-") as scratch:
         own = {name: f"{scratch}/{name}" for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR")}
         for folder in own.values():
             Path(folder).mkdir()
-        logs: dict[Part, Path] = {}
-        lost = ""
+        ready: dict[Part, _Ready] = {}
         for number, part in enumerate(parts):
             if wandblog.is_empty(part.log):
                 _mark(part)
                 continue
-            log, missing = _sendable(part, view, Path(scratch) / str(number))
-            logs[part] = log
-            lost = lost or missing
-        if lost:
-            return lost
-        if not logs:
-            return ""
-        said, ended = _run_wandb(list(logs.values()), {**env, **own}, left_s)
-        for part, log in logs.items():
+            ready[part] = _made_ready(part, view, Path(scratch) / str(number))
+        problem = next((each.problem for each in ready.values() if each.problem), "")
+        ready = {part: each for part, each in ready.items() if not each.problem}
+        if not ready:
+            return problem, {}
+        said, ended = _run_wandb([each.log for each in ready.values()], {**env, **own}, left_s)
+        for part, log in ((part, each.log) for part, each in ready.items()):
             if log != part.log and (state := log.with_suffix(_STATE)).is_file() and not state.is_symlink():
                 shutil.copyfile(state, part.folder / state.name)
             if log.with_suffix(_SYNCED).exists():
@@ -169,7 +175,8 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
     errors = [line.partition("ERROR")[2].strip() for line in said.splitlines() if "ERROR" in line]
     reason = errors[-1] if errors else "" if ended else f"it was not done in {left_s:.0f} s"
     key = env.get(KEY, "")
-    return hide_credentials(reason.replace(key, "<left out>") if key else reason)[:300]
+    said = hide_credentials(reason.replace(key, "<left out>") if key else reason)[:300]
+    return problem or said, {part: each.left_out for part, each in ready.items()}
 
 
 def _keep_links(folder: Path, said: str) -> None:
@@ -185,22 +192,31 @@ def _mark(part: Part) -> None:
         (part.folder / UNSENT).unlink(missing_ok=True)
 
 
-def _sendable(part: Part, view: RunView, scratch: Path) -> tuple[Path, str]:
-    """A log to send, and what would be lost of it: of a run that was moved, wandb passes artifacts over silently.
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A log to send, or why it can't be; `left_out` counts checkpoints that the run no longer keeps."""
 
-    Checkpoints that the run no longer keeps are left out. A part that was overtaken by a later attempt does not say
-    how the run has ended; one of a run that ranks share becomes a run of its rank.
+    log: Path
+    problem: str = ""
+    left_out: int = 0
+
+
+def _made_ready(part: Part, view: RunView, scratch: Path) -> _Ready:
+    """What to send of a part: its log, or another one in `scratch`.
+
+    Of a run that was moved, wandb passes artifacts over silently. A part that was overtaken by a later attempt does not
+    say how the run has ended; one of a run that ranks share becomes a run of its rank.
     """
     places = {file: _place(file, view) for file in wandblog.staged_files(part.log)}
     family = [each for each in _parts(view) if each.target == part.target]
     overtaken = family[-1] != part and any(each.sent for each in family)
     if stray := _stray(part):
-        return part.log, f"{stray} is a link, and what it leads to is not of this run: take it away"
+        return _Ready(part.log, f"{stray} is a link, and what it leads to is not of this run: take it away")
     if not overtaken and not part.rank and all(str(place) == file.path for file, place in places.items()):
-        return part.log, ""
-    missing = [file.path for file, place in places.items() if place is None and file.artifact_type != CHECKPOINT_TYPE]
-    if missing:
-        return part.log, f"{len(missing)} files of artifacts are missing, as {missing[0]}"
+        return _Ready(part.log)
+    missing = [file for file, place in places.items() if place is None]
+    if others := [file.path for file in missing if file.artifact_type != CHECKPOINT_TYPE]:
+        return _Ready(part.log, f"{len(others)} files of artifacts are missing, as {others[0]}")
     folder = scratch / part.folder.name
     folder.mkdir(parents=True)
     left = {part.log} if part.offline or not overtaken else {part.log, part.log.with_suffix(_STATE)}
@@ -209,7 +225,7 @@ def _sendable(part: Part, view: RunView, scratch: Path) -> tuple[Path, str]:
     new = folder / f"run-{part.target}.wandb"
     own = wandblog.OwnRun(part.target, part.rank, view.run_id) if part.rank else None
     wandblog.rewritten(part.log, new, places.get, view.record.exit_code if overtaken else None, own)
-    return new, ""
+    return _Ready(new, left_out=len({Path(file.path).parent for file in missing}))
 
 
 def _place(file: wandblog.StagedFile, view: RunView) -> Path | None:

@@ -179,7 +179,12 @@ def test_ranks_that_shared_a_run_are_sent_later_as_a_run_each_for_their_rows_hav
     tmp_path: Path, backend: Backend
 ) -> None:
     run = killed_online(tmp_path, backend, "shared", 2)
-    assert [part.folder.name[-7:] for part in parts_below(run / "tracking" / "wandb")] == ["-rank_0", "-rank_1"]
+    first, last = parts_below(run / "tracking" / "wandb")
+    assert (first.folder.name[-7:], last.folder.name[-7:]) == ("-rank_0", "-rank_1")
+    (first.folder / "files/it").symlink_to(run / "run.json")
+    came = sync(run, backend.environment)
+    assert (came.sent, came.waiting, "is a link" in came.problem) == (1, 1, True), "it holds up no other"
+    (first.folder / "files/it").unlink()
     for _ in range(2):  # the second time nothing is left to be sent
         assert sync(run, backend.environment).problem == ""
         assert sorted(backend.runs) == ["w1", "w1-rank_0", "w1-rank_1"]
@@ -314,11 +319,12 @@ def test_log_that_names_files_which_are_not_of_the_run_sends_none_of_them(
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/key").write_text("hush-hush")
     _leads_away(kind, last, tmp_path / "foreign")
-    problem = sync(run, backend.environment).problem
+    came = sync(run, backend.environment)
+    problem = came.problem
     sent = [made.files for made in backend.artifacts.values()] + [made.files for made in backend.runs.values()]
     assert b"hush-hush" not in [data for files in sent for data in files.values()]
     if kind == "checkpoint in a link":
-        assert problem == "", "it counts as one that is no longer kept"
+        assert came.words == "a-run: 1 sent to W&B, less 1 checkpoint that the run no longer keeps"
     else:
         assert "are missing" in problem or "is not of this run" in problem
         assert backend.asked == []
