@@ -3,6 +3,7 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,20 @@ def n_bytes(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
             total += path.stat().st_size
     return total
+
+
+def write_at_once(caches: Sequence[Cache]) -> None:
+    """Fifty images each."""
+
+    def write(which: int) -> None:
+        for number in range(50):
+            caches[which].put(URL, f"{which}/{number}.jpg", "v1", IMAGE)
+
+    threads = [threading.Thread(target=write, args=(which,)) for which in range(len(caches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_image_is_found_again_also_by_another_process_s_cache(tmp_path: Path) -> None:
@@ -77,32 +92,14 @@ def test_size_is_kept_by_several_that_write_at_once(
     monkeypatch.setattr(Cache, "_shrink", slow)
     told: list[str] = []
     caches = [Cache(tmp_path, 100_000, told.append) for _ in range(9)]
-
-    def write(which: int) -> None:
-        for number in range(50):
-            caches[which].put(URL, f"{which}/{number}.jpg", "v1", IMAGE)
-
-    threads = [threading.Thread(target=write, args=(which,)) for which in range(9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    write_at_once(caches)
     assert max(largest, n_bytes(tmp_path)) <= 100_000
     assert told == []
 
 
 def test_nothing_is_left_out_where_there_is_room(tmp_path: Path) -> None:
     caches = [Cache(tmp_path, 10_000_000) for _ in range(4)]
-
-    def write(which: int) -> None:
-        for number in range(50):
-            caches[which].put(URL, f"{which}/{number}.jpg", "v1", IMAGE)
-
-    threads = [threading.Thread(target=write, args=(which,)) for which in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    write_at_once(caches)
     assert len(files(tmp_path)) == 200
 
 
