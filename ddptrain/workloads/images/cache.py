@@ -93,8 +93,8 @@ class Cache:
             self._writing += n_bytes
             share = self._share()
             is_free, is_time = self._uncounted <= share, not self._has_looked or self._uncounted * 2 > share
-        is_free = (is_time and self._look()) or is_free
         try:
+            is_free = (is_time and self._look()) or is_free
             yield is_free
         finally:
             with self._lock:
