@@ -156,11 +156,13 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
         for folder in own.values():
             Path(folder).mkdir()
         ready: dict[Part, _Ready] = {}
+        known = _parts(view)
         for number, part in enumerate(parts):
             if wandblog.is_empty(part.log):
                 _mark(part)
                 continue
-            ready[part] = _made_ready(part, view, Path(scratch) / str(number))
+            family = [each for each in known if each.target == part.target]
+            ready[part] = _made_ready(part, family, view, Path(scratch) / str(number))
         problem = next((each.problem for each in ready.values() if each.problem), "")
         ready = {part: each for part, each in ready.items() if not each.problem}
         if not ready:
@@ -201,14 +203,13 @@ class _Ready:
     left_out: int = 0
 
 
-def _made_ready(part: Part, view: RunView, scratch: Path) -> _Ready:
-    """What to send of a part: its log, or another one in `scratch`.
+def _made_ready(part: Part, family: Sequence[Part], view: RunView, scratch: Path) -> _Ready:
+    """What to send of a part: its log, or another one in `scratch`. `family` are all that go to the same run.
 
     Of a run that was moved, wandb passes artifacts over silently. A part that was overtaken by a later attempt does not
     say how the run has ended; one of a run that ranks share becomes a run of its rank.
     """
     places = {file: _place(file, view) for file in wandblog.staged_files(part.log)}
-    family = [each for each in _parts(view) if each.target == part.target]
     overtaken = family[-1] != part and any(each.sent for each in family)
     if stray := _stray(part):
         return _Ready(part.log, f"{stray} is a link, and what it leads to is not of this run: take it away")
