@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ def _state_of_worker() -> Any:
             "environ": dict(os.environ),
             "path": list(sys.path),
             "cwd": os.getcwd(),
-            "files": sorted(str(path) for path in Path(dask_worker.local_directory).rglob("*")),
+            # Not rglob, which raises where a folder goes while it is read.
+            "files": sorted(glob(f"{dask_worker.local_directory}/**", recursive=True, include_hidden=True)),
             "children": [child.pid for child in psutil.Process().children() if not is_tracker(child)],
         }
 

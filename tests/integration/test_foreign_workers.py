@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def state_of(driver: Driver, worker: str) -> dict[str, Any]:
             "metrics": sorted(dask_worker.metrics),
             "environ": dict(os.environ),
             "children": [pid for pid, command in commands.items() if "resource_tracker" not in command],
-            "files": sorted(str(path) for path in Path(dask_worker.local_directory).rglob("*")),
+            # Not rglob, which raises where a folder goes while it is read.
+            "files": sorted(glob(f"{dask_worker.local_directory}/**", recursive=True, include_hidden=True)),
             "sockets": [link for link in links if "ddptrain" in link],
             "cwd": os.getcwd(),
             "affinity": sorted(os.sched_getaffinity(0)),

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import time
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,8 @@ class Training:
 
     def offline(self) -> list[OfflineRun]:
         """What W&B has recorded below the run directory, in the order of the runs' names."""
-        files = self.run_dir.glob("tracking/**/run-*.wandb")
-        return sorted((OfflineRun(path) for path in files), key=lambda run: run.name)
+        files = glob(f"{self.run_dir}/tracking/**/run-*.wandb", recursive=True)  # other folders may go meanwhile
+        return sorted((OfflineRun(Path(path)) for path in files), key=lambda run: run.name)
 
     def s_beyond_training(self, ended_at: float) -> float:
         """Seconds from the end of the last rank's training to `ended_at` (time.time)."""
