@@ -55,9 +55,9 @@ class Node:
         self.commands: dict[str, list[str]] = {}  # of each pod that was started, as it was run
         self._count = 1
 
-    async def changed(self, plural: str, event: str, thing: Object) -> None:
+    def changed(self, plural: str, event: str, thing: Object) -> None:
         if plural == "deployments" and event == "ADDED":
-            await self._make_pod(thing)
+            self._make_pod(thing)
         elif plural == "pods" and event == "ADDED":
             pod = self._new_pod(thing)
             self._write_names()
@@ -67,7 +67,7 @@ class Node:
         elif plural == "services" and event == "ADDED":
             self._write_names()
         elif plural == "pods" and event == "MODIFIED":
-            await self._balance(thing)
+            self._balance(thing)
 
     def log(self, pod: str, *, previous: bool) -> str | None:
         known = self.pods[pod]
@@ -82,7 +82,7 @@ class Node:
             pod.doomed.set()
         await asyncio.gather(*(pod.task for pod in self.pods.values() if pod.task), return_exceptions=True)
 
-    async def _make_pod(self, deployment: Object) -> None:
+    def _make_pod(self, deployment: Object) -> None:
         meta = deployment["metadata"]
         reference = {"apiVersion": "apps/v1", "kind": "Deployment", "name": meta["name"], "uid": meta["uid"]}
         template = deployment["spec"]["template"]
@@ -97,16 +97,16 @@ class Node:
             "spec": template["spec"],
             "status": {"phase": "Pending"},
         }
-        await self.store.create("pods", meta["namespace"], pod)
+        self.store.create("pods", meta["namespace"], pod)
 
-    async def _balance(self, pod: Object) -> None:
+    def _balance(self, pod: Object) -> None:
         """Give a service of type LoadBalancer the address of its pod, once it has one."""
         for service in self.store.find("services", pod["metadata"]["namespace"], {}):
             is_behind = service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
             if service["spec"].get("type") == "LoadBalancer" and is_behind and "podIP" in pod["status"]:
                 meta, entry = service["metadata"], {"ip": pod["status"]["podIP"]}
                 status = {"status": {"loadBalancer": {"ingress": [entry]}}}
-                await self.store.patch("services", meta["namespace"], meta["name"], status)
+                self.store.patch("services", meta["namespace"], meta["name"], status)
 
     def _write_names(self) -> None:
         """What a name server would know: the operator reads it."""
@@ -142,18 +142,18 @@ class Node:
         finally:
             await self._end(pod, float(spec.get("terminationGracePeriodSeconds", 30)))
             with contextlib.suppress(KeyError):
-                await self.store.remove("pods", self.store.objects[("pods", pod.namespace, pod.name)])
+                self.store.remove("pods", self.store.objects[("pods", pod.namespace, pod.name)])
 
     async def _cant(self, pod: Pod, message: str) -> None:
         condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
-        await self._tell(pod, {"phase": "Pending", "conditions": [condition]})
+        self._tell(pod, {"phase": "Pending", "conditions": [condition]})
         await pod.doomed.wait()
 
     async def _cant_pull(self, pod: Pod, image: str) -> None:
         message = f'Back-off pulling image "{image}": rpc error: not found'
         for reason in ("ContainerCreating", "ErrImagePull", "ImagePullBackOff"):
             waiting = {"state": {"waiting": {"reason": reason, "message": message}}, "restartCount": 0}
-            await self._tell(pod, {"phase": "Pending", "containerStatuses": [waiting]})
+            self._tell(pod, {"phase": "Pending", "containerStatuses": [waiting]})
             await asyncio.sleep(0.2)
         await pod.doomed.wait()
 
@@ -175,7 +175,7 @@ class Node:
             waiting = {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}
             state = {"state": {"waiting": waiting}, "restartCount": pod.tries + 1, "ready": False}
             pod.tries += 1
-            await self._tell(pod, {"phase": "Running", "conditions": [], "containerStatuses": [state]})
+            self._tell(pod, {"phase": "Running", "conditions": [], "containerStatuses": [state]})
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(pod.doomed.wait(), _BACKOFF_S)
 
@@ -243,13 +243,13 @@ class Node:
         condition = {"type": "Ready", "status": "True" if passed else "False"}
         state = {"state": {"running": {}}, "ready": passed, "restartCount": pod.tries}
         status = {"phase": "Running", "conditions": [condition], "containerStatuses": [state]}
-        await self._tell(pod, {**status, "podIP": pod.address})
+        self._tell(pod, {**status, "podIP": pod.address})
         return passed
 
-    async def _tell(self, pod: Pod, status: dict[str, Any]) -> None:
+    def _tell(self, pod: Pod, status: dict[str, Any]) -> None:
         known = self.store.objects.get(("pods", pod.namespace, pod.name))
         if known is not None and known.get("status") != status:
-            await self.store.put("pods", merged({**known, "status": None}, {"status": status}), "MODIFIED")
+            self.store.put("pods", merged({**known, "status": None}, {"status": status}), "MODIFIED")
 
     async def _end(self, pod: Pod, grace_s: float) -> None:
         if pod.process is None:

@@ -13,11 +13,12 @@ import ipaddress
 import json
 import ssl
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import yaml
 from aiohttp import WSMsgType, web
@@ -25,6 +26,7 @@ from aiohttp import WSMsgType, web
 from tests.integration.kube_store import DASK, Object, Refusal, Store, check_schema
 
 TOKEN = "let-me-in"
+T = TypeVar("T")
 
 # (group, version) -> plural: kind
 KINDS: dict[tuple[str, str], dict[str, str]] = {
@@ -50,7 +52,7 @@ _CLUSTER_WIDE = {"namespaces", "customresourcedefinitions"}
 class Node(Protocol):
     """Who runs pods."""
 
-    async def changed(self, plural: str, event: str, thing: Object) -> None: ...
+    def changed(self, plural: str, event: str, thing: Object) -> None: ...
 
     def log(self, pod: str, *, previous: bool) -> str | None: ...
 
@@ -77,6 +79,7 @@ class KubeServer:
         self.calls: list[Call] = []
         self.forbidden: set[tuple[str, str]] = set()  # (method, plural)
         self.has_operator_crds = True
+        self.faults: list[str] = []  # of the server itself: there must be none
         self.url = ""
         self._make_node = node
         self._ready = threading.Event()
@@ -115,24 +118,44 @@ class KubeServer:
 
     def objects(self, plural: str) -> list[Object]:
         """What there is of a kind now."""
-        return [json.loads(json.dumps(thing)) for thing in self.store.find(plural, "", {})]
+        return self._do(lambda: json.loads(json.dumps(self.store.find(plural, "", {}))))
 
     def put(self, plural: str, namespace: str, thing: Object) -> None:
         """Create an object, as others do with kubectl."""
-        asyncio.run_coroutine_threadsafe(self.store.create(plural, namespace, thing), self._loop).result(60)
+        self._do(lambda: self.store.create(plural, namespace, thing))
 
     def change(self, plural: str, namespace: str, name: str, change: Object) -> None:
         """Patch an object, as others do with kubectl."""
-        asyncio.run_coroutine_threadsafe(self.store.patch(plural, namespace, name, change), self._loop).result(60)
+        self._do(lambda: self.store.patch(plural, namespace, name, change))
 
     def clear(self, plural: str) -> None:
         """Delete all objects of a kind, and what belongs to them."""
 
-        async def delete() -> None:
+        def delete() -> None:
             for thing in self.store.find(plural, "", {}):
-                await self.store.delete(plural, thing)
+                if self.store.has(plural, thing):
+                    self.store.delete(plural, thing)
 
-        asyncio.run_coroutine_threadsafe(delete(), self._loop).result(60)
+        self._do(delete)
+
+    def wipe(self, plural: str) -> None:
+        """Delete all objects of a kind, whatever their finalizers; pods still go when their node says so."""
+
+        def remove() -> None:
+            for thing in self.store.find(plural, "", {}):
+                if self.store.has(plural, thing):
+                    thing["metadata"].pop("finalizers", None)
+                    self.store.delete(plural, thing)
+
+        self._do(remove)
+
+    def _do(self, what: Callable[[], T]) -> T:
+        """What a function returns that the server's thread calls."""
+
+        async def call() -> T:
+            return what()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(60)
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -141,7 +164,7 @@ class KubeServer:
         self.store.listener = node.changed
         self.node = node
         for namespace in ("ml", "other"):
-            await self.store.create("namespaces", "", {"metadata": {"name": namespace}})
+            self.store.create("namespaces", "", {"metadata": {"name": namespace}})
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -168,6 +191,11 @@ class KubeServer:
             return self._discovery(path) or await self._resource(request)
         except Refusal as refusal:
             return web.json_response(refusal.status(), status=refusal.code)
+        except ConnectionError:
+            raise  # the client went away
+        except Exception:
+            self.faults.append(f"{request.method} {request.path}: {traceback.format_exc()}")
+            raise
 
     def _kinds(self) -> dict[tuple[str, str], dict[str, str]]:
         return {key: kinds for key, kinds in KINDS.items() if self.has_operator_crds or key[0] != DASK}
@@ -218,12 +246,12 @@ class KubeServer:
         if request.method == "POST":
             if plural == "daskclusters":
                 check_schema(body)
-            return web.json_response(await self.store.create(plural, namespace, body), status=201)
+            return web.json_response(self.store.create(plural, namespace, body), status=201)
         thing = self.store.named(plural, namespace, name)
         if request.method == "PATCH":
-            return web.json_response(await self.store.patch(plural, namespace, name, body))
+            return web.json_response(self.store.patch(plural, namespace, name, body))
         if request.method == "DELETE":
-            return web.json_response(await self.store.delete(plural, thing))
+            return web.json_response(self.store.delete(plural, thing))
         return web.json_response(thing)
 
     async def _list(

@@ -34,15 +34,15 @@ class Refusal(Exception):  # it is an answer
 
 @dataclass(slots=True)
 class Store:
-    """All objects, and who watches them."""
+    """All objects, and who watches them. What changes them never awaits: no other change comes in between."""
 
     objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)  # (plural, namespace, name)
     history: list[tuple[int, str, str, Object]] = field(default_factory=list)  # (version, plural, event, object)
     version: int = 0
-    news: asyncio.Condition = field(default_factory=asyncio.Condition)
-    listener: Callable[[str, str, Object], Any] | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # set by the next change, and replaced by it
+    listener: Callable[[str, str, Object], None] | None = None
 
-    async def put(self, plural: str, thing: Object, event: str) -> Object:
+    def put(self, plural: str, thing: Object, event: str) -> Object:
         self.version += 1
         thing["metadata"]["resourceVersion"] = str(self.version)
         meta = thing["metadata"]
@@ -52,11 +52,11 @@ class Store:
         else:
             self.objects[key] = thing
         copy = json.loads(json.dumps(thing))
-        async with self.news:
-            self.history.append((self.version, plural, event, copy))
-            self.news.notify_all()
+        self.history.append((self.version, plural, event, copy))
+        self.news.set()
+        self.news = asyncio.Event()
         if self.listener is not None:
-            await self.listener(plural, event, copy)
+            self.listener(plural, event, copy)
         return thing
 
     def find(self, plural: str, namespace: str, query: Mapping[str, str]) -> list[Object]:
@@ -67,13 +67,19 @@ class Store:
         ]
         return [thing for thing in chosen if selected(thing, query)]
 
+    def has(self, plural: str, thing: Object) -> bool:
+        """Whether this object is there still, and no later one of its name."""
+        meta = thing["metadata"]
+        known = self.objects.get((plural, meta.get("namespace", ""), meta["name"]))
+        return known is not None and known["metadata"]["uid"] == meta["uid"]
+
     def named(self, plural: str, namespace: str, name: str) -> Object:
         thing = self.objects.get((plural, namespace, name))
         if thing is None:
             raise Refusal(404, "NotFound", f'{plural} "{name}" not found')
         return thing
 
-    async def create(self, plural: str, namespace: str, thing: Object) -> Object:
+    def create(self, plural: str, namespace: str, thing: Object) -> Object:
         name = thing["metadata"].get("name") or thing["metadata"]["generateName"] + uuid.uuid4().hex[:5]
         if (plural, namespace, name) in self.objects:
             raise Refusal(409, "AlreadyExists", f'{plural} "{name}" already exists')
@@ -81,33 +87,49 @@ class Store:
         thing["metadata"] |= {"name": name, "namespace": namespace, "uid": str(uuid.uuid4()), "creationTimestamp": now}
         if plural == "services":
             thing["status"] = {"loadBalancer": {}}
-        return await self.put(plural, thing, "ADDED")
+        self.put(plural, thing, "ADDED")
+        if self._is_orphan(thing):  # made too late by who had seen its owner: the garbage collector's
+            self.delete(plural, thing)
+        return thing
 
-    async def patch(self, plural: str, namespace: str, name: str, change: Any) -> Object:
+    def patch(self, plural: str, namespace: str, name: str, change: Any) -> Object:
         thing = self.named(plural, namespace, name)
-        changed = jsonpatch.apply_patch(thing, change) if isinstance(change, list) else merged(thing, change)
+        try:
+            changed: Object = (
+                jsonpatch.apply_patch(thing, change) if isinstance(change, list) else merged(thing, change)
+            )
+        except (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException) as error:
+            # The operator tests the version first: it tries again where the object has changed meanwhile.
+            raise Refusal(422, "Invalid", f"the server rejected our request due to an error in it: {error}") from error
         changed["metadata"]["name"] = name
         if changed["metadata"].get("deletionTimestamp") and not changed["metadata"].get("finalizers"):
-            return await self.remove(plural, changed)
+            return self.remove(plural, changed)
         if changed == thing:
             return thing
-        return await self.put(plural, changed, "MODIFIED")
+        self.put(plural, changed, "MODIFIED")
+        if self._is_orphan(changed):
+            self.delete(plural, changed)
+        return changed
 
-    async def delete(self, plural: str, thing: Object) -> Object:
+    def delete(self, plural: str, thing: Object) -> Object:
         """Pods go when their node says so, others at once unless a finalizer holds them."""
         if plural == "pods" or thing["metadata"].get("finalizers"):
             if not thing["metadata"].get("deletionTimestamp"):
-                await self.put(plural, merged(thing, {"metadata": {"deletionTimestamp": "now"}}), "MODIFIED")
+                self.put(plural, merged(thing, {"metadata": {"deletionTimestamp": "now"}}), "MODIFIED")
             return thing
-        return await self.remove(plural, thing)
+        return self.remove(plural, thing)
 
-    async def remove(self, plural: str, thing: Object) -> Object:
-        await self.put(plural, thing, "DELETED")
-        owner = thing["metadata"]["uid"]
-        for (kind, _, _), each in list(self.objects.items()):
-            if any(reference["uid"] == owner for reference in each["metadata"].get("ownerReferences", ())):
-                await self.delete(kind, each)
+    def remove(self, plural: str, thing: Object) -> Object:
+        self.put(plural, thing, "DELETED")
+        for key, each in list(self.objects.items()):
+            if key in self.objects and self._is_orphan(each):
+                self.delete(key[0], each)
         return thing
+
+    def _is_orphan(self, thing: Object) -> bool:
+        """Whether none of its owners is there any more."""
+        owners = {reference["uid"] for reference in thing["metadata"].get("ownerReferences", ())}
+        return bool(owners) and not any(each["metadata"]["uid"] in owners for each in self.objects.values())
 
     async def watch(self, plural: str, namespace: str, query: Mapping[str, str]) -> AsyncIterator[Object]:
         place: int = next(
@@ -115,9 +137,8 @@ class Store:
             len(self.history),
         )
         while True:
-            async with self.news:
-                while len(self.history) <= place:
-                    await self.news.wait()
+            while len(self.history) <= place:
+                await self.news.wait()
             _, kind, event, thing = self.history[place]
             place += 1
             here = not namespace or thing["metadata"].get("namespace") == namespace

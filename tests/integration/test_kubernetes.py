@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ddptrain.clusters.kubernetes.spec import OWNER_LABEL
 from tests.conftest import Cli, Finished, Running
 
 pytest.importorskip("dask_kubernetes", reason='dask-kubernetes is not installed: pip install "ddptrain[kubernetes]"')
@@ -49,6 +51,8 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeServer]:
                 lambda: any(call.path.endswith("/daskworkergroups") and "watch" in call.query for call in server.calls)
             )
             yield server
+            assert operator.poll() is None, (folder / "operator.log").read_text(errors="replace")[-4000:]
+            assert not server.faults, "\n".join(server.faults)
         finally:
             operator.terminate()
             operator.wait(60)
@@ -121,13 +125,20 @@ def cluster(kube: KubeServer, run_cli: Cli) -> Iterator[ClusterCli]:
     yield commands
     kube.forbidden.clear()
     kube.has_operator_crds = True
-    left = [f"{plural} {each['metadata']['name']}" for plural in OURS for each in kube.objects(plural)]
-    if left:
+    left = left_in(kube)
+    if left:  # away with it, lest the next test find it
+        said = (kube.folder / "operator.log").read_text(errors="replace").splitlines()[-40:]
         commands("cluster", "down", "--all", "--now")
-        kube.clear("daskclusters")
-        kube.clear("secrets")
-        wait_until(lambda: not any(kube.objects(plural) for plural in OURS))
-    assert not left, f"left in Kubernetes: {left}"
+        for plural in OURS:
+            kube.wipe(plural)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not left_in(kube))
+        pytest.fail("\n".join([f"left in Kubernetes: {left}; the operator's last words:", *said]))
+
+
+def left_in(kube: KubeServer) -> list[str]:
+    """What is left of all clusters."""
+    return [f"{plural} {each['metadata']['name']}" for plural in OURS for each in kube.objects(plural)]
 
 
 @pytest.mark.slow
@@ -310,6 +321,24 @@ def test_namespace_that_the_operator_does_not_watch_is_told(cluster: ClusterCli,
     up = cluster.up("dev", "--set", "cluster.kubernetes.context=other-context", "--start-timeout", "3")
     assert up.rc == 4
     assert "does it watch the namespace other" in up.stderr.splitlines()[-1]
+
+
+def test_parts_that_the_operator_did_not_give_an_owner_in_time_are_deleted_as_well(
+    cluster: ClusterCli, kube: KubeServer
+) -> None:
+    """It makes a worker group first, and the DaskCluster its owner later: too late, where that is gone already."""
+    other = ("--set", "cluster.kubernetes.context=other-context")  # where no operator is at work
+    up = cluster.start_up("dev", *other)
+    (made,) = wait_until(lambda: kube.objects("daskclusters"))
+    labels = made["metadata"]["labels"]
+    kube.put("daskworkergroups", "other", {"metadata": {"name": "dev-default", "labels": labels}, "spec": {}})
+    foreign = {"metadata": {"name": "theirs-default", "labels": {**labels, OWNER_LABEL: "someone"}}, "spec": {}}
+    kube.put("daskworkergroups", "other", foreign)
+    up.wait_for("the scheduler's pod: not there yet")
+    up.popen.send_signal(signal.SIGINT)
+    assert up.finish().rc == 130
+    assert [group["metadata"]["name"] for group in kube.objects("daskworkergroups")] == ["theirs-default"]
+    kube.clear("daskworkergroups")
 
 
 def test_up_that_is_killed_leaves_nothing_that_down_does_not_find(cluster: ClusterCli, kube: KubeServer) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddptrain.clusters.kubernetes import reach, spec
-from ddptrain.clusters.kubernetes.api import CORE, DASK, INSTALL_OPERATOR, Kubernetes, connected
+from ddptrain.clusters.kubernetes.api import APPS, CORE, DASK, INSTALL_OPERATOR, Kubernetes, connected
 from ddptrain.clusters.kubernetes.pods import (
     cluster_labels,
     is_ready,
@@ -35,6 +35,8 @@ _POLL_S = 0.3
 _TELL_EVERY_S = 5.0  # whoever waits may want to stop waiting
 _STOP_S = 30.0  # the pods have 10 s, and the operator and the garbage collector take theirs
 _LOG_LINES = 5
+# All that a cluster is made of, owners first; its pods have its labels.
+_KINDS = {"daskclusters": DASK, "daskworkergroups": DASK, "deployments": APPS, "pods": CORE, "secrets": CORE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,22 +234,27 @@ async def _stop(cluster: Deployment, tell: Tell) -> None:
         return
     ours = {spec.OWNER_LABEL: parts.owner}
     async with connected(parts.context, parts.namespace) as api:
-        for group, plural in ((DASK, "daskclusters"), (CORE, "secrets")):
-            for thing in await api.items(group, plural, ours):
-                await api.delete(group, f"{plural}/{thing['metadata']['name']}")
+        await _delete(api, "daskclusters", ours)
+        await _delete(api, "secrets", ours)
         deadline = time.monotonic() + _STOP_S
-        while left := await _left(api, ours):
+        while left := [
+            f"{plural.removesuffix('s')} {name}" for plural in _KINDS for name in await _names(api, plural, ours)
+        ]:
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"Kubernetes has not ended {', '.join(left)} within {_STOP_S:g} s: is dask-kubernetes' operator "
-                    f"running? See kubectl --namespace {api.namespace} get daskclusters,pods"
+                    f"running? See kubectl --namespace {api.namespace} get {','.join(_KINDS)}"
                 )
+            if not left[0].startswith("daskcluster "):
+                # The operator makes a worker group first and gives it its owner later, which may be gone by then.
+                await _delete(api, "daskworkergroups", ours)
             await asyncio.sleep(_POLL_S)
 
 
-async def _left(api: Kubernetes, labels: Mapping[str, str]) -> list[str]:
-    return [
-        f"{kind} {thing['metadata']['name']}"
-        for group, kind in ((DASK, "daskcluster"), (CORE, "pod"))
-        for thing in await api.items(group, f"{kind}s", labels)
-    ]
+async def _names(api: Kubernetes, plural: str, labels: Mapping[str, str]) -> list[str]:
+    return [str(thing["metadata"]["name"]) for thing in await api.items(_KINDS[plural], plural, labels)]
+
+
+async def _delete(api: Kubernetes, plural: str, labels: Mapping[str, str]) -> None:
+    for name in await _names(api, plural, labels):
+        await api.delete(_KINDS[plural], f"{plural}/{name}")
