@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Three files at a time, for most tests wait for processes; in their order, as the short ones at the end fill the gaps.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# A test that fails runs once more, three of the whole suite at most, and each is told: see R in the summary.
+AGAIN := --reruns 1 --max-suite-reruns 3 -r sR
 # uv's progress is for people.
 QUIET := $(shell test -t 2 || echo --quiet)
 
@@ -39,7 +41,7 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff check --fix .
 
 test: $(INSTALLED) ## run the tests; options go into ARGS
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(AGAIN) $(ARGS)
 
 long: $(INSTALLED) ## run the tests that take minutes; options go into ARGS
 	$(PYTEST) -m long $(ARGS)

@@ -42,6 +42,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell why a test had to run once more: what then passes must not go unseen."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"failed at first, run once more: {report.nodeid} ({report.when})")
+        terminalreporter.line(report.longreprtext)
+
+
 @cache
 def _why_no_gpu() -> str:
     """Why tests marked gpu can't run; empty where they can."""
