@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ddptrain.events import StagedFile
 from ddptrain.rank.snapshot import SAFETENSORS_TYPES, Snapshot, unwrapped
+from ddptrain.workloads.versions import versioned
 
 MODEL_FILE = "model.safetensors"
 TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt says where each belongs
@@ -61,7 +62,8 @@ def read(
     with safe_open(folder / MODEL_FILE, framework="pt") as file:
         tied = file.metadata() or {}
     weights |= {name: weights[kept] for name, kept in tied.items() if kept in weights}
-    unwrapped(model).load_state_dict({**weights, **(state.pop("model", None) or {})})
+    bare = unwrapped(model)
+    bare.load_state_dict(versioned(bare, {**weights, **(state.pop("model", None) or {})}))
     if optimizer is not None and state["optimizer"] is not None:
         optimizer.load_state_dict(state["optimizer"])
     return state

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from ddptrain.errors import UsageError
 from ddptrain.wording import shown
+from ddptrain.workloads.versions import versioned
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -31,7 +32,7 @@ def load_saved(run_dir: Path, workload: str, command: str, build: Callable[[Any]
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         weights = load_file(folder / "model.safetensors")
         model = build(state["extra"]["model_config"])
-        model.load_state_dict(weights)
+        model.load_state_dict(versioned(model, weights))
     except UsageError:
         raise
     except Exception as error:  # a damaged file shows as any of a dozen kinds

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 _LOOPBACK = "127.0.0.1"
 _CHUNK = 65536
+_GATHER_S = 30.0
 _ENTITY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>injected by the test</Message></Error>"
 
 Kind = Literal["any", "list", "get", "head", "put"]
@@ -57,10 +59,14 @@ class FaultProxy:
         """Where it listens, as an endpoint."""
         return f"http://{_LOOPBACK}:{self.port}"
 
-    def inject(self, *faults: Fault, latency_s: float = 0.0, seed: int = 0) -> None:
-        """Break requests like this from now on, in place of what was told before, and delay every answer."""
+    def inject(self, *faults: Fault, latency_s: float = 0.0, quick: int = 0, seed: int = 0, at_once: int = 0) -> None:
+        """Break requests like this from now on, in place of what was told before.
+
+        All answers but the next `quick` ones are delayed by `latency_s`. Until `at_once` requests have been under way
+        at one time, none is answered for half a minute.
+        """
         told = [dataclasses.asdict(fault) for fault in faults]
-        self._ask({"faults": told, "latency_s": latency_s, "seed": seed})
+        self._ask({"faults": told, "latency_s": latency_s, "quick": quick, "seed": seed, "at_once": at_once})
 
     def counts(self) -> dict[str, int]:
         """The requests that have come, by kind: list, get, head, put, other; `faults`: those that were broken."""
@@ -72,7 +78,7 @@ class FaultProxy:
 
     def reset(self) -> None:
         """Count from zero, and break nothing any more."""
-        self._ask({"faults": [], "latency_s": 0.0, "seed": 0, "reset": True})
+        self._ask({"faults": [], "latency_s": 0.0, "quick": 0, "seed": 0, "at_once": 0, "reset": True})
 
     def _ask(self, order: dict[str, object]) -> dict[str, int]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -129,6 +135,7 @@ class _Faults:
         self.counts: Counter[str] = Counter()
         self.faults: list[Fault] = []
         self.latency_s = 0.0
+        self.quick = self.at_once = 0
         self.under_way = self.most = 0
         self._met: Counter[tuple[int, str]] = Counter()  # (fault, path or "") -> requests that it concerned
         self._random = random.Random(0)
@@ -140,6 +147,7 @@ class _Faults:
         if isinstance(faults := order.get("faults"), list):
             self.faults = [Fault(**fault) for fault in faults]
             self.latency_s = float(str(order["latency_s"]))
+            self.quick, self.at_once = int(str(order["quick"])), int(str(order["at_once"]))
             self._random = random.Random(str(order["seed"]))
             self._met.clear()
         return {"most": self.most} if order.get("what") == "most" else dict(self.counts)
@@ -153,6 +161,17 @@ class _Faults:
             yield
         finally:
             self.under_way -= 1
+
+    def delay_s(self) -> float:
+        """Of the next answer."""
+        self.quick -= 1
+        return self.latency_s if self.quick < 0 else 0.0
+
+    async def gathered(self) -> None:
+        """Wait until as many are under way at one time as was told, or for half a minute."""
+        deadline = time.monotonic() + _GATHER_S
+        while self.most < self.at_once and time.monotonic() < deadline:  # noqa: ASYNC110 - orders change both
+            await asyncio.sleep(0.01)
 
     def next(self, request: _Request) -> Fault | None:
         self.counts[request.kind] += 1
@@ -204,8 +223,8 @@ class _Relay:
 
     async def _answer(self, request: _Request, body: bytes) -> bool:
         fault = self._faults.next(request)
-        if self._faults.latency_s:
-            await asyncio.sleep(self._faults.latency_s)
+        await self._faults.gathered()
+        await asyncio.sleep(self._faults.delay_s())
         if fault is not None and fault.action == "stall":
             await asyncio.sleep(fault.delay_s)
         if fault is not None and fault.action == "status":

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
+from ddptrain.errors import ExitCode
 from tests.conftest import Cli
 
 
@@ -108,6 +110,23 @@ def test_shipped_configuration_trains_in_an_empty_folder_on_as_many_classes_as_a
     assert len(re.findall(r"^\[rank \d\] epoch 1/1: .* images/s$", ended.stdout, re.MULTILINE)) == 1
     manifest = json.loads((run_dir(tmp_path) / "inputs/manifest.json").read_text())
     assert manifest["classes"] == ["circle", "cross", "ring"]
+
+
+def test_weights_of_another_model_end_the_command_before_any_rank_is_started(
+    tmp_path: Path, run_cli: Cli, warm_cluster: str
+) -> None:
+    save_file({"fc.weight": torch.zeros(1000, 512)}, tmp_path / "resnet.safetensors")
+    settings = {"source": "builtin", "architecture": "small_cnn", "weights": str(tmp_path / "resnet.safetensors")}
+    config = {"workload": "images", "cluster": {"address": warm_cluster, "ranks": 2}, "params": settings}
+    (tmp_path / "weights.yaml").write_text(json.dumps(config))
+    ended = run_cli("train", tmp_path / "weights.yaml", "--run-id", "begun")
+    assert ended.rc == ExitCode.USAGE, ended.stderr
+    told = ended.stderr.splitlines()[-1]
+    assert told.startswith(
+        f"ddptrain: run begun failed: the weights {tmp_path}/resnet.safetensors are not of small_cnn:"
+    )
+    assert "; not known to it: fc.weight; set params.architecture" in told and "Traceback" not in ended.stderr
+    assert record(tmp_path)["attempts"] == []
 
 
 @pytest.mark.long

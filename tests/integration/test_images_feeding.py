@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +29,10 @@ from ddptrain.workloads.images.listing import list_images, make_manifest
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.store import Location, StoreUnreachable
+from tests.conftest import PATIENCE_S
 from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
 from tests.integration.images_on_s3 import ImageBucket, images_on_s3
+from tests.unit.worker.stubs import until
 
 REPOSITORY = Path(__file__).parents[2]
 PER_CLASS = 30
@@ -54,7 +55,7 @@ class Served:
         )
 
     @contextmanager
-    def feeder(self, told: list[str] | None = None, deadline_s: float = 20, **params: Any) -> Iterator[Feeder]:
+    def feeder(self, told: list[str] | None = None, deadline_s: float = PATIENCE_S, **params: Any) -> Iterator[Feeder]:
         settings = self.settings(**params)
         tell = (told if told is not None else []).append
         location = self.manifest.location(settings)
@@ -173,11 +174,16 @@ def test_store_that_is_away_for_a_while_is_waited_for(served: Served) -> None:
     with served.feeder() as fed:
         expected = epoch(fed)
     told: list[str] = []
-    with served.feeder(told, deadline_s=10, batch_size=4, requests=4, prefetch=1) as fed:
+    with served.feeder(told, batch_size=4, requests=4, prefetch=1) as fed:
         batches = fed.train(1)
         shown = [next(batches)]
         served.proxy.inject(Fault("reset"))
-        back = threading.Timer(1.0, served.proxy.reset)
+
+        def come_back() -> None:
+            until(lambda: served.proxy.counts().get("faults", 0) > 12, "a third try of each request")
+            served.proxy.reset()
+
+        back = threading.Thread(target=come_back)
         back.start()
         shown += batches
         back.join()
@@ -187,10 +193,10 @@ def test_store_that_is_away_for_a_while_is_waited_for(served: Served) -> None:
 
 
 def test_requests_are_under_way_side_by_side(served: Served) -> None:
-    served.proxy.inject(latency_s=0.05)
+    served.proxy.inject(at_once=16)
     with served.feeder(requests=16) as fed:
         assert len([*fed.train(1)]) == 8
-    assert 8 <= served.proxy.most_at_once() <= 16
+    assert served.proxy.most_at_once() == 16
 
 
 # A rank that feeds itself; it prints the processes that decode for it, and trains until it is killed.
@@ -219,12 +225,9 @@ def test_decode_processes_end_with_their_rank_when_it_is_killed(served: Served, 
         pids = json.loads(rank.stdout.readline())
         assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
         os.kill(rank.pid, signal.SIGKILL)
-        assert rank.wait(20) == -signal.SIGKILL
+        assert rank.wait(PATIENCE_S) == -signal.SIGKILL
         rank.stdout.read()
-    deadline = time.monotonic() + 30
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the decode processes", PATIENCE_S)
 
 
 def test_s3_image_folder_is_read_by_a_data_loader(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ExitCode
+from ddptrain.workloads.images import listing
 from ddptrain.workloads.images.listing import list_images, prepare
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.store import (
@@ -26,7 +27,7 @@ from ddptrain.workloads.images.store import (
     Transient,
     open_store,
 )
-from tests.conftest import Cli
+from tests.conftest import PATIENCE_S, Cli
 from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
 from tests.integration.images_on_s3 import CLASSES, ImageBucket, draw, images_on_s3
 
@@ -154,14 +155,14 @@ def test_one_image_s_errors_say_whether_another_try_helps(bucket: ImageBucket, p
         proxy.inject(fault)
         with pytest.raises(Transient):
             store.get(bucket.keys[0])
-    proxy.inject(Fault("stall", delay_s=60))
-    with pytest.raises(Transient):
-        hasty.get(bucket.keys[0])
-    proxy.reset()
+    proxy.inject()
     with pytest.raises(NotFound):
         store.get("a/none.jpg")
     assert store.get(bucket.keys[0]) == (bucket.folder / bucket.keys[0]).read_bytes()
-    assert proxy.counts() == {"get": 2}, "it has no retries of its own"
+    assert proxy.counts() == {"get": 5, "faults": 3}, "it has no retries of its own"
+    proxy.inject(Fault("stall", delay_s=60))
+    with pytest.raises(Transient):
+        hasty.get(bucket.keys[0])
 
 
 # --- the command ---
@@ -248,16 +249,18 @@ def test_a_signal_while_the_store_is_silent_ends_the_command(
     cluster = "" if embedded else warm_cluster
     pictures = Pictures(run_cli, cluster, bucket.url, bucket.signed_options(proxy.url))
     running = run_cli.start(*pictures.arguments(pictures.config(), "--run-id", "stopped"), program=pictures.program)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not proxy.counts().get("list"):
         assert time.monotonic() < deadline and running.popen.poll() is None, running.stderr
         time.sleep(0.05)
+    asked = time.monotonic()
     running.popen.send_signal(signum)
     done = running.finish(40)
+    took_s = time.monotonic() - asked
     assert done.rc == 128 + signum, done.stderr
     record = json.loads((run_cli.folder / "runs" / "stopped" / "run.json").read_text())
     assert (record["status"], record["exit_code"]) == ("cancelled", 128 + signum)
-    assert proxy.counts()["list"] == 1
+    assert proxy.counts()["list"] == 1 or took_s > listing._TIMEOUT_S, "it is asked again only where that is over"
 
 
 def test_a_store_that_does_not_answer_is_given_up_in_time(

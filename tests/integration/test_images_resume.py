@@ -15,11 +15,13 @@ import psutil
 import pytest
 import yaml
 
-from tests.conftest import Cli, Running
+from tests.conftest import PATIENCE_S, Cli, Running
 from tests.integration.faultproxy import FaultProxy, fault_proxy
 from tests.integration.images_on_s3 import ImageBucket, images_on_s3
 
-STEPS = 30  # 120 images to train on, 8 in a step of both ranks, twice
+BATCH = 8  # images in a step of both ranks
+STEPS = 30  # 120 images to train on, twice
+SLOW_S = 1.0  # an image: no run ends before it is killed, whoever has the processor meanwhile
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ class Runs:
     def wait_for_step(self, running: Running, run: str, step: int) -> None:
         """Until a checkpoint of that step, or a later one, is home."""
         latest = self.folder / run / "checkpoints" / "latest"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not latest.exists() or self.saved(run) < step:
             assert running.popen.poll() is None, running.stderr
             assert time.monotonic() < deadline, f"no checkpoint of step {step}"
@@ -66,7 +68,7 @@ class Runs:
 
     def wait_until_heard(self, run: str) -> None:
         """Until every rank's steps are home that the newest checkpoint holds: a rank's lines come by themselves."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not all((rank, self.saved(run)) in self.steps(run) for rank in range(2)):
             assert time.monotonic() < deadline, "the steps of the checkpoint are not there"
             time.sleep(0.02)
@@ -110,34 +112,31 @@ def test_run_whose_driver_and_decode_process_are_killed_in_mid_epoch_ends_bit_eq
     undisturbed = runs.start("--run-id", "undisturbed").finish()
     assert undisturbed.rc == 0, undisturbed.stderr
     proxy.reset()
-    proxy.inject(latency_s=0.03)  # 8 steps a second
+    proxy.inject(latency_s=SLOW_S, quick=5 * BATCH)
 
     night = runs.start("--run-id", "night")
     runs.wait_for_step(night, "night", 4)
-    proxy.inject(latency_s=0.5)  # it must not end before it is killed
     runs.wait_until_heard("night")
     ranks = runs.ranks("night")
     there = [*ranks, *decode_processes(ranks[0]), *decode_processes(ranks[1])]
     assert len(there) == 4
     os.kill(night.popen.pid, signal.SIGKILL)
     night.finish()
-    _, left = psutil.wait_procs(there, timeout=40)
+    _, left = psutil.wait_procs(there, timeout=PATIENCE_S)
     assert left == []
 
-    proxy.inject(latency_s=0.03)
+    proxy.inject(latency_s=SLOW_S, quick=13 * BATCH)
     resumed = runs.start("--resume", "night", "--set", "failure.max_restarts=1")
     runs.wait_for_step(resumed, "night", 16)
-    proxy.inject(latency_s=0.5)
     (victim,) = decode_processes(runs.ranks("night")[1])
     victim.kill()
-    proxy.inject(latency_s=0.03)
+    proxy.inject(latency_s=SLOW_S, quick=5 * BATCH)
     runs.wait_for_step(resumed, "night", 20)
-    proxy.inject(latency_s=0.5)
     assert len(runs.record("night")["attempts"]) == 2, "another process has taken the place of the one that was killed"
     rank = runs.ranks("night")[1]
     assert victim.pid not in {process.pid for process in decode_processes(rank)}
     rank.kill()
-    proxy.inject(latency_s=0.03)
+    proxy.inject()
     ended = resumed.finish()
     assert ended.rc == 0, ended.stderr
     assert "the run's list of images is used again: 150 images" in ended.stderr

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from ddptrain.wording import shown
-from ddptrain.workloads.images.fetching import CannotFetch, fetch_file, is_url
+from ddptrain.workloads.images.fetching import CannotFetch, NotReached, Progress, fetch_file
 from ddptrain.workloads.images.labels import matches
 from ddptrain.workloads.images.models import MEAN, STD, build, describe, wrong_size
 from ddptrain.workloads.images.namedfiles import (
     BadWeights,
+    WeightsNotReached,
     is_weights_name,
+    is_weights_url,
     labels_of,
     options_for,
     weights_path,
@@ -84,7 +86,12 @@ def begin_with_weights(
     """
     if settings.weights is None:
         return
-    path = _weights_file(ctx, settings, settings.weights)
+    path = weights_file(
+        settings,
+        settings.weights,
+        lambda done, total: ctx.progress(done, total, unit="MB"),
+        lambda line: print(line, flush=True),
+    )
     keep_head = settings.label_map is not None
     others = load(model, read(path), model_config, str(path), keep_head=keep_head)
     replaced = ""
@@ -94,9 +101,9 @@ def begin_with_weights(
         print(f"weights: {path}{replaced}", flush=True)
 
 
-def _weights_file(ctx: RankContext, settings: ImagesParams, weights: str) -> Path:
-    """The file with the weights, on this host."""
-    if not is_url(weights) and not is_weights_name(weights):
+def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell: Callable[[str], None]) -> Path:
+    """The file with the weights, on this host. Raises: BadWeights, WeightsNotReached."""
+    if not is_weights_url(weights) and not is_weights_name(weights):
         return weights_path(weights)
     url = named(settings.architecture, weights).url if is_weights_name(weights) else weights
     name = PurePosixPath(urlsplit(url).path).name
@@ -107,13 +114,14 @@ def _weights_file(ctx: RankContext, settings: ImagesParams, weights: str) -> Pat
             url,
             Path(torch.hub.get_dir()) / "checkpoints" / name,  # where torchvision looks, and puts them
             options_for(settings, url),
-            progress=lambda done, total: ctx.progress(done, total, unit="MB"),
-            tell=lambda text: print(text, flush=True),
+            progress=progress,
+            tell=tell,
             check_name=is_weights_name(weights),
         )
     except CannotFetch as error:
         what = f"the weights {weights} of {settings.architecture}" if is_weights_name(weights) else "the weights"
-        raise BadWeights(
+        kind = WeightsNotReached if isinstance(error, NotReached) else BadWeights
+        raise kind(
             f"{what} can't be had: {error}; fetch the file elsewhere and name it, as params.weights: FILE, or begin at "
             "random, with params.weights: null"
         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import http.client
 import os
@@ -18,13 +19,15 @@ from urllib.parse import urlsplit
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.workloads.images.store import Location, StoreError, Transient, open_store
+from ddptrain.workloads.images.store import Location, StoreError, StoreUnreachable, Transient, open_store
 
 _TRIES = 3
 _TIMEOUT_S = 30.0  # without a byte
 _PAUSE_S = 1.0  # after the first failure; more after the next
 _POLL_S = 0.2
+_LEFT_S = 3600.0  # without a byte: nobody writes to it any more
 _CHUNK_BYTES = 1 << 20
+_PASSES = {407, 408, 425, 429}  # a proxy's word, or one of a server that is busy
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.")
 
 Progress = Callable[[float, float | None], None]  # megabytes done, and of how many
@@ -32,6 +35,10 @@ Progress = Callable[[float, float | None], None]  # megabytes done, and of how m
 
 class CannotFetch(UsageError):
     """A file can't be had from its URL."""
+
+
+class NotReached(CannotFetch):
+    """Nobody has said that there is no such file: from another host, or later, it may be had."""
 
 
 def is_url(where: str) -> bool:
@@ -51,7 +58,7 @@ def fetch_file(
     """`path`, which holds what the URL does: downloaded, unless it is there.
 
     Whoever else wants it waits. With `check_name` the content's SHA-256 must begin as the name says, as in
-    resnet50-11ad3fa6.pth. `progress` is called all the while. Raises: CannotFetch.
+    resnet50-11ad3fa6.pth. `progress` is called all the while. Raises: CannotFetch; NotReached.
     """
     if path.exists():
         return path
@@ -59,10 +66,12 @@ def fetch_file(
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path.with_name(f".{path.name}.lock"), progress):
             if not path.exists():
+                _sweep(path)
                 tell(f"fetching {hide_credentials(url)} to {path}")
                 _download(url, path, options, progress, _digest_of(path.name) if check_name else "")
     except (OSError, http.client.HTTPException) as error:
-        raise CannotFetch(f"can't fetch {hide_credentials(url)} to {path}: {_reason(error)}") from None
+        kind = CannotFetch if _is_final(error) else NotReached
+        raise kind(f"can't fetch {hide_credentials(url)} to {path}: {_reason(error)}") from None
     return path
 
 
@@ -88,7 +97,9 @@ def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progre
                 found = _write(url, beside, options, progress)
                 break
             except (OSError, http.client.HTTPException) as error:
-                if attempt == _TRIES or (isinstance(error, urllib.error.HTTPError) and error.code < 500):
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()  # it is an answer, with a connection
+                if attempt == _TRIES or _is_final(error):
                     raise
                 time.sleep(attempt * _PAUSE_S)
         if not found.startswith(digest):
@@ -96,6 +107,14 @@ def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progre
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _sweep(path: Path) -> None:
+    """Delete what processes that were killed have left of it; another host's would be newer."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LEFT_S:
+                left.unlink()
 
 
 def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progress) -> str:
@@ -127,15 +146,21 @@ def _whole(url: str, options: Mapping[str, Any]) -> bytes:
     parent, _, name = url.rpartition("/")
     try:
         return open_store(Location(parent, options), timeout_s=600.0).get(name)
-    except Transient as error:
+    except (Transient, StoreUnreachable) as error:
         raise ConnectionError(str(error)) from None
-    except StoreError as error:
-        raise CannotFetch(f"can't fetch {hide_credentials(url)}: {error}") from None
+    except (StoreError, UsageError) as error:
+        why = str(error).removeprefix("params.source ")  # it is not the images' store
+        raise CannotFetch(f"can't fetch {hide_credentials(url)}: {why}") from None
 
 
 def _digest_of(name: str) -> str:
     found = _HASH_IN_NAME.search(name)
     return found[1] if found else ""
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether a server has said that it has no such file, or not for us."""
+    return isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in _PASSES
 
 
 def _reason(error: Exception) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from ddptrain.errors import UsageError
 from ddptrain.wording import counted, nearest, shown
 from ddptrain.workloads.images.manifest import FILE, Manifest, class_of, is_plain_key
-from ddptrain.workloads.images.namedfiles import check_labels, check_weights
+from ddptrain.workloads.images.namedfiles import check_weights, checked_labels, is_weights_name
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.split import sample, split
 from ddptrain.workloads.images.store import Listed, Location, open_store
@@ -93,7 +93,11 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         found = list_images(location, tell)
         manifest = make_manifest(found, settings, location, made_of)
         tell(f"{_summary(manifest)}{f'; left out: {found.ignored}' if found.ignored else ''}")
-    check_labels(settings, manifest.classes)
+    labels = checked_labels(settings, manifest.classes)
+    if known is None and settings.weights is not None and not is_weights_name(settings.weights):
+        from ddptrain.workloads.images.weightscheck import check_weights_fit  # takes two seconds, for torch
+
+        check_weights_fit(settings, manifest.classes, labels, tell)
     if settings.scheduler == "plateau" and not manifest.val:
         raise UsageError(
             "params.scheduler: plateau watches val/loss, and there are too few images for any to validate with: lower "

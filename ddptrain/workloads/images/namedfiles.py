@@ -19,6 +19,7 @@ from ddptrain.workloads.images.store import fetch
 if TYPE_CHECKING:
     from ddptrain.workloads.images.params import ImagesParams
 
+_HERE = "file://"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # what torch.save writes, and what it wrote before torch 1.6
 
 
@@ -26,9 +27,18 @@ class BadWeights(UsageError):
     """Weights that can't be had, read, or loaded into the model."""
 
 
+class WeightsNotReached(BadWeights):
+    """Weights that this host could not get, which others may."""
+
+
 def is_weights_name(weights: str) -> bool:
     """Whether it is a name of torchvision's, as DEFAULT, not a path or a URL."""
     return WEIGHTS_NAME.fullmatch(weights) is not None
+
+
+def is_weights_url(weights: str) -> bool:
+    """Whether it is a URL of what has to be fetched first."""
+    return is_url(weights) and not weights.startswith(_HERE)
 
 
 def check_weights(params: ImagesParams) -> None:
@@ -36,14 +46,19 @@ def check_weights(params: ImagesParams) -> None:
 
     Raises: BadWeights.
     """
-    if params.weights is not None and not is_url(params.weights) and not is_weights_name(params.weights):
+    if params.weights is not None and not is_weights_url(params.weights) and not is_weights_name(params.weights):
         weights_path(params.weights)
 
 
 def weights_path(weights: str) -> Path:
     """The path of a file with weights. Raises: BadWeights."""
-    path = Path(weights).expanduser()
-    where = shown(str(path.absolute()), 300)
+    path = Path(weights.removeprefix(_HERE)).expanduser()
+    check_weights_file(path, shown(str(path.absolute()), 300))
+    return path
+
+
+def check_weights_file(path: Path, where: str) -> None:
+    """Pass where a file, called `where` in errors, looks as one with weights does. Raises: BadWeights."""
     if path.is_dir():
         raise BadWeights(f"{where} is a folder: name the file in it, as model.safetensors, as params.weights")
     if not path.exists():
@@ -67,7 +82,6 @@ def weights_path(weights: str) -> Path:
         raise BadWeights(
             f"the weights {where} are not whole: the file has {path.stat().st_size:,} bytes; fetch it again"
         )
-    return path
 
 
 def _is_whole(path: Path, first: bytes) -> bool:
@@ -92,11 +106,12 @@ def labels_of(params: ImagesParams) -> Labels | None:
     return read_labels(where, read, n_outputs)
 
 
-def check_labels(params: ImagesParams, classes: Sequence[str]) -> None:
-    """Pass where params.label_map, if it is given, names every class for certain. Raises: UsageError."""
+def checked_labels(params: ImagesParams, classes: Sequence[str]) -> Labels | None:
+    """What params.label_map holds, if it is given: it names every class for certain. Raises: UsageError."""
     labels = labels_of(params)
     if labels is not None:
         match(classes, labels)
+    return labels
 
 
 def options_for(params: ImagesParams, url: str) -> dict[str, Any]:

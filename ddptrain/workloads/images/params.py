@@ -111,8 +111,8 @@ class ImagesParams(BaseModel):
     examples_kept: int = Field(
         1000,
         ge=0,
-        description="Most images of all ranks in the table train_predictions, which has every 4th batch of the last "
-        "epoch; 0 makes none.",
+        description="Most images of all ranks in the table train_predictions, which has the first batch of the last "
+        "epoch and every 4th after it; 0 makes none.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the split, the weights, the order and the augmentation.")
 

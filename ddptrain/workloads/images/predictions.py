@@ -53,8 +53,9 @@ class Trained:
 
     def add(self, images: Tensor, labels: Tensor, logits: Tensor) -> None:
         """A step's batch: uint8 [n, 3, s, s], classes [n], and logits [n, outputs], which stay on their device."""
+        is_due = self._steps % _STEPS_BETWEEN == 0  # the first one is: an epoch may be short
         self._steps += 1
-        if self._left and self._steps % _STEPS_BETWEEN == 0:
+        if self._left and is_due:
             n = min(self._left, len(labels))
             self._left -= n
             self._kept.append((images[:n].clone(), labels[:n].clone(), logits[:n].detach().float().softmax(1)))

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 from ddptrain.errors import DdptrainError
-from ddptrain.workloads.images.store import StoreUnreachable, Transient
+from ddptrain.workloads.images.store import StoreMissing, StoreUnreachable, Transient
 
-PASSES = (Transient, StoreUnreachable)  # errors after which another try may help
+# Errors after which another try may help: a folder that was there may be mounted again.
+PASSES = (Transient, StoreUnreachable, StoreMissing)
 _NO_KEY = ".ddptrain-asks-whether-the-store-is-there"
 
 
@@ -29,6 +30,11 @@ class Presence:
     def heard(self) -> float:
         """When that was, as time.monotonic has it; at first, when this began."""
         return self._heard
+
+    @property
+    def has_given(self) -> bool:
+        """Whether the store has given an image."""
+        return self._key != _NO_KEY
 
     def hear(self, key: str = "") -> None:
         """The store has answered; `key` is that of an image that it gave."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ddptrain.errors import DdptrainError
 from ddptrain.workloads.images.cache import Cache
 from ddptrain.workloads.images.presence import PASSES, Presence
-from ddptrain.workloads.images.store import Location, NotFound, open_store
+from ddptrain.workloads.images.store import Location, NotFound, StoreMissing, open_store
 
 REQUESTS = 32
 _OF_A_PROCESS = {"_store", "_pool", "_pid", "_lock", "_presence"}
@@ -150,7 +150,10 @@ class Reader:
         except NotFound:
             return ReadFault(wanted.key, "it is no longer there")
         except PASSES as error:
-            return str(error)
+            said = str(error)
+            # A folder that this process has never seen there will not come back.
+            lasts = isinstance(error, StoreMissing) and not self._presence.has_given
+            return ReadFault(wanted.key, said, away=said) if lasts else said
         except DdptrainError as error:  # forbidden, say: no second try would help
             return ReadFault(wanted.key, str(error))
         if wanted.size_bytes < 0 or len(data) == wanted.size_bytes:

@@ -80,7 +80,8 @@ class Store(Protocol):
     def get(self, key: str) -> bytes:
         """A file as a whole.
 
-        Raises: NotFound; Transient where another try may help; StoreForbidden.
+        Raises: NotFound; Transient where another try may help; StoreForbidden; StoreMissing where the whole location
+        is not there (any more).
         """
 
 
@@ -227,12 +228,23 @@ class _Folder:
         try:
             return (self._root / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            if not self._root.is_dir():
-                raise StoreMissing(
-                    f"the folder {self._root} is not there on {socket.gethostname()}: every rank has to see it"
-                ) from None
-            raise NotFound(key) from None
+            raise self._gone(key) from None
         except PermissionError as error:
             raise StoreForbidden(f"{self._root / key} can't be read: {error}") from error
         except OSError as error:
             raise Transient(f"{self._root / key} can't be read: {error}") from error
+
+    def _gone(self, key: str) -> StoreError:
+        """What it means that a file is not there: it is gone alone, or with all the others."""
+        here = f"on {socket.gethostname()}"
+        try:
+            if not self._root.is_dir():
+                return StoreMissing(f"the folder {self._root} is not there {here}: every rank has to see it")
+            with os.scandir(self._root) as entries:
+                if next(entries, None) is None:  # what is left where something was mounted
+                    return StoreMissing(f"the folder {self._root} is empty {here}: is what it holds mounted?")
+        except PermissionError:
+            pass
+        except OSError as error:
+            return Transient(f"{self._root} can't be read: {error}")
+        return NotFound(key)

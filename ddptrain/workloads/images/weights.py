@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddptrain.wording import did_you_mean, shown
 from ddptrain.workloads.images.namedfiles import BadWeights, is_safetensors
+from ddptrain.workloads.versions import versioned
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "state")
 _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
 _AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 # As DenseNet's weights are named in torchvision's files: 'norm.1' was allowed in a module's name once.
 _OLD_DENSENET = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..*)")
+# As vision transformers' are: their perceptrons had named layers once (torchvision's pull request 6053).
+_OLD_PERCEPTRON = re.compile(r"(.*encoder_layer_\d+\.mlp\.)linear_([12])(\..*)")
+_LAYER_OF = {"1": "0", "2": "3"}
 _MOST_NAMED = 5
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says
 
@@ -49,27 +54,30 @@ def named(architecture: str, name: str) -> Named:
     return Named(found.url, tuple(shows.mean), tuple(shows.std))
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Tensor]:
     """The tensors of a safetensors file or of a state dict that torch.save wrote; nothing is executed.
+
+    `source` is what the file is called in errors; `lazily` leaves what is in the tensors on disk, as far as that goes.
 
     Raises: BadWeights.
     """
+    source = source or str(path)
     try:
-        found: Any = load_file(path) if _begins_as_safetensors(path) else _saved(path)
+        found: Any = load_file(path) if _begins_as_safetensors(path) else _saved(path, lazily=lazily)
     except UnpicklingError as error:
         raise BadWeights(
-            f"{path} is not loaded, as it holds more than tensors, which may run code{_forbidden(error)}; save "
+            f"{source} is not loaded, as it holds more than tensors, which may run code{_forbidden(error)}; save "
             "what it should hold by safetensors, or by torch.save(model.state_dict(), FILE)"
         ) from error
-    except (OSError, EOFError, RuntimeError, SafetensorError, ValueError, KeyError, AttributeError) as error:
-        raise BadWeights(f"can't read the weights {path}: {_first_line(error)}; is the file whole?") from error
+    except Exception as error:  # what a damaged file raises is anything
+        raise BadWeights(f"can't read the weights {source}: {_first_line(error)}; is the file whole?") from error
     for wrapper in _WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
             found = found[wrapper]
     tensors = found.items() if isinstance(found, Mapping) else ()
     state = {_plain(str(name)): value for name, value in tensors if isinstance(value, Tensor)}
     if not state:
-        raise BadWeights(f"{path} holds no weights: expected a state dict, a tensor for each name")
+        raise BadWeights(f"{source} holds no weights: expected a state dict, a tensor for each name")
     return state
 
 
@@ -80,6 +88,18 @@ def load(
 
     With `keep_head` it must not be. Raises: BadWeights where they are of another model.
     """
+    fitting, others = fit(model, state, model_config, source, keep_head=keep_head)
+    model.load_state_dict(versioned(model, fitting), strict=False)
+    return others
+
+
+def fit(
+    model: nn.Module, state: Mapping[str, Tensor], model_config: Mapping[str, Any], source: str, *, keep_head: bool
+) -> tuple[dict[str, Tensor], int | None]:
+    """What `load` loads, and returns; of the model no more than names and shapes are looked at.
+
+    Raises: as `load` does.
+    """
     own = model.state_dict()
     state = _fitted(state, own, model_config)
     wrong = [name for name, value in own.items() if name in state and state[name].shape != value.shape]
@@ -87,18 +107,19 @@ def load(
     missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in state if name not in own]
     if missing or unexpected or (wrong and others is None):
-        told = {"missing": missing, "not known to it": unexpected, "of another shape": [] if others else wrong}
+        bent = [] if others else [f"{name} ({_shape(state[name])}, not {_shape(own[name])})" for name in wrong]
+        told = {"missing": missing, "not known to it": unexpected, "of another shape": bent}
         raise BadWeights(
             f"the weights {source} are not of {model_config['architecture']}: "
             + "; ".join(f"{what}: {_listed(names)}" for what, names in told.items() if names)
+            + "; set params.architecture to what they are of, or params.weights to others, or to null"
         )
     if others is not None and keep_head:
         raise BadWeights(
             f"the weights {source} have {others:,} outputs, but params.label_map names {model_config['n_outputs']:,}: "
             "give the labels of these weights"
         )
-    model.load_state_dict({name: value for name, value in state.items() if name not in wrong}, strict=False)
-    return others
+    return {name: value for name, value in state.items() if name not in wrong}, others
 
 
 def _begins_as_safetensors(path: Path) -> bool:
@@ -106,10 +127,11 @@ def _begins_as_safetensors(path: Path) -> bool:
         return is_safetensors(file.read(9))
 
 
-def _saved(path: Path) -> Any:
+def _saved(path: Path, *, lazily: bool) -> Any:
+    mmap = lazily and zipfile.is_zipfile(path)  # the form before torch 1.6 can't be
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of other versions of pickle: what matters raises
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def _plain(name: str) -> str:
@@ -123,7 +145,7 @@ def _fitted(
 ) -> dict[str, Tensor]:
     """The weights under this version's names, without auxiliary heads, a ViT's places stretched to the image's size."""
     fitted = {
-        _OLD_DENSENET.sub(r"\1\2", name): value
+        _named_now(name): value
         for name, value in state.items()
         if not (model_config["options"].get("aux_logits") is False and name.startswith(_AUXILIARY))
     }
@@ -131,8 +153,14 @@ def _fitted(
     if places in own and places in fitted and fitted[places].shape[1:2] != own[places].shape[1:2]:
         from torchvision.models.vision_transformer import interpolate_embeddings
 
-        fitted = interpolate_embeddings(model_config["image_size"], own[patches].shape[-1], fitted)
+        with suppress(ValueError, RuntimeError):  # theirs are of no square image: they are told with their shape
+            fitted = interpolate_embeddings(model_config["image_size"], own[patches].shape[-1], fitted)
     return fitted
+
+
+def _named_now(name: str) -> str:
+    name = _OLD_DENSENET.sub(r"\1\2", name)
+    return _OLD_PERCEPTRON.sub(lambda found: f"{found[1]}{_LAYER_OF[found[2]]}{found[3]}", name)
 
 
 def _head_outputs(
@@ -143,6 +171,10 @@ def _head_outputs(
     sizes = {len(state[name]) if state[name].dim() else 0 for name in wrong}
     fits = all(own[name].shape[:1] == (n_outputs,) and own[name].shape[1:] == state[name].shape[1:] for name in wrong)
     return sizes.pop() if wrong and fits and len(modules) == len(sizes) == 1 else None
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a number"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -32,7 +32,9 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 
 class Tied(torch.nn.Module):
-    """Two layers with one weight, a buffer of half precision, and an extra state."""
+    """Two layers with one weight, a buffer of half precision, an extra state, and a version that is asked for."""
+
+    _version = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +50,10 @@ class Tied(torch.nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         self.seen = state["seen"]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *more: Any) -> None:
+        assert local_metadata.get("version") == 2  # as torchvision's MNASNet does
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
 
 
 def resumed_in(folder: Path, rank: Rank, **changes: Any) -> Rank:

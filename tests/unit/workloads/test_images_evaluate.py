@@ -15,6 +15,7 @@ from ddptrain.workloads.images.models import describe
 from ddptrain.workloads.images.predictions import (
     COLUMNS,
     Predictions,
+    Trained,
     answer_names,
     example_strip,
     example_words,
@@ -57,6 +58,13 @@ def test_images_that_could_not_be_had_do_not_count_even_where_their_loss_is_no_n
     sums = _sums(logits, torch.tensor([0, 0, 0]), torch.tensor([True, True, False])).tolist()
     assert sums[1:] == [1, 1, 2]
     assert sums[0] == pytest.approx(torch.nn.functional.cross_entropy(logits[:2], torch.tensor([0, 0])).item() * 2)
+
+
+def test_table_of_what_was_trained_on_has_the_first_batch_and_every_fourth_after_it_within_its_bound() -> None:
+    table = Trained(CONFIG, 3)
+    for step in range(9):
+        table.add(torch.full((2, 3, 4, 4), step, dtype=torch.uint8), torch.tensor([0, 1]), torch.zeros(2, 3))
+    assert [int(image[0, 0, 0]) for image, *_ in table.rows()] == [0, 0, 4], "also where an epoch has three steps"
 
 
 def test_picture_of_examples_shows_eight_at_most_with_what_they_are_taken_for() -> None:

@@ -15,7 +15,7 @@ from ddptrain.workloads.images.decoding import decode_eval
 from ddptrain.workloads.images.feeding import Batch, Feeder, TooManyBadImages, check_bad
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.store import Location
+from ddptrain.workloads.images.store import Location, StoreUnreachable
 from tests.integration.images_on_s3 import draw_folder
 
 CPU = torch.device("cpu")
@@ -61,13 +61,13 @@ def manifest_of(folder: Path) -> Manifest:
 
 @contextmanager
 def feeder(
-    folder: Path, rank: int = 0, world_size: int = 1, told: Told | None = None, **params: Any
+    folder: Path, rank: int = 0, world_size: int = 1, told: Told | None = None, deadline_s: float = 60, **params: Any
 ) -> Iterator[Feeder]:
     defaults = {"image_size": SIZE, "batch_size": 5, "loader_workers": 0, "epochs": 3, "requests": 4, "seed": 7}
     settings = ImagesParams.model_validate(defaults | params)
     tell = (told if told is not None else []).append
     manifest, location = manifest_of(folder), Location(str(folder))
-    with Feeder(manifest, location, settings, CPU, rank, world_size, tell, deadline_s=60) as made:
+    with Feeder(manifest, location, settings, CPU, rank, world_size, tell, deadline_s=deadline_s) as made:
         yield made
 
 
@@ -219,6 +219,21 @@ def test_too_many_bad_images_end_the_run_with_their_names(images: Path) -> None:
         assert str(told.value).count("it is no longer there") == 3
         with pytest.raises(TooManyBadImages):
             next(fed.validate())
+
+
+def test_folder_that_goes_away_ends_the_training_and_no_image_is_taken_for_a_bad_one(images: Path) -> None:
+    told: Told = []
+    with feeder(images, told=told, deadline_s=0.5, requests=1, batch_size=2, prefetch=1) as fed:
+        next(fed.train(1))
+        elsewhere = images.rename(images.with_name("elsewhere"))
+        with pytest.raises(StoreUnreachable) as caught:
+            seen(fed.train(2))
+        elsewhere.rename(images)
+        assert fed.bad == [] and told == []
+    said = str(caught.value)
+    assert said.startswith(f"{images} is away: no request has succeeded since ") and "\n" not in said
+    assert f"the last one: the folder {images} is not there on " in said
+    assert said.endswith("; once it is back, failure.max_restarts or --resume goes on from the newest checkpoint")
 
 
 def test_class_without_any_good_image_is_an_error_that_names_it(images: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from ddptrain.workloads.images import beginning, fetching
-from ddptrain.workloads.images.fetching import CannotFetch, fetch_file
+from ddptrain.workloads.images.fetching import CannotFetch, NotReached, fetch_file
 from ddptrain.workloads.images.namedfiles import BadWeights, weights_path
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.weights import Named
@@ -99,6 +100,24 @@ def test_what_cannot_be_had_leaves_nothing_behind(web: Web, tmp_path: Path, path
     assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
 
 
+def test_what_was_left_of_a_file_when_its_process_was_killed_is_cleared_away(web: Web, tmp_path: Path) -> None:
+    left, anothers = tmp_path / ".a.17.tmp", tmp_path / ".a.18.tmp"
+    for file in (left, anothers):
+        file.touch()
+    os.utime(left, (1e9, 1e9))
+    fetched(f"{web.url}/a", tmp_path / "a")
+    assert not left.exists() and anothers.exists(), "another host may be writing to it"
+
+
+@pytest.mark.parametrize(("path", "kind"), [("/missing", CannotFetch), ("/broken", NotReached), ("/short", NotReached)])
+def test_that_there_is_no_such_file_is_another_thing_than_that_it_does_not_come(
+    web: Web, tmp_path: Path, path: str, kind: type[CannotFetch]
+) -> None:
+    with pytest.raises(CannotFetch) as caught:
+        fetched(f"{web.url}{path}", tmp_path / "a")
+    assert type(caught.value) is kind
+
+
 def test_content_must_be_what_the_name_promises(web: Web, tmp_path: Path) -> None:
     fetched(web.url, tmp_path / f"model-{DIGEST}.pth", check_name=True)
     with pytest.raises(CannotFetch, match="is damaged: its SHA-256 is"):
@@ -115,7 +134,7 @@ def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
     monkeypatch.setattr(fetching, "_PAUSE_S", 0.0)
     settings = ImagesParams(architecture="resnet18", weights="DEFAULT")
     with pytest.raises(BadWeights) as caught:
-        beginning._weights_file(FakeContext(), settings, "DEFAULT")  # type: ignore[arg-type]
+        beginning.weights_file(settings, "DEFAULT", lambda *_: None, lambda _: None)
     told = str(caught.value)
     assert told.startswith(
         f"the weights DEFAULT of resnet18 can't be had: can't fetch {url} to {tmp_path}/checkpoints/"
@@ -129,8 +148,3 @@ def test_weights_that_are_not_there_are_told(tmp_path: Path) -> None:
         weights_path("/nowhere/w.pth")
     with pytest.raises(BadWeights, match="is a folder: name the file in it"):
         weights_path(str(tmp_path))
-
-
-class FakeContext:
-    def progress(self, *_: Any, **__: Any) -> None:
-        pass

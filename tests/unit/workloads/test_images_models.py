@@ -167,6 +167,25 @@ def test_vision_transformer_takes_weights_made_for_another_size() -> None:
     assert model.state_dict()["encoder.pos_embedding"].shape[1] == 3 * 3 + 1
 
 
+def test_transformers_weights_are_read_under_the_names_that_torchvisions_files_have() -> None:
+    with torch.device("meta"):
+        config = described("vit_b_32")
+        model = build(config)
+        state = model.state_dict()
+    for name in [name for name in state if ".mlp." in name]:
+        state[name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2.")] = state.pop(name)
+    assert "encoder.layers.encoder_layer_11.mlp.linear_2.bias" in state
+    assert load(model, state, config, "w", keep_head=False) is None
+
+
+def test_weights_without_versions_do_for_a_model_that_asks_for_them() -> None:
+    config = described("mnasnet0_5")
+    state = dict(build({**config, "n_outputs": 5}).state_dict())
+    model = build(config)
+    assert load(model, state, config, "w", keep_head=False) == 5
+    assert torch.equal(model.state_dict()["layers.0.weight"], state["layers.0.weight"])
+
+
 def test_auxiliary_heads_of_inceptions_and_old_names_of_densenets_are_understood() -> None:
     config = described("googlenet")
     model = build(config)

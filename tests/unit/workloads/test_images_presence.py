@@ -1,10 +1,12 @@
 """A store that is away: waited for, and told once that takes too long, while its images are not taken for bad ones."""
 
 import re
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +125,55 @@ def test_first_image_of_a_process_may_be_a_bad_one(clock: Clock) -> None:
     assert isinstance(fault, ReadFault) and fault.away == ""
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "mounted" / "dogs"
+    made.mkdir(parents=True)
+    for key in "abc":
+        (made / key).write_bytes(b"image")
+    return made
+
+
+def unmount(folder: Path, point: Path) -> None:
+    """As if the file system at `point` were not there, which leaves an empty folder."""
+    point.rename(folder.parents[1] / "elsewhere")
+    point.mkdir()
+
+
+@pytest.mark.parametrize("how", ["moved", "unmounted at it", "unmounted above it"])
+def test_folder_that_goes_away_is_a_store_that_is_away(clock: Clock, folder: Path, how: str) -> None:
+    reader = Reader(Location(str(folder)), tries=Tries())
+    assert reader.read(Wanted("a")) == b"image"
+    if how == "moved":
+        folder.rename(folder.with_name("elsewhere"))
+    else:
+        unmount(folder, folder if how == "unmounted at it" else folder.parent)
+    fault = reader.read(Wanted("b"))
+    assert isinstance(fault, ReadFault) and clock.now_s == pytest.approx(60)
+    what = "empty" if how == "unmounted at it" else "not there"
+    said = f"the folder {folder} is {what} on {socket.gethostname()}"
+    assert re.fullmatch(rf"{folder} is away: no request .*\(60 s\), the last one: {said}: .*", fault.away), fault.away
+
+
+def test_folder_that_comes_back_is_waited_for(clock: Clock, folder: Path) -> None:
+    reader = Reader(Location(str(folder)), tries=Tries())
+    assert reader.read(Wanted("a")) == b"image"
+    elsewhere = folder.rename(folder.with_name("elsewhere"))
+    clock.at[40] = lambda: elsewhere.rename(folder)
+    assert reader.read(Wanted("b")) == b"image"
+
+
+def test_folder_that_a_host_has_never_seen_is_told_at_once(clock: Clock, tmp_path: Path) -> None:
+    fault = Reader(Location(str(tmp_path / "none")), tries=Tries()).read(Wanted("a"))
+    said = f"the folder {tmp_path / 'none'} is not there on {socket.gethostname()}: every rank has to see it"
+    assert fault == ReadFault("a", said, said) and clock.now_s == 0
+
+
+def test_image_that_is_gone_from_a_folder_that_is_there_is_a_bad_one(clock: Clock, folder: Path) -> None:
+    (folder / "a").unlink()
+    assert Reader(Location(str(folder)), tries=Tries()).read(Wanted("a")) == ReadFault("a", "it is no longer there")
+
+
 def test_many_that_find_the_store_away_ask_for_it_together() -> None:
     asked = Counter[str]()
 
@@ -130,6 +181,10 @@ def test_many_that_find_the_store_away_ask_for_it_together() -> None:
         def get(self, key: str) -> bytes:
             asked[key] += 1
             time.sleep(0.02)
+            tried = 0
+            while key != "a" and tried != asked["a"]:  # however far apart the threads are, they come to wait for this
+                tried = asked["a"]
+                time.sleep(0.3)
             raise Transient(REFUSED)
 
     reader = Reader(S3, tries=Tries(0.2, 0.01, 0.02), opener=lambda _: Refusing())

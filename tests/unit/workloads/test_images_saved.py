@@ -38,6 +38,13 @@ def test_the_model_is_what_was_saved_and_ready_to_predict(tmp_path: Path) -> Non
     assert saved.names == tuple(COLOURS)
 
 
+def test_model_that_asks_for_the_version_of_its_weights_is_loaded(tmp_path: Path) -> None:
+    config = description(architecture="mnasnet0_5", image_size=32)
+    model = build(config)
+    saved = load_model(make_run(tmp_path / "run", config, (3, 0.5, model)))
+    assert torch.equal(saved.model.state_dict()["classifier.1.weight"], model.state_dict()["classifier.1.weight"])
+
+
 def test_outputs_without_a_class_have_the_names_of_the_labels(tmp_path: Path) -> None:
     config = description(n_outputs=4, outputs=[2, 0, 3], output_names=["leaf, grass", "other", "sky", "rose"])
     saved = load_model(make_run(tmp_path / "run", config, (3, 0.5, build(config))))

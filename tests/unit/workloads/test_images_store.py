@@ -135,6 +135,7 @@ def test_a_folder_that_is_none_is_missing(tmp_path: Path, path: str, words: str)
 
 
 def test_a_file_that_has_gone_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
     with pytest.raises(NotFound) as caught:
         open_store(at(str(tmp_path))).get("a/1.jpg")
     assert caught.value.key == "a/1.jpg"
