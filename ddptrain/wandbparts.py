@@ -11,6 +11,11 @@ from pathlib import Path
 LINKS = "links.json"  # beside the parts: where those that were sent afterwards are to be seen, by their id
 UNSENT = "unsent"  # in the folder of a run that was online: the server does not have all of it
 OPEN = "open"  # what stands there until it comes to its end
+SENT = "sent"  # what stands there once the server has all of it; it stays, as in an object store nothing is taken away
+SYNCED = ".wandb.synced"  # ends what wandb leaves beside a log that it has sent afterwards
+SYNC_STATE = ".wandb.syncstate"  # has the steps of a part that was sent by half be the same when it is sent again
+STATE_FILES = (f"/{UNSENT}", SYNCED, SYNC_STATE)  # the ends of the names of what says how a part stands
+SENDING = "sending-rank-"  # begins the name of a folder beside the parts: checkpoints on their way to the server
 CHECKPOINT_TYPE = "model"  # of artifacts that are checkpoints
 _NAME = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 _SHARE = re.compile(r"-(?P<rank>rank_\d+)")
@@ -35,9 +40,19 @@ class Part:
     @property
     def sent(self) -> bool:
         """Whether the server has all of it: wandb leaves a mark where it has sent it afterwards."""
-        if self.log.with_suffix(".wandb.synced").exists():
+        if self.log.with_suffix(SYNCED).exists():
             return True
-        return not self.offline and not (self.folder / UNSENT).exists()
+        return not self.offline and self.mark in (None, SENT)
+
+    @property
+    def mark(self) -> str | None:
+        """What the file UNSENT says; None where there is none."""
+        try:
+            return (self.folder / UNSENT).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return ""
 
 
 def waiting(parts: Sequence[Part]) -> list[Part]:
@@ -49,10 +64,7 @@ def waiting(parts: Sequence[Part]) -> list[Part]:
 
 
 def _was_killed(part: Part) -> bool:
-    try:
-        return not part.offline and (part.folder / UNSENT).read_text(encoding="utf-8") == OPEN
-    except (OSError, ValueError):
-        return False
+    return not part.offline and part.mark == OPEN
 
 
 def _went_on(part: Part, parts: Sequence[Part]) -> bool:
@@ -67,8 +79,21 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 def parts_below(folder: Path) -> list[Part]:
     """The parts in `folder` or one below it, in the order in which they were begun."""
+    return _parts([*folder.glob("*/run-*.wandb"), *folder.glob("*/*/run-*.wandb")])
+
+
+def parts_in(folder: Path) -> list[Part]:
+    """Those in `folder`, which may be any: nothing else in it is looked into. None where it can't be read."""
+    try:
+        names = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+        return _parts([log for path in names for log in path.glob("run-*.wandb")])
+    except OSError:
+        return []
+
+
+def _parts(logs: Sequence[Path]) -> list[Part]:
     found = []
-    for log in {*folder.glob("*/run-*.wandb"), *folder.glob("*/*/run-*.wandb")}:
+    for log in logs:
         match = _NAME.fullmatch(log.parent.name)
         if match and log.is_file() and not log.is_symlink():
             run_id = log.stem.removeprefix("run-")

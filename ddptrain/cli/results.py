@@ -133,7 +133,7 @@ def plot(
 def sync(
     ctx: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run's id, the start of one, latest, or a directory.")
+        str | None, typer.Argument(metavar="[RUN]", help="A run's id, the start of one, latest, a directory, or a URL.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All runs that have something to send.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that all of it may take.")] = 600.0,
@@ -157,13 +157,17 @@ def sync(
     if every:
         views = [view for view in reversed(views) if view.record.tracking.get("wandb")]
 
+    came: list[Sent] = []
+
     def tell(sent: Sent) -> None:
-        if json:
-            _print_json(asdict(sent))
-        elif not every or sent.sent or sent.problem or sent.passed_over:
+        came.append(sent)
+        if not json and (not every or sent.sent or sent.problem or sent.passed_over):
             write([sent.words])
 
-    if not sync_runs(views, timeout, tell):
+    all_well = sync_runs(views, timeout, tell)
+    if json:
+        _print_json([asdict(sent) for sent in came] if every else asdict(came[0]))
+    if not all_well:
         raise typer.Exit(ExitCode.CLUSTER)
 
 

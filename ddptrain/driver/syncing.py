@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,13 +27,16 @@ from ddptrain.errors import RunLocked, UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.results import lock, wandblog
 from ddptrain.results.atomic import write_whole
+from ddptrain.results.borrowed import Borrowed
+from ddptrain.results.errors import ResultsError
 from ddptrain.results.find import RunView
-from ddptrain.wandbparts import CHECKPOINT_TYPE, LINKS, UNSENT, Part, links_in, parts_below, waiting
+from ddptrain.results.store import Store
+from ddptrain.results.storelock import StoreLock
+from ddptrain.results.tracked import RECORDED, wandb_parts
+from ddptrain.wandbparts import CHECKPOINT_TYPE, LINKS, SYNC_STATE, SYNCED, UNSENT, Part, links_in, waiting
 from ddptrain.wording import counted
 
 _LOCK = ".sync.lock"
-_SYNCED = ".wandb.synced"
-_STATE = ".wandb.syncstate"  # has the steps of a part that was sent by half be the same when it is sent again
 _STAGED = "/artifacts/staging/"  # where wandb's copies of artifacts are, below its data folder
 _DATA = "data"  # that folder, below a run's tracking/wandb
 # How the run was made is no matter of how it is sent.
@@ -40,6 +44,7 @@ _NOT_PASSED_ON = frozenset(
     {"WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SERVICE", "WANDB_SILENT", "WANDB_QUIET"}
 )
 _PARTING_S = 2.0
+_BEING_SENT = "another process is sending it"
 _LINK = re.compile(r"/(?P<id>[^/\]\s]+)\] View run .*?at (?P<url>https?://\S+)")
 
 
@@ -63,7 +68,8 @@ class Sent:
         if self.passed_over:
             return f"{self.run_id}: left alone, {self.passed_over}"
         if self.problem:
-            return f"{self.run_id}: {self.waiting} of {self.sent + self.waiting} W&B runs not sent: {self.problem}"
+            parts = f"{self.waiting} of {self.sent + self.waiting} W&B runs " if self.waiting else ""
+            return f"{self.run_id}: {parts}not sent: {self.problem}"
         less = f", less {counted(self.left_out, 'checkpoint')} that the run no longer keeps" if self.left_out else ""
         return f"{self.run_id}: " + (f"{self.sent} sent to W&B{less}" if self.sent else "nothing to send to W&B")
 
@@ -71,29 +77,75 @@ class Sent:
 def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent:
     """Send what the server lacks of a run, until `deadline` (monotonic).
 
-    Raises UsageError where there is no key, or where a run that was recorded offline is in an object store.
+    Raises UsageError where there is no key.
     """
-    folder = view.layout.tracking_dir / "wandb"
     if not view.layout.is_original:
-        if all(about.get("mode") != "offline" for about in view.record.tracking.values()):
-            return Sent(view.run_id)
-        raise UsageError(
-            f"run {view.run_id} is in {view.layout.where}: copy it into a folder, as runs/{view.run_id}, and send it "
-            "from there with --runs-dir runs"
-        )
+        return _sync_stored(view, environ, deadline)
     if not _waiting(view):
         return Sent(view.run_id)
     if view.is_running:
         return Sent(view.run_id, passed_over="it is running")
     env = _environment(view, environ)
     try:
-        held = lock.take(_made(folder) / _LOCK)
+        held = lock.take(_made(view.layout.root / RECORDED) / _LOCK)
     except RunLocked:
-        return Sent(view.run_id, passed_over="another process is sending it")
+        return Sent(view.run_id, passed_over=_BEING_SENT)
     try:
         return _send_all(view, env, deadline)
     finally:
         os.close(held)
+
+
+def _sync_stored(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent:
+    """The same with a run in an object store, from a folder to which what waits is fetched."""
+    store = Store.open(view.layout.where)
+    with tempfile.TemporaryDirectory(prefix="ddptrain-sync-") as folder:
+        borrowed = Borrowed(store, Path(folder) / "run")
+        here = RunView(borrowed.layout, view.record)
+        lock_file = StoreLock(store.below(RECORDED))
+        try:
+            borrowed.outline()
+            if not _waiting(here):
+                return Sent(view.run_id)
+            if view.is_running:
+                return Sent(view.run_id, passed_over="it is running")
+            if problem := _unknown_server(view, environ):
+                return Sent(view.run_id, waiting=len(_waiting(here)), problem=problem)
+            env = _environment(view, environ)
+            lock_file.take(contested=True)
+            lock_file.keep(lambda error: None)  # who has it then sends the same, and the server knows it by its steps
+        except RunLocked:
+            return Sent(view.run_id, passed_over=_BEING_SENT)
+        except ResultsError as error:
+            return Sent(view.run_id, problem=str(error))
+        try:
+            return _send_borrowed(borrowed, here, env, deadline)
+        finally:
+            lock_file.release(forget=True)
+
+
+def _unknown_server(view: RunView, environ: Mapping[str, str]) -> str:
+    """Why the key is not given to the server that the run names, which whoever writes to the store can choose."""
+    server = view.record.tracking.get("wandb", {}).get("base_url", "")
+    if not server or BASE_URL in environ or KEY not in environ:  # a key of ~/.netrc is for its server alone
+        return ""
+    return f"they are for {server}: set WANDB_BASE_URL={shlex.quote(server)} if your key is to go there"
+
+
+def _send_borrowed(borrowed: Borrowed, here: RunView, env: Mapping[str, str], deadline: float) -> Sent:
+    """Send what waits of a run whose lock is held, and have its store know of it."""
+    try:
+        borrowed.outline()  # another process may have sent it by now
+        borrowed.fetch(_waiting(here), deadline)
+        try:
+            return _send_all(here, env, deadline)
+        finally:
+            borrowed.give_back()
+    except TimeoutError:
+        problem = "there was no time left to fetch them"
+    except ResultsError as error:
+        problem = str(error)
+    return Sent(here.run_id, waiting=len(_waiting(here)), problem=problem)
 
 
 def _made(folder: Path) -> Path:
@@ -102,14 +154,7 @@ def _made(folder: Path) -> Path:
 
 
 def _parts(view: RunView) -> list[Part]:
-    """The parts of a run, also those of W&B runs that the user has kept elsewhere (WANDB_DIR)."""
-    parts = parts_below(view.layout.tracking_dir / "wandb")
-    here = {part.run_id for part in parts}
-    found = [about for about in view.record.tracking.values() if about.get("id", "") not in {"", *here}]
-    for folder in {Path(about["folder"]).parent for about in found if about.get("folder")}:
-        if folder.is_dir():
-            parts += [part for part in parts_below(folder) if part.run_id in {about["id"] for about in found}]
-    return parts
+    return wandb_parts(view.layout, view.record)
 
 
 def _waiting(view: RunView) -> list[Part]:
@@ -169,11 +214,11 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
             return problem, {}
         said, ended = _run_wandb([each.log for each in ready.values()], {**env, **own}, left_s)
         for part, log in ((part, each.log) for part, each in ready.items()):
-            if log != part.log and (state := log.with_suffix(_STATE)).is_file() and not state.is_symlink():
+            if log != part.log and (state := log.with_suffix(SYNC_STATE)).is_file() and not state.is_symlink():
                 shutil.copyfile(state, part.folder / state.name)
-            if log.with_suffix(_SYNCED).exists():
+            if log.with_suffix(SYNCED).exists():
                 _mark(part)
-    _keep_links(view.layout.tracking_dir / "wandb", said)
+    _keep_links(view.layout.root / RECORDED, said)
     errors = [line.partition("ERROR")[2].strip() for line in said.splitlines() if "ERROR" in line]
     reason = errors[-1] if errors else "" if ended else f"it was not done in {left_s:.0f} s"
     key = env.get(KEY, "")
@@ -189,7 +234,7 @@ def _keep_links(folder: Path, said: str) -> None:
 
 
 def _mark(part: Part) -> None:
-    part.log.with_suffix(_SYNCED).touch()
+    part.log.with_suffix(SYNCED).touch()
     with suppress(OSError):
         (part.folder / UNSENT).unlink(missing_ok=True)
 
@@ -220,7 +265,7 @@ def _made_ready(part: Part, family: Sequence[Part], view: RunView, scratch: Path
         return _Ready(part.log, f"{len(others)} files of artifacts are missing, as {others[0]}")
     folder = scratch / part.folder.name
     folder.mkdir(parents=True)
-    left = {part.log} if part.offline or not overtaken else {part.log, part.log.with_suffix(_STATE)}
+    left = {part.log} if part.offline or not overtaken else {part.log, part.log.with_suffix(SYNC_STATE)}
     for entry in {*part.folder.iterdir()} - left:  # the steps of an online part have gone to the attempt after it
         (folder / entry.name).symlink_to(entry)
     new = folder / f"run-{part.target}.wandb"
@@ -239,7 +284,7 @@ def _place(file: wandblog.StagedFile, view: RunView) -> Path | None:
     _, found, rest = file.path.rpartition(_STAGED)
     if not found or "/" in rest or file.is_list:
         return None
-    moved = view.layout.tracking_dir / "wandb" / _DATA / _STAGED.strip("/") / rest
+    moved = view.layout.root / RECORDED / _DATA / _STAGED.strip("/") / rest
     return next((path for path in (Path(file.path), moved) if _is_there(path, path.parent)), None)
 
 

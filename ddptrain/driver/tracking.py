@@ -11,6 +11,7 @@ from ddptrain.configfile import resolved_config, without_secrets
 from ddptrain.driver.gang import Place
 from ddptrain.driver.wandbkey import BASE_URL, KEY, find_access
 from ddptrain.redact import hide_credentials
+from ddptrain.results.tracked import to_type
 from ddptrain.results.writer import RunWriter
 
 WANDB = "wandb"
@@ -65,7 +66,7 @@ class Tracking:
             why = f"WANDB_MODE is {wish}" if wish in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
             apart = ", a run a rank, for ranks share one online only" if mode == "shared" else ""
             mode = "process" if mode == "shared" else mode
-            later = f"`ddptrain results sync {self._writer.run_id}` sends it later"
+            later = f"`ddptrain results sync {to_type(self._writer.layout)}` sends it later"
             self._tell(f"W&B records offline ({why}){apart}; {later}")
         if not embedded:
             self.env |= {name: value for name, value in environ.items() if _goes_along(name)}
@@ -77,6 +78,7 @@ class Tracking:
             "mode": mode,
             "online": online,
             "id": self._id(online, access.base_url),
+            "to_type": to_type(self._writer.layout),
             "strict": self._config.strict,
         }
 

@@ -20,6 +20,7 @@ from ddptrain.results.checkpoints import MANIFEST
 from ddptrain.results.layout import LATEST, RunLayout, step_name, step_of
 from ddptrain.results.origin import origin_of, where_of
 from ddptrain.results.record import FailureRecord, RecordError, RunRecord, RunStatus
+from ddptrain.results.tracked import made_by_trackers
 from ddptrain.wording import nearest, shown
 
 DRIVER_GONE = "the driver is gone (killed?)"
@@ -68,6 +69,7 @@ class RunView:
         duration_s = self.duration_s
         return {
             **self.record.as_dict(),
+            "tracking": made_by_trackers(self.layout, self.record),
             "duration_s": None if duration_s is None else round(duration_s, 3),
             "run_dir": self.layout.where,
             "problem": self.problem or None,

@@ -21,9 +21,11 @@ from ddptrain.results.layout import valid_run_id
 from ddptrain.results.origin import Origin, origin_of
 from ddptrain.results.record import RecordError, RunRecord, RunStatus
 from ddptrain.results.runsdir import LocalRuns, Need
-from ddptrain.results.store import Store, Stored, is_url, refused
+from ddptrain.results.store import Store, Stored, is_plain, is_url, refused
 from ddptrain.results.storelock import LOCK, Claim, StoreLock, claim_from
+from ddptrain.results.tracked import RECORDED
 from ddptrain.results.uploads import Uploads
+from ddptrain.wandbparts import LINKS
 
 AUTO = "auto"
 _MARKS = ".fetched.json"  # of a reader's copy: path -> the mark of the file that was fetched
@@ -185,7 +187,7 @@ class StoreRuns:
 
     def _copy_files(self, folder: Path, need: Need, rank: int | None) -> None:
         run = self.store.below(folder.name)
-        there = {path: file for path, file in run.files().items() if _is_plain(path)}
+        there = {path: file for path, file in run.files().items() if is_plain(path)}
         origin = origin_of(folder)
         assert origin is not None
         listed = {path: file.size_bytes for path, file in there.items() if path.startswith(("logs/", "artifacts/"))}
@@ -198,7 +200,7 @@ class StoreRuns:
         run = self.store.below(folder.name)
         for path, file in run.files("logs").items():
             target = folder / path
-            if not (_is_plain(path) and _is_needed(path, Need.LOGS, rank)):
+            if not (is_plain(path) and _is_needed(path, Need.LOGS, rank)):
                 continue
             have = target.stat().st_size if target.exists() else 0
             if file.size_bytes < have:  # another driver has begun it anew
@@ -211,17 +213,13 @@ class StoreRuns:
 
 
 def _is_needed(path: str, need: Need, rank: int | None) -> bool:
+    if path == f"{RECORDED}/{LINKS}":
+        return True
     if need is Need.LOGS:
         return path.startswith("logs/") and (rank is None or path == f"logs/rank-{rank}.log")
     if need is Need.METRICS:
         return path == "metrics.jsonl"
     return need is Need.MODEL and path.startswith("artifacts/") and path.endswith(".json")
-
-
-def _is_plain(path: str) -> bool:
-    """Whether it stays below the folder that it is joined to."""
-    parts = path.split("/")
-    return not {"", ".", ".."} & set(parts) and "\\" not in path and path.isprintable()
 
 
 def _fetch_changed(run: Store, folder: Path, files: Mapping[str, Stored]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddptrain.results.find import RunView, moment
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
+from ddptrain.results.tracked import made_by_trackers, to_type, wandb_parts
 from ddptrain.spec import describe_status
 from ddptrain.tables import Section, clean, plain_table
-from ddptrain.wandbparts import links_in, parts_below, waiting
-from ddptrain.wording import shown
+from ddptrain.wandbparts import waiting
+from ddptrain.wording import counted, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +29,7 @@ _STATUS_STYLE = {
     RunStatus.UNKNOWN: "yellow",
 }
 _RESULT_WIDTH = 60
+_MAX_FILES = 8  # of a folder that are told one by one
 _LEAST_RESULT = 12  # characters of a row's last cell in a line, which may take several
 _RETURNED_WIDTH = 2_000
 _KIB = 1024.0
@@ -98,7 +100,7 @@ def sections(view: RunView) -> list[Section]:
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),
         ("tracking", _tracking(view)),
-        ("artifacts", [(path, size(size_bytes)) for path, size_bytes in view.layout.artifacts().items()]),
+        ("artifacts", _artifacts(view.layout.artifacts())),
         ("environment of the ranks", environment),
         ("versions", sorted(record.versions.items())),
     ]
@@ -119,21 +121,33 @@ def _failure(failure: FailureRecord | None) -> list[tuple[str, str]]:
     ]
 
 
+def _artifacts(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Each file, but one line for a folder of many, as that of the pictures of a long run."""
+    below: dict[str, list[str]] = {}
+    for path in sizes:
+        below.setdefault(path.rpartition("/")[0], []).append(path)
+    lines = []
+    for folder, paths in below.items():
+        if folder and len(paths) > _MAX_FILES:
+            lines.append((f"{folder}/", f"{counted(len(paths), 'file')}, {size(sum(sizes[path] for path in paths))}"))
+        else:
+            lines += [(path, size(sizes[path])) for path in paths]
+    return sorted(lines)
+
+
 def _tracking(view: RunView) -> list[tuple[str, str]]:
     """Where each tracker has it: its address, or what is on the disk; and how W&B's gets to the server."""
-    folder = view.layout.tracking_dir / "wandb"
-    links = links_in(folder)
     lines = []
     seen = set()
-    for tracker, found in sorted(view.record.tracking.items()):
-        url = found.get("url") or links.get(found.get("id", ""))
+    for tracker, found in made_by_trackers(view.layout, view.record).items():
+        url = found.get("url")
         if url in seen:
             continue  # a run that ranks share
         seen |= {url} - {None}
         place = " ".join(filter(None, (found.get("mode"), found.get("folder"))))
         lines.append((tracker, url or place or ", ".join(found.values())))
-    if not view.is_running and waiting(parts_below(folder)):
-        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {view.run_id}"))
+    if not view.is_running and waiting(wandb_parts(view.layout, view.record)):
+        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {to_type(view.layout)}"))
     return lines
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from ddptrain.errors import RunNotFound
@@ -14,8 +15,10 @@ from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.layout import BEST, INPUTS, LATEST, step_name, step_of
 from ddptrain.results.store import Store, Stored
 from ddptrain.results.storedcheckpoints import CHECKPOINTS, STORED_AS, parsed, stored_name
+from ddptrain.results.tracked import RECORDED
 from ddptrain.results.verified import verify
 
+_BESTS = re.compile(rf"{RECORDED}/best-rank-\d+\.json")  # without them a summary would forget the first attempt's
 _CONTINUED = ("run.json", "config.yaml", "events.jsonl", "metrics.jsonl")
 
 
@@ -29,7 +32,7 @@ def bring(run: Store, folder: Path, warn: Callable[[str], None]) -> None:
     for path in there:
         is_log = path.startswith("logs/") and path.count("/") == 1 and "\\" not in path
         is_input = path.startswith(f"{INPUTS}/") and path.count("/") == 1 and "\\" not in path
-        if path in _CONTINUED or is_log or is_input:
+        if path in _CONTINUED or is_log or is_input or _BESTS.fullmatch(path):
             run.fetch(path, folder / path)
     manifests = _manifests(run, there)
     for step in sorted(manifests, reverse=True):
@@ -43,6 +46,16 @@ def bring(run: Store, folder: Path, warn: Callable[[str], None]) -> None:
             if other < step:
                 _write_manifest(folder, other, manifests[other])
         return
+
+
+def bring_checkpoints(run: Store, folder: Path, steps: Collection[int]) -> None:
+    """Fetch those of these checkpoints that are there, and whole. Raises ResultsError."""
+    for step, manifest in _manifests(run, run.files(CHECKPOINTS)).items():
+        if step in steps:
+            try:
+                _fetch(run, folder, step, manifest)
+            except CheckpointDamaged:
+                shutil.rmtree(folder / CHECKPOINTS / step_name(step), ignore_errors=True)
 
 
 def copy_model(run: Store, folder: Path, there: Mapping[str, Stored]) -> None:

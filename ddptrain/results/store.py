@@ -30,6 +30,12 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
+def is_plain(path: str) -> bool:
+    """Whether it stays below the folder that it is joined to."""
+    parts = path.split("/")
+    return not {"", ".", ".."} & set(parts) and "\\" not in path and path.isprintable()
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A file in the store: its size, and a mark that changes with its content."""

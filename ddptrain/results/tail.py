@@ -157,7 +157,8 @@ def _chosen(layout: RunLayout, rank: int | None) -> dict[int, Path]:
 
 
 def _is_prefixed(view: RunView, rank: int | None) -> bool:
-    return rank is None and max(view.record.world_size, len(view.layout.logs())) > 1
+    several = max(view.record.world_size, len(view.layout.logs())) > 1
+    return rank is None and (several or view.record.world_size == 0)  # 0: that is not known before the ranks start
 
 
 def _no_log(view: RunView, rank: int) -> str:

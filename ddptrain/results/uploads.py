@@ -20,6 +20,7 @@ from ddptrain.results.origin import Origin
 from ddptrain.results.store import Store
 from ddptrain.results.storedcheckpoints import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.storelock import LOCK, briefly
+from ddptrain.results.tracked import OF_NO_USE
 
 _LOOK_EVERY_S = 2.0
 _FILE_EVERY_S = 10.0
@@ -218,7 +219,7 @@ class Uploads:
         with suppress(OSError):
             for top in sorted(self.root.iterdir()):
                 if not top.name.startswith(".") and top.name not in (CHECKPOINTS, _RECORD, LOCK):
-                    yield from _walk(top)
+                    yield from (path for path in _walk(top) if not self._name(path).startswith(OF_NO_USE))
 
     def _send_file(self, path: Path, least_s: float, now: bool) -> None:
         name, fingerprint = self._name(path), _fingerprint(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,11 @@ def table(item: items.Table, most_rows: int) -> wandb.Table:
     """The first `most_rows` rows of a table, with its pictures."""
     rows = [[_cell(value) for value in row] for row in item.rows[:most_rows]]
     return wandb.Table(columns=list(item.columns), data=rows)
+
+
+def pictures(item: items.Table, most_rows: int) -> list[Path]:
+    """The files of the pictures in the first `most_rows` rows."""
+    return [value.path for row in item.rows[:most_rows] for value in row if isinstance(value, items.Image)]
 
 
 def _cell(value: Any) -> Any:

@@ -19,7 +19,7 @@ import wandb
 
 from ddptrain.redact import hide_credentials
 from ddptrain.tracking.wandb_uploads import Uploads
-from ddptrain.wandbparts import OPEN, UNSENT
+from ddptrain.wandbparts import OPEN, SENT, UNSENT
 
 FLUSH_S = 0.25  # to the file, from where nothing is lost when the rank is killed
 _KEY = "WANDB_API_KEY"
@@ -67,6 +67,7 @@ def prepare(folder: Path) -> None:
 def open_run(wanted: Wanted, uploads: Uploads) -> wandb.Run:
     """The run, open; `uploads` follows its artifacts. Raises what wandb raises, once nothing is left of the attempt."""
     before = _parts(wanted)
+    _no_exit_handler()
     try:
         run = wandb.init(
             settings=wandb.Settings(**settings_for(wanted, os.environ)),
@@ -78,20 +79,17 @@ def open_run(wanted: Wanted, uploads: Uploads) -> wandb.Run:
         for part in _parts(wanted) - before:
             shutil.rmtree(part, ignore_errors=True)  # nothing was logged there
         raise
-    _no_exit_handler()
     _never_ask(run, uploads)
     if wanted.mode != "offline":
         _mark(run, OPEN)  # from now on: a rank may be killed
     return run
 
 
-def _mark(run: wandb.Run, text: str = "") -> Path:
-    """Say that the server may lack something of an online run; returns the mark."""
-    mark = Path(str(run.settings.sync_dir)) / UNSENT
+def _mark(run: wandb.Run, text: str = "") -> None:
+    """Say that the server may lack something of an online run, or that it has all of it."""
     with contextlib.suppress(OSError):
         if not run.offline:
-            mark.write_text(text)
-    return mark
+            (Path(str(run.settings.sync_dir)) / UNSENT).write_text(text)
 
 
 def _never_ask(run: wandb.Run, uploads: Uploads) -> None:
@@ -154,11 +152,14 @@ def _parts(wanted: Wanted) -> set[Path]:
 
 
 def _no_exit_handler() -> None:
-    """Have wandb's core ended by close_core alone: its exit handler would wait for a server that is gone."""
+    """Start wandb's core, to be ended by close_core alone.
+
+    Its exit handler would wait for a server that is gone, and say of a run that is being opened that it has finished.
+    """
     from wandb.sdk import wandb_setup
 
     with contextlib.suppress(Exception):  # a private part of wandb: without it, only the exit of a broken run is late
-        connection: Any = wandb_setup.singleton()._connection  # noqa: SLF001
+        connection: Any = wandb_setup.singleton().ensure_service()
         connection._cleanup()  # noqa: SLF001
 
 
@@ -175,14 +176,13 @@ def finish(run: wandb.Run, state: str, timeout_s: float) -> bool:
     """
     if state == "preempted":
         run.mark_preempting()
-    mark = _mark(run)  # before: this thread may be left behind
+    _mark(run)  # before: this thread may be left behind
     ended = _within(timeout_s, lambda: run.finish(exit_code=_EXIT_CODES.get(state, 1)))
     if not ended:
         return False
     complete = not getattr(run, "_finish_timed_out", False)
     if complete:
-        with contextlib.suppress(OSError):
-            mark.unlink(missing_ok=True)
+        _mark(run, SENT)
     close_core()
     return complete
 

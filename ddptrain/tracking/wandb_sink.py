@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import wandb
@@ -23,6 +23,8 @@ from ddptrain.tracking.wandb_best import Bests
 from ddptrain.tracking.wandb_checkpoints import Checkpoints
 from ddptrain.tracking.wandb_plan import Plan
 from ddptrain.tracking.wandb_rows import STEP, Row, Thinner, goal_of
+from ddptrain.tracking.wandb_staging import one_of_each
+from ddptrain.wandbparts import SENDING
 
 _GATHER_S = 0.5  # for more values of the same step
 _DISK_EVERY_S = 10.0
@@ -62,7 +64,7 @@ class WandbTracker:
         self._run, self._trouble = self._plan.open()
         self._bests = Bests(self._plan.folder, facts.rank)
         keep = int((facts.config.get("checkpoint") or {}).get("keep") or 3)
-        sending = self._plan.folder / f"sending-rank-{facts.rank}"
+        sending = self._plan.folder / f"{SENDING}{facts.rank}"
         self._checkpoints = Checkpoints(sending, facts.folder.parent, facts.run_id, keep, self._plan.uploads)
         self._prefix = self._plan.prefix
         self._run.define_metric(f"{self._prefix}{STEP}", hidden=True)
@@ -95,7 +97,7 @@ class WandbTracker:
 
     @property
     def _sync(self) -> str:
-        return f"`ddptrain results sync {self._facts.run_id}`"
+        return f"`ddptrain results sync {self._facts.told.get('to_type', self._facts.run_id)}`"
 
     def log(self, item: items.Item) -> None:
         """Take one thing; files are copied when this returns."""
@@ -225,9 +227,11 @@ class WandbTracker:
                 "(tracking.wandb.table_rows)"
             )
         suffix = f"_rank_{self._facts.rank}" if self._facts.rank else ""
-        artifact = wandb_media.table_artifact(item, most, self._facts.run_id, suffix)
-        self._add(item.step, {item.name: wandb_media.table(item, most)}, None, item.time_ns / 1e9)
-        self._flush()
+        offline = self._opened.offline
+        with one_of_each(wandb_media.pictures(item, most)) if offline else nullcontext():
+            artifact = wandb_media.table_artifact(item, most, self._facts.run_id, suffix)
+            self._add(item.step, {item.name: wandb_media.table(item, most)}, None, item.time_ns / 1e9)
+            self._flush()
         self._opened.log_artifact(artifact)
 
     def _keep_pace(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import Cli, Finished
+from tests.conftest import PATIENCE_S, Cli, Finished
 from tests.integration.s3server import S3Server, s3_server
 from tests.integration.test_restart import WORKLOAD
 
@@ -33,7 +33,7 @@ class Machine:
 
     def __init__(self, cli: Cli, s3: S3Server, name: str, cluster: str | None = None) -> None:
         self.cli, self.s3, self.home = cli, s3, cli.folder / name
-        self.cluster = {"ranks": 2, "wait_s": 30.0, **({"address": cluster} if cluster else {})}
+        self.cluster = {"ranks": 2, "wait_s": 90.0, **({"address": cluster} if cluster else {})}
         self.runs = s3.buckets / "bucket" / "some" / "runs"
         self.env = {
             **s3.environment,
@@ -63,7 +63,7 @@ class Machine:
         return list((self.home / "state" / "ddptrain" / "runs").glob("*/*"))
 
 
-def wait_until(true: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+def wait_until(true: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, f"no {what}"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load
 
-from tests.conftest import Cli
+from tests.conftest import PATIENCE_S, Cli
 from tests.integration.wandb_backend import Backend, wandb_backend
 from tests.integration.wandb_training import OfflineRun
 
@@ -143,7 +143,7 @@ def test_users_own_wandb_and_loaders_that_fork_get_along_with_the_tracker(run_cl
     (ours,) = offline_runs(run / "tracking")
     assert [row["step"] for row in ours.history] == steps
     assert ours.exit_code == 0
-    mine = offline_runs(own)
+    mine = sorted(offline_runs(own), key=lambda each: str(each.run["run_id"]))  # their folders: by when they began
     assert [each.run["run_id"] for each in mine] == ["mine-0", "mine-1"]
     for each in mine:
         assert [row["own"] for row in each.history] == steps
@@ -170,7 +170,7 @@ def checkpoints_online(folder: Path, backend: Backend, count: int) -> Iterator[s
 
 def test_checkpoints_are_sent_while_the_run_is_on_and_leave_nothing_behind(tmp_path: Path, backend: Backend) -> None:
     with checkpoints_online(tmp_path, backend, 2) as rank:
-        said, _ = rank.communicate("end\n", timeout=60)
+        said, _ = rank.communicate("end\n", timeout=PATIENCE_S)
     assert rank.returncode == 0, said
     assert "W&B lacks" not in said
     sent = [each for each in backend.artifacts.values() if each.type == "model"]
@@ -181,13 +181,13 @@ def test_checkpoints_are_sent_while_the_run_is_on_and_leave_nothing_behind(tmp_p
 
 
 def test_checkpoints_that_came_too_fast_for_the_server_are_counted(tmp_path: Path, backend: Backend) -> None:
-    backend.fault = "slow"
+    backend.held = "CommitArtifact"
     with checkpoints_online(tmp_path, backend, 6) as rank:
         assert rank.stdout is not None
         while "all logged" not in (line := rank.stdout.readline()):
             assert line
-        backend.fault = ""
-        said, _ = rank.communicate("end\n", timeout=60)
+        backend.held = ""
+        said, _ = rank.communicate("end\n", timeout=PATIENCE_S)
     assert rank.returncode == 0, said
     made = [each for each in backend.artifacts.values() if each.type == "model"]
     committed = [alias for each in made if each.state == "COMMITTED" for alias in each.aliases if alias != "latest"]

@@ -20,7 +20,6 @@ from ddptrain.driver.syncing import Sent, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.results import lock, wandblog
 from ddptrain.results.find import load_run
-from ddptrain.results.origin import Origin
 from ddptrain.results.record import RunStatus
 from ddptrain.results.writer import RunWriter
 from ddptrain.wandbparts import CHECKPOINT_TYPE, OPEN, UNSENT, Part, parts_below, waiting
@@ -352,10 +351,21 @@ def test_online_run_counts_as_sent_unless_it_says_otherwise(run: Path) -> None:
     assert unsent(run) == 1
 
 
-def test_run_of_an_object_store_says_how_it_is_sent(run: Path, backend: Backend) -> None:
-    Origin("s3://bucket/runs/a-run").mark(run)
-    with pytest.raises(UsageError, match="a-run is in s3://bucket/runs/a-run: copy it into a folder"):
-        sync(run, backend.environment)
-    record = run / "run.json"
-    record.write_text(record.read_text().replace('"offline"', '"rank0"'))
-    assert sync(run, backend.environment).words == "a-run: nothing to send to W&B"
+@pytest.mark.usefixtures("gone")
+def test_run_in_an_object_store_is_sent_from_there_and_only_once(run: Path, backend: Backend, run_cli: Cli) -> None:
+    place = f"file://{run.parent}"  # fsspec takes any folder for a store
+    run_cli.folder.joinpath("tmp").mkdir()
+    env = {"XDG_CACHE_HOME": str(run.parents[1] / "cache"), "TMPDIR": str(run_cli.folder / "tmp")}
+    ended = run_cli("results", "sync", "--all", "--runs-dir", place, env=env | backend.environment)
+    assert (ended.rc, ended.stdout) == (0, "a-run: 2 sent to W&B\n"), ended.stderr
+    assert [row["step"] for row in backend.run.history if "loss" in row] == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
+    artifact = backend.artifact("predictions_a-run")
+    assert (artifact.state, len(artifact.files)) == ("COMMITTED", 2)
+
+    asked = len(backend.asked)
+    ended = run_cli("results", "sync", f"{place}/a-run", env=env | backend.environment)
+    assert (ended.rc, ended.stdout) == (0, "a-run: nothing to send to W&B\n"), ended.stderr
+    assert len(backend.asked) == asked
+    shown = run_cli("results", "show", "latest", "--runs-dir", place, env=env).stdout
+    assert f"{backend.url}/stub-entity/petnames/runs/w1" in shown
+    assert not [*(run_cli.folder / "tmp").glob("ddptrain-sync-*"), *run.glob("tracking/wandb/run.lock")]

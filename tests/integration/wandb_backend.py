@@ -24,9 +24,9 @@ from tests.integration.wandb_runs import ENTITY, Artifact, Record, Run, Stream
 
 API_KEY = "5tub" * 10  # wandb takes no key of another length than 40
 
-Fault = Literal["", "unauthorized", "broken", "hang", "slow"]
+Fault = Literal["", "unauthorized", "broken", "hang"]
 _STATUS = {"unauthorized": 401, "broken": 500}
-_SLOW_S = 0.5
+_LOOK_S = 0.02
 
 
 class Backend:
@@ -35,6 +35,7 @@ class Backend:
     def __init__(self) -> None:
         self.fault: Fault = ""
         self.faults: dict[str, Fault] = {}  # for runs whose id or name ends with the key
+        self.held = ""  # an operation of GraphQL that is not answered for as long as its name stands here
         self.runs: dict[str, Run] = {}
         self.artifacts: dict[str, Artifact] = {}
         self.keys: set[str] = set()
@@ -92,6 +93,11 @@ class Backend:
         found = [fault for end, fault in self.faults.items() if any(name.endswith(end) for name in [*names, path])]
         return self.fault or (found or [""])[0]
 
+    def wait_for_turn(self, path: str, body: bytes) -> None:
+        """Return once the request may be answered."""
+        while path == "/graphql" and self.held == _operation(json.loads(body)) and not self.stopped.is_set():
+            time.sleep(_LOOK_S)
+
     def answer(self, path: str, client: str, body: bytes) -> Record:
         """What wandb gets for a request; only in shared mode it says which `client` it is."""
         with self._lock:
@@ -108,8 +114,7 @@ class Backend:
             return {}
 
     def _graphql(self, request: Record, client: str) -> Record:
-        found = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
-        operation = found[1] if found else "anonymous"
+        operation = _operation(request)
         self.asked.append(operation)
         variables = request.get("variables") or {}
         handler = self._ANSWERS.get(operation)
@@ -221,6 +226,12 @@ class Backend:
             self.artifacts[owner].files[name] = body
 
 
+def _operation(request: Record) -> str:
+    """The name of what a request of GraphQL asks for."""
+    found = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
+    return found[1] if found else "anonymous"
+
+
 def _top_fields(query: str) -> list[str]:
     """The fields that a query asks for at its top, under the names that the answer is to have them."""
     inside = re.sub(r"\((?:[^()]|\([^()]*\))*\)", "", query).partition("{")[2]
@@ -249,8 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = backend.fault_for(self.path, body)
         if fault == "hang":
             backend.stopped.wait()
-        if fault == "slow":
-            time.sleep(_SLOW_S)
+        backend.wait_for_turn(self.path, body)
         answer: Record = {"errors": [{"message": f"it is {fault}"}]}
         status = _STATUS.get(fault, 200)
         if status == 200:

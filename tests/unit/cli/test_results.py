@@ -86,6 +86,17 @@ def test_no_runs_are_an_empty_list_and_no_latest(tmp_path: Path, monkeypatch: py
     assert "start one with ddptrain train" in str(result.exception)
 
 
+def test_json_of_a_sync_of_all_is_one_list_and_that_of_a_run_is_one_object(runs: Path) -> None:
+    assert json.loads(invoke("sync", "--all", "--json")) == []
+    for name in ("pets-2", "pets-3"):
+        with RunWriter.create(runs, name, "pets", "", "petnames") as writer:
+            writer.update(tracking={"wandb": {"id": name}})
+            writer.finish(RunStatus.SUCCEEDED, 0)
+    came = json.loads(invoke("sync", "--all", "--json"))
+    assert {each["run_id"]: each["sent"] for each in came} == {"pets-2": 0, "pets-3": 0}
+    assert json.loads(invoke("sync", "pets-2", "--json"))["waiting"] == 0
+
+
 @pytest.mark.usefixtures("runs")
 def test_show_tells_what_failed_and_where_to_read_on() -> None:
     text = invoke("show", "pets")

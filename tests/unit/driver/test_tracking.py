@@ -16,6 +16,7 @@ from ddptrain.driver.telling import Telling
 from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.wandbkey import find_access
 from ddptrain.events import Tracked
+from ddptrain.results.origin import Origin
 from ddptrain.results.writer import RunWriter
 
 KEY = "k" * 40
@@ -134,12 +135,24 @@ def test_id_stays_the_same_when_the_run_is_resumed(make: Make) -> None:
     assert told(make({}, mode="rank0")[0])["id"] == told(make({}, mode="rank0")[0])["id"]
 
 
-def test_run_without_a_key_is_offline_and_that_is_said_once(make: Make) -> None:
+def test_run_without_a_key_is_offline_and_that_is_said_once(make: Make, writer: RunWriter) -> None:
     tracking, said = make({}, mode="process")
     assert told(tracking, 1)["online"] is False
     (line,) = said
     assert "no API key" in line
-    assert "ddptrain results sync a-run" in line
+    assert f"`ddptrain results sync {writer.layout.root}` sends it later" in line, "it is not in ./runs"
+
+
+def test_run_where_commands_look_is_called_by_its_id_and_one_in_a_store_by_its_address(
+    make: Make, writer: RunWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(writer.layout.root.parents[1])
+    tracking, (line,) = make({}, mode="rank0")
+    assert "`ddptrain results sync a-run` sends it later" in line
+    assert told(tracking)["to_type"] == "a-run"
+    Origin("s3://bucket/my runs/a-run").mark(writer.layout.root)
+    _, (line,) = make({}, mode="rank0")
+    assert "`ddptrain results sync 's3://bucket/my runs/a-run'` sends it later" in line
 
 
 def test_shared_run_without_a_key_is_a_run_a_rank(make: Make) -> None:

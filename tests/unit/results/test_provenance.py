@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.redact import LEFT_OUT
+from ddptrain.results import provenance
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
 from ddptrain.results.record import EnvironmentValue
 
@@ -16,7 +17,8 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_commit_and_changes_of_the_checkout_are_told(tmp_path: Path) -> None:
+def test_commit_and_changes_of_the_checkout_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)  # a run can do without it, this test can't
     git(tmp_path, "init", "-q")
     assert git_state(tmp_path) is None
     (tmp_path / "a").write_text("1")

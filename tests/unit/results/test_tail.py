@@ -117,6 +117,19 @@ def test_following_shows_new_lines_new_ranks_and_the_end(tmp_path: Path) -> None
     ]
 
 
+def test_following_from_before_the_first_line_says_whose_each_line_is(tmp_path: Path) -> None:
+    """How many ranks it has is not known yet: `train --detach` has just returned."""
+    view = view_of(tmp_path, world_size=0)
+    left = [(0, b"a\n"), (1, b"b\n")]
+
+    def comes(_: float) -> None:
+        rank, line = left.pop(0)
+        view.layout.log(rank).write_bytes(line)
+
+    lines = follow_logs(view, is_running=lambda: bool(left), wait=comes)
+    assert list(lines) == ["[rank 0] a", "[rank 1] b"]
+
+
 def test_a_log_that_is_written_anew_is_followed_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"a long first line\n")

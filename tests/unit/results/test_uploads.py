@@ -86,6 +86,28 @@ def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept
     assert kept.there() == {*expected, *step, "checkpoints/latest", "checkpoints/best"}
 
 
+def test_what_w_and_b_keeps_for_itself_alone_is_not_uploaded(kept: Kept) -> None:
+    for name in ("run-1/run-1.wandb", "cache/obj/1", "sending-rank-0/checkpoints/step-1/model.safetensors"):
+        path = kept.writer.layout.tracking_dir / "wandb" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"1")
+    kept.uploads.begin()
+    assert kept.uploads.flush(60) == ""
+    assert {path for path in kept.there() if path.startswith("tracking/")} == {"tracking/wandb/run-1/run-1.wandb"}
+
+
+def test_best_values_that_w_and_b_has_are_there_for_the_next_attempt_elsewhere(kept: Kept, tmp_path: Path) -> None:
+    folder = kept.writer.layout.tracking_dir / "wandb"
+    folder.mkdir(parents=True)
+    for name in ("best-rank-0.json", "best-rank-11.json", "other.json"):
+        (folder / name).write_text(name)
+    kept.uploads.begin()
+    assert kept.uploads.flush(60) == ""
+    restore.bring(kept.store, tmp_path / "other", pytest.fail)
+    brought = {path.name: path.read_text() for path in (tmp_path / "other/tracking/wandb").iterdir()}
+    assert brought == {name: name for name in ("best-rank-0.json", "best-rank-11.json")}
+
+
 def test_end_in_the_store_is_the_end_on_the_disk_and_the_working_folder_goes(kept: Kept) -> None:
     kept.uploads.begin()
     kept.save(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import errno
 import json
 import math
 import os
@@ -24,6 +26,7 @@ from ddptrain.tracking.wandb_checkpoints import Checkpoints
 from ddptrain.tracking.wandb_plan import Plan
 from ddptrain.tracking.wandb_session import Wanted, settings_for
 from ddptrain.tracking.wandb_sink import WandbTracker, WentOffline
+from ddptrain.tracking.wandb_staging import one_of_each
 from ddptrain.tracking.wandb_uploads import Uploads
 from ddptrain.trackingconfig import WandbSettings
 from ddptrain.wandbparts import parts_below
@@ -97,6 +100,8 @@ def test_offline_run_holds_rows_pictures_table_and_artifact(tmp_path: Path) -> N
     shown = items.Image(0, "examples", picture, "a dog", 14)
     tracker.log(shown)
     tracker.log(items.Table(0, "predictions", ("image", "score"), ((shown, 0.1), (shown, 0.2), (shown, 0.3)), 14))
+    assert len(staged_copies(tmp_path, picture)) == 2, "of the row's table, and of the artifact"
+    assert {path.stat().st_ino for path in staged_copies(tmp_path, picture)} == {picture.stat().st_ino}
     picture.unlink()  # as ranks do, once log() has returned
     tracker.finish("finished")
 
@@ -118,6 +123,58 @@ def test_offline_run_holds_rows_pictures_table_and_artifact(tmp_path: Path) -> N
     assert Path(heard.found["folder"]).parent == tmp_path / "wandb"
 
 
+def test_process_that_ends_while_it_opens_a_run_does_not_say_that_the_run_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers: set[str] = set()
+    while_opening: list[bool] = []
+    init, register, unregister = wandb.init, atexit.register, atexit.unregister
+
+    def noted(handler: Callable[[], object]) -> None:
+        handlers.add(handler.__name__)
+        register(handler)
+
+    def forgotten(handler: Callable[[], object]) -> None:
+        handlers.discard(handler.__name__)
+        unregister(handler)
+
+    def opened(**arguments: Any) -> wandb.Run:
+        run = init(**arguments)
+        while_opening.append("teardown_atexit" in handlers)  # wandb's, which ends all runs with exit code 0
+        return run
+
+    monkeypatch.setattr(atexit, "register", noted)
+    monkeypatch.setattr(atexit, "unregister", forgotten)
+    monkeypatch.setattr(wandb, "init", opened)
+    wandb_session.prepare(tmp_path / "wandb")
+    run = wandb_session.open_run(Wanted("offline", "r1", tmp_path / "wandb"), Uploads())
+    assert wandb_session.finish(run, "failed", 60.0)
+    assert while_opening == [False]
+
+
+def test_pictures_that_are_on_another_disk_are_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
+    other, folder = tmp_path / "other.png", tmp_path / "artifacts/staging"
+    other.write_bytes(b"a picture")
+    folder.mkdir(parents=True)
+    link = os.link
+
+    def link_here(source: Path, new: Path) -> None:
+        if source.parent != new.parent:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        link(source, new)
+
+    monkeypatch.setattr("os.link", link_here)
+    with one_of_each([other]):
+        for name, data in (("one", b"a picture"), ("two", b"a picture"), ("three", b"no pictur")):
+            (folder / name).write_bytes(data)
+            (folder / name).chmod(0o400)
+        (folder / "under way").write_bytes(b"a picture")
+    assert (folder / "one").stat().st_ino == (folder / "two").stat().st_ino
+    assert {path.stat().st_nlink for path in (other, folder / "three", folder / "under way")} == {1}
+    assert sorted(path.name for path in folder.iterdir()) == ["one", "three", "two", "under way"]
+
+
 def test_core_of_another_process_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SERVICE", "3-1-unix-/gone")  # of a notebook that has started the run, say
     tracker = WandbTracker(options())
@@ -125,6 +182,11 @@ def test_core_of_another_process_is_not_ours(tmp_path: Path, monkeypatch: pytest
     tracker.log(numbers(1, loss=1.0))
     tracker.finish("finished")
     assert [row["loss"] for row in rows(read_back(tmp_path / "wandb"))] == ["1"]
+
+
+def staged_copies(folder: Path, picture: Path) -> list[Path]:
+    """Those of a picture that wandb keeps for artifacts."""
+    return [path for path in (folder / "wandb/data").rglob("tmp*") if path.read_bytes() == picture.read_bytes()]
 
 
 def staged(folder: Path) -> list[str]:

@@ -77,6 +77,7 @@ class Hanging(Recorder):
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
+        self.hangs = threading.Event()
 
     def start(self, facts: Facts) -> None:
         super().start(facts)
@@ -92,6 +93,7 @@ class Hanging(Recorder):
 
     def _hang(self, here: str) -> None:
         if self.where == here:
+            self.hangs.set()
             self.gate.wait(60)
 
 
