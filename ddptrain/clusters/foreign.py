@@ -16,14 +16,20 @@ from ddptrain.clusters.find import of_deployment
 from ddptrain.clusters.scheduler import ENDED_FILE
 from ddptrain.clusters.security import write_private
 from ddptrain.clusters.state import Deployment
-from ddptrain.errors import DdptrainError, UsageError
+from ddptrain.errors import ClusterError, DdptrainError, UsageError
 
 _ASK_S = 5.0
+_SURE_S = 15.0  # a scheduler on a busy machine answers late, and without its answer nothing can be scaled
 
 
 def spare_runs(cluster: Deployment, slots: int) -> None:
-    """Refuse to shrink a cluster that is in use: which workers go is not for us to choose. Raises UsageError."""
-    view = look.probe(cluster, _ASK_S)
+    """Refuse to shrink a cluster that is in use: which workers go is not for us to choose.
+
+    Raises: UsageError; ClusterError where its scheduler does not tell
+    """
+    view = look.probe(cluster, _SURE_S)
+    if view.state != look.State.UP:
+        raise ClusterError(f"which runs are on the cluster {cluster.name} can't be told: {view.reason}")
     runs = ", ".join(run.run_id for run in view.runs)
     if runs and slots < view.slots:
         raise UsageError(

@@ -112,7 +112,7 @@ def down(name: str, tell: Tell, *, now: bool = False) -> None:
     Raises: UsageError where runs are on it; ClusterError where a part of it did not end.
     """
     with _held(name) as deployment:
-        runs = () if now else _runs(look.probe(deployment, look.LOOK_TIMEOUT_S))
+        runs = () if now else _runs(look.probe(deployment, _SURE_S))
         if runs:
             raise UsageError(
                 f"the cluster {name} is in use by {', '.join(runs)}: wait for the end, or end it all with "

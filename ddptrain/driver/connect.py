@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import logging
+import os
 import socket
 import ssl
 import threading
@@ -21,8 +23,10 @@ from ddptrain.clusters.find import Target
 from ddptrain.errors import ClusterError
 
 _CONFIG = {"distributed.comm.timeouts.tcp": "11s"}  # Dask takes no less: our cable is cut, and nobody tells
-_TRY_S = 3.0  # one attempt: then it is worth asking why
+_TRY_S = 3.0  # the first attempt: then it is worth asking why, and each later one may take twice as long
+_OWN_S = 30.0  # one of the user's own is up already, or dead; a busy machine answers late
 _PEEK_S = 3.0
+_REFUSED = os.strerror(errno.ECONNREFUSED).lower()  # nobody listens, that is certain
 _MARGIN_S = 2.0  # beyond the time that Dask is given
 _SPEAKS_FIRST_S = 1.5
 
@@ -37,11 +41,10 @@ def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> 
     if target.foreign:  # our own table tells what does not fit there
         warnings.filterwarnings("ignore", category=VersionMismatchWarning)
     _tls_context(target)
-    deadline = time.monotonic() + timeout_s
+    deadline, try_s = time.monotonic() + (min(timeout_s, _OWN_S) if target.name else timeout_s), _TRY_S
     while True:
-        left_s = deadline - time.monotonic()
         try:
-            return _tried(target, max(0.1, min(_TRY_S, left_s)))
+            return _tried(target, max(0.1, min(try_s, deadline - time.monotonic())))
         except TypeError as error:  # it does not understand what it is asked
             raise ClusterError(
                 f"the scheduler at {target.address} runs a version of Dask that this one can't talk to ({error}): "
@@ -49,10 +52,12 @@ def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> 
             ) from error
         except (OSError, TimeoutError, ValueError) as error:
             reason = _why_not(target) or str(error)
-        if target.name or left_s <= _TRY_S:
+        left_s = deadline - time.monotonic()
+        if (target.name and reason == _REFUSED) or left_s <= 0:
             raise ClusterError(_nobody(target, timeout_s, reason))
         tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
         time.sleep(min(1.0, left_s))
+        try_s *= 2
 
 
 def _tried(target: Target, timeout_s: float) -> Client:

@@ -66,7 +66,7 @@ class Queue:
         enough = refusal.total >= (least or refusal.asked)
         patience_s = self.wish.wait_s if enough else self.wish.start_timeout_s
         if waited_s >= max(patience_s, self.wish.gather_s):
-            raise ClusterError(_held(refusal, waited_s) if enough else self._shortage(refusal, waited_s))
+            raise ClusterError(self._held(refusal, waited_s) if enough else self._shortage(refusal, waited_s))
         if waited_s > _QUIET_S:
             self._tell(refusal, enough=enough)
         time.sleep(0.01 if waited_s < 5.0 else 0.2)
@@ -91,11 +91,11 @@ class Queue:
         more = f"give it more: ddptrain cluster scale {name} {refusal.asked}" if name else "start more workers"
         return f"{text}Ask for fewer with --ranks, or {more}" + (f"\n{words}" if words else "")
 
-
-def _held(refusal: slots.Refusal, waited_s: float) -> str:
-    holders = f", held by {', '.join(refusal.holders)}" if refusal.holders else ""
-    ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""
-    return (
-        f"{refusal.asked} slots were asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
-        f"{holders}{ahead}. Wait in line with cluster.wait_s, or ask for fewer with --ranks"
-    )
+    def _held(self, refusal: slots.Refusal, waited_s: float) -> str:
+        holders = f", held by {', '.join(refusal.holders)}" if refusal.holders else ""
+        ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""
+        wait = "Wait longer" if self.wish.wait_s else "Wait in line"
+        return (
+            f"{refusal.asked} slots were asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
+            f"{holders}{ahead}. {wait} with cluster.wait_s, or ask for fewer with --ranks"
+        )

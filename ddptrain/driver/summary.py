@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.results.record import plain
 from ddptrain.results.writer import RunWriter
+from ddptrain.wording import counted
 
 if TYPE_CHECKING:
     from ddptrain.driver.verdict import Verdict
@@ -28,7 +29,8 @@ def last_event(writer: RunWriter, verdict: Verdict, duration_s: float) -> dict[s
 def lines(writer: RunWriter, verdict: Verdict, duration_s: float) -> list[str]:
     """What a person reads at the end: how it went, the figures, where everything is."""
     record = writer.record
-    told = [f"run {writer.run_id} {verdict.status} after {duration_s:.1f} s on {record.world_size} ranks"]
+    ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: none came to be
+    told = [f"run {writer.run_id} {verdict.status} after {duration_s:.1f} s{ranks}"]
     figures = [f"{name} {_figure(value)}" for name, value in sorted(record.last_metrics.items()) if value is not None]
     if figures:
         told.append(f"  last    {', '.join(figures)}")

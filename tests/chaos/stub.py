@@ -45,7 +45,7 @@ MINE = RANK in PLAN["ranks"]
 def settle() -> None:
     """Wait until the checkpoint is home that the run must be able to go on from."""
     time.sleep(PLAN["settle_s"])
-    deadline = time.monotonic() + 20  # where it never comes, the run goes on from too early a step
+    deadline = time.monotonic() + 90  # where it never comes, the run goes on from too early a step
     while PLAN["settle_s"] and _step_at_home() < PLAN["home"] and time.monotonic() < deadline:
         time.sleep(0.02)
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class Node:
         self.folder = folder
         self.pods: dict[str, Pod] = {}
         self.commands: dict[str, list[str]] = {}  # of each pod that was started, as it was run
+        self.faults: list[str] = []  # of the node itself: there must be none
         self._count = 1
 
     def changed(self, plural: str, event: str, thing: Object) -> None:
@@ -66,6 +68,8 @@ class Node:
             self.pods[thing["metadata"]["name"]].doomed.set()
         elif plural == "services" and event == "ADDED":
             self._write_names()
+            for pod_behind in self.store.find("pods", thing["metadata"]["namespace"], {}):  # it may be there before
+                self._balance(pod_behind)
         elif plural == "pods" and event == "MODIFIED":
             self._balance(thing)
 
@@ -139,6 +143,8 @@ class Node:
                 await self._cant_pull(pod, spec["containers"][0]["image"])
             else:
                 await self._run(pod, spec)
+        except Exception:  # nobody waits for this task
+            self.faults.append(f"pod {pod.name}: {traceback.format_exc()}")
         finally:
             await self._end(pod, float(spec.get("terminationGracePeriodSeconds", 30)))
             with contextlib.suppress(KeyError):

@@ -60,6 +60,8 @@ class Node(Protocol):
 
     async def close(self) -> None: ...
 
+    faults: list[str]
+
 
 @dataclass(slots=True)
 class Call:
@@ -79,7 +81,7 @@ class KubeServer:
         self.calls: list[Call] = []
         self.forbidden: set[tuple[str, str]] = set()  # (method, plural)
         self.has_operator_crds = True
-        self.faults: list[str] = []  # of the server itself: there must be none
+        self._faults: list[str] = []
         self.url = ""
         self._make_node = node
         self._ready = threading.Event()
@@ -95,6 +97,11 @@ class KubeServer:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(60)
         assert not self._thread.is_alive()
+
+    @property
+    def faults(self) -> list[str]:
+        """Those of the server and of the node themselves: there must be none."""
+        return [*self._faults, *self.node.faults]
 
     def kubeconfig(self, name: str = "kubeconfig", *, token: str = TOKEN, inline: bool = False) -> Path:
         """A file for KUBECONFIG, with two contexts; the current one's namespace is ml, the other one's is other."""
@@ -191,10 +198,10 @@ class KubeServer:
             return self._discovery(path) or await self._resource(request)
         except Refusal as refusal:
             return web.json_response(refusal.status(), status=refusal.code)
-        except ConnectionError:
+        except (ConnectionError, ssl.SSLError):
             raise  # the client went away
         except Exception:
-            self.faults.append(f"{request.method} {request.path}: {traceback.format_exc()}")
+            self._faults.append(f"{request.method} {request.path}: {traceback.format_exc()}")
             raise
 
     def _kinds(self) -> dict[tuple[str, str], dict[str, str]]:

@@ -20,6 +20,8 @@ from typing import Self
 
 import psutil
 
+from tests.conftest import PATIENCE_S
+
 TOOLS = ("ip", "unshare", "nsenter")
 _SUBNET = "10.83.0"
 _START_S = 20.0
@@ -121,7 +123,7 @@ class Host:
                     found[process.pid] = " ".join(process.cmdline()) or process.name()
         return found
 
-    def end(self, popen: subprocess.Popen[bytes], timeout_s: float = 10.0) -> int:
+    def end(self, popen: subprocess.Popen[bytes], timeout_s: float = PATIENCE_S) -> int:
         """SIGTERM to a command that was started here; its exit code."""
         for child in psutil.Process(popen.pid).children():
             child.terminate()
@@ -133,8 +135,8 @@ class Host:
         self._outer.stdin.close()
         for popen in self.started:
             popen.kill()
-            popen.wait(10)
-        self._outer.wait(10)
+            popen.wait(PATIENCE_S)
+        self._outer.wait(PATIENCE_S)
         self._outer.stdout.close()
 
 
@@ -157,8 +159,9 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for host in (*self.hosts.values(), self._switch):
-            host.power_off()
+        with contextlib.ExitStack() as hosts:  # all of them, whichever fails
+            for host in (self._switch, *reversed(self.hosts.values())):
+                hosts.callback(host.power_off)
 
     def add(self, name: str, *private: Path) -> Host:
         """A host that is up and connected; nobody else sees what it has in its `private` folders."""

@@ -68,4 +68,8 @@ def s3_server(folder: Path, *, anonymous: bool = False) -> Iterator[S3Server]:
         yield S3Server(buckets, int(listens[1]))
     finally:
         server.terminate()
-        server.wait(30)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()

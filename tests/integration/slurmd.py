@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE_S
+from tests.integration.ports import free_ports
+
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun", "sinfo")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 _NODES = ("n1", "n2")
@@ -53,7 +56,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o600)
     made = Slurm(folder)
-    (folder / "slurm.conf").write_text(_configuration(folder, _free_ports(1 + len(_NODES))))
+    (folder / "slurm.conf").write_text(_configuration(folder, free_ports(1 + len(_NODES))))
     started: list[subprocess.Popen[bytes]] = []
     try:
         munge = ["--foreground", f"--socket={folder}/munge/s", f"--key-file={folder}/munge.key"]
@@ -98,22 +101,12 @@ def _started(made: Slurm, command: list[str]) -> subprocess.Popen[bytes]:
 
 def _wait_for(condition: object, made: Slurm, what: str) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
             said = "".join(path.read_text(errors="replace")[-500:] for path in made.folder.glob("*.out"))
             pytest.skip(f"Slurm does not run here ({what}): {said}")
         time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def _configuration(folder: Path, ports: list[int]) -> str:

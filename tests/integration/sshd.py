@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MARK
+from tests.conftest import MARK, PATIENCE_S
 from tests.integration.netns import Host
+from tests.integration.ports import free_ports
 
 HOSTS = {"alpha": "127.0.0.1", "beta": "127.0.0.2"}
 
@@ -42,16 +43,10 @@ class SshHosts:
         return ["--set", f"cluster.ssh.options=[-F, {self.config}]"]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
     """Two hosts on loopback, for as long as the block lasts; skips the test where there is no OpenSSH server."""
-    server, port, log = _server(), _free_port(), folder / "sshd.log"
+    server, (port,), log = _server(), free_ports(1), folder / "sshd.log"
     hosts = _prepare(folder, HOSTS, port, [f"{address}:{port}" for address in HOSTS.values()])
     with log.open("wb") as said:
         process = subprocess.Popen(
@@ -62,7 +57,11 @@ def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
         yield hosts
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def ssh_network(folder: Path, machines: Sequence[Host], state: Path) -> SshHosts:
@@ -71,8 +70,9 @@ def ssh_network(folder: Path, machines: Sequence[Host], state: Path) -> SshHosts
     hosts = _prepare(folder, {machine.name: machine.name for machine in machines}, 22, ["0.0.0.0:22"], state)
     for machine in machines:
         machine.start(server, "-D", "-e", "-f", str(folder / "sshd_config"))
-        deadline = time.monotonic() + 60
-        while ":22" not in machine.run("ss", "-Hltn") and time.monotonic() < deadline:
+        deadline = time.monotonic() + PATIENCE_S
+        while ":22" not in machine.run("ss", "-Hltn"):
+            assert time.monotonic() < deadline, machine.log.read_text(errors="replace")
             time.sleep(0.05)
     return hosts
 
@@ -118,7 +118,7 @@ def _client_config(folder: Path, addresses: Mapping[str, str], port: int) -> str
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             socket.create_connection((HOSTS["beta"], port), timeout=1).close()

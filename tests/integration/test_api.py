@@ -55,7 +55,7 @@ async def in_a_loop():
 
 if __name__ == "__main__":
     said = {}
-    endless = {"steps": 1000, "pause_s": 0.05}
+    endless = {"steps": 1_000_000, "pause_s": 0.05}
     background = ddptrain.launch(train, ranks=1, cluster=sys.argv[1], params=endless, run_id="back", wait=False)
     said["background"] = background.status
     thread = threading.Thread(target=in_a_thread)
@@ -80,7 +80,7 @@ import ddptrain
 from work import train
 
 if __name__ == "__main__":
-    ddptrain.launch(train, ranks=2, cluster=sys.argv[1], params={"steps": 1000, "pause_s": 0.05}, run_id="mine")
+    ddptrain.launch(train, ranks=2, cluster=sys.argv[1], params={"steps": 1_000_000, "pause_s": 0.05}, run_id="mine")
 """
 
 
@@ -96,7 +96,7 @@ def status_of(folder: Path, run: str) -> str:
 
 
 def test_program_launches_in_background_in_a_thread_and_in_an_event_loop(run_cli: Cli, warm_cluster: str) -> None:
-    done = program(run_cli, ALL, warm_cluster).finish(90)
+    done = program(run_cli, ALL, warm_cluster).finish()
     assert done.rc == 0, done.stderr + done.stdout
     said = json.loads(done.stdout.partition("SAID ")[2])
     assert said["background"] == "running" and said["stopped"] == "cancelled"
@@ -119,7 +119,7 @@ def test_interrupt_of_the_program_stops_the_gang(run_cli: Cli, warm_cluster: str
     running = program(run_cli, INTERRUPTED, warm_cluster)
     running.wait_for("[rank 1] step 2")
     running.popen.send_signal(signal.SIGINT)
-    done = running.finish(60)
+    done = running.finish()
     assert "KeyboardInterrupt" in done.stderr
     assert status_of(run_cli.folder, "mine") == "cancelled"
 

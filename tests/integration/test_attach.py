@@ -16,7 +16,7 @@ import pytest
 from distributed import Client, Scheduler, Security, Worker
 from safetensors.numpy import load_file
 
-from tests.conftest import Cli, Finished, Running
+from tests.conftest import PATIENCE_S, Cli, Finished, Running
 from tests.environments import make_environment
 from tests.unit.worker.daskbench import DaskBench
 from tests.unit.worker.stubs import until
@@ -56,7 +56,7 @@ class Others:
         where = ("--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(self.bench.scheduler_file))
         http = ("--no-dashboard", "--dashboard-address", "127.0.0.1:0")
         self.bench.start("scheduler", "-P", "-m", "distributed.cli.dask_scheduler", *where, *http, *tls)
-        until(lambda: bool(self._told()), "the scheduler's file", timeout_s=60)
+        until(lambda: bool(self._told()), "the scheduler's file", timeout_s=PATIENCE_S)
 
     def _told(self) -> dict[str, Any]:
         try:
@@ -99,7 +99,7 @@ class Others:
     def state(self, workers: int = 2) -> dict[str, Any]:
         """All of the cluster's processes that a run could have changed, and what runs and lies beside them."""
         with Client(self.address, set_as_default=False, timeout=20) as client:
-            until(lambda: len(client.nthreads()) == workers, f"{workers} workers", timeout_s=60)
+            until(lambda: len(client.nthreads()) == workers, f"{workers} workers", timeout_s=PATIENCE_S)
             told = {"scheduler": client.run_on_scheduler(_state_of_scheduler()), **client.run(_state_of_worker())}
         temporary = self.bench.env["TMPDIR"]
         return told | {"ours": _ranks_and_servers(temporary), "files": sorted(os.listdir(temporary))}
@@ -113,7 +113,7 @@ class Others:
             return last == wanted
 
         try:
-            until(is_again, "the cluster is as it was found", timeout_s=60)
+            until(is_again, "the cluster is as it was found", timeout_s=PATIENCE_S)
         except AssertionError:
             for part in wanted:
                 assert last[part] == wanted[part], part

@@ -17,9 +17,8 @@ import pytest
 
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
 
-WAIT_S = 60.0
 IDLE_S = 6.0  # a run has begun before, unless the machine is very busy
-SOON_S = 20.0  # for a command that takes one second where nothing else runs
+SOON_S = 60.0  # for a command that takes one second where nothing else runs
 
 # Runs until a file says that it may end.
 WORKLOAD = """
@@ -45,7 +44,8 @@ class Clusters:
         (cli.folder / "work.py").write_text(WORKLOAD)
 
     def __call__(self, *args: str, rc: int = 0, env: dict[str, str] | None = None) -> Finished:
-        done = self.cli("cluster", *args, env=env)
+        is_look = args[0] in ("status", "list")
+        done = self.cli.look(*args, env=env) if is_look else self.cli("cluster", *args, env=env)
         assert done.rc == rc, done
         return done
 
@@ -93,7 +93,7 @@ class Clusters:
         for idle_s in (IDLE_S, 4 * IDLE_S):
             up(f"{idle_s:g}")
             running = self.launch("dev", ranks)
-            wait_until(partial(_has_begun_or_ended, running), PATIENCE_S)
+            wait_until(partial(_has_begun_or_ended, running))
             if running.popen.poll() is None:
                 return running, idle_s
             self("down", "dev")
@@ -112,7 +112,7 @@ def clusters(run_cli: Cli) -> Iterator[Clusters]:
         run_cli("cluster", "down", "--all", "--now")
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, "it took too long"

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import Cli
+from tests.conftest import PATIENCE_S, Cli
 
 WORKLOAD = """
 import os, time
@@ -136,7 +136,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 def _is_over(process: psutil.Process) -> bool:
     """Whether it has ended within a moment; a container's init may never ask for how."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:
             return False

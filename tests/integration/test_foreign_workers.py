@@ -20,6 +20,7 @@ from distributed import Worker
 from ddptrain.spec import attached_plugin
 from ddptrain.worker import task
 from ddptrain.worker.server import RankServerLost
+from tests.conftest import PATIENCE_S
 from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
 from tests.unit.worker.stubs import Bench, until
 
@@ -68,7 +69,7 @@ def state_of(driver: Driver, worker: str) -> dict[str, Any]:
 
 def states_again(driver: Driver, before: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The state of the same workers, which may take a moment to be as it was."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while (now := {name: state_of(driver, name) for name in before}) != before and time.monotonic() < deadline:
         time.sleep(0.05)
     return now

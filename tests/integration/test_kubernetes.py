@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from ddptrain.clusters.kubernetes.spec import OWNER_LABEL
-from tests.conftest import Cli, Finished, Running
+from tests.conftest import PATIENCE_S, Cli, Finished, Running
 
 pytest.importorskip("dask_kubernetes", reason='dask-kubernetes is not installed: pip install "ddptrain[kubernetes]"')
 
@@ -30,7 +30,7 @@ from tests.integration.kube_server import KubeServer
 OPERATOR = Path(__file__).with_name("kube_operator.py")
 
 
-def wait_until(what: Callable[[], Any], timeout_s: float = 90.0) -> Any:
+def wait_until(what: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (found := what()):
         assert time.monotonic() < deadline, f"still waiting after {timeout_s} s"
@@ -47,15 +47,35 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeServer]:
         command = [sys.executable, str(OPERATOR), str(folder / "names.json"), "--namespace", "ml"]
         operator = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         try:
-            wait_until(
-                lambda: any(call.path.endswith("/daskworkergroups") and "watch" in call.query for call in server.calls)
-            )
+            wait_until(lambda: operator.poll() is not None or watches(server, "daskclusters", "daskworkergroups"))
+            assert operator.poll() is None, last_words(folder)
             yield server
-            assert operator.poll() is None, (folder / "operator.log").read_text(errors="replace")[-4000:]
+            assert operator.poll() is None, last_words(folder)
             assert not server.faults, "\n".join(server.faults)
         finally:
-            operator.terminate()
-            operator.wait(60)
+            end(operator)
+
+
+def watches(server: KubeServer, *plurals: str) -> bool:
+    """Whether somebody watches all of these."""
+    watched = {call.path.rpartition("/")[2] for call in list(server.calls) if "watch" in call.query}
+    return watched.issuperset(plurals)
+
+
+def last_words(folder: Path) -> str:
+    """What the operator has said last."""
+    return "\n".join((folder / "operator.log").read_text(errors="replace").splitlines()[-40:])
+
+
+def end(operator: subprocess.Popen[bytes]) -> None:
+    """End it, also where it does not end by itself."""
+    operator.terminate()
+    try:
+        operator.wait(60)
+    except subprocess.TimeoutExpired:
+        operator.kill()
+        operator.wait()
+        print("the operator did not end within 60 s of SIGTERM, and was killed")
 
 
 OURS = ("daskclusters", "daskworkergroups", "deployments", "pods", "secrets")
@@ -97,7 +117,8 @@ class ClusterCli:
 
     def json(self, *args: str) -> Any:
         """What a command tells."""
-        done = self("cluster", *args, "--json")
+        is_look = args[0] in ("status", "list")
+        done = self.run_cli.look(*args, "--json", env=self.env) if is_look else self("cluster", *args, "--json")
         assert done.rc == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -127,13 +148,20 @@ def cluster(kube: KubeServer, run_cli: Cli) -> Iterator[ClusterCli]:
     kube.has_operator_crds = True
     left = left_in(kube)
     if left:  # away with it, lest the next test find it
-        said = (kube.folder / "operator.log").read_text(errors="replace").splitlines()[-40:]
-        commands("cluster", "down", "--all", "--now")
-        for plural in OURS:
-            kube.wipe(plural)
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: not left_in(kube))
-        pytest.fail("\n".join([f"left in Kubernetes: {left}; the operator's last words:", *said]))
+        said = last_words(kube.folder)
+        try:
+            commands("cluster", "down", "--all", "--now")
+        finally:
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: is_wiped(kube))
+        pytest.fail(f"left in Kubernetes: {left}; the operator's last words:\n{said}")
+
+
+def is_wiped(kube: KubeServer) -> bool:
+    """Delete all there is, again and again: the operator may be about to make more of it."""
+    for plural in OURS:
+        kube.wipe(plural)
+    return not left_in(kube)
 
 
 def left_in(kube: KubeServer) -> list[str]:
@@ -212,15 +240,17 @@ def scaling_down_ends_the_workers_that_no_run_is_on(cluster: ClusterCli, kube: K
 
 def port_forward_that_this_machine_has_lost_is_started_again(cluster: ClusterCli, up: dict[str, Any]) -> None:
     psutil.Process(up["parts"]["forward"]["pid"]).kill()
-    assert cluster.json("list")[0]["state"] == "gone"
+    wait_until(lambda: cluster.json("list")[0]["state"] == "gone")
     again = cluster("cluster", "up", "--name", "dev")
     assert again.rc == 2 and f"the cluster dev is up at {up['address']}" in again.stderr
     now = cluster.json("status", "dev")
     assert now["state"] == "up"
     forward = psutil.Process(now["parts"]["forward"]["pid"])
     forward.kill()
-    forward.wait(30)
-    with socket.create_server(("127.0.0.1", up["parts"]["ports"][0])):
+    forward.wait(PATIENCE_S)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # another program has the port already
+            stack.enter_context(socket.create_server(("127.0.0.1", up["parts"]["ports"][0])))
         trained = cluster("train", "mine.yaml", "--cluster", "dev")
     assert trained.rc == 0, trained.stderr
     assert cluster.json("status", "dev")["address"] != up["address"], "another program has the port now"
@@ -240,7 +270,7 @@ def test_cluster_that_others_made_with_plain_dask_is_trained_on_and_left(cluster
     assert cluster("cluster", "down", "theirs").rc == 0
     assert len(kube.objects("daskclusters")) == 1, "it is theirs"
     kube.clear("daskclusters")
-    wait_until(lambda: not kube.objects("pods"))
+    wait_until(lambda: not left_in(kube))
 
 
 def test_load_balancer_is_used_where_it_is_asked_for(cluster: ClusterCli, kube: KubeServer) -> None:
@@ -271,11 +301,9 @@ def test_operator_deletes_a_cluster_that_is_idle_but_none_in_use(cluster: Cluste
 
 
 def test_image_that_cant_be_pulled_is_told_at_once_and_leaves_nothing(cluster: ClusterCli) -> None:
-    began = time.monotonic()
-    up = cluster.up("dev", image="registry.test/missing:1")
+    up = cluster.up("dev", "--start-timeout", "3600", image="registry.test/missing:1")
     assert up.rc == 4
     assert 'ImagePullBackOff: Back-off pulling image "registry.test/missing:1"' in up.stderr.splitlines()[-1]
-    assert time.monotonic() - began < 55  # of the 60 s that a cluster has to start
     assert cluster.json("list") == []
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -19,13 +22,15 @@ from tests.integration.test_train import UpCluster, up_cluster
 
 __all__ = ["up_cluster"]
 
+T = TypeVar("T")
+
 WORKLOAD = '''
 import os, time
 import torch
 from torch.utils.data import DataLoader
 
 
-def steps(ctx, n=40, pause_s=0.02, held_s=0.4, saves=True):
+def steps(ctx, n=40, pause_s=0.02, held_s=1.0, saves=True):
     """Takes n steps, each a mean over all ranks; from step 10 of a run's first attempt on, it takes them slowly."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
@@ -97,7 +102,21 @@ def on_warm(run_cli: Cli, warm_cluster: str) -> Trainer:
 
 def descendants(running: Running, name: str) -> list[psutil.Process]:
     found = psutil.Process(running.popen.pid).children(recursive=True)
-    return [process for process in found if process.name().startswith(name[:15])]
+    return [process for process in found if asked(process.name, "").startswith(name[:15])]
+
+
+def worker_of(running: Running) -> psutil.Process:
+    """The Dask worker of a run on a cluster of its own."""
+    children = psutil.Process(running.popen.pid).children()
+    (worker,) = [child for child in children if "ddptrain.worker" in asked(child.cmdline, [])]
+    return worker
+
+
+def asked(question: Callable[[], T], else_: T) -> T:
+    """What a process answers; else something for one that has ended meanwhile."""
+    with contextlib.suppress(psutil.Error):
+        return question()
+    return else_
 
 
 def test_driver_that_is_told_to_go_saves_and_ends_with_75_and_is_resumed(on_warm: Trainer) -> None:
@@ -121,12 +140,10 @@ def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer:
     running = trainer.start("--run-id", "spot", failure={"max_losses": 1})
     running.wait_for("under way")
     # As a batch system does it: the worker, its rank server, the ranks, and the workers of their DataLoaders.
-    (worker,) = [
-        child for child in psutil.Process(running.popen.pid).children() if "ddptrain.worker" in child.cmdline()
-    ]
+    worker = worker_of(running)
     for process in [*descendants(running, "ddptrain-rank0"), *descendants(running, "ddptrain-rank1")]:
         for child in process.children():
-            child.send_signal(signal.SIGTERM)
+            asked(partial(child.send_signal, signal.SIGTERM), None)
         process.send_signal(signal.SIGTERM)
     worker.send_signal(signal.SIGTERM)
     ended = running.finish()
@@ -138,12 +155,13 @@ def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer:
 
 
 def test_second_signal_stops_at_once_and_who_never_saves_is_stopped_in_time(on_warm: Trainer) -> None:
-    running = on_warm.start("--run-id", "twice", saves=False, n=4000)  # it has asked to resume: so it may save
+    settings: dict[str, Any] = {"saves": False, "n": 4000, "failure": {"grace_s": 90.0}}
+    running = on_warm.start("--run-id", "twice", **settings)  # it has asked to resume: so it may save
     running.wait_for("under way")
     os.kill(running.popen.pid, signal.SIGTERM)
-    running.wait_for("the ranks finish their step and save, within 30 s")
+    running.wait_for("the ranks finish their step and save, within 90 s")
     os.kill(running.popen.pid, signal.SIGTERM)
-    ended = running.finish(timeout_s=25)  # before the 30 s are over
+    ended = running.finish(timeout_s=60)  # before the 90 s are over
     assert ended.rc == 143
     assert on_warm.record("twice")["status"] == "cancelled"
 
@@ -151,10 +169,7 @@ def test_second_signal_stops_at_once_and_who_never_saves_is_stopped_in_time(on_w
 def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) -> None:
     running = trainer.start("--run-id", "lost", every_steps=4, failure={"max_losses": 1})
     running.wait_for("under way")
-    (worker,) = [
-        child for child in psutil.Process(running.popen.pid).children() if "ddptrain.worker" in child.cmdline()
-    ]
-    worker.kill()
+    worker_of(running).kill()
     ended = running.finish()
     assert ended.rc == 0, ended.stderr
     first, second = sorted({int(step) for step in re.findall(r"begins after step (\d+) with 2", ended.stdout)})

@@ -84,7 +84,7 @@ class Trainer:
         self.cluster: dict[str, object] = {
             "ranks": 2,
             "address": cluster,
-            "wait_s": 30.0,
+            "wait_s": 90.0,
         }  # for a killed driver's slots
         (cli.folder / "work.py").write_text(WORKLOAD)
 

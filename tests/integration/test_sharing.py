@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Cli, Running
+from tests.conftest import PATIENCE_S, Cli, Running
 
 WORKLOAD = '''
 import fcntl, os, signal, time
@@ -53,12 +53,13 @@ class Shared:
         (self.cli.folder / f"{name}-may-end").touch()
 
     def status(self) -> dict[str, Any]:
-        shown = self.cli("cluster", "status", "shared", "--json", env=self.env)
+        shown = self.cli.look("status", "shared", "--json", env=self.env)
+        assert shown.rc == 0, shown
         told: dict[str, Any] = json.loads(shown.stdout)
         return told
 
     def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + PATIENCE_S
         while not condition(status := self.status()):
             assert time.monotonic() < deadline, status
         return status
@@ -71,7 +72,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     done = cli("cluster", "up", "--name", "shared", "--ranks", "2", "--gpus", "0")
     assert done.rc == 0, done.stderr
     yield cli.folder / ".state"
-    assert cli("cluster", "down", "shared", "--now").rc == 0
+    down = cli("cluster", "down", "shared", "--now")
+    assert down.rc == 0, down.stderr
 
 
 @pytest.fixture
@@ -118,6 +120,7 @@ def test_run_that_does_not_wait_ends_with_4_and_names_who_holds_the_slots(shared
     late = shared.run("late", wait_s=1.5).finish()
     told = re.search(r"after (\d+) s, held by holder", late.stderr)
     assert late.rc == 4 and told and int(told[1]) >= 2  # 1.5, rounded
+    assert "Wait in line with cluster.wait_s" in refused.stderr and "Wait longer with cluster.wait_s" in late.stderr
     shared.let_end("holder")
     assert holder.finish().rc == 0
 

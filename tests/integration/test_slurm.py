@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Cli, Finished
+from tests.conftest import PATIENCE_S, Cli, Finished
 from tests.integration.slurmd import Slurm, slurm
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def cluster(cli: Cli, site: Slurm, *args: str, rc: int = 0) -> Finished:
-    done = cli("cluster", *args, env=site.env, timeout_s=110)
+    done = cli.look(*args, env=site.env) if args[0] in ("status", "list") else cli("cluster", *args, env=site.env)
     assert done.rc == rc, done
     return done
 
@@ -84,7 +84,7 @@ def test_workers_of_an_array_join_one_by_one_and_who_cancels_them_is_seen(run_cl
     assert told["slots"] == 2 and len(told["parts"]["jobs"]) == 2
     for job in told["parts"]["jobs"]:
         site.call("scancel", job)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE_S
     while json.loads(cluster(run_cli, site, "list", "--json").stdout)[0]["state"] != "gone":
         assert time.monotonic() < deadline
     cluster(run_cli, site, "down", "dev")

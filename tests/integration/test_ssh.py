@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import Cli, Finished
+from tests.conftest import PATIENCE_S, Cli, Finished
 from tests.integration import netns
 from tests.integration.sshd import SshHosts, ssh_hosts, ssh_network
 
@@ -39,7 +39,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
 
 
 def cluster(cli: Cli, *args: str, rc: int = 0) -> Finished:
-    done = cli("cluster", *args)
+    done = cli.look(*args) if args[0] in ("status", "list") else cli("cluster", *args)
     assert done.rc == rc, done
     return done
 
@@ -132,7 +132,7 @@ def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves
         assert down.rc == 0, down.stderr
         for host in (one, two):
             assert host.run("find", str(state / "ddptrain" / "hosts"), "-mindepth", "1") == ""
-            deadline = time.monotonic() + 30  # the ssh servers' processes for us end after ours
+            deadline = time.monotonic() + PATIENCE_S  # the ssh servers' processes for us end after ours
             while len(host.processes()) > idle:
                 assert time.monotonic() < deadline, host.processes()
                 time.sleep(0.05)
@@ -140,8 +140,9 @@ def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves
 
 def test_start_that_is_killed_is_cleared_away_by_down(run_cli: Cli, hosts: SshHosts) -> None:
     up = run_cli.start("cluster", "up", "--name", "dev", *hosts.settings, "--ranks", "2")
-    deadline = time.monotonic() + 60
-    while not remote_folders(hosts) and time.monotonic() < deadline:
+    deadline = time.monotonic() + PATIENCE_S
+    while not remote_folders(hosts):
+        assert time.monotonic() < deadline and up.popen.poll() is None, up.stderr
         time.sleep(0.002)
     up.kill_group()  # while the host starts the scheduler, and nobody has been told its process
     cluster(run_cli, "down", "dev")

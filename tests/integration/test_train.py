@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import pytest
 from distributed import Client
 from safetensors.numpy import load_file
 
-from tests.conftest import Cli, Finished
+from tests.conftest import PATIENCE_S, Cli, Finished
 
 SCRIPT = (str(Path(sys.executable).with_name("ddptrain")),)  # python -m would put the folder on its own path
 
@@ -296,12 +297,10 @@ def test_embedded_cluster_listens_on_loopback_only(trainer: Trainer) -> None:
     running = trainer.cli.start("train", trainer.config("steps", params={"until": "go"}))
     running.wait_for("ddptrain: training")
     driver = psutil.Process(running.popen.pid)
-    sockets = [
-        connection
-        for process in (driver, *driver.children(recursive=True))
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
+    sockets = []
+    for process in (driver, *driver.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            sockets += [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
     assert len(sockets) >= 3
     assert {connection.laddr.ip for connection in sockets} == {"127.0.0.1"}
     trainer.go.touch()
@@ -336,7 +335,7 @@ def test_reader_that_leaves_does_not_stop_the_training(on_warm: Trainer) -> None
     command = f"{sys.executable} -m ddptrain train {config} --output plain | head -1"
     shell = subprocess.run(["bash", "-c", command], cwd=on_warm.folder, capture_output=True, text=True, timeout=100)
     assert len(shell.stdout.splitlines()) == 1
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while on_warm.record()["status"] == "running" and time.monotonic() < deadline:
         time.sleep(0.1)
     assert on_warm.record()["status"] == "succeeded"
@@ -354,11 +353,12 @@ class UpCluster:
         file = self.folder / "scheduler.json"
         command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
         self.start([*command, "--no-dashboard", "--dashboard-address", "127.0.0.1:0", "--scheduler-file", str(file)])
-        deadline = time.monotonic() + 60
-        while not file.exists() or not file.read_text().strip():
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with contextlib.suppress(OSError, ValueError):  # not there, or written by half
+                return str(json.loads(file.read_text())["address"])
             assert time.monotonic() < deadline, "the scheduler did not start"
             time.sleep(0.05)
-        return str(json.loads(file.read_text())["address"])
 
     def add_worker(self, *prefix: str, slots: int = 2, scratch: Path | None = None) -> subprocess.Popen[bytes]:
         command = [*prefix, sys.executable, "-m", "ddptrain.worker", "--scheduler", self.address, "--slots", str(slots)]
@@ -403,16 +403,20 @@ def test_ranks_spread_over_workers_of_a_host_and_leave_nothing_there(trainer: Tr
     ended = trainer.train("steps", "--cluster", up_cluster.address)
     assert ended.rc == 0, ended.stderr
     assert [rank["local_rank"] for rank in trainer.record()["attempts"][0]["ranks"]] == [0, 1]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while left := [path for folder in scratch for path in folder.iterdir() if path.name.startswith("steps-")]:
         assert time.monotonic() < deadline, f"the run's spool stays: {left}"
         time.sleep(0.05)
 
 
 def test_too_few_slots_end_with_4_and_the_numbers(on_warm: Trainer) -> None:
-    ended = on_warm.train("steps", "--ranks", "7", "--set", "cluster.start_timeout_s=3")
-    assert ended.rc == 4
-    assert re.search(r"7 slots were asked for, 6 came within \d+ s \(6 on 127\.0\.0\.1\)", ended.stderr)
+    told = re.compile(r"7 slots were asked for, 6 came within \d+ s \(6 on 127\.0\.0\.1\)")
+    for timeout_s in (3, 30):  # a busy machine may not be asked for its slots within the first
+        ended = on_warm.train("steps", "--ranks", "7", "--set", f"cluster.start_timeout_s={timeout_s}")
+        assert ended.rc == 4
+        if told.search(ended.stderr):
+            break
+    assert told.search(ended.stderr), ended.stderr
 
 
 def test_slots_of_a_killed_driver_are_free_at_once(on_warm: Trainer) -> None:
@@ -421,12 +425,12 @@ def test_slots_of_a_killed_driver_are_free_at_once(on_warm: Trainer) -> None:
     first.popen.kill()
     first.popen.wait()
     first_dir = on_warm.run_dir()
-    second = on_warm.train("steps", "--ranks", "4", "--set", "cluster.wait_s=30")
+    second = on_warm.train("steps", "--ranks", "4", "--set", "cluster.wait_s=90")
     assert second.rc == 0, second.stderr
     lines = json_lines((first_dir / "events.jsonl").read_text())
     pids = [line["pid"] for line in lines if line["event"] == "rank_started"]
     assert len(pids) == 4
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -437,14 +441,12 @@ def test_killed_scheduler_ends_the_run_with_4_and_every_rank(trainer: Trainer, u
     config = trainer.config("steps", params={"pause": 300.0})
     running = trainer.cli.start("train", config, "--cluster", up_cluster.address)
     running.wait_for("ddptrain: training")
-    began = time.monotonic()
     up_cluster.processes[0].kill()
-    ended = running.finish()
-    assert time.monotonic() - began < 30
+    ended = running.finish(60)
     assert ended.rc == 4, ended.stderr
     assert "the Dask scheduler is gone" in ended.stderr
     assert trainer.record()["status"] == "failed"
-    up_cluster.processes[1].wait(60)  # the worker ends by itself, and the leak guard looks for its ranks
+    up_cluster.processes[1].wait(PATIENCE_S)  # the worker ends by itself, and the leak guard looks for its ranks
 
 
 def test_nobody_at_the_address_is_a_cluster_error(trainer: Trainer) -> None:
@@ -493,9 +495,14 @@ def test_worker_that_is_busy_with_other_work_is_not_waited_for_for_ever(
         busy = client.submit(subprocess.check_call, ["sh", "-c", wait], pure=False)
         while not any(client.processing().values()):
             time.sleep(0.05)
-        ended = trainer.train("steps", "--cluster", up_cluster.address, "--set", "cluster.start_timeout_s=5")
-        assert ended.rc == 4
-        assert "has not begun with it within 5 s: is it busy with other tasks?" in ended.stderr
+        for timeout_s in (5, 40):  # a busy machine may not even connect within the first
+            given = ("--set", f"cluster.start_timeout_s={timeout_s}")
+            ended = trainer.train("steps", "--cluster", up_cluster.address, *given)
+            assert ended.rc == 4
+            if "has not begun with it" in ended.stderr:
+                break
+        told = f"has not begun with it within {timeout_s} s: is it busy with other tasks?"
+        assert told in ended.stderr, ended.stderr
         assert busy.status == "pending"  # other people's work is left alone
         done.touch()
-        assert busy.result(timeout=30) == 0
+        assert busy.result(timeout=PATIENCE_S) == 0

@@ -33,7 +33,7 @@ from ddptrain.errors import ClusterError, UsageError
 
 _POLL_S = 0.3
 _TELL_EVERY_S = 5.0  # whoever waits may want to stop waiting
-_STOP_S = 30.0  # the pods have 10 s, and the operator and the garbage collector take theirs
+_STOP_S = 60.0  # the pods have 10 s, and the operator and the garbage collector take theirs
 _LOG_LINES = 5
 # All that a cluster is made of, owners first; its pods have its labels.
 _KINDS = {"daskclusters": DASK, "daskworkergroups": DASK, "deployments": APPS, "pods": CORE, "secrets": CORE}

@@ -37,9 +37,7 @@ async def open_way(api: Kubernetes, cluster: Deployment, deadline: float) -> Non
     Raises: ClusterError
     """
     name = spec.service_name(cluster.name)
-    service = await api.get(CORE, f"services/{name}")
-    if service is None:
-        raise ClusterError(f"the service {name} is gone from the namespace {api.namespace}")
+    service = await _service(api, name, deadline)
     inner = f"{name}.{api.namespace}.svc"
     if service["spec"].get("type") == "LoadBalancer":
         host, port, http_port = await _balancer(api, name, deadline), spec.COMM_PORT, 0
@@ -125,6 +123,18 @@ def _read(file: Path) -> list[int]:
     except (OSError, ValueError):
         return []
     return [int(port) for port in ports]
+
+
+async def _service(api: Kubernetes, name: str, deadline: float) -> Mapping[str, Any]:
+    """The scheduler's service, which the operator may make after its pod is ready. Raises ClusterError."""
+    while (service := await api.get(CORE, f"services/{name}")) is None:
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"the service {name} is missing from the namespace {api.namespace}: is dask-kubernetes' operator "
+                f"running? See kubectl --namespace {api.namespace} get services"
+            )
+        await asyncio.sleep(_POLL_S)
+    return service
 
 
 async def _balancer(api: Kubernetes, name: str, deadline: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ddptrain.clusters import deploy, keeper, state
+from ddptrain.clusters import deploy, foreign, keeper, look, state
 from ddptrain.clusters.daemons import DaemonId
 from ddptrain.clusters.keeper import CannotKeep, KeeperOrder, Kept
 from ddptrain.clusters.state import ClusterRecord, Deployment
@@ -199,3 +199,15 @@ def test_who_speaks_another_language_does_not_end_the_keeper(cluster: Deployment
 def test_keeper_that_is_gone_is_told(cluster: Deployment) -> None:
     with pytest.raises(ClusterError, match=r"the keeper \(pid 1\) of the cluster dev does not answer"):
         deploy._order(cluster, KEEPER, 3)
+
+
+def test_cluster_whose_scheduler_is_too_busy_to_tell_its_runs_is_not_scaled(
+    cluster: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backend may end the very workers that runs are on."""
+    silent = look.View(cluster, look.State.GONE, "tcp://h:1 does not answer within 15 s", certain=False)
+    monkeypatch.setattr(look, "probe", lambda deployment, timeout_s: silent)
+    with pytest.raises(
+        ClusterError, match="which runs are on the cluster dev can't be told: tcp://h:1 does not answer"
+    ):
+        foreign.spare_runs(cluster, 1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import math
 import socket
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -246,9 +248,13 @@ class _Service:
     namespace = "ml"
     context = ""
 
-    async def get(self, group: str, path: str) -> dict[str, Any]:
+    def __init__(self, looks_before: float = 0) -> None:
+        self.looks_before = looks_before  # that the operator lets pass before it makes the service
+
+    async def get(self, group: str, path: str) -> dict[str, Any] | None:
         assert (group, path) == ("api/v1", "services/dev-scheduler")
-        return {"spec": {"type": "ClusterIP"}, "status": {"loadBalancer": {}}}
+        self.looks_before -= 1
+        return {"spec": {"type": "ClusterIP"}, "status": {"loadBalancer": {}}} if self.looks_before < 0 else None
 
 
 def test_pod_of_the_cluster_reaches_the_scheduler_by_its_services_name(
@@ -264,3 +270,16 @@ def test_pod_of_the_cluster_reaches_the_scheduler_by_its_services_name(
     assert asked == [("dev-scheduler.ml.svc", 8786)]
     assert cluster.record.address == "tls://dev-scheduler.ml.svc:8786"
     assert cluster.record.dashboard == "http://dev-scheduler.ml.svc:8787/status"
+
+
+def test_service_that_comes_after_the_schedulers_pod_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The operator makes the deployment first: on a busy machine its pod is ready before there is a service."""
+    monkeypatch.setattr(reach, "_resolves", lambda host: True)
+    monkeypatch.setattr(reach, "_answers", lambda url: False)
+    cluster = Deployment(tmp_path, ClusterRecord("dev", "kubernetes", "now"))
+    asyncio.run(reach.open_way(cast(Kubernetes, _Service(looks_before=2)), cluster, time.monotonic() + 60))
+    assert cluster.record.address == "tcp://dev-scheduler.ml.svc:8786"
+    with pytest.raises(ClusterError, match="the service dev-scheduler is missing from the namespace ml"):
+        asyncio.run(reach.open_way(cast(Kubernetes, _Service(looks_before=math.inf)), cluster, deadline=0.0))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddptrain import registry
-from ddptrain.clusters import daemons, gather, manage, state
+from ddptrain.clusters import daemons, gather, look, manage, state
 from ddptrain.clusters.daemons import DaemonOrder
 from ddptrain.clusters.interrupts import interruptible
 from ddptrain.clusters.protocol import Tell
@@ -261,6 +261,23 @@ def test_scale_of_a_cluster_that_is_gone_is_refused(provider: Provider) -> None:
     entry("dev")
     with pytest.raises(ClusterError, match="the cluster dev is not up: its start was broken off"):
         manage.scale("dev", 2, tell)
+    assert provider.calls == []
+
+
+def test_down_asks_a_busy_scheduler_for_its_runs_as_long_as_one_that_may_be_dead(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster that is in use must not be ended only because its scheduler takes longer than a look lasts."""
+
+    async def overview(deployment: Deployment, timeout_s: float) -> Mapping[str, object]:
+        if timeout_s <= look.LOOK_TIMEOUT_S:
+            raise TimeoutError("it is busy")
+        return {"workers": [], "runs": [{"run_id": "night", "slots": 2, "hosts": []}], "waiting": []}
+
+    monkeypatch.setattr(look, "_ask", overview)
+    entry("dev", address="tcp://127.0.0.1:1")
+    with pytest.raises(UsageError, match="the cluster dev is in use by night"):
+        manage.down("dev", tell)
     assert provider.calls == []
 
 

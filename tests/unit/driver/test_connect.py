@@ -76,6 +76,25 @@ def test_cluster_of_the_users_own_that_is_gone_says_how_to_clear_up() -> None:
     assert "ddptrain cluster down dev" in told
 
 
+def test_scheduler_of_the_users_own_that_is_busy_is_given_longer(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there: a machine with other work takes more than three seconds for a handshake with TLS."""
+    given: list[float] = []
+    told: list[str] = []
+
+    def tried(target: Target, timeout_s: float) -> str:
+        given.append(timeout_s)
+        if len(given) == 1:
+            raise TimeoutError("timed out after 3 s")
+        return "a client"
+
+    monkeypatch.setattr("ddptrain.driver.connect._tried", tried)
+    monkeypatch.setattr("ddptrain.driver.connect._why_not", lambda target: "")
+    address = f"tcp://127.0.0.1:{silent}"
+    client: object = connected(Target(address, name="dev"), 300, told.append)
+    assert client == "a client" and told == [f"waiting for the Dask scheduler at {address}: timed out after 3 s"]
+    assert given[1] > given[0]
+
+
 def test_unknown_host_is_told_as_such() -> None:
     assert "the host of tcp://nowhere.invalid:1 is unknown" in refused(Target("tcp://nowhere.invalid:1"), timeout_s=30)
 

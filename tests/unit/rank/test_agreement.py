@@ -116,7 +116,7 @@ def test_a_rank_that_hears_nothing_keeps_the_others_only_for_the_grace(gang: Gan
     calls.tell_to_end()
     began = time.monotonic()
     assert not calls.is_last(calls.enter())
-    assert 0.25 < time.monotonic() - began < 15
+    assert 0.25 < time.monotonic() - began < 45  # dist_timeout_s is 60
     assert not calls.is_last(calls.enter())
 
 

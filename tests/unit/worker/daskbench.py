@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from distributed import Client, Future, Security
 
 from ddptrain.spec import SLOT_RESOURCE, RankExit, attached_plugin
 from ddptrain.worker import task
+from tests.conftest import PATIENCE_S
 from tests.unit.specs import make_spec
 from tests.unit.worker.stubs import until
 
@@ -100,9 +102,9 @@ class DaskBench:
                 require_encryption=True, tls_ca_file=certificate, tls_client_cert=certificate, tls_client_key=key
             )
         address = json.loads(self.scheduler_file.read_text())["address"]
-        with Client(address, set_as_default=False, security=security, timeout=60) as client:
+        with Client(address, set_as_default=False, security=security, timeout=PATIENCE_S) as client:
             driver = Driver(client, run_id, self.env)
-            until(lambda: len(driver.workers) >= workers, f"{workers} workers: {self._said()}", timeout_s=60)
+            until(lambda: len(driver.workers) >= workers, lambda: f"{workers} workers: {self._said()}")
             yield driver
 
     def _said(self) -> str:
@@ -180,8 +182,19 @@ class Driver:
 
     def wait_for(self, worker: str, words: str, rank: int = 0) -> None:
         """Return once the rank has printed `words`."""
-        began = [future.status for future in self.futures]
-        until(lambda: words in self.said(worker, rank), f"rank {rank} prints {words!r} (tasks were {began})")
+        until(
+            lambda: words in self.said(worker, rank),
+            lambda: f"rank {rank} prints {words!r}\n{self._stands(worker)}",
+        )
+
+    def _stands(self, worker: str) -> str:
+        """What there is to know of ranks that do not do what they should: for the message of a test that fails."""
+        scratch = Path(self.about[worker]["scratch"])
+        logs = [*scratch.glob("*.log"), *scratch.glob(f"{self.run_id}/attempt-1/rank-*/log")]
+        said = "\n".join(f"--- {path.relative_to(scratch)}\n{path.read_text()[-2000:]}" for path in logs)
+        told = [{name: value for name, value in notice.items() if name != "data"} for notice in self.notices[-10:]]
+        tasks = [(future.key, future.status) for future in self.futures]
+        return f"tasks: {tasks}\nnotices: {told}\n{_processes(int(self.about[worker]['pid']))}\n{said}"
 
     def remove(self, worker: str) -> None:
         """What the scheduler's book does at the run's end, or when the driver is gone."""
@@ -194,7 +207,20 @@ class Driver:
         assert answer == {address: {"status": "OK"}}, answer
 
 
-def ended(future: Future[str], timeout_s: float = 60) -> RankExit:
+def _processes(pid: int) -> str:
+    """A process and its descendants, a line each: what they are, and what the kernel says that they do."""
+    lines = []
+    with contextlib.suppress(psutil.Error):
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                used = process.cpu_times()
+                about = (process.pid, process.name(), process.status(), process.num_threads(), used.user, used.system)
+                lines.append(" ".join(map(str, about)))
+    return "\n".join(lines)
+
+
+def ended(future: Future[str], timeout_s: float = PATIENCE_S) -> RankExit:
     """How the rank ended."""
     return RankExit.from_json(future.result(timeout=timeout_s))
 

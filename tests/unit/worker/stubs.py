@@ -117,9 +117,12 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 60.0) -> None:
     """Wait for a condition; fail with `what` where it never comes."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+    while True:
+        late = time.monotonic() > deadline  # before the look: the machine may have stood still since the last one
+        if condition():
+            return
+        assert not late, f"not within {timeout_s} s: {what() if callable(what) else what}"
         time.sleep(0.01)

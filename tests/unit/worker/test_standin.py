@@ -68,7 +68,8 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
     assert sleeper.poll() is None
 
 
-def test_stacks_are_waited_for_on_a_busy_machine(spool: RankSpool) -> None:
+def test_stacks_are_waited_for_on_a_busy_machine(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standin, "_DUMP_S", 30 * standin._DUMP_S)  # on one that is busier still
     code = """
 import signal, sys, time
 def write(*_):

@@ -242,9 +242,9 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(
         for _ in range(1000):
             display.metrics(0, Metrics(0, {"loss": 1.0}))
             display.log_grew()
-        assert time.monotonic() - started_s < 20
-        display.close(last_event={"event": "run_finished"}, deadline_s=0.1)
         assert time.monotonic() - started_s < 40
+        display.close(last_event={"event": "run_finished"}, deadline_s=0.1)
+        assert time.monotonic() - started_s < 80
     os.close(reader)
     assert "nobody has read the output for 0.1 s" in (tmp_path / "err").read_text()
 

@@ -1,0 +1,19 @@
+"""The last words on a run, for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddptrain.driver.summary import lines
+from ddptrain.driver.verdict import Verdict
+from ddptrain.results.record import RunStatus
+from ddptrain.results.writer import RunWriter
+
+
+@pytest.mark.parametrize(("ranks", "on"), [(0, ""), (1, " on 1 rank"), (8, " on 8 ranks")])
+def test_the_ranks_are_counted_where_there_were_any(tmp_path: Path, ranks: int, on: str) -> None:
+    with RunWriter.create(tmp_path, "r", "name", "", "workload", world_size=ranks) as writer:
+        told = lines(writer, Verdict(RunStatus.FAILED, 4, "no cluster"), 1.25)
+    assert told == [f"run r failed after 1.2 s{on}", f"  results {tmp_path / 'r'}"]
