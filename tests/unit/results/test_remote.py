@@ -31,7 +31,13 @@ def runs(tmp_path: Path) -> Iterator[StoreRuns]:
 
 def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: Any) -> Store:
     run = runs.store.below(run_id)
-    record = {"run_id": run_id, "name": "n", "status": status, "started_at": "2025-01-01T00:00:00Z", **fields}
+    record = {
+        "run_id": run_id,
+        "name": "n",
+        "status": status,
+        "started_at": "2025-01-01T00:00:00Z",
+        "world_size": 1,
+    } | fields
     run.write("run.json", json.dumps(record).encode())
     run.write("config.yaml", b"name: n\n")
     run.write("logs/rank-0.log", b"one\ntwo\n")
