@@ -93,12 +93,27 @@ def begin_with_weights(
         lambda line: print(line, flush=True),
     )
     keep_head = settings.label_map is not None
-    others = load(model, read(path), model_config, str(path), keep_head=keep_head)
-    replaced = ""
-    if others is not None:
-        replaced = f"; their head of {others:,} outputs is replaced by a new one of {model_config['n_outputs']:,}"
+    # That torchvision's outputs are as many as the classes is chance, in a file of one's own they may well be the same.
+    new_head = not keep_head and is_weights_name(settings.weights)
+    others = load(model, read(path), model_config, str(path), keep_head=keep_head, new_head=new_head)
     if ctx.rank == 0:
-        print(f"weights: {path}{replaced}", flush=True)
+        print(f"weights: {path}{_replaced(others, model_config['n_outputs'])}", flush=True)
+        _tell_size(settings, settings.weights)
+
+
+def _replaced(others: int | None, n_outputs: int) -> str:
+    if others is None:
+        return ""
+    hint = " (params.label_map keeps it)" if others == n_outputs else ""
+    return f"; their head of {others:,} outputs is replaced by a new one of {n_outputs:,}{hint}"
+
+
+def _tell_size(settings: ImagesParams, weights: str) -> None:
+    """A line where the weights are known to be made for images of another size."""
+    size = named(settings.architecture, weights).image_size if is_weights_name(weights) else settings.image_size
+    if size != settings.image_size:
+        told = f"these weights were made for images of {size} pixels, params.image_size is {settings.image_size}"
+        print(told, flush=True)
 
 
 def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell: Callable[[str], None]) -> Path:

@@ -153,4 +153,6 @@ def _reason(error: Exception) -> str:
         return str(error)
     if type(error).__name__ == "UnidentifiedImageError":
         return f"not an image of a known format ({', '.join(FORMATS)})"
-    return f"{type(error).__name__}: {error}"
+    # Pillow says by these what is wrong with a file; what others say means little without their names.
+    is_told = type(error) in (OSError, SyntaxError) and str(error)
+    return str(error) if is_told else f"{type(error).__name__}: {error}"

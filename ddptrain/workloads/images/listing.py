@@ -122,7 +122,7 @@ def list_images(location: Location, tell: Tell | None = None) -> Found:
             tell(f"listing {location.words}: {number:,} files so far")
     if location.protocol == "file":  # in a store no folder is empty
         found.folders |= {entry.name for entry in os.scandir(location.url) if entry.is_dir() and entry.name[0] != "."}
-    _check(found, location.words)
+    _check(found, location)
     return found
 
 
@@ -207,18 +207,22 @@ def _is_text(key: str) -> bool:
     return True
 
 
-def _check(found: Found, where: str) -> None:
+def _check(found: Found, location: Location) -> None:
     """Raises UsageError where there is nothing to be used."""
     if found.by_class:
         return
+    where = location.words
     want = "params.source is the folder that holds a folder of images for each class"
     if found.n_stray:
         raise UsageError(
             f"{where} has its {counted(found.n_stray, 'image')} directly in it, in no folders of classes: {want}"
         )
     n_files = sum(found.suffixes.values()) + found.n_hidden
+    if not n_files and found.folders:
+        raise UsageError(f"there is no file in {where}, only {_imageless(sorted(found.folders))}; {want}")
     if not n_files:
-        raise UsageError(f"there is nothing in {where}: it is empty, or does not exist; {want}")
+        why = "the folder is empty" if location.protocol == "file" else "it is empty, or does not exist"
+        raise UsageError(f"there is nothing in {where}: {why}; {want}")
     common = ", ".join(f"{n:,} {shown(suffix, 20) or 'without suffix'}" for suffix, n in found.suffixes.most_common(3))
     raise UsageError(f"there is no image in {where}, only {counted(n_files, 'other file')} ({common}); {want}")
 

@@ -93,6 +93,15 @@ def build(model_config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+def outline(model_config: Mapping[str, Any]) -> nn.Module:
+    """The model of a description, without memory for its weights where that can be. Raises: as `build` does."""
+    try:
+        with torch.device("meta"):
+            return build(model_config)
+    except NotImplementedError:  # RegNets compute their shapes with tensors
+        return build(model_config)
+
+
 def wrong_size(model_config: Mapping[str, Any], error: Exception) -> UsageError:
     """What to tell a person whose images are too small for a model, or of a size that it can't divide."""
     size = model_config["image_size"]

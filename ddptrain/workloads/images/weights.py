@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddptrain.wording import did_you_mean, shown
+from ddptrain.workloads.images.models import outline
 from ddptrain.workloads.images.namedfiles import BadWeights, is_safetensors
 from ddptrain.workloads.versions import versioned
 
@@ -34,11 +35,15 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Weights that torchvision has: where they lie, and the numbers that images are normalised with."""
+    """Weights that torchvision has: where they lie, and the images that they were made for.
+
+    mean, std: what those were normalised with, per channel; image_size: their side in pixels.
+    """
 
     url: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    image_size: int
 
 
 def named(architecture: str, name: str) -> Named:
@@ -51,7 +56,7 @@ def named(architecture: str, name: str) -> Named:
         raise BadWeights(f"{architecture} has no weights {name!r} ({hint}): see params.weights")
     found = kinds[name]
     shows = found.transforms()
-    return Named(found.url, tuple(shows.mean), tuple(shows.std))
+    return Named(found.url, tuple(shows.mean), tuple(shows.std), max(shows.crop_size))
 
 
 def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Tensor]:
@@ -82,19 +87,33 @@ def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Ten
 
 
 def load(
-    model: nn.Module, state: Mapping[str, Tensor], model_config: Mapping[str, Any], source: str, *, keep_head: bool
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    model_config: Mapping[str, Any],
+    source: str,
+    *,
+    keep_head: bool,
+    new_head: bool = False,
 ) -> int | None:
-    """Loads weights into the model; returns how many outputs theirs have where a head of another size was left out.
+    """Loads weights into the model; returns how many outputs theirs have where their head was left out.
 
-    With `keep_head` it must not be. Raises: BadWeights where they are of another model.
+    One of another size is, which must not be with `keep_head`; with `new_head` one of the same size is, too.
+
+    Raises: BadWeights where they are of another model.
     """
-    fitting, others = fit(model, state, model_config, source, keep_head=keep_head)
+    fitting, others = fit(model, state, model_config, source, keep_head=keep_head, new_head=new_head)
     model.load_state_dict(versioned(model, fitting), strict=False)
     return others
 
 
 def fit(
-    model: nn.Module, state: Mapping[str, Tensor], model_config: Mapping[str, Any], source: str, *, keep_head: bool
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    model_config: Mapping[str, Any],
+    source: str,
+    *,
+    keep_head: bool,
+    new_head: bool = False,
 ) -> tuple[dict[str, Tensor], int | None]:
     """What `load` loads, and returns; of the model no more than names and shapes are looked at.
 
@@ -103,6 +122,8 @@ def fit(
     own = model.state_dict()
     state = _fitted(state, own, model_config)
     wrong = [name for name, value in own.items() if name in state and state[name].shape != value.shape]
+    if new_head and not wrong:
+        wrong = [name for name in _head(own, model_config) if name in state]
     others = _head_outputs(wrong, state, own, model_config["n_outputs"])
     missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in state if name not in own]
@@ -163,10 +184,16 @@ def _named_now(name: str) -> str:
     return _OLD_PERCEPTRON.sub(lambda found: f"{found[1]}{_LAYER_OF[found[2]]}{found[3]}", name)
 
 
+def _head(own: Mapping[str, Tensor], model_config: Mapping[str, Any]) -> list[str]:
+    """The names of what depends on the number of outputs."""
+    larger = outline({**model_config, "n_outputs": model_config["n_outputs"] + 1}).state_dict()
+    return [name for name, value in own.items() if larger[name].shape != value.shape]
+
+
 def _head_outputs(
     wrong: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor], n_outputs: int
 ) -> int | None:
-    """How many outputs the head has in `state`, where the weights in `wrong` are all of it and differ in that alone."""
+    """How many outputs the head in `state` has, where the weights in `wrong` are all of it, and fit but for that."""
     modules = {name.rpartition(".")[0] for name in wrong}
     sizes = {len(state[name]) if state[name].dim() else 0 for name in wrong}
     fits = all(own[name].shape[:1] == (n_outputs,) and own[name].shape[1:] == state[name].shape[1:] for name in wrong)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from ddptrain.redact import hide_credentials
 from ddptrain.wording import shown
 from ddptrain.workloads.images.beginning import weights_file
-from ddptrain.workloads.images.models import build, describe
+from ddptrain.workloads.images.models import describe, outline
 from ddptrain.workloads.images.namedfiles import (
     BadWeights,
     WeightsNotReached,
@@ -54,7 +51,7 @@ def check_weights_fit(
         state = read(path, source, lazily=True)
     names = None if labels is None else labels.names
     model_config = describe(settings.architecture, settings.image_size, classes, output_names=names)
-    fit(_outline(model_config), state, model_config, source, keep_head=labels is not None)
+    fit(outline(model_config), state, model_config, source, keep_head=labels is not None)
 
 
 def _fetched(path: Path, source: str) -> Mapping[str, Tensor]:
@@ -65,15 +62,6 @@ def _fetched(path: Path, source: str) -> Mapping[str, Tensor]:
     except BadWeights:
         path.unlink(missing_ok=True)
         raise
-
-
-def _outline(model_config: Mapping[str, Any]) -> nn.Module:
-    """The model, without memory for its weights where that can be."""
-    try:
-        with torch.device("meta"):
-            return build(model_config)
-    except NotImplementedError:  # RegNets compute their shapes with tensors
-        return build(model_config)
 
 
 class _Telling:

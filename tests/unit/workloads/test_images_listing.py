@@ -12,7 +12,7 @@ from ddptrain.errors import UsageError
 from ddptrain.workloads.images.catalogue import N_OUTPUTS
 from ddptrain.workloads.images.listing import chosen_classes, list_images, prepare
 from ddptrain.workloads.images.manifest import FILE, DamagedManifest, Manifest
-from ddptrain.workloads.images.store import Location
+from ddptrain.workloads.images.store import Location, StoreMissing
 
 CLASSES = ["n02085620-Chihuahua", "n02088364-beagle", "n02099601-golden_retriever"]
 
@@ -111,7 +111,8 @@ def test_a_class_that_is_none_is_named_with_the_nearest(subset: int | list[str],
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [
-        ([], "there is nothing in"),
+        ([], "there is nothing in .*/source: the folder is empty; params.source is the folder that"),
+        ([".a/1.jpg"], "there is no image in .*/source, only 1 other file"),
         (["1.jpg", "2.jpg"], "has its 2 images directly in it, in no folders of classes"),
         (["a/1.txt", "b/2.csv", "b/3.csv"], "there is no image in .*, only 3 other files \\(2 .csv, 1 .txt\\)"),
         (["a/1.jpg"], "gives 1 class only, a: at least 2 are needed; params.source is the folder that"),
@@ -124,6 +125,16 @@ def test_a_source_that_does_not_do_is_a_clear_error(tmp_path: Path, files: list[
         prepared(tmp_path / "inputs", fill(tmp_path / "source", *files))
     assert str(tmp_path / "source") in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "inputs" / FILE).exists()
+
+
+def test_a_local_source_that_is_not_there_and_one_without_a_file_are_told_apart(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    with pytest.raises(StoreMissing, match=r"/source does not exist: params\.source is the folder that"):
+        prepared(tmp_path / "inputs", source)
+    (source / "a").mkdir(parents=True)
+    (source / "b").mkdir()
+    with pytest.raises(UsageError, match=r"^there is no file in .*/source, only 2 folders without an image \(a, b\); "):
+        prepared(tmp_path / "inputs", source)
 
 
 def test_a_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:

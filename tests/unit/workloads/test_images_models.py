@@ -75,6 +75,7 @@ def test_weights_of_a_name_have_a_url_and_their_own_normalisation() -> None:
     assert found.url.endswith("resnet50-11ad3fa6.pth")
     assert (found.mean, found.std) == (MEAN, STD)
     assert named("efficientnet_v2_l", "DEFAULT").mean == (0.5, 0.5, 0.5)
+    assert (found.image_size, named("efficientnet_b3", "DEFAULT").image_size) == (224, 300)
     with pytest.raises(BadWeights, match="resnet50 has no weights 'IMAGENET1K_V7'"):
         named("resnet50", "IMAGENET1K_V7")
 
@@ -140,6 +141,18 @@ def test_head_of_the_same_size_is_loaded() -> None:
     model = build(config)
     assert load(model, state, config, "w", keep_head=True) is None
     assert torch.equal(model.state_dict()["head.weight"], state["head.weight"])
+
+
+@pytest.mark.parametrize("architecture", ["small_cnn", "squeezenet1_1", "regnet_y_400mf"])
+def test_new_head_is_made_also_where_theirs_is_of_the_same_size(architecture: str) -> None:
+    config = described(architecture)
+    state = {name: value + 1 for name, value in build(config).state_dict().items()}
+    model = build(config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert load(model, state, config, "w", keep_head=False, new_head=True) == 3
+    kept = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
+    assert kept and {name.rpartition(".")[0] for name in kept} <= {"head", "classifier.1", "fc"}
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items() if name not in kept)
 
 
 def test_head_that_the_label_map_does_not_fit_is_an_error() -> None:

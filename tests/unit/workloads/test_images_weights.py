@@ -8,7 +8,8 @@ import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images import fetching
-from ddptrain.workloads.images.beginning import weights_file
+from ddptrain.rank.context import RankContext
+from ddptrain.workloads.images import beginning, fetching
+from ddptrain.workloads.images.beginning import begin_with_weights, described_model, weights_file
 from ddptrain.workloads.images.listing import prepare
 from ddptrain.workloads.images.manifest import FILE
-from ddptrain.workloads.images.models import build, describe
+from ddptrain.workloads.images.models import MEAN, STD, build, describe
 from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.weights import Named
 
 CLASSES = ["cat", "dog", "owl"]
 
@@ -127,6 +130,55 @@ def test_head_that_the_label_map_does_not_name_is_refused(tmp_path: Path, prepar
     labels.write_text(json.dumps([*CLASSES, "elk", "fox", "gnu", "hare"]))
     preparing(weights, label_map=str(labels))
     assert preparing.is_done
+
+
+# --- as a run begins with them ---
+
+
+class Beginning:
+    """Rank 0 of a run of a thousand classes begins with weights of a thousand outputs; gives the head it has then."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = folder / "w.safetensors"
+        self.theirs = pretrained(1000, "squeezenet1_1")
+        save_file(self.theirs, self.path)
+        known = Named(self.path.as_uri(), MEAN, STD, 300)
+        monkeypatch.setattr(beginning, "named", lambda *_: known)
+        monkeypatch.setattr(beginning, "weights_file", lambda *_: self.path)
+        self.ctx = cast("RankContext", SimpleNamespace(rank=0, progress=lambda *_, **__: None))
+
+    def keeps_head(self, weights: str, **params: Any) -> bool:
+        settings = ImagesParams(architecture="squeezenet1_1", weights=weights, image_size=64, **params)
+        described = described_model(settings, [f"class {number}" for number in range(1000)], lambda _: None)
+        model = build(described)
+        begin_with_weights(self.ctx, settings, model, described)
+        assert torch.equal(model.state_dict()["features.0.weight"], self.theirs["features.0.weight"])
+        return torch.equal(model.state_dict()["classifier.1.weight"], self.theirs["classifier.1.weight"])
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beginning:
+    return Beginning(tmp_path, monkeypatch)
+
+
+def test_torchvisions_head_is_replaced_where_the_classes_are_as_many_by_chance(
+    begun: Beginning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not begun.keeps_head("DEFAULT")
+    assert capsys.readouterr().out == (
+        f"weights: {begun.path}; their head of 1,000 outputs is replaced by a new one of 1,000 (params.label_map keeps "
+        "it)\nthese weights were made for images of 300 pixels, params.image_size is 64\n"
+    )
+
+
+def test_head_is_kept_with_a_label_map_or_in_a_file_of_ones_own(
+    begun: Beginning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "labels.json").write_text(json.dumps([f"class {number}" for number in range(1000)]))
+    assert begun.keeps_head("DEFAULT", label_map=str(tmp_path / "labels.json"))
+    capsys.readouterr()
+    assert begun.keeps_head(str(begun.path))
+    assert capsys.readouterr().out == f"weights: {begun.path}\n", "what sizes they were made for is not known"
 
 
 # --- from a URL ---
