@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ddptrain.config import slug
+from ddptrain.configtypes import MODULE_PATTERN, NAME_PATTERN
 from ddptrain.errors import Problem
 from ddptrain.wording import PathKey, did_you_mean, dotted, nearest, seen
 from ddptrain.yamlsource import Located, Node, Place, scalar
@@ -49,9 +50,14 @@ _EXPECTED = {
     "multiple_of": "a multiple of {multiple_of}",
     "string_too_short": "text of {min_length} or more characters",
     "string_too_long": "text of at most {max_length} characters",
-    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_pattern_mismatch": "text that matches {pattern}",  # but for _PATTERNS
     "too_short": "{min_length} or more values",
     "too_long": "at most {max_length} values",
+}
+_PATTERNS = {
+    NAME_PATTERN: "a name of 1 to 64 lower-case letters, digits, dots, dashes and underscores that begins with "
+    "a letter or digit",
+    MODULE_PATTERN: "a module's name, as package.module",
 }
 MAX_PROBLEMS = 50
 _UNSHOWN = Problem("", "", "")
@@ -173,6 +179,8 @@ def _problem(place: Place, path: PathKey, group: Sequence[ErrorDetails], schema:
 
 def _expected(details: ErrorDetails) -> str:
     context: Mapping[str, Any] = details.get("ctx", {})
+    if (pattern := context.get("pattern")) in _PATTERNS:
+        return _PATTERNS[pattern]
     template = _EXPECTED.get(details["type"])
     if template is None:
         return details["msg"].removeprefix("Input should be ").rstrip(".")
@@ -194,9 +202,8 @@ def _unknown_hint(path: PathKey, schema: Schema) -> str:
 
 
 def _value_hint(path: PathKey, value: object, types: set[str], choices: Sequence[str]) -> str:
-    if path == ("name",) and isinstance(value, str):
-        rule = "lower-case letters, digits, dots, dashes and underscores, at most 64"
-        return f"{rule}; as in {slug(value)}" if slug(value) else rule
+    if path in (("name",), ("cluster", "name")) and isinstance(value, str):
+        return f"as in {slug(value)}" if slug(value) else ""
     if "string_type" in types and isinstance(value, int | float):
         return "write it in quotes"
     if not isinstance(value, str):

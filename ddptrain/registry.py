@@ -26,16 +26,23 @@ class BuiltIn:
 
     The module of the model must not import torch: it is loaded in the driver, before anything starts. Nor must that of
     `prepare`, which the driver has called once for a run, in a process of its own, with (params, folder, tell): what it
-    puts into the folder all ranks find in ctx.inputs, in each attempt, after a resume as well.
+    puts into the folder all ranks find in ctx.inputs, in each attempt, after a resume as well. `check` is the same for
+    a workload that only looks whether its inputs do, which ranks elsewhere may see otherwise: it is called where all
+    ranks are on the driver's host.
     """
 
     target: str
     params: str
     prepare: str = ""
+    check: str = ""
 
 
 BUILT_IN = {
-    "petnames": BuiltIn("ddptrain.workloads.petnames.train:train", "ddptrain.workloads.petnames.params:PetnamesParams"),
+    "petnames": BuiltIn(
+        "ddptrain.workloads.petnames.train:train",
+        "ddptrain.workloads.petnames.params:PetnamesParams",
+        check="ddptrain.workloads.petnames.names:check",
+    ),
     "images": BuiltIn(
         "ddptrain.workloads.images.train:train",
         "ddptrain.workloads.images.params:ImagesParams",
@@ -76,9 +83,14 @@ def workload_target(name: str) -> str:
     raise ConfigError([_unknown(name, [*BUILT_IN, *installed])])
 
 
-def prepare_target(name: str) -> str:
-    """The module:attr of what prepares a workload's inputs; "" where there is nothing to prepare."""
-    return BUILT_IN[name].prepare if name in BUILT_IN else ""
+def prepare_target(name: str, *, here: bool) -> str:
+    """The module:attr of what prepares or checks a workload's inputs; "" where there is nothing to do.
+
+    `here` says whether all ranks are on this host.
+    """
+    if name not in BUILT_IN:
+        return ""
+    return BUILT_IN[name].prepare or (BUILT_IN[name].check if here else "")
 
 
 def takes_context(name: str, annotation: str) -> bool:

@@ -79,23 +79,29 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 def parts_below(folder: Path) -> list[Part]:
     """The parts in `folder` or one below it, in the order in which they were begun."""
-    return _parts([*folder.glob("*/run-*.wandb"), *folder.glob("*/*/run-*.wandb")])
+    outer = _entries(folder)
+    return _parts([*outer, *(inner for each in outer for inner in _entries(each))])
 
 
 def parts_in(folder: Path) -> list[Part]:
     """Those in `folder`, which may be any: nothing else in it is looked into. None where it can't be read."""
+    return _parts(_entries(folder))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in it; nothing, where it is no folder, can't be read, or has just gone (Path.glob would raise)."""
     try:
-        names = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-        return _parts([log for path in names for log in path.glob("run-*.wandb")])
+        return list(folder.iterdir())
     except OSError:
         return []
 
 
-def _parts(logs: Sequence[Path]) -> list[Part]:
+def _parts(folders: Sequence[Path]) -> list[Part]:
+    """Those among these folders."""
     found = []
-    for log in logs:
-        match = _NAME.fullmatch(log.parent.name)
-        if match and log.is_file() and not log.is_symlink():
+    named = [(folder, match) for folder in folders if (match := _NAME.fullmatch(folder.name))]
+    for log, match in ((path, match) for folder, match in named for path in _entries(folder)):
+        if log.match("run-*.wandb") and log.is_file() and not log.is_symlink():
             run_id = log.stem.removeprefix("run-")
             shared = _SHARE.fullmatch(match["id"].removeprefix(run_id))
             rank = shared["rank"] if shared else ""

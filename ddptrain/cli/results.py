@@ -26,8 +26,8 @@ RunsDir = Annotated[
     typer.Option(
         "--runs-dir",
         metavar="DIR|URL",
-        help="Folder that holds the runs, or s3://bucket/folder.",
-        show_default=_DEFAULT_RUNS_DIR,
+        # Not show_default: typer puts a default that is only told in parentheses.
+        help=f"Folder that holds the runs, or s3://bucket/folder.  [default: {_DEFAULT_RUNS_DIR}]",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -48,7 +48,7 @@ def list_(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> N
     _list(_folder(ctx, runs_dir), as_json=json)
 
 
-@app.command()
+@app.command(short_help="Show everything about a run.")
 def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = False) -> None:
     """Show everything about a run: how it went, what failed, its ranks, metrics, checkpoints and files."""
     from ddptrain.results.render import print_sections, sections
@@ -129,7 +129,7 @@ def plot(
     write([*charts, f"picture: {picture}"])
 
 
-@app.command()
+@app.command(short_help="Send what was recorded offline to Weights & Biases.")
 def sync(
     ctx: typer.Context,
     run: Annotated[

@@ -45,6 +45,8 @@ def run(
     """Run an unmodified torchrun script on every GPU: on this machine, or on a cluster that is up."""
     from ddptrain.configfile import dump_config
 
+    if not module:
+        _refuse_configuration(script)
     workload = {"module" if module else "script": script, "args": _own(args or []), "local_rank_arg": local_rank}
     loaded = _load(workload, overrides or [], field_options(ranks, cluster, runs_dir))
     if dry_run:
@@ -54,6 +56,16 @@ def run(
     from ddptrain.driver.launch import train as launch
 
     raise typer.Exit(launch(loaded, LaunchOptions(run_id, output.value, full_traceback=full_traceback)))
+
+
+def _refuse_configuration(script: str) -> None:
+    """Raise UsageError for a YAML file, which Python would not run."""
+    import shlex
+
+    from ddptrain.errors import UsageError
+
+    if script.lower().endswith((".yaml", ".yml")):
+        raise UsageError(f"{script} is a configuration, no script: ddptrain train {shlex.quote(script)}")
 
 
 def _own(args: list[str]) -> list[str]:

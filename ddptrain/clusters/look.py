@@ -49,7 +49,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run and the slots that it holds, or waits for (`asked` None: for all there are) since `waited_s`."""
+    """A run and the slots that it holds, or waits for (`asked` None: for all there are), so far for `waited_s`."""
 
     run_id: str
     slots: int = 0

@@ -77,7 +77,7 @@ def _worker(worker: WorkerView) -> str:
 
 def _waits(run: RunView) -> str:
     asked = counted(run.asked, "slot") if run.asked is not None else "all slots"
-    return f"for {asked}, since {run.waited_s:.0f} s"
+    return f"for {asked}, for {run.waited_s:.0f} s"
 
 
 def _part(value: Any) -> str:

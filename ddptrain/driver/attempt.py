@@ -31,6 +31,7 @@ from ddptrain.driver.porter import Porter
 from ddptrain.driver.presence import Presence
 from ddptrain.driver.rankwatch import Outcome, RankWatch
 from ddptrain.driver.telling import Telling
+from ddptrain.driver.verdict import was_sent
 from ddptrain.driver.watchdog import Watchdog
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.results.errors import UnsafePath
@@ -300,7 +301,7 @@ class Attempt:
         again = self.signum is not None
         self.signum = signum
         if signum == signal.SIGTERM and not again:
-            self._preempt("the driver was sent SIGTERM")
+            self._preempt(was_sent(signum))
             return
         self.notice = None
         self.telling.status("stopping at once" if again else "stopping the ranks (again to kill them at once)")

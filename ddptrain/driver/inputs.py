@@ -24,7 +24,7 @@ _END_S = 5.0
 
 
 class Inputs:
-    """The run's inputs/ folder; where the workload has nothing to prepare, there is none.
+    """The run's inputs/ folder; where the workload has nothing to prepare, or only looks, there is none.
 
     The process may use threads and libraries that must not be in the driver, has the run's own environment, and can be
     ended at any moment.
@@ -79,7 +79,8 @@ class Inputs:
         if not done:
             raise ClusterError(f"the process that prepares the run's inputs has ended: {describe_status(status)}")
         self.close()
-        self._note_contents()
+        if self._folder.exists():
+            self._note_contents()
 
     def _note_contents(self) -> None:
         """Write down what there is, so that two folders are the same if this file is."""
@@ -103,7 +104,7 @@ class Inputs:
         return gang.place(places, self._folder, self._files, CONTENTS, "the inputs")
 
     def close(self) -> None:
-        """End the process, if it has not ended."""
+        """End the process, if it has not ended; a folder into which it has put nothing goes."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -114,6 +115,8 @@ class Inputs:
         with contextlib.suppress(OSError):
             process.stdin.close()
         process.stdout.close()
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
 
 
 def _digest(path: Path) -> str:

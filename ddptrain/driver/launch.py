@@ -68,8 +68,7 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
         UsageError, RunLocked, ClusterError: the run could not be begun; nothing was started.
     """
     config = loaded.config
-    if config.cluster.name is not None:
-        state.find(config.cluster.name)
+    prepared_by = _prepared_by(config)
     check_trackers(config)
     machine = offer(config.cluster, os.environ) if config.cluster.is_embedded else None
     inbox: Inbox = queue.SimpleQueue()
@@ -84,7 +83,8 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
         keeping.begin()
         if options.ready_fd is not None:
             tell_begun(options.ready_fd, writer.layout, choice.reason if choice else "")
-        return _Run(loaded, options, writer, inbox, signals, machine, choice, keeping).run()
+        inputs = Inputs(prepared_by, writer.layout.inputs_dir)
+        return _Run(loaded, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
 
 
 def _choice(config: RunConfig, options: LaunchOptions, runs: RunsDir) -> Choice | None:
@@ -116,6 +116,14 @@ def _opened(config: RunConfig, folder: Path, choice: Choice | None) -> RunWriter
     return RunWriter.create(folder.parent, folder.name, config.name, text, config.workload_name)
 
 
+def _prepared_by(config: RunConfig) -> str:
+    """What prepares or checks the workload's inputs before there are ranks. Raises ClusterNotFound."""
+    name = config.cluster.name
+    backend = config.cluster.backend if name is None else state.find(name).record.backend
+    here = backend == "local"  # elsewhere a path may be another file, and a URL may be open
+    return prepare_target(config.workload, here=here) if isinstance(config.workload, str) else ""
+
+
 def _module_needed(config: RunConfig) -> str:
     """The workload's module:attr, which workers are asked for; a script needs none."""
     if isinstance(config.workload, str):
@@ -136,6 +144,7 @@ class _Run:
         machine: Offer | None,
         choice: Choice | None,
         keeping: Keeping,
+        inputs: Inputs,
     ) -> None:
         self.loaded, self.options, self.writer, self.inbox, self.signals = loaded, options, writer, inbox, signals
         self.config: RunConfig = loaded.config
@@ -146,8 +155,7 @@ class _Run:
         self.display = open_display(options.output, writer.layout.logs_dir, 0, writer.run_id)
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
-        prepared_by = prepare_target(self.config.workload) if isinstance(self.config.workload, str) else ""
-        self.inputs = Inputs(prepared_by, writer.layout.inputs_dir)
+        self.inputs = inputs
         self.began = time.monotonic()
         keeping.listen(Telling(writer, self.display).warn, lambda error: inbox.put(ResultsLost(error)))
 
@@ -279,7 +287,7 @@ class _Run:
 
         The verdict changes where a run that has succeeded can't be kept where it belongs.
         """
-        verdict = self._flushed(verdict)
+        verdict = self._flushed(verdicts.asked(verdict) if self.signals.asked else verdict)
         last_event = self._finish(verdict)
         if (kept := self._flushed(verdict)) is not verdict:
             verdict, last_event = kept, self._finish(kept)

@@ -20,6 +20,7 @@ class Signals:
     def __init__(self, inbox: Inbox) -> None:
         self.inbox = inbox
         self.taken: list[int] = []
+        self.asked = False  # whether the first was sent for `ddptrain stop`
         self._interrupts = False
 
     def take(self, signum: int, frame: FrameType | None) -> None:

@@ -105,6 +105,7 @@ def _taken(layout: RunLayout) -> StopRequest | None:
 def _obey(request: StopRequest, signals: Signals, sent: int, over: threading.Event) -> int:
     """Send this process what is still to be sent, and return how many signals that was; `sent` were before."""
     missing = (_ENOUGH if request.now else 1) - max(sent, len(signals.taken))
+    signals.asked = signals.asked or (missing > 0 and not signals.taken)
     # A shell's background job has SIGINT ignored.
     can_interrupt = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
     for _ in range(missing):

@@ -200,6 +200,7 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
         own = {name: f"{scratch}/{name}" for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR")}
         for folder in own.values():
             Path(folder).mkdir()
+        own["TMPDIR"] = scratch  # wandb's command leaves its log there, and all that it has there where it is killed
         ready: dict[Part, _Ready] = {}
         known = _parts(view)
         for number, part in enumerate(parts):

@@ -46,10 +46,14 @@ class Telling:
         self.display.notice(text)
 
     def training(self, ranks: tuple[RankRecord, ...]) -> None:
-        """Every rank has entered the workload: where each runs stands in run.json from now on."""
+        """Every rank has entered the workload: where each runs stands in run.json from now on.
+
+        That they train is not said after one has failed, which may be known before the last has entered.
+        """
         attempts = self.writer.record.attempts
         self.writer.update(attempts=(*attempts[:-1], dataclasses.replace(attempts[-1], ranks=ranks)))
-        self.display.status("training")
+        if not self._told:
+            self.display.status("training")
 
     def warn(self, text: str) -> None:
         """Something that the person should know."""

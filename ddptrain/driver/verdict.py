@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ddptrain.driver.cause import Kind, ranks_in_words
@@ -109,7 +109,7 @@ def of_error(error: BaseException, writer: RunWriter) -> Verdict:
     """The verdict on a run that an error of the driver or the cluster ended."""
     if isinstance(error, Interrupted):
         if error.signum == signal.SIGTERM and writer.record.checkpoints:
-            return _preempted("the driver was sent SIGTERM", writer)
+            return _preempted(was_sent(error.signum), writer)
         return _interrupted(error.signum)
     if isinstance(error, DdptrainError):
         failure = FailureRecord(kind="infrastructure", type=type(error).__name__, message=str(error))
@@ -119,7 +119,22 @@ def of_error(error: BaseException, writer: RunWriter) -> Verdict:
     return Verdict(RunStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}", failure)
 
 
+def was_sent(signum: int) -> str:
+    """Why ranks are stopped, or told to save and end, where the driver was sent a signal."""
+    return f"the driver was sent {signal.Signals(signum).name}"
+
+
+def asked(verdict: Verdict) -> Verdict:
+    """The verdict where `ddptrain stop` had the signal sent: it says that instead, if the signal ended the run."""
+    failure = verdict.failure
+    if failure is None or failure.message not in (was_sent(signal.SIGINT), was_sent(signal.SIGTERM)):
+        return verdict
+    words = "ended by ddptrain stop"
+    cause = words if failure.kind == "interrupted" else verdict.cause.replace(failure.message, words, 1)
+    return replace(verdict, cause=cause, failure=replace(failure, message=words))
+
+
 def _interrupted(signum: int) -> Verdict:
     name = signal.Signals(signum).name
-    failure = FailureRecord(kind="interrupted", type=name, message=f"the driver was sent {name}")
+    failure = FailureRecord(kind="interrupted", type=name, message=was_sent(signum))
     return Verdict(RunStatus.CANCELLED, 128 + signum, f"interrupted by {name}", failure)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -135,9 +139,11 @@ class RunLayout:
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def artifacts(self) -> dict[str, int]:
-        """The files that ranks handed over: path below artifacts/ -> size in bytes, in the order of paths."""
-        files = (path for path in self.artifacts_dir.rglob("*") if path.is_file() and not path.is_symlink())
-        sizes = {path.relative_to(self.artifacts_dir).as_posix(): path.stat().st_size for path in files}
+        """The files that ranks handed over: path below artifacts/ -> size in bytes, in the order of paths.
+
+        What goes while they are listed, as of a run that is on, is left out.
+        """
+        sizes = {path.relative_to(self.artifacts_dir).as_posix(): size for path, size in _files(self.artifacts_dir)}
         sizes |= {path.partition("/")[2]: size_bytes for path, size_bytes in self._elsewhere("artifacts/").items()}
         return {path: sizes[path] for path in sorted(sizes) if not PurePosixPath(path).name.startswith(INCOMING)}
 
@@ -145,6 +151,17 @@ class RunLayout:
         """What the original of this folder holds there, by path from `root`; it may not have been fetched."""
         origin = origin_of(self.root)
         return {path: size for path, size in origin.files.items() if path.startswith(folder)} if origin else {}
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The plain files below a folder that are still there when they are looked at, each with its size in bytes."""
+    for place, _, names in os.walk(folder):  # Path.rglob raises where a folder goes meanwhile
+        for name in names:
+            path = Path(place, name)
+            with suppress(OSError):
+                state = path.lstat()
+                if stat.S_ISREG(state.st_mode):
+                    yield path, state.st_size
 
 
 def _entries(folder: Path) -> list[Path]:

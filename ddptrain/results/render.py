@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddptrain.results.find import RunView, moment
+from ddptrain.results.layout import TRACKING
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.results.tracked import made_by_trackers, to_type, wandb_parts
 from ddptrain.spec import describe_status
@@ -135,6 +136,12 @@ def _artifacts(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     return sorted(lines)
 
 
+def _below_run(run_id: str, folder: str) -> str:
+    """A tracker's folder as the run directory has it, wherever that was; one that is elsewhere stays as it is."""
+    _, found, rest = folder.rpartition(f"/{run_id}/{TRACKING}/")
+    return f"{TRACKING}/{rest}" if found else folder
+
+
 def _tracking(view: RunView) -> list[tuple[str, str]]:
     """Where each tracker has it: its address, or what is on the disk; and how W&B's gets to the server."""
     lines = []
@@ -144,7 +151,7 @@ def _tracking(view: RunView) -> list[tuple[str, str]]:
         if url in seen:
             continue  # a run that ranks share
         seen |= {url} - {None}
-        place = " ".join(filter(None, (found.get("mode"), found.get("folder"))))
+        place = " ".join(filter(None, (found.get("mode"), _below_run(view.run_id, found.get("folder", "")))))
         lines.append((tracker, url or place or ", ".join(found.values())))
     if not view.is_running and waiting(wandb_parts(view.layout, view.record)):
         lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {to_type(view.layout)}"))

@@ -84,6 +84,7 @@ def test_detached_run_is_followed_shown_stopped_and_resumed_from_other_shells(de
     assert stopped.rc == 0, stopped.stderr
     assert json.loads(stopped.stdout) == {"run_id": run, "status": "preempted", "exit_code": 75}
     assert detached.record(run)["exit_code"] == 75
+    assert detached.record(run)["failure"]["message"] == "ended by ddptrain stop"
     followed = following.finish()
     assert followed.rc == 0 and "begins after step 0 x" in followed.stdout
     assert _is_over(driver) and not (cli.folder / "runs" / run / ".stop.json").exists()
@@ -100,7 +101,8 @@ def test_detached_run_is_followed_shown_stopped_and_resumed_from_other_shells(de
     following = cli.start("results", "logs", begun["run_dir"], "--follow", "--lines", "5", cwd=Path("/"))
     following.wait_for(f"begins after step {saved}")
     ended = cli("stop", begun["run_dir"], "--now", cwd=Path("/"))
-    assert ended.rc == 0 and f"run {run} cancelled (exit code 130)" in ended.stdout, ended.stderr
+    assert ended.rc == 0, ended.stderr
+    assert f"run {run} cancelled (exit code 130): ended by ddptrain stop\n" in ended.stdout
     assert following.finish().rc == 0 and detached.record(run)["exit_code"] == 130
     late = cli("stop", run)
     assert late.rc == 0 and f"run {run} is not running, it has ended: cancelled" in late.stdout

@@ -158,8 +158,8 @@ c.yaml:10: params.lr: expected a finite number, got nan
 c.yaml:11: params.sizes: expected a list, got 4
 c.yaml:12: params.note: expected text or a list, got 3 (write it in quotes)
 c.yaml:13: env.A: expected text, got 1 (write it in quotes)
-c.yaml:14: name: expected text that matches ^[a-z0-9][a-z0-9._-]{0,63}$, got the text "My Run" (lower-case \
-letters, digits, dots, dashes and underscores, at most 64; as in my-run)
+c.yaml:14: name: expected a name of 1 to 64 lower-case letters, digits, dots, dashes and underscores that begins with \
+a letter or digit, got the text "My Run" (as in my-run)
 c.yaml:15: dist.timeout_s: expected more than 0, got 0
 --set params.epochs=-1: params.epochs: expected at least 1, got -1
 --set nonsense: expected key=value (as in --set params.epochs=3)
@@ -345,7 +345,7 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
         ("cluster: {ssh: {hosts: []}}", "cluster.ssh.hosts: expected 1 or more values"),
         ("cluster: {ssh: {hosts: [-oX]}}", "cluster.ssh.hosts[0]: is no host: ssh would take it for an option"),
         ('cluster: {slurm: {partition: "a\\nb"}}', "cluster.slurm.partition:"),
-        ("cluster: {name: Dev}", "cluster.name: expected text that matches"),
+        ("cluster: {name: Dev}", "cluster.name: expected a name of 1 to 64 lower-case letters, digits"),
     ],
 )
 def test_section_of_the_cluster_says_what_does_not_go_together(refuse: Refuse, text: str, problem: str) -> None:

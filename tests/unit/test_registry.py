@@ -22,6 +22,14 @@ def test_a_built_in_workload_has_a_target_and_a_strict_params_model() -> None:
     assert model.model_config.get("extra") == "forbid"
 
 
+def test_what_is_only_checked_is_left_to_ranks_elsewhere() -> None:
+    names, images = "ddptrain.workloads.petnames.names:check", "ddptrain.workloads.images.listing:prepare"
+    assert registry.prepare_target("petnames", here=True) == names
+    assert registry.prepare_target("petnames", here=False) == ""
+    assert registry.prepare_target("images", here=True) == registry.prepare_target("images", here=False) == images
+    assert registry.prepare_target("mine:train", here=True) == ""
+
+
 @pytest.mark.parametrize("name", ["train:main", "my_package.training:Trainer.fit"])
 def test_a_function_of_the_users_is_taken_as_it_is(name: str) -> None:
     assert registry.workload_target(name) == name

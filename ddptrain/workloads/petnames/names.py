@@ -9,14 +9,17 @@ import io
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
+
+if TYPE_CHECKING:
+    from ddptrain.workloads.petnames.params import PetnamesParams
 
 MAX_SOURCE_BYTES = 256 * 2**20  # a list of names is small: anything larger is the wrong file
 _FORMATS = {".json": "json", ".txt": "text", ".text": "text", ".csv": "csv"}
@@ -53,6 +56,29 @@ class Split:
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
+
+
+def check(params: Mapping[str, object], folder: Path, tell: Callable[[str], None]) -> None:
+    """Pass where ranks on this host find names to train on: what is wrong is told once, before there are any ranks.
+
+    Raises: UsageError
+    """
+    from ddptrain.workloads.petnames.params import PetnamesParams
+
+    settings = PetnamesParams.model_validate_json(json.dumps(params), strict=True)
+    split_names(chosen_names(settings).names, settings.val_fraction, settings.seed)
+
+
+def chosen_names(settings: PetnamesParams) -> CleanNames:
+    """The clean names that the parameters ask for. Raises UsageError."""
+    return load_names(
+        settings.names,
+        names_format=settings.names_format,
+        column=settings.names_column,
+        options=settings.names_options,
+        unique=settings.unique,
+        max_length=settings.max_name_length,
+    )
 
 
 def load_names(
@@ -159,7 +185,7 @@ def _read(source: str, options: Mapping[str, Any]) -> str:
             f"can't read params.names {hide_credentials(source)!r}: "
             f"{type(error).__name__}: {hide_credentials(str(error))}; "
             "a path is relative to the working directory, options of a URL go into params.names_options"
-        ) from error
+        ) from None
     if len(content) > MAX_SOURCE_BYTES:
         raise UsageError(f"params.names {hide_credentials(source)!r} holds more than {MAX_SOURCE_BYTES // 2**20} MiB")
     try:
@@ -167,7 +193,7 @@ def _read(source: str, options: Mapping[str, Any]) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(
             f"params.names {hide_credentials(source)!r} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
-        ) from error
+        ) from None
 
 
 def _parse(text: str, kind: str, column: str | None, source: str) -> Sequence[object]:
@@ -178,9 +204,9 @@ def _parse(text: str, kind: str, column: str | None, source: str) -> Sequence[ob
     except (json.JSONDecodeError, RecursionError, csv.Error) as error:
         raise UsageError(
             f"params.names {hide_credentials(source)!r} is not valid {kind}: {error}; see params.names_format"
-        ) from error
+        ) from None
     except UsageError as error:
-        raise UsageError(f"params.names {hide_credentials(source)!r}: {error}") from error
+        raise UsageError(f"params.names {hide_credentials(source)!r}: {error}") from None
 
 
 def _parse_json(text: str, column: str | None) -> Sequence[object]:
@@ -207,6 +233,8 @@ def _json_entry(entry: object, position: int, column: str | None) -> object:
 def _parse_csv(text: str, column: str | None) -> Sequence[object]:
     reader = csv.DictReader(io.StringIO(text, newline=""))
     columns = list(reader.fieldnames or [])
+    if not columns:
+        raise UsageError("the CSV file is empty; expected a line of columns, then a name a line")
     if column is None:
         raise UsageError(f"the CSV file has {_listed(columns)}: say which with params.names_column")
     if column not in columns:

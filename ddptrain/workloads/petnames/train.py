@@ -19,7 +19,7 @@ from ddptrain.workloads.dealing import Part
 from ddptrain.workloads.petnames.data import Rows, Share, make_rows, plan_epoch
 from ddptrain.workloads.petnames.evaluate import mean_nll
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
-from ddptrain.workloads.petnames.names import Split, load_names, split_names
+from ddptrain.workloads.petnames.names import Split, chosen_names, split_names
 from ddptrain.workloads.petnames.params import PetnamesParams
 from ddptrain.workloads.petnames.schedule import learning_rate_factor
 
@@ -197,14 +197,7 @@ class _Trainer:
 
 def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
     """Reads and splits the names, the same on every rank; rank 0 says what it found and saves them for generate."""
-    clean = load_names(
-        settings.names,
-        names_format=settings.names_format,
-        column=settings.names_column,
-        options=settings.names_options,
-        unique=settings.unique,
-        max_length=settings.max_name_length,
-    )
+    clean = chosen_names(settings)
     split = split_names(clean.names, settings.val_fraction, settings.seed)
     if ctx.rank == 0:
         print(clean.report(settings.names), flush=True)

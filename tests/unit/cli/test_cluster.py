@@ -97,7 +97,7 @@ def test_runs_file_gives_its_cluster_section_and_options_win(
         ("--gpus all", "--gpus all: cluster.gpus: expected 'auto' or a whole number, got the text \"all\""),
         ("--backend slrm", '--backend slrm: cluster.backend: there is no such cluster backend, got the text "slrm"'),
         ("--host a --host", "Option '--host' requires an argument"),
-        ("--name A", "--name A: cluster.name: expected text that matches"),
+        ("--name A", 'a letter or digit, got the text "A" (as in a)'),
         ("--backend address --set cluster.address=a:1", "uses a cluster that is up: there is nothing to start"),
     ],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ddptrain.cli.main import app as ddptrain
 from ddptrain.cli.results import app
 from ddptrain.errors import RunNotFound
 from ddptrain.events import Metrics
@@ -50,6 +51,12 @@ def invoke(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
+
+
+@pytest.mark.parametrize("command", [[], ["list"], ["show"], ["logs"], ["plot"], ["sync"]])
+def test_help_has_whole_sentences_in_80_columns_and_one_form_of_defaults(command: list[str]) -> None:
+    told = CliRunner().invoke(ddptrain, ["results", *command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert told.startswith("Usage:") and "[default: runs]" in told and "..." not in told.partition("\n")[2]
 
 
 def test_no_command_lists_the_runs(runs: Path) -> None:

@@ -65,6 +65,18 @@ def test_script_that_is_not_there_is_told_before_anything_starts(
     assert not (folder / "runs").exists()
 
 
+def test_configuration_given_as_a_script_is_told_how_it_is_trained(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    for name, typed in (("train.yaml", "train.yaml"), ("My Train.YML", "'My Train.YML'")):
+        (folder / name).write_text("workload: petnames\n")
+        for option in ((), ("--dry-run",)):
+            assert main(["run", *option, name]) == 2
+            assert f"{name} is a configuration, no script: ddptrain train {typed}\n" in capsys.readouterr().err
+    assert main(["run", "--dry-run", "-m", "package.yaml"]) == 0
+    assert not (folder / "runs").exists()
+
+
 def test_wrong_options_are_named_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--ranks", "0", "My Script.py"]) == 2
     assert "--ranks 0: cluster.ranks: expected" in capsys.readouterr().err

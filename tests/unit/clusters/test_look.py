@@ -7,12 +7,14 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddptrain.clusters import look, state
 from ddptrain.clusters.look import State
 from ddptrain.clusters.state import ClusterRecord, Deployment
+from ddptrain.clusters.words import sections
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,13 @@ def test_look_at_a_cluster_does_not_keep_a_command_from_starting_it() -> None:
     assert not state.is_locked("dev")
     with state.locked("dev"):
         pass
+
+
+def test_run_that_waits_is_told_with_what_it_waits_for_and_how_long() -> None:
+    waiting = [{"run_id": "b-1", "asked": 2, "waited_s": 9.6}, {"run_id": "c-1", "asked": None, "waited_s": 1.0}]
+    told: dict[str, list[Any]] = {"workers": [], "runs": [], "waiting": waiting}
+    shown = dict(sections(look.seen(entry("dev", "tls://10.0.0.1:2"), told)))
+    assert shown["waiting"] == [("1. b-1", "for 2 slots, for 10 s"), ("2. c-1", "for all slots, for 1 s")]
 
 
 def test_look_as_data_holds_what_programs_need() -> None:

@@ -47,6 +47,9 @@ def buggy(params, folder, tell):
 def dies(params, folder, tell):
     os.kill(os.getpid(), 9)
 
+def looks(params, folder, tell):
+    tell("looked")
+
 def sleeps(params, folder, tell):
     tell(str(os.getpid()))
     time.sleep(600)
@@ -88,6 +91,15 @@ def test_a_workload_that_prepares_nothing_has_no_folder(tmp_path: Path, begun: C
     assert inputs.place(cast("Gang", None), [cast("Place", None)] * 2) == ["", ""]
 
 
+def test_a_workload_that_only_looks_leaves_no_folder(tmp_path: Path, begun: Callable[[str], Inputs]) -> None:
+    inputs, said = begun("looks"), list[str]()
+    inputs.wait(said.append)
+    inputs.close()
+    assert said == ["looked"]
+    assert not (tmp_path / "inputs").exists()
+    assert inputs.place(cast("Gang", None), [cast("Place", None)]) == [""]
+
+
 @pytest.mark.parametrize(
     ("function", "kind", "words"),
     [
@@ -100,12 +112,13 @@ def test_a_workload_that_prepares_nothing_has_no_folder(tmp_path: Path, begun: C
     ],
 )
 def test_what_goes_wrong_there_is_raised_here(
-    begun: Callable[[str], Inputs], function: str, kind: type[Exception], words: str
+    tmp_path: Path, begun: Callable[[str], Inputs], function: str, kind: type[Exception], words: str
 ) -> None:
     inputs = begun(function)
     with pytest.raises(kind, match=words) as caught:
         inputs.wait(pytest.fail)
     inputs.close()
+    assert not (tmp_path / "inputs").exists()
     assert type(caught.value) is kind
     assert kind is not UsageError or caught.value.exit_code == ExitCode.USAGE  # type: ignore[attr-defined]
 

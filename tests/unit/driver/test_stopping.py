@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from ddptrain.driver import stopping
+from ddptrain.driver import verdict as verdicts
 from ddptrain.driver.inbox import Inbox, Signalled
 from ddptrain.driver.signals import Signals, signals_to
 from ddptrain.driver.stopping import Going, StopRequest, stop_requests, stop_run
-from ddptrain.errors import ClusterError, ExitCode
+from ddptrain.driver.verdict import Verdict
+from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.find import RunView, load_run
 from ddptrain.results.record import RunStatus
@@ -79,6 +81,41 @@ def test_request_for_now_is_ctrl_c_twice_and_never_a_third_signal(writer: RunWri
     ask(writer, replace(OURS, now=True))
     ask(writer, "{}")
     assert signals.taken == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_run_that_was_ended_by_a_request_says_so_and_not_which_signal_that_was(
+    writer: RunWriter, signals: Signals
+) -> None:
+    by_hand = verdicts.of_error(Interrupted(signal.SIGINT), writer)
+    ask(writer, replace(OURS, now=True))
+    assert [message(signals), message(signals)] == [Signalled(signal.SIGINT)] * 2
+    assert signals.asked is True
+    for error in (Interrupted(signal.SIGINT), Interrupted(signal.SIGTERM)):
+        before = verdicts.of_error(error, writer)
+        said = verdicts.asked(before)
+        assert said.failure is not None and said.failure.message == said.cause == "ended by ddptrain stop"
+        assert (said.status, said.exit_code, said.failure.kind) == (
+            RunStatus.CANCELLED,
+            128 + error.signum,
+            "interrupted",
+        )
+    assert by_hand.failure is not None and by_hand.failure.message == "the driver was sent SIGINT"
+
+
+def test_run_that_saved_for_a_request_says_so_and_one_that_failed_says_what_failed(writer: RunWriter) -> None:
+    writer.update(checkpoints=("step-3",))
+    said = verdicts.asked(verdicts.of_error(Interrupted(signal.SIGTERM), writer))
+    assert said.failure is not None and said.failure.message == "ended by ddptrain stop"
+    assert said.cause.startswith("ended by ddptrain stop; checkpoint step-3 is saved, go on with --resume")
+    for untouched in (verdicts.of_error(ClusterError("gone"), writer), Verdict(RunStatus.SUCCEEDED, 0)):
+        assert verdicts.asked(untouched) is untouched
+
+
+def test_request_after_ctrl_c_did_not_end_the_run(writer: RunWriter, signals: Signals) -> None:
+    signals.take(signal.SIGINT, None)
+    ask(writer, OURS)
+    ask(writer, "{}")
+    assert signals.asked is False
 
 
 def test_where_ctrl_c_is_ignored_sigterm_stands_for_it(writer: RunWriter) -> None:

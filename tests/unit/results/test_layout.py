@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path, PurePosixPath
+from typing import Any, Self
 
 import pytest
 from hypothesis import given
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.layout import RunLayout, new_run_id, safe_relative, step_name, step_of, valid_run_id
+from ddptrain.wandbparts import parts_below
 
 
 def test_run_id_holds_name_utc_time_and_four_hex() -> None:
@@ -142,3 +147,64 @@ def test_artifacts_are_listed_without_links_and_half_files(tmp_path: Path) -> No
     (layout.artifacts_dir / ".incoming-00").touch()
     (layout.artifacts_dir / "link").symlink_to("/etc/passwd")
     assert layout.artifacts() == {"a.txt": 1, "deep/b.bin": 2}
+
+
+class Listing:
+    """What a folder held when it was read, as os.scandir gives it."""
+
+    def __init__(self, entries: Iterable[os.DirEntry[str]]) -> None:
+        self._entries = iter([*entries])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[os.DirEntry[str]]:
+        return self._entries
+
+    def __next__(self) -> os.DirEntry[str]:
+        return next(self._entries)
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def going(folder: Path, readings: int) -> Iterator[None]:
+    """What is called gone leaves `folder` once folders have been read that often, before the answer is looked at."""
+    scandir, listdir = os.scandir, os.listdir
+    left = iter(range(readings - 1, -1, -1))
+
+    def read(answer: Any) -> Any:
+        for name in ("gone.txt", "gone") if next(left, None) == 0 else ():
+            (folder / name).rename(folder.parent / f"taken-{name}")
+        return answer
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "scandir", lambda place: read(Listing(scandir(place))))
+        patched.setattr(os, "listdir", lambda place: read(listdir(place)))
+        yield
+    assert next(left, None) is None, "it was read less often"
+
+
+@pytest.mark.parametrize("readings", [1, 2])
+def test_files_and_folders_that_go_while_they_are_listed_are_left_out(tmp_path: Path, readings: int) -> None:
+    layout = RunLayout(tmp_path)
+    for name in ("gone.txt", "gone/a.bin", "kept/b.bin"):
+        (layout.artifacts_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (layout.artifacts_dir / name).touch()
+    with going(layout.artifacts_dir, readings):
+        assert layout.artifacts().items() >= {("kept/b.bin", 0)}
+
+
+@pytest.mark.parametrize("readings", [1, 2])
+def test_parts_of_trackers_that_go_while_they_are_listed_are_left_out(tmp_path: Path, readings: int) -> None:
+    folder = tmp_path / "wandb"
+    kept = folder / "wandb/run-20250304_120000-w1/run-w1.wandb"
+    for name in ("gone.txt", "gone/run-20250304_120000-w2/run-w2.wandb", kept):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    with going(folder, readings):
+        assert kept in [part.log for part in parts_below(folder)]

@@ -119,6 +119,21 @@ def test_links_of_all_runs_are_shown_also_of_those_that_were_sent_afterwards(tmp
     ]
 
 
+@pytest.mark.parametrize(
+    ("folder", "shown"),
+    [
+        ("{root}/tracking/wandb/part", "offline tracking/wandb/part"),
+        ("/where/it/was/r/tracking/wandb/part", "offline tracking/wandb/part"),
+        ("/there/wandb/part", "offline /there/wandb/part"),
+    ],
+)
+def test_what_is_on_the_disk_is_told_from_the_run_directory_on(tmp_path: Path, folder: str, shown: str) -> None:
+    layout = RunLayout(tmp_path / "r")
+    tracking = {"wandb": {"mode": "offline", "folder": folder.format(root=layout.root)}}
+    view = RunView(layout, RunRecord(run_id="r", status="succeeded", tracking=tracking))
+    assert dict(sections(view))["tracking"] == [("wandb", shown)]
+
+
 def test_links_of_all_runs_are_in_the_json_as_well(tmp_path: Path) -> None:
     made = tracked_run(tmp_path).as_dict()["tracking"]
     assert made["wandb"] == {"id": "w1", "mode": "offline", "folder": "/there/wandb/part", "url": "https://w/w1"}

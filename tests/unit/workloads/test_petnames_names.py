@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames.alphabet import SYMBOLS, decode, display, encode, foreign_characters, normalise
-from ddptrain.workloads.petnames.names import clean_names, load_names, split_names
+from ddptrain.workloads.petnames.names import check, clean_names, load_names, split_names
 
 SEATTLE = Path(__file__).parents[4] / "shared" / "data" / "seattle_pet_names.json"
 
@@ -107,6 +107,7 @@ def test_other_file_systems_take_their_options() -> None:
         ("names.json", '[{"pet": "luna"}]', "pets", "entry 0 has no 'pets'.*did you mean 'pet'"),
         ("names.csv", "pet,age\nluna,1", None, "the columns 'pet', 'age': say which with params.names_column"),
         ("names.csv", "pet,age\nluna,1", "name", "no 'name' but the columns 'pet', 'age'"),
+        ("names.csv", "", "name", "names.csv': the CSV file is empty"),
         ("names.txt", "", None, "no usable name: names: 0 of 0"),
         ("names.txt", "123\n", None, "no usable name.*'123'"),
         ("names.json", "[" * 100_000, None, "not valid json"),
@@ -124,6 +125,34 @@ def test_an_unusable_source_says_what_is_wrong(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"can't read params.names .*none.txt.*FileNotFoundError.*working directory"):
         load_names(str(tmp_path / "none.txt"))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"names": "missing.csv"}, r"can't read params.names 'missing.csv': FileNotFoundError"),
+        ({"names": "names.csv", "names_column": "nam"}, r"no 'nam' but the columns 'name'; did you mean 'name'"),
+        ({"names": "names.csv", "names_column": "name", "val_fraction": 0.9}, "nothing would be left to train on"),
+        ({"max_name_length": 1}, "no usable name: .* from builtin"),
+    ],
+)
+def test_what_no_rank_could_train_on_is_told_in_one_line_without_what_led_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, object], message: str
+) -> None:
+    (tmp_path / "names.csv").write_text("name\nluna\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message) as caught:
+        check(params, tmp_path / "inputs", pytest.fail)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None and (caught.value.__context__ is None or caught.value.__suppress_context__)
+
+
+def test_names_that_do_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "names.csv").write_text("name\nluna\nmax\n")
+    monkeypatch.chdir(tmp_path)
+    check({"names": "names.csv", "names_column": "name", "names_options": {}}, tmp_path, pytest.fail)
+    check({}, tmp_path, pytest.fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["names.csv"]
 
 
 def test_an_unknown_protocol_is_named() -> None:
