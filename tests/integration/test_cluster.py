@@ -207,7 +207,7 @@ def test_status_shows_who_holds_slots_and_who_waits_for_them_and_down_now_ends_b
     assert [(run["slots"], run["hosts"]) for run in view["runs"]] == [(2, ["127.0.0.1"])]
     assert [(run["run_id"], run["place"], run["asked"]) for run in view["waiting"]] == [("second", 1, 2)]
     shown = clusters("status", "dev").stdout
-    assert "1. second  for 2 slots, since" in shown and f"{view['runs'][0]['run_id']}  2 slots on 127.0.0.1" in shown
+    assert "1. second  for 2 slots, for " in shown and f"{view['runs'][0]['run_id']}  2 slots on 127.0.0.1" in shown
     assert "second" in clusters("down", "dev", rc=2).stderr  # who waits counts as well
     done = clusters("down", "--all", "--now", "--json")
     assert json.loads(done.stdout) == {"ended": ["dev"], "failed": {}}
