@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from ddptrain.clusters.protocol import Tell
-from ddptrain.errors import Interrupted
+from ddptrain.errors import DdptrainError, Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENOUGH = 3  # the person has asked that often: whatever we wait for, stop waiting
@@ -19,9 +19,19 @@ _ENOUGH = 3  # the person has asked that often: whatever we wait for, stop waiti
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """For the length of a command, a signal raises Interrupted; what the caller had ignored stays ignored."""
+    """For the length of a command, a signal raises Interrupted; what the caller had ignored stays ignored.
+
+    So does what a library makes of it: it is raised at any place, also where a thread is just being started.
+    """
     with _handled_by(_interrupt):
-        yield
+        try:
+            yield
+        except DdptrainError:
+            raise
+        except Exception as error:
+            if interrupted := _beneath(error):
+                raise interrupted from error
+            raise
 
 
 @contextlib.contextmanager
@@ -76,6 +86,18 @@ class Deferral:
             self.deliver()
 
         return telling
+
+
+def _beneath(error: BaseException) -> Interrupted | None:
+    """The Interrupted that another exception came of."""
+    seen: set[int] = set()
+    below: BaseException | None = error
+    while below is not None and id(below) not in seen:
+        if isinstance(below, Interrupted):
+            return below
+        seen.add(id(below))
+        below = below.__cause__ or below.__context__
+    return None
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

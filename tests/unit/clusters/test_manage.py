@@ -231,6 +231,24 @@ def test_second_signal_breaks_into_a_provider_that_hangs(provider: Provider) -> 
     assert provider.calls == ["scale", "stop"]
 
 
+def test_signal_that_breaks_into_a_library_is_told_whatever_that_makes_of_it() -> None:
+    """As the interpreter does, where it comes while a thread is being started: KeyError."""
+
+    def start() -> None:
+        started: dict[str, str] = {}
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("the signal was lost")
+        finally:
+            del started["thread"]
+
+    with pytest.raises(Interrupted) as caught, interruptible():
+        start()
+    assert caught.value.exit_code == 143
+    with pytest.raises(KeyError), interruptible():
+        raise KeyError("thread")
+
+
 def test_handlers_are_the_old_ones_afterwards(provider: Provider) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(ClusterError), interruptible():
