@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,13 +29,15 @@ class BuiltIn:
     `prepare`, which the driver has called once for a run, in a process of its own, with (params, folder, tell): what it
     puts into the folder all ranks find in ctx.inputs, in each attempt, after a resume as well. `check` is the same for
     a workload that only looks whether its inputs do, which ranks elsewhere may see otherwise: it is called where all
-    ranks are on the driver's host.
+    ranks are on the driver's host, unless the param `input` is `own`, which is the workload's own and good.
     """
 
     target: str
     params: str
     prepare: str = ""
     check: str = ""
+    input: str = ""
+    own: str = ""
 
 
 BUILT_IN = {
@@ -42,6 +45,8 @@ BUILT_IN = {
         "ddptrain.workloads.petnames.train:train",
         "ddptrain.workloads.petnames.params:PetnamesParams",
         check="ddptrain.workloads.petnames.names:check",
+        input="names",
+        own="builtin",
     ),
     "images": BuiltIn(
         "ddptrain.workloads.images.train:train",
@@ -83,14 +88,16 @@ def workload_target(name: str) -> str:
     raise ConfigError([_unknown(name, [*BUILT_IN, *installed])])
 
 
-def prepare_target(name: str, *, here: bool) -> str:
+def prepare_target(name: str, params: Mapping[str, object], *, here: bool) -> str:
     """The module:attr of what prepares or checks a workload's inputs; "" where there is nothing to do.
 
     `here` says whether all ranks are on this host.
     """
     if name not in BUILT_IN:
         return ""
-    return BUILT_IN[name].prepare or (BUILT_IN[name].check if here else "")
+    known = BUILT_IN[name]
+    is_checked = here and params.get(known.input, known.own) != known.own
+    return known.prepare or (known.check if is_checked else "")
 
 
 def takes_context(name: str, annotation: str) -> bool:

@@ -121,7 +121,7 @@ def _prepared_by(config: RunConfig) -> str:
     name = config.cluster.name
     backend = config.cluster.backend if name is None else state.find(name).record.backend
     here = backend == "local"  # elsewhere a path may be another file, and a URL may be open
-    return prepare_target(config.workload, here=here) if isinstance(config.workload, str) else ""
+    return prepare_target(config.workload, config.params, here=here) if isinstance(config.workload, str) else ""
 
 
 def _module_needed(config: RunConfig) -> str:

@@ -24,10 +24,15 @@ def test_a_built_in_workload_has_a_target_and_a_strict_params_model() -> None:
 
 def test_what_is_only_checked_is_left_to_ranks_elsewhere() -> None:
     names, images = "ddptrain.workloads.petnames.names:check", "ddptrain.workloads.images.listing:prepare"
-    assert registry.prepare_target("petnames", here=True) == names
-    assert registry.prepare_target("petnames", here=False) == ""
-    assert registry.prepare_target("images", here=True) == registry.prepare_target("images", here=False) == images
-    assert registry.prepare_target("mine:train", here=True) == ""
+    mine = {"names": "mine.csv"}
+    assert registry.prepare_target("petnames", mine, here=True) == names
+    assert registry.prepare_target("petnames", mine, here=False) == ""
+    assert registry.prepare_target("petnames", {}, here=True) == ""
+    assert registry.prepare_target("petnames", {"names": "builtin"}, here=True) == ""
+    assert (
+        registry.prepare_target("images", {}, here=True) == registry.prepare_target("images", {}, here=False) == images
+    )
+    assert registry.prepare_target("mine:train", mine, here=True) == ""
 
 
 @pytest.mark.parametrize("name", ["train:main", "my_package.training:Trainer.fit"])
