@@ -153,13 +153,9 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _parts(view: RunView) -> list[Part]:
-    return wandb_parts(view.layout, view.record)
-
-
 def _waiting(view: RunView) -> list[Part]:
     """The parts that the server lacks."""
-    return waiting(_parts(view))
+    return waiting(wandb_parts(view.layout, view.record))
 
 
 def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
@@ -202,7 +198,7 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
             Path(folder).mkdir()
         own["TMPDIR"] = scratch  # wandb's command leaves its log there, and all that it has there where it is killed
         ready: dict[Part, _Ready] = {}
-        known = _parts(view)
+        known = wandb_parts(view.layout, view.record)
         for number, part in enumerate(parts):
             if wandblog.is_empty(part.log):
                 _mark(part)
