@@ -39,7 +39,8 @@ def _variable_name(name: str) -> str:
 
 
 def _scheduler_address(text: str) -> str:
-    if not re.fullmatch(r"((tcp|tls|ws|wss|ucx)://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", text):
+    tcp = r"((tcp|tls|ws|wss|ucx)://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}"
+    if not re.fullmatch(rf"{tcp}|unix:///[^:#]+", text):
         raise ValueError("is no scheduler's address: expected something like tcp://host:8786")
     return text
 

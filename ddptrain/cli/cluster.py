@@ -50,7 +50,12 @@ def up(
     ] = None,
     start_timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long the start may take.")] = None,
     tls: Annotated[
-        bool | None, typer.Option("--tls/--no-tls", help="Encryption; by default everywhere but on this machine alone.")
+        bool | None,
+        typer.Option(
+            "--tls/--no-tls",
+            help="TLS with a certificate of the cluster's own. It is the default, except for a local cluster: only you "
+            "can open its sockets. With --no-tls everyone who can reach its ports can run programs as you.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -58,7 +58,7 @@ def _cluster_fields(cluster: str) -> list[str]:
     import json
     import re
 
-    if re.fullmatch(r"(\w+://)?[^/]+:\d+", cluster):
+    if re.fullmatch(r"(\w+://)?[^/]+:\d+|unix://.+", cluster):
         field = "address"
     elif "/" in cluster or cluster.endswith(".json"):
         field = "scheduler_file"

@@ -117,6 +117,10 @@ class EmbeddedCluster:
         if self._loop is not None and self._stop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(timeout=5.0)
+        if self._address:
+            from ddptrain.protocol.unix_comm import remove_socket_dir
+
+            remove_socket_dir(self._address)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _end_worker(self, worker: subprocess.Popen[bytes]) -> None:
@@ -163,9 +167,16 @@ async def _new_scheduler() -> Scheduler:
     import dask
     from distributed import Scheduler
 
+    from ddptrain.protocol import unix_comm
+
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver tells what happens
+    folder = unix_comm.make_socket_dir()
     with dask.config.set(_SCHEDULER_CONFIG):
         scheduler: Scheduler = await Scheduler(
-            host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0"
+            protocol=unix_comm.SCHEME,
+            host=unix_comm.scheduler_path(folder),
+            port=0,
+            dashboard=False,
+            dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
         )
         return scheduler

@@ -32,6 +32,10 @@ class Target:
     name: str = ""
     foreign: bool = True
 
+    def __post_init__(self) -> None:
+        if self.address.startswith("unix://"):
+            import ddptrain.protocol.unix_comm  # noqa: F401 - tells Dask how to connect there
+
 
 def by_name(name: str) -> Target:
     """The user's cluster of that name. Raises ClusterNotFound, ClusterError."""

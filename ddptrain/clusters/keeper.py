@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import json
 import math
 import os
@@ -69,14 +70,14 @@ class CannotKeep(Exception):
 class Kept:
     """The Cluster, and what it is called in messages."""
 
-    def __init__(self, order: KeeperOrder) -> None:
-        """Build it. Raises CannotKeep."""
+    def __init__(self, order: KeeperOrder, folder: Path) -> None:
+        """Build it; a certificate that it gets from us lies in `folder`. Raises CannotKeep."""
         self.name = order.cls
         if order.kwargs.get("asynchronous"):
             raise CannotKeep("cluster.kwargs.asynchronous can't be true: leave it out", is_usage=True)
         made = _imported(order.cls)
         with self._telling("(...)"):
-            self._cluster: Any = made(**order.kwargs)
+            self._cluster: Any = made(**{**_security_of_ours(made, order.kwargs, folder), **order.kwargs})
         if not hasattr(self._cluster, "scheduler_address"):
             words = f"cluster.class {self.name} makes no Dask cluster: what it returns has no scheduler_address"
             raise CannotKeep(words, is_usage=True)
@@ -140,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.path += order.sys_path
     with _Signal() as told_to_end:
         try:
-            kept = Kept(order)
+            kept = Kept(order, folder)
         except CannotKeep as error:
             write_ended(folder, str(error), is_usage=error.is_usage)
             return 1
@@ -169,7 +170,7 @@ def _serve(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -
     """Announce it and take orders until it is to end; returns why, "" if it was told to. Raises CannotKeep."""
     target = kept.target()
     workers = kept.resize(order.slots)
-    if target.security is not None:
+    if target.security is not None and not (folder / security.CERT_FILE).exists():
         security.keep(target.security, folder)
     watch = IdleWatch(target, order.idle_timeout_s)
     with _listening(folder) as listener, selectors.DefaultSelector() as selector:
@@ -268,6 +269,22 @@ def _imported(name: str) -> Any:
         words = f"cluster.class {name}: the module {module_name} has no {attribute}" + (f" ({hint})" if hint else "")
         raise CannotKeep(words, is_usage=True)
     return found
+
+
+def _security_of_ours(made: Any, kwargs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A certificate for a LocalCluster that was given none: any user of this machine could use it otherwise."""
+    from distributed import LocalCluster
+
+    is_local = isinstance(made, type) and issubclass(made, LocalCluster)
+    if not is_local or {"security", "protocol"} & kwargs.keys() or not _takes(made, "security"):
+        return {}
+    security.make_tls(folder)
+    return {"security": security.own_security(folder)}
+
+
+def _takes(made: Any, argument: str) -> bool:
+    parameters = inspect.signature(made).parameters.values()
+    return any(each.name == argument or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _slots(worker: Mapping[str, Any]) -> int:

@@ -1,4 +1,7 @@
-"""Clusters on this machine: a scheduler and one worker, detached, on 127.0.0.1."""
+"""Clusters on this machine: a scheduler and one worker, detached.
+
+They listen on unix sockets that only this user can open; with --tls on 127.0.0.1, for programs that need a TCP address.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _SCHEDULER, _WORKER = "scheduler", "worker"
 class LocalProvider:
     """A slot per GPU of this machine, or as many on the CPU as are asked for."""
 
-    tls = False  # nobody else reaches loopback, but for other users of this machine: they need --tls
+    tls = False  # nobody else can open its unix sockets
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
         """Start scheduler and worker, or change how many slots the worker offers. Raises ClusterError."""
@@ -46,6 +49,10 @@ class LocalProvider:
     def stop(self, cluster: Deployment, tell: Tell) -> None:
         """End both, and the ranks with them. Raises ClusterError."""
         daemons.stop(_daemons(cluster).values())
+        if cluster.record.address.startswith("unix://"):
+            from ddptrain.protocol.unix_comm import remove_socket_dir
+
+            remove_socket_dir(cluster.record.address)  # of a scheduler that was killed
 
     def fault(self, cluster: Deployment) -> str | None:
         """Which of the two has ended."""
@@ -57,13 +64,15 @@ class LocalProvider:
 
 def _worker_arguments(cluster: Deployment, slots: int, gpus: Sequence[str]) -> list[str]:
     arguments = ["-m", "ddptrain.worker", "--scheduler-file", str(cluster.folder / SCHEDULER_FILE)]
-    arguments += ["--slots", str(slots), "--gpus", ",".join(gpus) or "none", "--host", _LOOPBACK]
+    arguments += ["--slots", str(slots), "--gpus", ",".join(gpus) or "none"]
     arguments += ["--scratch", str(cluster.folder / "scratch"), "--name", socket.gethostname()]
-    return arguments if cluster.tls_dir is None else [*arguments, "--tls-dir", str(cluster.tls_dir)]
+    return (
+        arguments if cluster.tls_dir is None else [*arguments, "--host", _LOOPBACK, "--tls-dir", str(cluster.tls_dir)]
+    )
 
 
 def _scheduler_arguments(cluster: Deployment) -> list[str]:
-    arguments = ["-m", "ddptrain.clusters.scheduler", "--folder", str(cluster.folder), "--host", _LOOPBACK]
+    arguments = ["-m", "ddptrain.clusters.scheduler", "--folder", str(cluster.folder)]
     return [*arguments, "--idle-timeout", str(cluster.record.idle_timeout_s)]
 
 

@@ -221,9 +221,12 @@ async def _is_refused(address: str) -> None:
     place = urlsplit(address)
     await asyncio.sleep(_PATIENCE_S)
     try:
-        _, writer = await asyncio.open_connection(place.hostname, place.port)
+        if place.scheme == "unix":
+            _, writer = await asyncio.open_unix_connection(place.path)
+        else:
+            _, writer = await asyncio.open_connection(place.hostname, place.port)
         writer.close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, FileNotFoundError):
         return
     except OSError:
         pass

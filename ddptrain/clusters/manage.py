@@ -21,6 +21,10 @@ from ddptrain.wording import counted, did_you_mean, shown
 if TYPE_CHECKING:
     from ddptrain.config import ClusterConfig
 
+_EXPOSED = (
+    "the scheduler at {address} asks nobody for a certificate: everyone who can reach its port, or that of a worker, "
+    "can run programs as you on every host of this cluster, and read what driver and workers send each other"
+)
 _SURE_S = 10.0  # before a cluster is taken for dead, and what is left of it is ended
 
 
@@ -145,6 +149,8 @@ def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider,
         view = gathering.until_ready(config.ranks if isinstance(config.ranks, int) else None)
     record = deployment.record
     deployment.update(address=record.address, dashboard=record.dashboard)
+    if record.address.startswith("tcp://"):
+        tell(f"warning: {_EXPOSED.format(address=record.address)}")
     return view
 
 

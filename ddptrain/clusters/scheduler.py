@@ -2,8 +2,9 @@
 
     python -m ddptrain.clusters.scheduler --folder DIR --host 10.0.0.5 --idle-timeout 3600
 
-It listens with TLS where DIR holds cert.pem and key.pem. Once it listens it writes DIR/scheduler.json, which goes when
-it ends; where it ended by itself, DIR/ended.json says why. SIGTERM ends it, and its workers with it.
+It listens with TLS if DIR holds cert.pem and key.pem. Otherwise it listens on a unix socket that only this user can
+open, or, if --host is given, without any protection on that address. Once it listens it writes DIR/scheduler.json,
+which it deletes at its end. If it ended by itself, DIR/ended.json says why. SIGTERM ends it, and its workers with it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m ddptrain.clusters.scheduler", description="The Dask scheduler of a cluster of ddptrain's."
     )
     parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
-    parser.add_argument("--host", default="127.0.0.1", help="address or name to listen on (default: %(default)s)")
+    parser.add_argument("--host", help="address or name to listen on (default: a unix socket; with TLS 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     parser.add_argument(
         "--dashboard-address", default=_DASHBOARD_ADDRESS, help="of Dask's dashboard, if bokeh is installed"
@@ -74,6 +75,8 @@ async def _serve(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     folder: Path = options.folder
+    from ddptrain.protocol import unix_comm
+
     scheduler = await _started(options)
     _write_json(folder / SCHEDULER_FILE, _card(scheduler))
     ends = {
@@ -90,6 +93,7 @@ async def _serve(options: argparse.Namespace) -> None:
     for end in ends:
         end.cancel()
     await scheduler.close(reason=reason or "told to end")
+    unix_comm.remove_socket_dir(scheduler.address)
 
 
 async def _started(options: argparse.Namespace) -> Scheduler:
@@ -97,20 +101,28 @@ async def _started(options: argparse.Namespace) -> Scheduler:
     from distributed import Scheduler
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    secure = (options.folder / CERT_FILE).exists()
     shows = _has_bokeh()
     # Without the dashboard nobody needs its HTTP routes.
     routes = [*(dask.config.get("distributed.scheduler.http.routes") if shows else ()), *options.http_route]
     dask.config.set({**_CONFIG, "distributed.scheduler.http.routes": routes})
     scheduler: Scheduler = await Scheduler(
-        host=options.host,
-        port=options.port,
-        protocol="tls" if secure else "tcp",
-        security=own_security(options.folder) if secure else None,
+        **_listening(options),
         dashboard=shows,
         dashboard_address=options.dashboard_address if routes else _NOWHERE,
     )
     return scheduler
+
+
+def _listening(options: argparse.Namespace) -> dict[str, Any]:
+    """Where and how the scheduler listens."""
+    if (options.folder / CERT_FILE).exists():
+        tls = own_security(options.folder)
+        return {"protocol": "tls", "host": options.host or "127.0.0.1", "port": options.port, "security": tls}
+    if options.host:
+        return {"protocol": "tcp", "host": options.host, "port": options.port}
+    from ddptrain.protocol import unix_comm
+
+    return {"protocol": unix_comm.SCHEME, "host": unix_comm.scheduler_path(unix_comm.make_socket_dir()), "port": 0}
 
 
 def _has_bokeh() -> bool:

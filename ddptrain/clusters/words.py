@@ -13,6 +13,11 @@ from ddptrain.wording import counted
 
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
 
+_ACCESS = {
+    "unix": "this user only: unix sockets",
+    "tls": "whoever has its certificate: TLS",
+    "tcp": "everyone who can reach it: no certificate",
+}
 _NO_DASHBOARD = "none; its scheduler needs ddptrain[dashboard] for one"
 
 
@@ -36,7 +41,7 @@ def sections(view: View) -> list[Section]:
         ("backend", record.backend),
         ("address", record.address),
         ("dashboard", record.dashboard or _NO_DASHBOARD if view.state == State.UP else ""),
-        ("encrypted", "yes, TLS" if record.address.startswith("tls://") else "no"),
+        ("access", _ACCESS.get(record.address.partition("://")[0], "")),
         ("started", f"{_time(record.started_at)} UTC"),
         ("ends", f"after {idle_s:g} s without a run" if idle_s else ""),
         ("slots", _slots(view) if view.workers else ""),

@@ -26,7 +26,7 @@ _CONFIG = {"distributed.comm.timeouts.tcp": "11s"}  # Dask takes no less: our ca
 _TRY_S = 3.0  # the first attempt: then it is worth asking why, and each later one may take twice as long
 _OWN_S = 30.0  # one of the user's own is up already, or dead; a busy machine answers late
 _PEEK_S = 3.0
-_REFUSED = os.strerror(errno.ECONNREFUSED).lower()  # nobody listens, that is certain
+_NOBODY = frozenset(os.strerror(code).lower() for code in (errno.ECONNREFUSED, errno.ENOENT))  # certain: none listens
 _MARGIN_S = 2.0  # beyond the time that Dask is given
 _SPEAKS_FIRST_S = 1.5
 
@@ -53,7 +53,7 @@ def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> 
         except (OSError, TimeoutError, ValueError) as error:
             reason = _why_not(target) or str(error)
         left_s = deadline - time.monotonic()
-        if (target.name and reason == _REFUSED) or left_s <= 0:
+        if (target.name and reason in _NOBODY) or left_s <= 0:
             raise ClusterError(_nobody(target, timeout_s, reason))
         tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
         time.sleep(min(1.0, left_s))
@@ -105,6 +105,8 @@ def _why_not(target: Target) -> str:
     Raises: ClusterError where waiting won't help: the certificate is wrong or missing, the name is unknown.
     """
     scheme, _, location = target.address.partition("://")
+    if scheme == "unix":
+        return _cannot_open(target.address)
     if scheme not in {"tcp", "tls"}:
         return ""
     host, port = parse_host_port(location)
@@ -115,6 +117,19 @@ def _why_not(target: Target) -> str:
         raise ClusterError(f"the host of {target.address} is unknown: {error.strerror}") from error
     except OSError as error:
         return (error.strerror or str(error)).lower()
+
+
+def _cannot_open(address: str) -> str:
+    """Why the socket of a cluster on this machine can't be opened, or "". Raises ClusterError where it is another's."""
+    from ddptrain.protocol.unix_comm import connect_plain
+
+    try:
+        connect_plain(address, _PEEK_S).close()
+    except PermissionError as error:
+        raise ClusterError(f"{address} belongs to a cluster of another user: {error.strerror or error}") from error
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
 
 
 def _tls_context(target: Target) -> ssl.SSLContext | None:

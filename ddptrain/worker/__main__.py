@@ -22,7 +22,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
@@ -68,6 +68,7 @@ class _Servers:
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
+        self.scheduler = ""  # its address, once it is known, if its folder for sockets goes with this worker
         self.all: list[OwnRankServer] = []
 
     def start(self) -> OwnRankServer:
@@ -127,6 +128,10 @@ def _tidy_up(servers: _Servers) -> None:
     servers.close()
     if all(server.wait(_END_TIMEOUT_S) for server in servers.all):
         shutil.rmtree(servers.scratch, ignore_errors=True)
+    if servers.scheduler:
+        from ddptrain.protocol.unix_comm import remove_socket_dir
+
+        remove_socket_dir(servers.scheduler)  # its driver may have been killed
 
 
 def _serve(options: argparse.Namespace, servers: _Servers, *, owned: bool) -> None:
@@ -144,6 +149,7 @@ def _serve(options: argparse.Namespace, servers: _Servers, *, owned: bool) -> No
     environ = environment.without_nanny(os.environ, {})
     host = RankHost(servers.all[0], servers.start, environ, gpus, servers.scratch)
     if owned:
+        servers.scheduler = address
         threading.Thread(target=_wait_for_parent, args=(servers,), daemon=True).start()
     asyncio.run(_live(options, address, host, resources))
 
@@ -164,6 +170,7 @@ def _import_dask() -> None:
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(
         {
+            "distributed.worker.http.routes": [],  # Dask's HTTP server always listens: nothing is to be seen there
             "distributed.worker.profile.enabled": False,  # samples every thread 100 times a second
             "distributed.admin.system-monitor.interval": "5s",
             "distributed.admin.tick.interval": "1s",  # 50 wake-ups a second otherwise
@@ -212,7 +219,7 @@ async def _live(options: argparse.Namespace, address: str, host: RankHost, resou
         nthreads=MOST_SLOTS,  # the resources alone say how many ranks fit, so that they can grow
         executor=_LazyThreadPoolExecutor(MOST_SLOTS, "ddptrain-task"),
         resources=resources,
-        host=options.host or ("127.0.0.1" if "//127.0.0.1:" in address else None),
+        **_listening(options.host, address),
         security=_security(options.tls_dir),
         local_directory=str(host.scratch),
         plugins=(host,),
@@ -236,6 +243,15 @@ async def _live(options: argparse.Namespace, address: str, host: RankHost, resou
     else:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(worker.close(timeout=2.0, executor_wait=False, nanny=False), 3.0)
+
+
+def _listening(host: str, scheduler_address: str) -> dict[str, Any]:
+    """Where the worker listens: on a unix socket beside that of its scheduler, else at `host`."""
+    from ddptrain.protocol import unix_comm
+
+    if unix_comm.is_unix(scheduler_address):
+        return {"protocol": unix_comm.SCHEME, "host": unix_comm.worker_path(scheduler_address)}
+    return {"host": host or ("127.0.0.1" if "//127.0.0.1:" in scheduler_address else None)}
 
 
 class _Signals:

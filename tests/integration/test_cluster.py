@@ -134,7 +134,7 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
     told = [line.removeprefix("ddptrain: ") for line in done.stderr.splitlines()]
     address = clusters.record()["address"]
     assert told == [f"scheduler at {address}", "1 of 1 worker joined, 2 slots", "warm"]
-    assert address.startswith("tcp://127.0.0.1:") and address in done.stdout and "cluster dev" in done.stdout
+    assert address.startswith("unix://") and address in done.stdout and "cluster dev" in done.stdout
     view = clusters.status()
     assert (view["name"], view["state"], view["address"]) == ("dev", "up", address)
     assert (view["slots"], view["free"], view["gpus"], view["hosts"]) == (2, 2, 0, ["127.0.0.1"])
@@ -154,7 +154,7 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
     assert clusters.finish(clusters.start_run()).rc == 0
     assert clusters.status()["free"] == 2
 
-    assert "cluster dev is up at tcp" in clusters("up", "--name", "dev", rc=2).stderr
+    assert "cluster dev is up at unix:" in clusters("up", "--name", "dev", rc=2).stderr
     assert "dev   up     local    2      2" in clusters("list").stdout
     clusters("down", "dev")
     assert clusters.entries() == []
@@ -219,7 +219,7 @@ def test_two_ups_at_once_make_one_cluster(clusters: Clusters) -> None:
     done = [running.finish() for running in both]
     assert sorted(each.rc for each in done) == [0, 2]
     refused = next(each for each in done if each.rc == 2)
-    told = ("another command is starting or ending the cluster dev", "cluster dev is up at tcp")  # it came too late
+    told = ("another command is starting or ending the cluster dev", "cluster dev is up at unix:")  # it came too late
     assert any(words in refused.stderr for words in told), refused.stderr
     assert clusters.status()["slots"] == 1
 

@@ -101,7 +101,7 @@ def clusters(run_cli: Cli) -> Iterator[DeployClusters]:
 def test_any_cluster_class_lives_from_up_to_down(clusters: DeployClusters) -> None:
     told = json.loads(clusters.up_with("classes.Quiet", "--ranks", "2").stdout)
     assert (told["state"], told["backend"], told["slots"]) == ("up", "class", 2)
-    assert told["address"].startswith("tcp://127.0.0.1:")
+    assert told["address"].startswith("tls://127.0.0.1:"), "a LocalCluster gets a certificate from us"
     keeper = clusters.process("keeper")
     assert os.getsid(keeper.pid) == keeper.pid
     files = {path.name for path in clusters.dev.iterdir() if path.stat().st_mode & 0o077 and path.is_file()}

@@ -128,7 +128,7 @@ def test_status_of_a_cluster_that_is_gone_exits_with_4(call: Call) -> None:
     entry("dev", parts={"worker": {"pid": 17}, "job": "18\x1b[2J"})
     code, out, _ = call("status", "dev")
     assert code == 4
-    assert out.startswith("cluster dev\n  state      gone: its start was broken off\n")
+    assert out.startswith("cluster dev\n  state    gone: its start was broken off\n")
     assert "  worker  process 17\n" in out and "\x1b" not in out
     assert call("status", "dev", "--json")[0] == 4
 

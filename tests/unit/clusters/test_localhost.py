@@ -77,7 +77,7 @@ def test_worker_starts_before_the_scheduler_and_both_are_noted(orders: list[Daem
     cluster = deployment()
     options = started(orders, cluster)
     assert [order.name for order in orders] == list(cluster.record.parts) == ["worker", "scheduler"]
-    assert options["--host"] == "127.0.0.1" and "--tls-dir" not in options
+    assert "--host" not in options and "--tls-dir" not in options, "unix sockets"
 
 
 def test_certificate_is_handed_to_the_worker(orders: list[DaemonOrder]) -> None:

@@ -95,7 +95,7 @@ def test_scheduler_tells_where_it_listens_in_a_private_file_that_goes_with_it(st
     card = scheduler.card()
     path = scheduler.folder / "scheduler.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert card["address"].startswith("tcp://127.0.0.1:") and card["pid"] == scheduler.process.pid
+    assert card["address"].startswith("unix:///") and card["pid"] == scheduler.process.pid
     scheduler.process.send_signal(signal.SIGTERM)
     assert scheduler.process.wait(END_S) == 0
     assert sorted(os.listdir(scheduler.folder)) == ["log"]

@@ -1,0 +1,240 @@
+"""Dask communication over unix domain sockets that only this user can open.
+
+    folder = make_socket_dir()                  # /tmp/ddptrain-k3x9, mode 0700
+    Scheduler(protocol=SCHEME, host=scheduler_path(folder), port=0)
+    Client(f"unix://{scheduler_path(folder)}")
+
+A Dask scheduler runs the code of whoever connects to it. A TCP port on 127.0.0.1 is open to every user of the machine.
+Clusters that run on one machine therefore listen on unix sockets: the folder's mode keeps other users out, and both
+sides check the user id of their peer before they read the first byte. Unlike TLS, this adds no time to a connection.
+
+Dask finds this module by the entry point `distributed.comm.backends`. Source of the user id: unix(7), SO_PEERCRED.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from distributed.comm.core import BaseListener, Comm, CommClosedError, Connector, FatalCommClosedError
+from distributed.comm.registry import Backend, backends
+from distributed.comm.tcp import MAX_BUFFER_SIZE, TCP
+from tornado.iostream import IOStream
+from tornado.netutil import add_accept_handler
+
+SCHEME = "unix"
+PREFIX = f"{SCHEME}://"
+_HOST = "127.0.0.1"  # the host of every such address: processes that talk by IP (gloo, TCPStore) use it
+_SCHEDULER = "scheduler"
+_BACKLOG = 1024
+_MOST_PATH_BYTES = 60  # of the folder that holds ours: the kernel takes 107 bytes for the whole path
+_numbers = itertools.count(1)
+
+
+def make_socket_dir() -> Path:
+    """Make a folder for the sockets of one cluster, mode 0700. Raises OSError."""
+    parent = tempfile.gettempdir()
+    if ":" in parent or len(os.fsencode(parent)) > _MOST_PATH_BYTES:
+        parent = "/tmp"  # noqa: S108 - mkdtemp makes a folder of our own in it
+    return Path(tempfile.mkdtemp(prefix="ddptrain-", dir=parent))
+
+
+def scheduler_path(folder: Path) -> str:
+    """The path of the scheduler's socket in a cluster's folder for sockets."""
+    return str(folder / _SCHEDULER)
+
+
+def worker_path(scheduler_address: str) -> str:
+    """A new path for the socket of a worker, beside that of its scheduler."""
+    return f"{_path(scheduler_address.removeprefix(PREFIX)).parent}/worker-{os.getpid()}-{next(_numbers)}"
+
+
+def is_unix(address: str) -> bool:
+    """Whether an address is one of this module's."""
+    return address.startswith(PREFIX)
+
+
+def remove_socket_dir(address: str) -> None:
+    """Delete the folder for sockets that an address lies in; any other address or folder stays as it is."""
+    folder = _path(address.removeprefix(PREFIX)).parent
+    if is_unix(address) and folder.name.startswith("ddptrain-") and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def connect_plain(address: str, timeout_s: float) -> socket.socket:
+    """A connection to the socket of an address, whose peer is this user. Raises OSError."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(str(_path(address.removeprefix(PREFIX))))
+        _check_peer(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class UnixComm(TCP):
+    """Dask's stream protocol on a unix socket."""
+
+
+class UnixConnector(Connector):
+    """Connects to a path, if the process that listens there belongs to this user."""
+
+    async def connect(self, address: str, deserialize: bool = True, **_: Any) -> Comm:
+        """Raises: OSError where nobody listens; FatalCommClosedError where another user does."""
+        path = _path(address)
+        stream = _stream(socket.socket(socket.AF_UNIX))
+        try:
+            await stream.connect(str(path))
+            _check_peer(stream.socket)
+        except PermissionError as error:
+            stream.close()
+            raise FatalCommClosedError(str(error)) from error
+        except BaseException:
+            stream.close()
+            raise
+        return UnixComm(stream, f"{PREFIX}{path}#{os.getpid()}", f"{PREFIX}{path}", deserialize)
+
+
+class UnixListener(BaseListener):
+    """Listens on a path, and drops every connection of another user before it reads from it."""
+
+    prefix = PREFIX  # Dask's worker logs it
+
+    def __init__(
+        self, address: str, comm_handler: Callable[[Comm], Any], deserialize: bool = True, **options: Any
+    ) -> None:
+        super().__init__()
+        self.path = _path(address)
+        self.comm_handler = comm_handler
+        self.deserialize = deserialize
+        self.allow_offload = bool(options.get("allow_offload", True))
+        self._listening: socket.socket | None = None
+        self._stop_accepting: Callable[[], None] | None = None
+
+    async def start(self) -> None:
+        """Raises: OSError where the folder is missing, or open to others."""
+        _check_folder(self.path.parent)
+        self.path.unlink(missing_ok=True)
+        listening = socket.socket(socket.AF_UNIX)
+        try:
+            listening.setblocking(False)
+            listening.bind(str(self.path))
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+        self._listening = listening
+        self._stop_accepting = add_accept_handler(listening, self._accept)
+
+    def stop(self) -> None:
+        """Take no more connections; those that are there stay."""
+        if self._stop_accepting is not None and self._listening is not None:
+            self._stop_accepting()
+            self._listening.close()
+            self.path.unlink(missing_ok=True)
+        self._stop_accepting = self._listening = None
+
+    def _accept(self, connection: socket.socket, _: Any) -> None:
+        from tornado.ioloop import IOLoop
+
+        try:
+            _check_peer(connection)
+        except OSError:
+            connection.close()
+            return
+        IOLoop.current().add_callback(self._handle, connection)
+
+    async def _handle(self, connection: socket.socket) -> None:
+        if self._listening is None:  # stopped in between
+            connection.close()
+            return
+        comm = UnixComm(
+            _stream(connection), self.listen_address, f"{self.listen_address}#{next(_numbers)}", self.deserialize
+        )
+        comm.allow_offload = self.allow_offload
+        try:
+            await self.on_connection(comm)
+        except CommClosedError:
+            return  # it hung up before the handshake's end
+        await self.comm_handler(comm)
+
+    @property
+    def listen_address(self) -> str:
+        """The address to connect to."""
+        return f"{PREFIX}{self.path}"
+
+    @property
+    def contact_address(self) -> str:
+        """The same: there is only one way to it."""
+        return self.listen_address
+
+
+class UnixBackend(Backend):
+    """Registers `unix://` with Dask. Its locations are absolute paths."""
+
+    def get_connector(self) -> Connector:
+        """A new connector."""
+        return UnixConnector()
+
+    def get_listener(self, loc: str, handle_comm: Any, deserialize: bool, **options: Any) -> UnixListener:
+        """A listener at a path that has not started yet."""
+        return UnixListener(loc, handle_comm, deserialize, **options)
+
+    def get_address_host(self, loc: str) -> str:
+        """The loopback address: both ends are on this machine."""
+        return _HOST
+
+    def resolve_address(self, loc: str) -> str:
+        """The path itself."""
+        return str(_path(loc))
+
+    def get_local_address_for(self, loc: str) -> str:
+        """The path itself: nobody is called back at another one."""
+        return str(_path(loc))
+
+
+def _path(loc: str) -> Path:
+    """The path in an address; Dask puts ":0" behind where it expects a port, and we put "#..." behind for one end."""
+    return Path(loc.partition("#")[0].removesuffix(":0"))
+
+
+class _UnixSocket(socket.socket):
+    """A unix socket that passes over the TCP options which Dask sets on every connection."""
+
+    def setsockopt(self, level: int, *args: Any) -> None:
+        if level != socket.SOL_TCP:
+            super().setsockopt(level, *args)
+
+
+def _stream(connection: socket.socket) -> IOStream:
+    return IOStream(_UnixSocket(fileno=connection.detach()), max_buffer_size=MAX_BUFFER_SIZE)
+
+
+def _check_folder(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(
+            f"{folder} must be a folder of user {os.geteuid()} with mode 0700, but it belongs to user {status.st_uid} "
+            f"with mode {stat.S_IMODE(status.st_mode):04o}"
+        )
+
+
+def _check_peer(connection: socket.socket) -> None:
+    """Raises PermissionError where the process at the other end belongs to another user; root may pass."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user not in {os.geteuid(), 0}:
+        raise PermissionError(f"the process at the other end belongs to user {user}, not to user {os.geteuid()}")
+
+
+backends[SCHEME] = cast(Backend, UnixBackend())

@@ -1,0 +1,208 @@
+"""Another process attacks every kind of cluster that we start: it executes nothing, and the attacked run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed.comm.core import connect
+
+from tests.conftest import Cli
+from tests.integration.attacker import NOBODY
+from tests.integration.sshd import ssh_hosts
+from tests.integration.test_cluster import Clusters, clusters, wait_until
+
+__all__ = ["clusters"]  # a fixture
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+
+
+@pytest.fixture
+def marker() -> Iterator[Path]:
+    """A folder that every user may make."""
+    path = Path("/tmp") / f"ddptrain-attack-{os.getpid()}"
+    yield path
+    if path.exists():
+        path.rmdir()
+
+
+def listening_ports(processes: Iterable[psutil.Process]) -> list[int]:
+    """The TCP ports of some processes, and of their children, as /proc/net/tcp shows them to everyone."""
+    everyone = {*processes, *(child for process in processes for child in process.children(recursive=True))}
+    return sorted(
+        {
+            connection.laddr.port
+            for process in everyone
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+    )
+
+
+def attacked(ports: Sequence[int], paths: Sequence[str], marker: Path, *, as_other_user: bool) -> str:
+    """What the attacker has printed."""
+    who = ["user"] if as_other_user else []
+    command = [sys.executable, "-m", "tests.integration.attacker"]
+    command += [",".join(map(str, ports)), ",".join(paths), str(marker), *who]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert done.stdout.count("failed") + done.stdout.count("answered") == 2 * (2 * len(ports) + len(paths)), done
+    return done.stdout
+
+
+def test_attack_succeeds_on_a_scheduler_without_protection(marker: Path, tmp_path: Path) -> None:
+    """Otherwise the tests below would prove nothing."""
+    command = [sys.executable, "-m", "ddptrain.clusters.scheduler", "--folder", str(tmp_path), "--host", "127.0.0.1"]
+    card = tmp_path / "scheduler.json"
+    with subprocess.Popen(command) as scheduler:
+        try:
+            wait_until(card.exists)
+            port = int(json.loads(card.read_text())["address"].rpartition(":")[2])
+            assert "run_on_scheduler answered" in attacked([port], [], marker, as_other_user=os.geteuid() == 0)
+            assert marker.exists()
+        finally:
+            scheduler.terminate()
+
+
+@needs_root
+def test_other_user_runs_nothing_through_an_embedded_cluster(run_cli: Cli, marker: Path) -> None:
+    go = run_cli.folder / "go"
+    (run_cli.folder / "work.py").write_text(
+        "import os, time\ndef hold(ctx, until):\n"
+        "    print(f'rank {ctx.rank} holds', flush=True)\n"
+        "    while not os.path.exists(until): time.sleep(0.02)\n"
+    )
+    (run_cli.folder / "hold.yaml").write_text(json.dumps({"workload": "work:hold", "params": {"until": str(go)}}))
+    running = run_cli.start("train", "hold.yaml", "--ranks", "2")
+    for rank in range(2):
+        running.wait_for(f"rank {rank} holds")
+    driver = psutil.Process(running.popen.pid)
+    sockets = sorted({item.laddr for item in driver.net_connections("unix") if str(item.laddr).endswith("/scheduler")})
+    assert len(sockets) == 1, "the scheduler of the run listens on one"
+    sockets += [str(path) for path in Path(sockets[0]).parent.iterdir()]
+    assert any("worker-" in path for path in sockets)
+    assert "answered" not in attacked(listening_ports([driver]), sockets, marker, as_other_user=True)
+    assert not marker.exists()
+    go.touch()
+    done = running.finish()
+    assert done.rc == 0, done.stderr
+    assert not Path(sockets[0]).parent.exists(), "the sockets go with the run"
+
+
+@needs_root
+@pytest.mark.parametrize("options", [[], ["--tls"]])
+def test_other_user_runs_nothing_through_a_local_cluster(clusters: Clusters, marker: Path, options: list[str]) -> None:
+    address = clusters.up(*options)["address"]
+    folder = Path(address.removeprefix("unix://")).parent
+    sockets = [str(path) for path in folder.iterdir()] if address.startswith("unix://") else []
+    running = clusters.start_run()
+    processes = [clusters.process("scheduler"), clusters.process("worker")]
+    told = attacked(listening_ports(processes), sockets, marker, as_other_user=True)
+    assert told.count("failed") >= 4 and "answered" not in told
+    assert not marker.exists()
+    assert clusters.finish(running).rc == 0
+    clusters("down", "dev")
+    assert not any(Path(path).exists() for path in sockets)
+
+
+def test_process_without_the_certificate_runs_nothing_through_an_ssh_cluster(
+    run_cli: Cli, tmp_path: Path, marker: Path
+) -> None:
+    with ssh_hosts(tmp_path / "sshd") as hosts:
+        up = run_cli("cluster", "up", "--name", "dev", *hosts.settings, "--json")
+        assert up.rc == 0, up.stderr
+        view = json.loads(up.stdout)
+        try:
+            processes = [psutil.Process(part["pid"]) for part in view["parts"].values()]
+            ports = listening_ports(processes)
+            assert len(ports) >= 3, "a scheduler and two workers"
+            assert "answered" not in attacked(ports, [], marker, as_other_user=False)
+            assert not marker.exists()
+            trained = run_cli("train", "petnames", "--set", "params.epochs=1", "--cluster", "dev")
+            assert trained.rc == 0, trained.stderr
+        finally:
+            assert run_cli("cluster", "down", "dev", "--now").rc == 0
+
+
+# Listens where a scheduler has been, as another user, and answers whoever comes with a pickle that makes a folder.
+FORGED = f"""
+import os, pickle, socket, struct, sys
+from distributed.protocol.core import dumps
+from distributed.protocol import to_serialize
+from distributed.protocol.utils import pack_frames
+address, marker = sys.argv[1:]
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, (marker,)
+os.setgroups([]); os.setgid({NOBODY})
+if address.startswith("/"):
+    listening = socket.socket(socket.AF_UNIX)
+    os.mkdir(os.path.dirname(address), 0o755); os.chown(os.path.dirname(address), {NOBODY}, {NOBODY})
+    os.setuid({NOBODY})
+    listening.bind(address); os.chmod(address, 0o777)
+else:
+    os.setuid({NOBODY})
+    listening = socket.create_server(("127.0.0.1", int(address)))
+listening.listen()
+print("ready", flush=True)
+greeting = {{"compression": None, "python": (3, 11, 0), "pickle-protocol": 5, "x": to_serialize(Attack())}}
+frames = pack_frames(dumps(greeting))
+while True:
+    connection, _ = listening.accept()
+    try:
+        connection.sendall(struct.pack("Q", len(frames)) + frames)
+        print("heard", len(connection.recv(100)), flush=True)
+    except OSError as error:
+        print("hung up", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def forged_scheduler(place: str, marker: Path) -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", FORGED, place, str(marker)], stdout=subprocess.PIPE, text=True) as it:
+        assert it.stdout is not None and it.stdout.readline() == "ready\n"
+        try:
+            yield
+        finally:
+            it.kill()
+
+
+@needs_root
+def test_forged_scheduler_executes_code_in_a_client_that_trusts_it(marker: Path) -> None:
+    """Otherwise the test below would prove nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with forged_scheduler(str(port), marker), contextlib.suppress(OSError):
+        asyncio.run(connect(f"tcp://127.0.0.1:{port}", timeout=5))
+    assert marker.exists()
+
+
+@needs_root
+@pytest.mark.parametrize("options", [[], ["--tls"]])
+def test_forged_scheduler_of_a_stale_record_executes_nothing(
+    clusters: Clusters, marker: Path, options: list[str]
+) -> None:
+    """The cluster was killed, and somebody else listens at its address: no command unpickles the answer."""
+    address = clusters.up(*options)["address"]
+    for part in ("worker", "scheduler"):
+        clusters.process(part).kill()
+    place = address.rpartition(":")[2] if options else address.removeprefix("unix://")
+    if not options:
+        shutil.rmtree(Path(place).parent)
+    with forged_scheduler(place, marker):
+        assert clusters("list").rc == 0
+        clusters("status", "dev", rc=4)
+        (clusters.folder / "c.yaml").write_text(json.dumps({"workload": "work:hold", "params": {"until": "x"}}))
+        trained = clusters.cli("train", "c.yaml", "--cluster", "dev")
+        assert trained.rc == 4, trained
+        assert not marker.exists()
+    if not options:
+        shutil.rmtree(Path(place).parent)
