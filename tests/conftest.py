@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,8 @@ import psutil
 import pytest
 
 LEAK_GRACE_S = 30.0
+# Reasons for which a test may be skipped where every server is installed (DDPTRAIN_STRICT_SKIPS).
+ALLOWED_SKIPS = re.compile(r"no NVIDIA GPU|root may read everything|transformers is not installed|Seattle names are not at")
 # What takes a second where nothing else runs: a machine with other work may take this long for it.
 PATIENCE_S = 100.0
 # In the environment of every process that a test starts, and of those that these start: it is known by this
@@ -47,6 +50,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in terminalreporter.stats.get("rerun", ()):
         terminalreporter.section(f"failed at first, run once more: {report.nodeid} ({report.when})")
         terminalreporter.line(report.longreprtext)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With DDPTRAIN_STRICT_SKIPS set, a test that is skipped for any other reason than those allowed fails the run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get("DDPTRAIN_STRICT_SKIPS") or reporter is None:
+        return
+    reasons = {str(report.longrepr[2]) for report in reporter.stats.get("skipped", ())}
+    if forbidden := sorted(reason for reason in reasons if not ALLOWED_SKIPS.search(reason)):
+        reporter.write_line("")
+        reporter.section("these tests must not be skipped here")
+        reporter.write_line("\n".join(forbidden))
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @cache
