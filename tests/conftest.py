@@ -23,7 +23,9 @@ import pytest
 
 LEAK_GRACE_S = 30.0
 # Reasons for which a test may be skipped where every server is installed (DDPTRAIN_STRICT_SKIPS).
-ALLOWED_SKIPS = re.compile(r"no NVIDIA GPU|root may read everything|transformers is not installed|Seattle names are not at")
+ALLOWED_SKIPS = re.compile(
+    r"no NVIDIA GPU|root may read everything|transformers is not installed|Seattle names are not at"
+)
 # What takes a second where nothing else runs: a machine with other work may take this long for it.
 PATIENCE_S = 100.0
 # In the environment of every process that a test starts, and of those that these start: it is known by this

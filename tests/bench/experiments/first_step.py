@@ -1,4 +1,8 @@
-"""From the command to the first optimizer step: an embedded cluster, a cluster that is up, and torchrun."""
+"""From the command to the first optimizer step: an embedded cluster, clusters that are up, and torchrun.
+
+A cluster on one machine listens on unix sockets. The rows first-step-open and first-step-tls compare these with a TCP
+port that anybody can use, and with TLS: what the protection costs.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
 from tests.bench.stage import BenchError, Stage
 
@@ -17,26 +22,37 @@ _RANKS = (2, 8)
 _GOALS = {(2, "embedded"): 0.8, (8, "embedded"): 0.4, (2, "warm"): 0.25, (8, "warm"): 0.12}
 _WHERE = {"embedded": "an embedded cluster, which the command starts", "warm": "a cluster that is up, with warm ranks"}
 
+_PEERS = {"open": "tcp", "tls": "tls"}  # other transports than unix sockets
+
 
 @contextmanager
-def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True) -> Iterator[str]:
-    """A Dask scheduler and one of our workers, if wanted, as processes of their own; gives the scheduler's address."""
+def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True, transport: str = "unix") -> Iterator[list[str]]:
+    """A scheduler and one worker of ours, if wanted, as processes of their own; gives the options that lead there.
+
+    `transport` is unix, tcp (without any protection) or tls.
+    """
     folder = stage.new_folder("cluster")
     file = folder / "scheduler.json"
-    scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
-    scheduler += ["--no-dashboard", "--scheduler-file", str(file)]
+    if transport == "tls":
+        make_tls(folder)
+    scheduler = [sys.executable, "-m", "ddptrain.clusters.scheduler", "--folder", str(folder)]
+    scheduler += [] if transport == "unix" else ["--host", "127.0.0.1"]
     with ExitStack() as stack:
         stack.enter_context(stage.started(scheduler))
         deadline = time.monotonic() + 60
-        while not (file.exists() and file.read_text().strip()):
+        while not file.exists():
             if time.monotonic() > deadline:
                 raise BenchError("the Dask scheduler did not start within 60 s")
             time.sleep(0.05)
-        address = str(json.loads(file.read_text())["address"])
-        worker = [sys.executable, "-m", "ddptrain.worker", "--scheduler", address, "--slots", str(slots)]
+        options = ["--cluster", str(json.loads(file.read_text())["address"])]
+        worker = [sys.executable, "-m", "ddptrain.worker", "--scheduler-file", str(file), "--slots", str(slots)]
+        if transport == "tls":
+            worker += ["--tls-dir", str(folder)]
+            pem = {"ca": CERT_FILE, "cert": CERT_FILE, "key": KEY_FILE}
+            options += [word for name in pem for word in ("--set", f"cluster.tls.{name}_file={folder / pem[name]}")]
         if with_worker:
             stack.enter_context(stage.started([*worker, "--scratch", str(folder / "scratch")]))
-        yield address
+        yield options
 
 
 def _first_step(stage: Stage, command: Sequence[str], marks: Path, ranks: int) -> Figures:
@@ -63,15 +79,18 @@ def _open(stage: Stage) -> Iterator[Variants]:
         marks = stage.new_folder("ddptrain")
         return _first_step(stage, stage.ddptrain("first_step", ranks, *options, folder=str(marks)), marks, ranks)
 
-    with warm_cluster(stage, max(_RANKS)) as address:
+    with ExitStack() as stack:
         torchrun(2)  # everything is in the page cache, and byte code is written
         ddptrain(2)
-        ddptrain(max(_RANKS), "--cluster", address)  # returns when the rank server is warm
+        clusters = {}
+        for name, transport in (("warm", "unix"), *_PEERS.items()):
+            clusters[name] = stack.enter_context(warm_cluster(stage, max(_RANKS), transport=transport))
+            ddptrain(max(_RANKS), *clusters[name])  # returns when the rank server is warm
         variants: dict[str, Callable[[], Figures]] = {}
         for ranks in _RANKS:
             variants[f"torchrun-{ranks}"] = partial(torchrun, ranks)
             variants[f"embedded-{ranks}"] = partial(ddptrain, ranks)
-            variants[f"warm-{ranks}"] = partial(ddptrain, ranks, "--cluster", address)
+            variants |= {f"{name}-{ranks}": partial(ddptrain, ranks, *clusters[name]) for name in clusters}
         yield variants
 
 
@@ -87,4 +106,22 @@ def _row(ranks: int, where: str) -> Row:
     )
 
 
-EXPERIMENT = Experiment(rows=tuple(_row(ranks, where) for where in _WHERE for ranks in _RANKS), open=_open)
+def _protection_row(peer: str) -> Row:
+    return Row(
+        name=f"first-step-{peer}",
+        unit="s",
+        ours=Source("warm-2", "first_step_s"),
+        peer=Source(f"{peer}-2", "first_step_s"),
+        peer_name=f"ddptrain on {_PEERS[peer]}",
+        goal=None,
+        what=f"the same on a cluster that is up, over unix sockets, against {_PEERS[peer]}",
+    )
+
+
+EXPERIMENT = Experiment(
+    rows=(
+        *(_row(ranks, where) for where in _WHERE for ranks in _RANKS),
+        *(_protection_row(peer) for peer in _PEERS),
+    ),
+    open=_open,
+)

@@ -42,11 +42,11 @@ def _open(stage: Stage) -> Iterator[Variants]:
         command = stage.torchrun("restart", _RANKS, "--max-restarts", "1", folder=str(marks))
         return _recovered(stage, command, marks)
 
-    with warm_cluster(stage, _RANKS) as address:
+    with warm_cluster(stage, _RANKS) as cluster:
 
         def ours() -> Figures:
             marks = stage.new_folder("ddptrain")
-            options = ["--cluster", address, "--set", "failure.max_restarts=1", "--set", "failure.backoff_s=0"]
+            options = [*cluster, "--set", "failure.max_restarts=1", "--set", "failure.backoff_s=0"]
             return _recovered(stage, stage.ddptrain("restart", _RANKS, *options, folder=str(marks)), marks)
 
         yield {"ours": ours, "torchrun": torchrun}

@@ -26,7 +26,7 @@ def _open(stage: Stage) -> Iterator[Variants]:
     hide = f'mount -t tmpfs none {project} && export XDG_CACHE_HOME={cache} && exec "$@"'
     hidden = ["unshare", "--mount", "bash", "-c", hide, "-", sys.executable, "-m", "ddptrain.worker", "--slots", "1"]
     with ExitStack() as stack:
-        address = stack.enter_context(warm_cluster(stage, 1, with_worker=False))
+        _, address = stack.enter_context(warm_cluster(stage, 1, with_worker=False))
         for _ in range(_WORKERS):
             stack.enter_context(stage.started([*hidden, "--scheduler", address]))
 
