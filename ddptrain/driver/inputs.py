@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
-from ddptrain.results.atomic import write_whole
 from ddptrain.results.errors import naming
+from ddptrain.results.files import write_whole
 from ddptrain.spec import describe_status
 
 if TYPE_CHECKING:

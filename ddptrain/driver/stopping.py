@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError
 from ddptrain.results import lock
-from ddptrain.results.atomic import write_whole
 from ddptrain.results.errors import ResultsError
+from ddptrain.results.files import write_whole
 from ddptrain.results.find import RunView
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.record import DriverRecord, RunStatus

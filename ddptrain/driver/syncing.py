@@ -26,9 +26,9 @@ from ddptrain.driver.wandbkey import BASE_URL, KEY, find_access
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.results import lock, wandblog
-from ddptrain.results.atomic import write_whole
 from ddptrain.results.borrowed import Borrowed
 from ddptrain.results.errors import ResultsError
+from ddptrain.results.files import write_whole
 from ddptrain.results.find import RunView
 from ddptrain.results.store import Store
 from ddptrain.results.storelock import StoreLock

@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 
 from ddptrain.events import FileSaved
-from ddptrain.results.atomic import sync_folder
 from ddptrain.results.errors import FileDamaged, UnsafePath, naming
+from ddptrain.results.files import sync_folder
 from ddptrain.results.layout import INCOMING, safe_relative
 from ddptrain.results.staging import Parcel, bring_home
 

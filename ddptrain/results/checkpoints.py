@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from ddptrain.events import CheckpointSaved
-from ddptrain.results.atomic import sync_folder, write_whole
 from ddptrain.results.errors import CheckpointDamaged, naming
+from ddptrain.results.files import sync_folder, write_whole
 from ddptrain.results.layout import BEST, INCOMING, LATEST, step_name
 from ddptrain.results.record import BestRecord, plain
 from ddptrain.results.staging import Parcel, bring_home

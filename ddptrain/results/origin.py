@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddptrain.results.atomic import write_whole
+from ddptrain.results.files import write_whole
 
 ORIGIN = ".store.json"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import UsageError
-from ddptrain.results.atomic import write_whole
 from ddptrain.results.chart import Line, Style, draw_chart
 from ddptrain.results.curves import Curve, Panel, Plot
 from ddptrain.results.errors import ResultsError
+from ddptrain.results.files import write_whole
 from ddptrain.results.record import BestRecord
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results import restore
-from ddptrain.results.atomic import write_whole
 from ddptrain.results.errors import StoreError, naming
+from ddptrain.results.files import write_whole
 from ddptrain.results.find import RunView, find_run, list_runs, load_run
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.origin import Origin, origin_of

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from ddptrain.errors import RunNotFound
-from ddptrain.results.atomic import write_whole
 from ddptrain.results.checkpoints import MANIFEST
 from ddptrain.results.errors import CheckpointDamaged, naming
+from ddptrain.results.files import write_whole
 from ddptrain.results.layout import BEST, INPUTS, LATEST, step_name, step_of
 from ddptrain.results.store import Store, Stored
 from ddptrain.results.storedcheckpoints import CHECKPOINTS, STORED_AS, parsed, stored_name

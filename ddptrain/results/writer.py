@@ -19,9 +19,9 @@ from typing import Any, Self
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, UsageError
 from ddptrain.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.results import artifacts, lock
-from ddptrain.results.atomic import JsonLines, write_whole
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
 from ddptrain.results.errors import CheckpointDamaged, naming
+from ddptrain.results.files import JsonLines, write_whole
 from ddptrain.results.find import load_run
 from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets

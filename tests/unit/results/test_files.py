@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.results.atomic import JsonLines, write_whole
 from ddptrain.results.errors import ResultsError
+from ddptrain.results.files import JsonLines, write_whole
 
 
 def test_a_failed_write_leaves_the_old_content_and_nothing_else(
@@ -43,7 +43,7 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_half_there(tmp_path: Path) 
     script = """
 import resource, signal, sys
 from pathlib import Path
-from ddptrain.results.atomic import JsonLines
+from ddptrain.results.files import JsonLines
 from ddptrain.results.errors import ResultsError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 lines = JsonLines(Path(sys.argv[1]))
