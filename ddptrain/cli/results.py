@@ -113,14 +113,16 @@ def plot(
 ) -> None:
     """Draw the loss curves of a run, as a picture and in the terminal."""
     from ddptrain.results.curves import plot_data, plot_of
+    from ddptrain.results.files import is_own_folder
     from ddptrain.results.plot import save_picture, terminal_charts
     from ddptrain.results.runsdir import Need
 
     runs, name = _place(ctx, runs_dir, run)
     view = runs.find(name, Need.METRICS)
     drawing = plot_of(view, metric or ())
-    # In a copy of what is in a store nobody would look for it.
-    picture = out or (view.layout.plot_png if view.layout.is_original else Path(f"{view.run_id}.png"))
+    # In a copy of what is in a store nobody would look for it; the directory of another user is not ours to write to.
+    in_run = view.layout.is_original and is_own_folder(view.layout.root)
+    picture = out or (view.layout.plot_png if in_run else Path(f"{view.run_id}.png"))
     save_picture(drawing, picture, view.record.best)
     if json:
         _print_json({"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)})

@@ -37,7 +37,10 @@ def train(
     run_id: RunIdOption = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="RUN|auto", help="Go on with a run; auto: the newest of this name that did not succeed."),
+        typer.Option(
+            metavar="RUN|auto",
+            help="Go on with a run; auto: the newest of this name that did not succeed, or the one of --run-id.",
+        ),
     ] = None,
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="Resume although workload or parameters have changed.")
@@ -67,8 +70,11 @@ def train(
     from ddptrain.driver.launch import train as launch
     from ddptrain.errors import UsageError
 
-    if resume is not None and run_id is not None:
-        raise UsageError("--resume goes on with a run that has its id: leave --run-id out")
+    if resume not in (None, "auto") and run_id is not None:
+        raise UsageError(
+            "--resume RUN goes on with a run that has its id: leave --run-id out, or give --resume auto, which starts "
+            "the run with that id or goes on with it"
+        )
     if detach:
         raise typer.Exit(_detached(ctx, loaded.config.results.dir, as_json=output is Output.JSON))
     chosen = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback)
@@ -89,6 +95,10 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
         return begun.exit_code
     if as_json:
         typer.echo(json.dumps({"event": "run_detached", **dataclasses.asdict(begun)}))
+        return 0
+    if begun.done:
+        typer.echo(f"ddptrain: {begun.reason}", err=True)
+        typer.echo(begun.run_id)
         return 0
     run = begun.run_id if runs_dir == "runs" else shlex.quote(begun.run_dir)
     told = [

@@ -19,6 +19,7 @@ from typing import IO
 
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.results.errors import naming
+from ddptrain.results.files import open_to_append, write_all
 from ddptrain.results.layout import RunLayout
 
 READY_OPTION = "--ready-fd"
@@ -31,7 +32,8 @@ _BLOCK_BYTES = 1 << 16
 class Begun:
     """What a detached driver tells when its run directory is there; `reason` is why --resume chose that run.
 
-    `log_from` is where in `log` it has begun to write: a run that was resumed has one already.
+    `log_from` is where in `log` it has begun to write: a run that was resumed has one already. `done`: the run had
+    succeeded before, and this process has nothing to do.
     """
 
     run_id: str
@@ -41,6 +43,7 @@ class Begun:
     log: str
     reason: str
     log_from: int = 0
+    done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,23 +176,35 @@ def tell_begun(ready: int, layout: RunLayout, reason: str) -> None:
 
     Raises: ResultsError where the log can't be written.
     """
-    log_from = _print_into(layout.driver_log)
-    place = (layout.root.name, layout.where, os.getpid(), socket.gethostname(), layout.told(layout.driver_log))
-    begun = Begun(*place, reason, log_from)
+    _tell(ready, _begun(layout, reason, _print_into(layout.driver_log)))
+
+
+def tell_done(ready: int, layout: RunLayout, reason: str) -> None:
+    """Tell the process that waits that the run has succeeded before, and that nothing is started."""
+    log_from = layout.driver_log.lstat().st_size if os.path.lexists(layout.driver_log) else 0
+    _tell(ready, _begun(layout, reason, log_from, done=True))
+
+
+def _begun(layout: RunLayout, reason: str, log_from: int = 0, *, done: bool = False) -> Begun:
+    log = layout.told(layout.driver_log)
+    return Begun(layout.root.name, layout.where, os.getpid(), socket.gethostname(), log, reason, log_from, done)
+
+
+def _tell(ready: int, begun: Begun) -> None:
     with suppress(OSError), os.fdopen(ready, "wb") as told:  # who waited may have been killed: the run goes on
         told.write(json.dumps(dataclasses.asdict(begun)).encode())
 
 
 def _print_into(log: Path) -> int:
     """Let stdout and stderr go on in the file, after what they have said so far; how long it was before."""
-    with naming(log):
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
+    descriptor = open_to_append(log)
+    try:
+        with naming(log):
             before = os.fstat(descriptor).st_size
-            os.write(descriptor, _said(sys.stdout.fileno()).encode())
+            write_all(descriptor, _said(sys.stdout.fileno()).encode())
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
                 os.dup2(descriptor, stream.fileno())
-        finally:
-            os.close(descriptor)
+    finally:
+        os.close(descriptor)
     return before

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
 from ddptrain.results.errors import naming
-from ddptrain.results.files import write_whole
+from ddptrain.results.files import make_folder, write_whole
 from ddptrain.spec import describe_status
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class Inputs:
         """Start preparing; the driver goes on. Raises ResultsError."""
         if not self._target:
             return
-        with naming(self._folder):
-            self._folder.mkdir(exist_ok=True)
+        make_folder(self._folder)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ddptrain.driver.preparing"],
             env=dict(environ),

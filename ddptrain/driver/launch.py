@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,7 +21,7 @@ from ddptrain.config import RankRange, RunConfig
 from ddptrain.configfile import LoadedConfig, dump_config, resolved_config
 from ddptrain.driver import summary
 from ddptrain.driver import verdict as verdicts
-from ddptrain.driver.detach import tell_begun
+from ddptrain.driver.detach import tell_begun, tell_done
 from ddptrain.driver.display import open_display
 from ddptrain.driver.inbox import Inbox, ResultsLost
 from ddptrain.driver.inputs import Inputs
@@ -30,12 +32,13 @@ from ddptrain.driver.telling import Telling
 from ddptrain.driver.trackercheck import check_trackers
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.registry import prepare_target, workload_target
+from ddptrain.results.claim import check_run_id
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id
-from ddptrain.results.record import RunStatus
+from ddptrain.results.record import DriverRecord, RunStatus
 from ddptrain.results.remote import RunsDir, open_runs_dir
 from ddptrain.results.runsdir import Keeping, LocalRuns
-from ddptrain.results.writer import RunWriter, check_run_id
+from ddptrain.results.writer import RunWriter
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.gang import Gang, Place
     from ddptrain.driver.reservation import Watchers, Wish
     from ddptrain.driver.resume import Choice
+    from ddptrain.results.find import RunView
     from ddptrain.results.verified import VerifiedCheckpoint
 
 _KEEP_S = 900.0  # for what is still to be uploaded when a run ends
@@ -74,9 +78,12 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
     inbox: Inbox = queue.SimpleQueue()
     runs = open_runs_dir(config.results.dir)
     choice = _choice(config, options, runs)
+    if choice is not None and choice.done is not None:
+        return _already_done(choice.done, choice.reason, options)
+    seen = choice.driver if choice is not None and isinstance(runs, LocalRuns) else None  # a store's copy may be older
     with (
         _kept(config, options, choice, runs) as (folder, keeping),
-        _opened(config, folder, choice) as writer,
+        _opened(config, folder, choice, seen) as writer,
         signals_to(inbox) as signals,
         stop_requests(writer, signals),
     ):
@@ -92,8 +99,21 @@ def _choice(config: RunConfig, options: LaunchOptions, runs: RunsDir) -> Choice 
         return None
     from ddptrain.driver.resume import choose
 
-    folder = runs.candidates(config.name, options.resume)
-    return choose(folder, options.resume, config, allow_changes=options.allow_changes)
+    if options.run_id is not None:
+        check_run_id(options.run_id)
+    folder = runs.candidates(config.name, options.resume, options.run_id)
+    return choose(folder, options.resume, config, allow_changes=options.allow_changes, run_id=options.run_id)
+
+
+def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
+    """Say that there is nothing left to do, in the way in which a run would have told its end; the exit code."""
+    if options.ready_fd is not None:
+        tell_done(options.ready_fd, view.layout, reason)
+    if options.output == "json":
+        print(json.dumps(summary.event_of(view)), flush=True)
+    else:
+        print(f"ddptrain: {reason}", file=sys.stderr, flush=True)
+    return ExitCode.SUCCEEDED
 
 
 @contextmanager
@@ -109,10 +129,10 @@ def _kept(
         yield (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id, keeping
 
 
-def _opened(config: RunConfig, folder: Path, choice: Choice | None) -> RunWriter:
+def _opened(config: RunConfig, folder: Path, choice: Choice | None, seen: DriverRecord | None) -> RunWriter:
     text = dump_config(resolved_config(config))
     if choice is not None and choice.folder is not None:
-        return RunWriter.reopen(folder, text)
+        return RunWriter.reopen(folder, text, seen)
     return RunWriter.create(folder.parent, folder.name, config.name, text, config.workload_name)
 
 
@@ -157,7 +177,12 @@ class _Run:
         self.cluster = self._cluster()
         self.inputs = inputs
         self.began = time.monotonic()
-        keeping.listen(Telling(writer, self.display).warn, lambda error: inbox.put(ResultsLost(error)))
+        keeping.listen(Telling(writer, self.display).warn, self._lose)
+        writer.keep_heartbeat(self._lose)
+
+    def _lose(self, error: DdptrainError) -> None:
+        """End the run: what it writes is no longer kept, or is another driver's."""
+        self.inbox.put(ResultsLost(error))
 
     def _cluster(self) -> Cluster:
         if self.machine is not None:
@@ -315,6 +340,8 @@ class _Run:
                 problem = self.keeping.flush(deadline_s)
         except Interrupted:
             problem = self.keeping.flush(0.0)
+        if not problem and self.writer.loss is not None and verdict.exit_code == ExitCode.SUCCEEDED:
+            return verdicts.of_error(self.writer.loss, self.writer)
         if not problem:
             return verdict
         told, self.warned = self.warned, True

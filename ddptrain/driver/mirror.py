@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddptrain import events
+from ddptrain.results import files
 from ddptrain.worker.spool import READ_LIMIT_BYTES, RankSpool, read_chunk
 
 Fetch = Callable[[Path, int, int], bytes]
@@ -57,7 +58,8 @@ class SpoolMirror:
         self._partial = b""
         self._lines: list[bytes] = []
         self.refused = 0
-        home_log.touch()
+        if not self._linked:
+            self._append(b"")
 
     def receive(self, stream: str, offset: int, data: bytes) -> None:
         """Take bytes that a notice carried."""
@@ -89,8 +91,7 @@ class SpoolMirror:
                 self.refused += 1
 
     def _append(self, data: bytes) -> None:
-        with self.home_log.open("ab") as file:
-            file.write(data)
+        files.append(self.home_log, data)
 
     def _split(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,13 @@ import yaml
 
 from ddptrain.config import RunConfig
 from ddptrain.configfile import resolved_config, without_secrets
-from ddptrain.errors import UsageError
+from ddptrain.errors import RunLocked, UsageError
+from ddptrain.results.files import is_own_folder, read_bytes
 from ddptrain.results.find import RunView, find_run, list_runs, load_run
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.origin import where_of
-from ddptrain.results.record import RunStatus
+from ddptrain.results.record import DriverRecord, RunStatus
+from ddptrain.results.tracked import to_type
 from ddptrain.wording import shown
 
 AUTO = "auto"
@@ -24,23 +26,50 @@ _COMPARED = ("workload", "params")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The folder of the run to go on with, or None to start afresh; `reason` says why."""
+    """The folder of the run to go on with, or None to start afresh; `reason` says why.
+
+    driver: of that run, when it was chosen. done: the run, with the id that was asked for, has succeeded already.
+    """
 
     folder: Path | None
     reason: str
+    driver: DriverRecord | None = None
+    done: RunView | None = None
 
 
-def choose(runs_dir: Path, which: str, config: RunConfig, *, allow_changes: bool) -> Choice:
+def choose(
+    runs_dir: Path, which: str, config: RunConfig, *, allow_changes: bool = False, run_id: str | None = None
+) -> Choice:
     """The run to go on with.
 
     `auto` takes the newest run of this name that has not succeeded, if its workload and parameters agree, and no later
-    one has succeeded; else it starts afresh.
+    one has succeeded; else it starts afresh. With `allow_changes` it takes the newest one also where they do not agree.
+    With a `run_id`, `auto` means that one run: it is started, gone on with, or done already. Runs of other users do
+    not count.
 
-    Raises: RunNotFound; UsageError where the run succeeded, or was another workload or had other parameters.
+    Raises:
+        RunNotFound
+        UsageError: the run succeeded, was another workload, had other parameters, or belongs to another user.
+        RunLocked: `auto` has found a run that is running, or may be running on another host.
     """
-    if which == AUTO:
-        return _auto(runs_dir, config)
-    view = load_run(find_run(runs_dir, which))
+    if which != AUTO:
+        return _named(load_run(find_run(runs_dir, which)), config, allow_changes=allow_changes)
+    if run_id is None:
+        return _newest(runs_dir, config, allow_changes=allow_changes)
+    layout = RunLayout(runs_dir / run_id)
+    if not layout.run_json.is_file():
+        return Choice(None, f"starting afresh: there is no run {run_id} in {where_of(runs_dir)}")
+    view = load_run(layout.root)
+    _require_own(view)
+    _require_ended(view)
+    if view.status == RunStatus.SUCCEEDED and not (allow_changes and list(_changes(layout, config))):
+        return Choice(None, f"run {run_id} has succeeded: there is nothing left to do", done=view)
+    return _named(view, config, allow_changes=allow_changes)
+
+
+def _named(view: RunView, config: RunConfig, *, allow_changes: bool) -> Choice:
+    """The run that the user has named."""
+    _require_own(view)
     if view.status == RunStatus.SUCCEEDED and not allow_changes:
         raise UsageError(
             f"run {view.run_id} has succeeded: there is nothing to resume (--allow-changes trains it further)"
@@ -51,23 +80,56 @@ def choose(runs_dir: Path, which: str, config: RunConfig, *, allow_changes: bool
         raise UsageError(
             f"run {view.run_id} was made with other settings; --allow-changes goes on all the same:{lines}"
         )
+    return _going_on(view, changes)
+
+
+def _going_on(view: RunView, changes: Sequence[str]) -> Choice:
     changed = f", with {', '.join(changes)}" if changes else ""
-    return Choice(view.layout.root, f"going on with run {view.run_id}, which {_how_it_ended(view)}{changed}")
+    reason = f"going on with run {view.run_id}, which {_how_it_ended(view)}{changed}"
+    return Choice(view.layout.root, reason, view.record.driver)
 
 
-def _auto(runs_dir: Path, config: RunConfig) -> Choice:
-    ours = [view for view in list_runs(runs_dir) if view.record.name == config.name and not view.problem]
-    for view in ours:
-        if view.is_running:
-            continue  # its driver holds the lock, or will tell
-        if view.status == RunStatus.SUCCEEDED:
-            return Choice(None, f"starting afresh: the last run of this name, {view.run_id}, has succeeded")
-        if changes := list(_changes(view.layout, config)):
-            return Choice(
-                None, f"starting afresh: run {view.run_id} {_how_it_ended(view)}, but had {', '.join(changes)}"
-            )
-        return Choice(view.layout.root, f"going on with run {view.run_id}, which {_how_it_ended(view)}")
-    return Choice(None, f"starting afresh: there is no run named {config.name} to resume in {where_of(runs_dir)}")
+def _newest(runs_dir: Path, config: RunConfig, *, allow_changes: bool) -> Choice:
+    """The newest run of this name, if it is one to go on with."""
+    named = [view for view in list_runs(runs_dir) if view.record.name == config.name and not view.problem]
+    ours = [view for view in named if is_own_folder(view.layout.root)]
+    for view in [*ours[:1], *(each for each in ours[1:] if each.is_running)]:
+        _require_ended(view)
+    if not ours:
+        return Choice(None, f"starting afresh: there is no run named {config.name} to resume in {where_of(runs_dir)}")
+    view, changes = ours[0], list(_changes(ours[0].layout, config))
+    if changes and allow_changes:
+        return _going_on(view, changes)
+    if view.status == RunStatus.SUCCEEDED:
+        return Choice(None, f"starting afresh: the last run of this name, {view.run_id}, has succeeded")
+    if changes:
+        had = ", ".join(changes)
+        return Choice(None, f"starting afresh: run {view.run_id} {_how_it_ended(view)}, but had {had}")
+    return _going_on(view, ())
+
+
+def _require_own(view: RunView) -> None:
+    """Raise UsageError for a run of another user: ddptrain writes into no directory of theirs."""
+    if not is_own_folder(view.layout.root):
+        raise UsageError(
+            f"run {view.run_id} in {view.layout.root} can't be resumed: its directory, or the link to it, belongs to "
+            "another user; resume a run of your own, or start a new one"
+        )
+
+
+def _require_ended(view: RunView) -> None:
+    """Raise RunLocked for a run that is running, or may be: a second training of it must not begin."""
+    driver = view.record.driver
+    if view.is_running:
+        raise RunLocked(
+            f"run {view.run_id} is running: {driver.words}; wait for it to end, or stop it with "
+            f"ddptrain stop {to_type(view.layout)}"
+        )
+    if view.status == RunStatus.UNKNOWN:
+        raise RunLocked(
+            f"run {view.run_id} may be running: {driver.words}, which cannot be seen from this host; if it has ended, "
+            f"go on with --resume {view.run_id}"
+        )
 
 
 def _how_it_ended(view: RunView) -> str:
@@ -84,7 +146,7 @@ def _how_it_ended(view: RunView) -> str:
 def _changes(layout: RunLayout, config: RunConfig) -> Iterator[str]:
     """What differs in what decides the weights: "params.epochs 20 (now 30)". Secrets are not compared."""
     try:
-        before = yaml.safe_load(layout.config_yaml.read_text(encoding="utf-8"))
+        before = yaml.safe_load(read_bytes(layout.config_yaml))
     except (OSError, ValueError, yaml.YAMLError):
         yield "a config.yaml that can't be read"
         return

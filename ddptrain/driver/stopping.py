@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ddptrain.errors import ClusterError
 from ddptrain.results import lock
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import write_whole
+from ddptrain.results.files import read_bytes, require_own_folder, write_whole
 from ddptrain.results.find import RunView
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.record import DriverRecord, RunStatus
@@ -94,7 +94,7 @@ def _taken(layout: RunLayout) -> StopRequest | None:
         # Opening the folder makes a network file system look again; asking for the file alone does not.
         if layout.stop_json.name not in os.listdir(layout.root):
             return None
-        text = layout.stop_json.read_bytes()
+        text = read_bytes(layout.stop_json)
         layout.stop_json.unlink()
         request = StopRequest.from_json(text)
     except (OSError, ValueError):
@@ -142,7 +142,7 @@ def stop_run(going: Going, *, now: bool, by: str, tell: Callable[[str], None], m
     driver = view.record.driver
     _ask(going.desk, StopRequest(driver.pid, driver.host, now, by))
     within_s = margin_s + (0.0 if now else _grace_s(going.desk))
-    tell(f"waiting up to {within_s:g} s for run {view.run_id} to end: {_words(driver)}")
+    tell(f"waiting up to {within_s:g} s for run {view.run_id} to end: {driver.words}")
     deadline = time.monotonic() + within_s
     while is_going(view := going.look()) or _is_leaving(view):
         if time.monotonic() > deadline:
@@ -164,28 +164,23 @@ def _is_leaving(view: RunView) -> bool:
 
 def _ask(desk: RunLayout, request: StopRequest) -> None:
     try:
+        require_own_folder(desk.root)
         write_whole(desk.stop_json, request.to_json().encode())
     except ResultsError as error:
         instead = "SIGINT twice" if request.now else "SIGTERM"
         driver = DriverRecord(request.pid, request.host)
-        raise ResultsError(f"{error}; or send {instead} to {_words(driver)}") from error
+        raise ResultsError(f"{error}; or send {instead} to {driver.words}") from error
 
 
 def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now: bool) -> str:
     if desk.stop_json.exists():
-        why = f"{_words(driver)} has not taken the request: is it stopped, or its host down?"
+        why = f"{driver.words} has not taken the request: is it stopped, or its host down?"
     else:
         why = "it may still be bringing results home"
     advice = (
-        f"look at {_words(driver)}, and kill it"
-        if now
-        else f"wait, or end it with ddptrain stop {desk.root.name} --now"
+        f"look at {driver.words}, and kill it" if now else f"wait, or end it with ddptrain stop {desk.root.name} --now"
     )
     return f"run {desk.root.name} has not ended after {within_s:g} s ({why}); {advice}"
-
-
-def _words(driver: DriverRecord) -> str:
-    return f"process {driver.pid} on {driver.host}"
 
 
 def _grace_s(layout: RunLayout) -> float:
@@ -193,6 +188,6 @@ def _grace_s(layout: RunLayout) -> float:
     import yaml
 
     try:
-        return float(yaml.safe_load(layout.config_yaml.read_text(encoding="utf-8"))["failure"]["grace_s"])
+        return float(yaml.safe_load(read_bytes(layout.config_yaml))["failure"]["grace_s"])
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return _DEFAULT_GRACE_S

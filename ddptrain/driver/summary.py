@@ -11,18 +11,33 @@ from ddptrain.wording import counted
 
 if TYPE_CHECKING:
     from ddptrain.driver.verdict import Verdict
+    from ddptrain.results.find import RunView
+    from ddptrain.results.layout import RunLayout
+    from ddptrain.results.record import FailureRecord
 
 
 def last_event(writer: RunWriter, verdict: Verdict, duration_s: float) -> dict[str, Any]:
     """The last JSON line of --output json, and of events.jsonl."""
+    return _finished(writer.layout, verdict.status, verdict.exit_code, duration_s, verdict.failure)
+
+
+def event_of(view: RunView) -> dict[str, Any]:
+    """The same for a run that had ended before."""
+    record = view.record
+    return _finished(view.layout, record.status, record.exit_code or 0, view.duration_s or 0.0, record.failure)
+
+
+def _finished(
+    layout: RunLayout, status: str, exit_code: int, duration_s: float, failure: FailureRecord | None
+) -> dict[str, Any]:
     return {
         "event": "run_finished",
-        "run_id": writer.run_id,
-        "run_dir": writer.layout.where,
-        "status": str(verdict.status),
-        "exit_code": int(verdict.exit_code),
+        "run_id": layout.root.name,
+        "run_dir": layout.where,
+        "status": str(status),
+        "exit_code": int(exit_code),
         "duration_s": round(duration_s, 3),
-        "failure": plain(dataclasses.asdict(verdict.failure)) if verdict.failure is not None else None,
+        "failure": plain(dataclasses.asdict(failure)) if failure is not None else None,
     }
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,8 +27,11 @@ from ddptrain.redact import hide_credentials
 from ddptrain.results import lock, wandblog
 from ddptrain.results.borrowed import Borrowed
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import write_whole
-from ddptrain.results.find import RunView
+from ddptrain.results.files import append, is_own_folder, make_folder, write_whole
+from ddptrain.results.find import RunView, load_run
+from ddptrain.results.heartbeat import WATCH_S
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.record import RunStatus
 from ddptrain.results.store import Store
 from ddptrain.results.storelock import StoreLock
 from ddptrain.results.tracked import RECORDED, wandb_parts
@@ -83,13 +85,18 @@ def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent
         return _sync_stored(view, environ, deadline)
     if not _waiting(view):
         return Sent(view.run_id)
-    if view.is_running:
-        return Sent(view.run_id, passed_over="it is running")
+    if not is_own_folder(view.layout.root):
+        return Sent(view.run_id, passed_over="it belongs to another user")
+    view = load_run(view.layout.root, watch_s=WATCH_S)
+    if why := _may_be_running(view):
+        return Sent(view.run_id, passed_over=why)
     env = _environment(view, environ)
     try:
-        held = lock.take(_made(view.layout.root / RECORDED) / _LOCK)
+        held = lock.take(_folder_of_recorded(view.layout) / _LOCK)
     except RunLocked:
         return Sent(view.run_id, passed_over=_BEING_SENT)
+    except ResultsError as error:
+        return Sent(view.run_id, waiting=len(_waiting(view)), problem=str(error))
     try:
         return _send_all(view, env, deadline)
     finally:
@@ -107,8 +114,8 @@ def _sync_stored(view: RunView, environ: Mapping[str, str], deadline: float) -> 
             borrowed.outline()
             if not _waiting(here):
                 return Sent(view.run_id)
-            if view.is_running:
-                return Sent(view.run_id, passed_over="it is running")
+            if why := _may_be_running(view):
+                return Sent(view.run_id, passed_over=why)
             if problem := _unknown_server(view, environ):
                 return Sent(view.run_id, waiting=len(_waiting(here)), problem=problem)
             env = _environment(view, environ)
@@ -148,8 +155,20 @@ def _send_borrowed(borrowed: Borrowed, here: RunView, env: Mapping[str, str], de
     return Sent(here.run_id, waiting=len(_waiting(here)), problem=problem)
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+def _may_be_running(view: RunView) -> str:
+    """Why a run is left alone; "" where its driver is known to have ended."""
+    if view.is_running:
+        return "it is running"
+    if view.status == RunStatus.UNKNOWN:
+        return f"its driver may be running on {view.record.driver.host}, which cannot be seen from this host"
+    return ""
+
+
+def _folder_of_recorded(layout: RunLayout) -> Path:
+    """The folder that W&B records into; every folder on the way is this user's. Raises ResultsError."""
+    folder = layout.root / RECORDED
+    for each in (layout.tracking_dir, folder):
+        make_folder(each)
     return folder
 
 
@@ -212,7 +231,7 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
         said, ended = _run_wandb([each.log for each in ready.values()], {**env, **own}, left_s)
         for part, log in ((part, each.log) for part, each in ready.items()):
             if log != part.log and (state := log.with_suffix(SYNC_STATE)).is_file() and not state.is_symlink():
-                shutil.copyfile(state, part.folder / state.name)
+                write_whole(part.folder / state.name, state.read_bytes())
             if log.with_suffix(SYNCED).exists():
                 _mark(part)
     _keep_links(view.layout.root / RECORDED, said)
@@ -231,7 +250,7 @@ def _keep_links(folder: Path, said: str) -> None:
 
 
 def _mark(part: Part) -> None:
-    part.log.with_suffix(SYNCED).touch()
+    append(part.log.with_suffix(SYNCED), b"")
     with suppress(OSError):
         (part.folder / UNSENT).unlink(missing_ok=True)
 

@@ -1,15 +1,88 @@
-"""Files that are either whole or not there, and lines that are either whole or not appended."""
+"""The one place that opens, appends to, locks and replaces files of run directories.
+
+A run directory may be in a folder that other users write to. So no function here follows a symbolic link to a file,
+waits for the other end of a FIFO, or writes to a file or folder of another user. Files are either complete or absent,
+and lines are either complete or not appended.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import ResultsError, naming
 from ddptrain.results.record import plain
+
+_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_LARGEST_BYTES = 64 << 20  # of a file that is read into memory at once: another user may have written it
+
+
+# --- Reading ---
+
+
+def open_to_read(path: Path) -> int:
+    """A descriptor of a regular file. Raises OSError, also for a symbolic link (ELOOP) and a FIFO (EINVAL)."""
+    return _regular(os.open(path, os.O_RDONLY | _SAFELY), path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file. Raises OSError as open_to_read() does, and for one above 64 MiB (EFBIG)."""
+    with os.fdopen(open_to_read(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read()
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+# --- Writing ---
+
+
+def open_to_append(path: Path) -> int:
+    """A descriptor for reading and appending; the file is created where it is missing. Raises ResultsError."""
+    return _open_own(path, os.O_RDWR | os.O_APPEND, 0o644)
+
+
+def open_to_lock(path: Path) -> int:
+    """A descriptor of a lock file, which other users cannot open: a lock of theirs would keep us out.
+
+    Raises ResultsError.
+    """
+    descriptor = _open_own(path, os.O_RDWR, 0o600)
+    with suppress(OSError):  # a file system without modes
+        if os.fstat(descriptor).st_mode & 0o077:  # as older versions created it
+            os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append to a file, created where it is missing. Raises ResultsError."""
+    descriptor = open_to_append(path)
+    try:
+        with naming(path):
+            write_all(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of it, however many calls that takes. Raises OSError."""
+    written = 0
+    while written < len(data):
+        written += os.write(descriptor, data[written:])
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -29,6 +102,126 @@ def write_whole(path: Path, data: bytes) -> None:
             raise
 
 
+def _open_own(path: Path, flags: int, mode: int) -> int:
+    with naming(path):
+        try:
+            descriptor = _regular(os.open(path, flags | os.O_CREAT | _SAFELY, mode), path)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EINVAL, errno.ENXIO):
+                what = "a symbolic link" if error.errno == errno.ELOOP else "not a regular file"
+                raise ResultsError(
+                    f"cannot write {path}: it is {what}, which ddptrain never creates; remove it"
+                ) from error
+            raise
+    try:
+        with naming(path):
+            problem = _problem(os.fstat(descriptor), path.parent)
+        if problem:
+            raise ResultsError(f"cannot write {path}: {problem}; remove it, or choose another folder with --runs-dir")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _problem(state: os.stat_result, folder: Path) -> str:
+    """Why an open file must not be written to; "" where it may be."""
+    if not _is_our_id(state.st_uid, folder):
+        return f"it belongs to another user ({_user(state.st_uid)})"
+    # Another user who may write to the folder may have given this name to a file of ours.
+    if state.st_nlink > 1 and folder.stat().st_mode & _WRITTEN_BY_OTHERS:
+        return f"it has {state.st_nlink} names (hard links), in a folder that others may write to"
+    return ""
+
+
+# --- Folders ---
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether it is a folder of this user, as must be the symbolic link, if any, that leads to it."""
+    return not _folder_problem(path)
+
+
+def require_own_folder(path: Path) -> None:
+    """Raise ResultsError for anything but a folder of this user."""
+    if problem := _folder_problem(path):
+        raise ResultsError(f"cannot write into {path}: {problem}; ddptrain writes only into folders of your own")
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder that only this user may write to; one that exists must be this user's. Raises ResultsError."""
+    with naming(path):
+        path.mkdir(mode=0o755, exist_ok=True)
+    require_own_folder(path)
+
+
+def _folder_problem(path: Path) -> str:
+    try:
+        link, state = path.lstat(), path.stat()
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISDIR(state.st_mode):
+        return "it is not a folder"
+    if not _is_our_id(state.st_uid, path):
+        return f"the folder belongs to another user ({_user(state.st_uid)})"
+    if not _is_our_id(link.st_uid, path.parent):
+        return f"the symbolic link belongs to another user ({_user(link.st_uid)})"
+    return ""
+
+
+def _is_our_id(uid: int, folder: Path) -> bool:
+    """Whether a file with that owner, in that folder, may be one that this user has created."""
+    return uid == os.geteuid() or uid == _id_given_in(folder)
+
+
+def _id_given_in(folder: Path) -> int | None:
+    """The owner of what this user creates there: some file systems (NFS with root_squash, FAT) give another one."""
+    probe = folder / f".owner.{secrets.token_hex(4)}.tmp"
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o600)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            probe.unlink()
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user id {uid}"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderIdentity:
+    """Recognizes a folder: who may write to the folder above can put another one in its place."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FolderIdentity:
+        """The identity of a folder of this user. Raises ResultsError."""
+        require_own_folder(path)
+        with naming(path):
+            state = path.stat()
+        return cls(path, state.st_dev, state.st_ino)
+
+    def check(self) -> None:
+        """Raise ResultsError if another folder, or none, is at the path now."""
+        with naming(self.path):
+            state = self.path.stat()
+        if (state.st_dev, state.st_ino) != (self.device, self.inode):
+            raise ResultsError(f"cannot write into {self.path}: another process has put a different folder there")
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -38,27 +231,32 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+# --- Lines ---
+
+
 class JsonLines:
     """Appends JSON objects to a file, each at once; the file has one writer."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._descriptor = open_to_append(path)
         with naming(path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             self._size = os.fstat(self._descriptor).st_size
+            # A writer that was killed leaves half a line: the next one must not continue it.
+            self._is_torn = self._size > 0 and os.pread(self._descriptor, 1, self._size - 1) != b"\n"
 
     def append(self, record: Mapping[str, object]) -> None:
         """Append one line, or on a full disk nothing of it. Raises ResultsError."""
-        data = (json.dumps(plain(record), allow_nan=False, separators=(",", ":")) + "\n").encode()
+        line = json.dumps(plain(record), allow_nan=False, separators=(",", ":")) + "\n"
+        data = (b"\n" if self._is_torn else b"") + line.encode()
         with naming(self._path):
             try:
-                written = 0
-                while written < len(data):
-                    written += os.write(self._descriptor, data[written:])
+                write_all(self._descriptor, data)
             except OSError:
                 os.ftruncate(self._descriptor, self._size)
                 raise
         self._size += len(data)
+        self._is_torn = False
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""

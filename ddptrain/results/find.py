@@ -7,26 +7,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import socket
-import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results import lock
+from ddptrain.results import liveness
 from ddptrain.results.checkpoints import MANIFEST
+from ddptrain.results.files import read_bytes
 from ddptrain.results.layout import LATEST, RunLayout, step_name, step_of
+from ddptrain.results.liveness import Liveness
 from ddptrain.results.origin import origin_of, where_of
 from ddptrain.results.record import FailureRecord, RecordError, RunRecord, RunStatus
 from ddptrain.results.tracked import made_by_trackers
 from ddptrain.wording import nearest, shown
 
 DRIVER_GONE = "the driver is gone (killed?)"
-# A driver elsewhere can't be asked; run.json is rewritten every second while metrics come, but an epoch may
-# be long.
-_SILENT_AFTER_S = 600.0
 _MOST_LISTED = 10
 _ID_TIME = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 
@@ -163,22 +160,24 @@ def _is_run(folder: Path) -> bool:
 
 def _age(view: RunView) -> tuple[datetime, str]:
     started = moment(view.record.started_at)
-    return started or datetime.fromtimestamp(_changed_at(view.layout), UTC), view.run_id
+    return started or datetime.fromtimestamp(liveness.changed_at(view.layout), UTC), view.run_id
 
 
-def load_run(path: Path) -> RunView:
-    """The run in that directory as it truly stands; an unreadable one is a view that says so."""
+def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunView:
+    """The run in that directory as it truly stands; an unreadable one is a view that says so.
+
+    `is_ours` and `watch_s` are for commands that act on the answer: see liveness.look.
+    """
     layout = RunLayout(path)
     try:
         record = _read(layout)
         if record.status == RunStatus.RUNNING and (origin := origin_of(path)) and origin.alive is not None:
             return RunView(layout, record if origin.alive else _abandoned(layout, record))
-        if record.status == RunStatus.RUNNING and _is_here(record) and not lock.is_held(layout.lock_file):
-            record = _read(layout)  # it may just have ended
+        if record.status == RunStatus.RUNNING:
+            alive = liveness.look(layout, record.driver, is_ours=is_ours, watch_s=watch_s)
+            record = record if alive is Liveness.RUNNING else _read(layout)  # it may just have ended
             if record.status == RunStatus.RUNNING:
-                return RunView(layout, _abandoned(layout, record))
-        elif record.status == RunStatus.RUNNING and not _is_here(record):
-            return RunView(layout, _elsewhere(layout, record))
+                return RunView(layout, _seen_as(alive, layout, record))
         return RunView(layout, record)
     except (OSError, RecordError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
@@ -187,23 +186,25 @@ def load_run(path: Path) -> RunView:
 
 
 def _read(layout: RunLayout) -> RunRecord:
-    return RunRecord.from_json(layout.run_json.read_bytes())
+    return RunRecord.from_json(read_bytes(layout.run_json))
 
 
-def _is_here(record: RunRecord) -> bool:
-    return record.driver.host in ("", socket.gethostname())
+def _seen_as(alive: Liveness, layout: RunLayout, record: RunRecord) -> RunRecord:
+    """A record that says running, given what was found out about its driver."""
+    if alive is Liveness.RUNNING:
+        return record
+    return _abandoned(layout, record) if alive is Liveness.GONE else _out_of_sight(layout, record)
 
 
 def _abandoned(layout: RunLayout, record: RunRecord) -> RunRecord:
     failure = FailureRecord(host=record.driver.host, kind="driver", message=DRIVER_GONE)
-    return dataclasses.replace(record, status=RunStatus.FAILED, failure=failure, ended_at=_iso(_changed_at(layout)))
+    return dataclasses.replace(
+        record, status=RunStatus.FAILED, failure=failure, ended_at=_iso(liveness.changed_at(layout))
+    )
 
 
-def _elsewhere(layout: RunLayout, record: RunRecord) -> RunRecord:
-    changed_at = _changed_at(layout)
-    if time.time() - changed_at <= _SILENT_AFTER_S:
-        return record
-    since = f"unknown since {_iso(changed_at)}"
+def _out_of_sight(layout: RunLayout, record: RunRecord) -> RunRecord:
+    since = f"unknown since {_iso(liveness.changed_at(layout))}"
     message = f"{since}: its driver is on {record.driver.host}, and no file has changed since"
     failure = FailureRecord(host=record.driver.host, kind="driver", message=message)
     return dataclasses.replace(record, status=RunStatus.UNKNOWN, failure=failure)
@@ -218,17 +219,6 @@ def _unreadable(layout: RunLayout) -> RunRecord:
         except ValueError:
             started = ""
     return RunRecord(run_id=layout.root.name, status=RunStatus.UNREADABLE, started_at=started)
-
-
-def _changed_at(layout: RunLayout) -> float:
-    """When a file that the run writes last changed, in seconds since 1970."""
-    times = [0.0]
-    for path in (layout.run_json, layout.events_jsonl, layout.metrics_jsonl, *layout.logs().values()):
-        try:
-            times.append(path.stat().st_mtime)
-        except OSError:
-            continue
-    return max(times)
 
 
 def _iso(seconds: float) -> str:
@@ -261,6 +251,6 @@ def find_checkpoint(layout: RunLayout, which: str = LATEST) -> Path:
 
 def _pointed_at(pointer: Path) -> int | None:
     try:
-        return step_of(pointer.read_text(errors="replace").strip())
+        return step_of(read_bytes(pointer).decode(errors="replace").strip())
     except OSError:
         return None

@@ -103,6 +103,11 @@ class RunLayout:
         return self.root / "run.lock"
 
     @property
+    def heartbeat_file(self) -> Path:
+        """Touched by the driver for the life of the run, for hosts that do not see its lock."""
+        return self.root / ".heartbeat"
+
+    @property
     def driver_log(self) -> Path:
         """What a detached driver printed."""
         return self.root / "driver.log"

@@ -7,9 +7,11 @@ import fcntl
 import os
 import socket
 import time
+from enum import Enum
 from pathlib import Path
 
 from ddptrain.errors import RunLocked
+from ddptrain.results import files
 from ddptrain.results.errors import ResultsError, naming
 
 # A reader that looks holds the lock for microseconds, so a driver that finds it taken asks again before it
@@ -18,6 +20,16 @@ _PATIENCE_S = 0.5
 _FOR_READERS_S = 20.0  # one may have been stopped in the midst of its look
 _PAUSE_S = 0.01
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN)
+_HOLDER = "process "  # begins what a lock file says
+_LONGEST_HOLDER_BYTES = 200
+
+
+class LockState(Enum):
+    """What can be seen of a lock from this host. On some network file systems a lock of another host looks free."""
+
+    HELD = "held"
+    FREE = "free"
+    UNKNOWN = "unknown"  # it belongs to another user, or the file system has no locks
 
 
 def take(path: Path) -> int:
@@ -26,15 +38,16 @@ def take(path: Path) -> int:
 
     Raises:
         RunLocked: another process holds it.
-        ResultsError: the file can't be created, or its file system has no locks.
+        ResultsError: the file can't be created, is not a lock file of this user, or its file system has no locks.
     """
-    with naming(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = files.open_to_lock(path)
     try:
         _wait_for(descriptor, path)
+        if not _names_holder(_holder(descriptor, path)):
+            raise ResultsError(f"cannot write {path}: it is not a lock file; move it away")
         with naming(path):
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            files.write_all(descriptor, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode())
     except BaseException:
         os.close(descriptor)
         raise
@@ -53,23 +66,44 @@ def _wait_for(descriptor: int, path: Path) -> None:
                     f"cannot lock {path}: {error.strerror}; use a folder on a file system with locks"
                 ) from error
             if time.monotonic() >= (deadline if _is_taken(descriptor) else deadline + _FOR_READERS_S):
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                holder = _holder(descriptor, path).strip() or "another process"
                 raise RunLocked(
                     f"run {path.parent.name} is held by {holder}; wait for it, or choose another --run-id"
                 ) from error
         time.sleep(_PAUSE_S)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process of this host holds the lock; a lock that does not exist is free."""
+def _holder(descriptor: int, path: Path) -> str:
+    """What the file says about who holds the lock."""
+    with naming(path, "read"):
+        return os.pread(descriptor, _LONGEST_HOLDER_BYTES, 0).decode(errors="replace")
+
+
+def _names_holder(text: str) -> bool:
+    """Whether a lock file may say that, at least in part: its writer may have been killed."""
+    start = text.strip("\0")[: len(_HOLDER)]
+    return _HOLDER.startswith(start)
+
+
+def look(path: Path) -> LockState:
+    """Whether a driver holds the lock, as far as this host can see; a lock that does not exist is free."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = files.open_to_read(path)
+    except FileNotFoundError:
+        return LockState.FREE
     except OSError:
-        return False
+        return LockState.UNKNOWN
     try:
-        return _is_taken(descriptor)
+        return LockState.HELD if _is_taken(descriptor) else LockState.FREE
+    except OSError:
+        return LockState.UNKNOWN
     finally:
         os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process is seen to hold the lock."""
+    return look(path) is LockState.HELD
 
 
 def _is_taken(descriptor: int) -> bool:
@@ -79,4 +113,6 @@ def _is_taken(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         return False
     except OSError as error:
-        return error.errno in _TAKEN
+        if error.errno in _TAKEN:
+            return True
+        raise

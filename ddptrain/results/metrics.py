@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ddptrain.results.errors import naming
+from ddptrain.results.files import open_to_read
 
 _POSITION = frozenset(("time_s", "step", "epoch", "rank"))
 
@@ -40,17 +44,20 @@ class MetricsReader:
         self._offset = 0
 
     def read(self) -> list[MetricLine]:
-        """The new whole lines; none while there is no file. A last line that is not ended yet waits for its
-        end.
+        """The new whole lines; none while there is no file. A last line that is not ended yet waits for its end.
+
+        Raises ResultsError where the file can't be read.
         """
-        try:
-            with self._path.open("rb") as file:
+        with naming(self._path, "read"):
+            try:
+                descriptor = open_to_read(self._path)
+            except FileNotFoundError:
+                return []
+            with os.fdopen(descriptor, "rb") as file:
                 if file.seek(0, 2) < self._offset:
                     self._offset = 0  # written anew
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
-            return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [line for raw in whole.split(b"\n") if (line := _parse(raw)) is not None]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddptrain.results.files import write_whole
+from ddptrain.results.files import read_bytes, write_whole
 
 ORIGIN = ".store.json"
 
@@ -35,7 +35,7 @@ class Origin:
 def origin_of(folder: Path) -> Origin | None:
     """What the folder is a copy of; None where it is an original."""
     try:
-        raw = json.loads((folder / ORIGIN).read_bytes())
+        raw = json.loads(read_bytes(folder / ORIGIN))
         alive = raw["alive"] if isinstance(raw["alive"], bool) else None
         files = {str(path): int(size_bytes) for path, size_bytes in raw["files"].items()}
         return Origin(str(raw["url"]), str(raw["token"]), alive, files)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,6 +16,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
+from ddptrain.hosts import boot_id
 from ddptrain.wording import shown
 
 SCHEMA = 1
@@ -109,10 +112,21 @@ class CodeRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class DriverRecord(_Part):
-    """The process that runs the run."""
+    """The process that runs the run; `boot_id` tells machines of one name apart, and a restart of the machine."""
 
     pid: int = 0
     host: str = ""
+    boot_id: str = ""
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """The record of this process as a driver."""
+        return cls(os.getpid(), socket.gethostname(), boot_id())
+
+    @property
+    def words(self) -> str:
+        """Which process that is."""
+        return f"process {self.pid} on {self.host}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,14 +98,15 @@ class StoreRuns:
 
         return is_running
 
-    def candidates(self, name: str, which: str) -> Path:
-        """The folder in which to choose the run to resume: with the records, and the configurations that matter."""
+    def candidates(self, name: str, which: str, run_id: str | None = None) -> Path:
+        """The folder in which to choose the run to resume: with the records, and the configuration that matters."""
         self._refresh()
         if which != AUTO:
             chosen = [find_run(self.copies, which)]
+        elif run_id is not None:
+            chosen = [self.copies / run_id] if (self.copies / run_id).is_dir() else []
         else:
-            views = [view for view in list_runs(self.copies) if view.record.name == name]
-            chosen = [view.layout.root for view in views if view.status != RunStatus.SUCCEEDED]
+            chosen = [view.layout.root for view in list_runs(self.copies) if view.record.name == name][:1]
         names = [folder.name for folder in chosen if folder.parent == self.copies]
         for path, data in self.store.read_all([f"{name}/config.yaml" for name in names]).items():
             _write_changed(self.copies / path, data)

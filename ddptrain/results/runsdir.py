@@ -67,7 +67,7 @@ class LocalRuns:
         """None: whoever reads the run's files sees what has come."""
         return None
 
-    def candidates(self, name: str, which: str) -> Path:
+    def candidates(self, name: str, which: str, run_id: str | None = None) -> Path:
         """The folder in which to choose the run to resume."""
         return self.folder
 

@@ -4,11 +4,14 @@ way.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddptrain.errors import RunNotFound
+from ddptrain.results.errors import naming
+from ddptrain.results.files import open_to_read
 from ddptrain.results.find import RunView, load_run
 from ddptrain.results.layout import RunLayout
 
@@ -38,11 +41,12 @@ class LogCursor:
 
     def read(self) -> Iterator[str]:
         """The lines that have ended since the last time; none while there is no file."""
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return
-        with file:
+        with naming(self._path, "read"):
+            try:
+                descriptor = open_to_read(self._path)
+            except FileNotFoundError:
+                return
+        with os.fdopen(descriptor, "rb") as file:
             if file.seek(0, 2) < self._offset:
                 self._offset = 0  # cut short, or written anew
             file.seek(self._offset)
@@ -66,23 +70,25 @@ def _decoded(line: bytes) -> str:
 
 def _start_of_last(path: Path, lines: int) -> int:
     """Where the last `lines` lines of a file start, a last one that has not ended included."""
-    try:
-        with path.open("rb") as file:
-            end = file.seek(0, 2)
-            position = end - 1 if lines > 0 else 0  # the last byte ends the last line, or is part of it
-            while position > 0:
-                start = max(0, position - _BLOCK_BYTES)
-                file.seek(start)
-                block = file.read(position - start)
-                at = len(block)
-                while (at := block.rfind(b"\n", 0, at)) >= 0:
-                    lines -= 1
-                    if lines == 0:
-                        return start + at + 1
-                position = start
-            return 0 if lines > 0 else end
-    except FileNotFoundError:
-        return 0
+    with naming(path, "read"):
+        try:
+            descriptor = open_to_read(path)
+        except FileNotFoundError:
+            return 0
+    with os.fdopen(descriptor, "rb") as file:
+        end = file.seek(0, 2)
+        position = end - 1 if lines > 0 else 0  # the last byte ends the last line, or is part of it
+        while position > 0:
+            start = max(0, position - _BLOCK_BYTES)
+            file.seek(start)
+            block = file.read(position - start)
+            at = len(block)
+            while (at := block.rfind(b"\n", 0, at)) >= 0:
+                lines -= 1
+                if lines == 0:
+                    return start + at + 1
+            position = start
+        return 0 if lines > 0 else end
 
 
 def show_logs(view: RunView, rank: int | None = None, lines: int | None = None) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ddptrain.results.checkpoints import MANIFEST
 from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.files import read_bytes
 from ddptrain.results.layout import RunLayout, step_of
 
 _CHUNK_BYTES = 1 << 20
@@ -76,7 +77,7 @@ def checkpoint_folders(layout: RunLayout) -> list[Path]:
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_bytes(path))
     except OSError as error:
         raise CheckpointDamaged(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -5,31 +5,32 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, UsageError
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.events import CheckpointSaved, FileSaved, Metrics
-from ddptrain.results import artifacts, lock
+from ddptrain.hosts import is_this_host
+from ddptrain.results import artifacts
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
-from ddptrain.results.errors import CheckpointDamaged, naming
-from ddptrain.results.files import JsonLines, write_whole
-from ddptrain.results.find import load_run
-from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
+from ddptrain.results.claim import claim, take_up
+from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_whole
+from ddptrain.results.heartbeat import Heartbeat
+from ddptrain.results.layout import RunLayout
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
 from ddptrain.results.record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus
 from ddptrain.results.verified import VerifiedCheckpoint, checkpoint_folders, read_manifest
-from ddptrain.wording import shown
 
 _METRICS_EVERY_S = 1.0
+_SETTLE_S = 1.0  # two hosts that do not see each other's lock: both see the heartbeat that was written last
 
 
 class RunWriter:
@@ -43,6 +44,8 @@ class RunWriter:
         self.layout = layout
         self._record = record
         self._lock = lock_descriptor
+        self._folder = FolderIdentity.of(layout.root)
+        self.loss: DdptrainError | None = None  # why nothing is written any more: another driver has the run
         self._mutex = threading.RLock()
         self._started = time.monotonic()
         self._finished = False
@@ -50,10 +53,13 @@ class RunWriter:
         self._last_metrics: dict[str, float] = {}
         self._spokesman: dict[str, int] = {}  # metric -> the lowest rank that logged it: its value is the one to show
         for folder in (layout.logs_dir, layout.checkpoints_dir, layout.artifacts_dir):
-            with naming(folder):
-                folder.mkdir(exist_ok=True)
+            make_folder(folder)
+        for folder in (layout.inputs_dir, layout.tracking_dir, layout.scratch_dir):
+            if os.path.lexists(folder):
+                require_own_folder(folder)
         self._events = JsonLines(layout.events_jsonl)
         self._metrics = JsonLines(layout.metrics_jsonl)
+        self._heartbeat = Heartbeat(layout.heartbeat_file)
         self._save()
 
     @classmethod
@@ -75,7 +81,7 @@ class RunWriter:
             RunLocked: another process is running it.
             ResultsError: the directory can't be written.
         """
-        layout, descriptor = _claim(runs_dir.absolute(), run_id, name)
+        layout, descriptor = claim(runs_dir.absolute(), run_id, name)
         record = RunRecord(
             run_id=layout.root.name,
             name=name,
@@ -84,7 +90,7 @@ class RunWriter:
             world_size=world_size,
             git=git_state(Path.cwd()),
             versions=installed_versions(),
-            driver=DriverRecord(os.getpid(), socket.gethostname()),
+            driver=DriverRecord.of_this_process(),
         )
         try:
             write_whole(layout.config_yaml, config_text.encode())
@@ -95,21 +101,18 @@ class RunWriter:
             raise
 
     @classmethod
-    def reopen(cls, folder: Path, config_text: str) -> Self:
+    def reopen(cls, folder: Path, config_text: str, seen: DriverRecord | None = None) -> Self:
         """Take up a run that has ended, or whose driver is gone: its lock, its record, the checkpoints that are whole.
 
+        `seen` is the run's driver when the run was chosen.
+
         Raises:
-            RunLocked: another process is running it.
+            RunLocked: another process is running it, or has done so since it was chosen.
             ResultsError, UsageError: its run.json can't be read, or the directory can't be written.
         """
-        layout = RunLayout(folder.absolute())
-        descriptor = lock.take(layout.lock_file)
+        view, descriptor = take_up(folder.absolute(), seen)
+        layout = view.layout
         try:
-            view = load_run(layout.root)
-            if view.problem:
-                raise UsageError(f"run {layout.root.name} can't be resumed: {view.problem}")
-            with naming(layout.stop_json):
-                layout.stop_json.unlink(missing_ok=True)  # the driver before was asked, this one is not
             record = dataclasses.replace(
                 view.record,
                 status=RunStatus.RUNNING,
@@ -119,16 +122,32 @@ class RunWriter:
                 result=None,
                 git=git_state(Path.cwd()),
                 versions=installed_versions(),
-                driver=DriverRecord(os.getpid(), socket.gethostname()),
+                driver=DriverRecord.of_this_process(),
                 attempts=tuple(_ended(attempt, view.record.ended_at) for attempt in view.record.attempts),
             )
             write_whole(layout.config_yaml, config_text.encode())
             writer = cls(layout, record, descriptor)
+            writer._settle(view.record.driver)
             writer._last_metrics = {name: value for name, value in record.last_metrics.items() if value is not None}
             return writer
         except BaseException:
             os.close(descriptor)
             raise
+
+    def _settle(self, before: DriverRecord) -> None:
+        """Make sure that no driver of a third host has taken up the run of another host at the same moment."""
+        if self.layout.is_original and not is_this_host(before.host, before.boot_id):
+            time.sleep(_SETTLE_S)
+            self._heartbeat.beat()
+
+    def keep_heartbeat(self, lost: Callable[[DdptrainError], None]) -> None:
+        """Show other hosts that this driver is alive; `lost` is told, by a thread, when another one has the run."""
+
+        def stop_writing(error: DdptrainError) -> None:
+            self.loss = error
+            lost(error)
+
+        self._heartbeat.keep(stop_writing)
 
     def go_on_from(self, checkpoint: VerifiedCheckpoint | None, policy: CheckpointPolicy) -> None:
         """Count the checkpoints up to the one that the next attempt goes on from; those after it will come again."""
@@ -163,7 +182,8 @@ class RunWriter:
     def event(self, event: Mapping[str, Any]) -> None:
         """Append one line to events.jsonl, stamped with `time_s` unless it has one."""
         with self._mutex:
-            self._events.append({"time_s": time.time(), **event})
+            if self.loss is None:
+                self._events.append({"time_s": time.time(), **event})
 
     def metrics(self, event: Metrics, rank: int) -> None:
         """Append one line to metrics.jsonl; run.json follows within a second, or with the next call."""
@@ -176,7 +196,8 @@ class RunWriter:
         # A metric may be called epoch or step: it counts as the position where none was given.
         line.update((name, value) for name, value in event.values.items() if line.get(name) is None)
         with self._mutex:
-            self._metrics.append(line)
+            if self.loss is None:
+                self._metrics.append(line)
             for name, value in event.values.items():
                 if rank <= self._spokesman.setdefault(name, rank):
                     self._spokesman[name] = rank
@@ -191,6 +212,7 @@ class RunWriter:
             CheckpointDamaged: it is not what its event says; nothing visible has changed.
             ResultsError: it can't be written.
         """
+        self._require_folder()
         versions = self._record.versions
         final = self._shelf.adopt(event, source, policy, world_size=self._record.world_size, versions=versions)
         self.update(checkpoints=self._shelf.names, best=self._shelf.best)
@@ -206,6 +228,7 @@ class RunWriter:
             FileDamaged: the file is not what its event says.
             ResultsError: it can't be written.
         """
+        self._require_folder()
         return artifacts.adopt(self.layout.area(event.area), event, source)
 
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
@@ -222,6 +245,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Release the lock and the files; closing twice is harmless."""
+        self._heartbeat.close()  # not under the mutex: its thread may be waiting for it
         with self._mutex:
             self._events.close()
             self._metrics.close()
@@ -261,9 +285,18 @@ class RunWriter:
         )
         self.finish(status, exit_code, failure)
 
+    def _require_folder(self) -> None:
+        """Raise DdptrainError where the run, or its folder, is no longer this driver's."""
+        if self.loss is not None:
+            raise self.loss
+        self._folder.check()
+
     def _save(self) -> None:
-        write_whole(self.layout.run_json, self.record.to_json().encode())
         self._saved_at = time.monotonic()
+        if self.loss is not None:
+            return
+        self._folder.check()
+        write_whole(self.layout.run_json, self.record.to_json().encode())
 
 
 def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
@@ -276,57 +309,3 @@ def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
 def utc_now() -> str:
     """Now, as run.json writes times: ISO 8601, UTC, milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def check_run_id(run_id: str) -> None:
-    """Raise UsageError for what can't be the name of a run's folder."""
-    if not valid_run_id(run_id):
-        raise UsageError(
-            f'"{shown(run_id)}" is no run id: take up to 128 letters, digits, dots, dashes and underscores, '
-            "not a word with a meaning of its own such as latest"
-        )
-
-
-def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int]:
-    """A folder that is empty but for the lock, which this process now holds."""
-    if run_id is not None:
-        check_run_id(run_id)
-    try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise UsageError(
-            f"cannot keep runs in {runs_dir}: it is not a folder; choose another with --runs-dir"
-        ) from error
-    except OSError as error:
-        raise UsageError(
-            f"cannot make the folder {runs_dir}: {error.strerror}; choose another with --runs-dir"
-        ) from error
-    while True:
-        layout = RunLayout(runs_dir / (run_id or new_run_id(name)))
-        with naming(layout.root):
-            try:
-                layout.root.mkdir(mode=0o755)
-            except FileExistsError:
-                if run_id is None:
-                    continue
-                _refuse_unless_empty(layout)
-        descriptor = lock.take(layout.lock_file)
-        try:
-            _refuse_unless_empty(layout)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return layout, descriptor
-
-
-def _refuse_unless_empty(layout: RunLayout) -> None:
-    try:
-        taken = any(path != layout.lock_file for path in layout.root.iterdir())
-    except NotADirectoryError:
-        taken = True
-    if taken and not layout.run_json.exists():
-        raise UsageError(f"{layout.root} exists and is not a run's folder; choose another --run-id")
-    if taken and lock.is_held(layout.lock_file):
-        raise RunLocked(f"run {layout.root.name} is running; wait for it, or choose another --run-id")
-    if taken:
-        raise UsageError(f"run {layout.root.name} exists already in {layout.root.parent}; choose another --run-id")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import Cli, Finished, Running
+from tests.conftest import PATIENCE_S, Cli, Finished, Running
 from tests.integration.test_train import UpCluster, up_cluster
 
 __all__ = ["up_cluster"]
@@ -52,7 +53,7 @@ def steps(ctx, epochs=4, die_in=0, how="kill", always=False, wait_for=""):
         loss.backward()
         optimizer.step()
         ctx.log({"train/loss": loss.detach()}, step=epoch, epoch=epoch)
-        if epoch == die_in and wait_for and ctx.attempt == 1:
+        if epoch == die_in and wait_for and (ctx.attempt == 1 or always):
             print("waiting", flush=True)
             while not os.path.exists(wait_for):
                 time.sleep(0.05)
@@ -203,6 +204,60 @@ def test_run_that_goes_on_is_not_resumed_by_another_driver(trainer: Trainer) -> 
     assert second.rc == 6 and "run busy is held by process" in second.stderr
     go.touch()
     assert running.finish().rc == 0
+
+
+def test_of_two_overlapping_resumes_one_gets_the_run_and_the_other_names_it(trainer: Trainer) -> None:
+    go = trainer.cli.folder / "go"
+    params: dict[str, Any] = {"die_in": 3, "how": "wait", "wait_for": str(go), "always": True}
+    running = trainer.start("--run-id", "night", **params)
+    running.wait_for("waiting")
+    os.kill(running.popen.pid, signal.SIGKILL)
+    running.finish()
+    both = [trainer.start("--resume", "auto", **params) for _ in range(2)]
+    deadline = time.monotonic() + PATIENCE_S
+    while all(each.popen.poll() is None for each in both) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    refused, resumed = sorted(both, key=lambda each: each.popen.poll() is None)
+    ended = refused.finish()
+    assert ended.rc == 6 and "run night is" in ended.stderr and f"process {resumed.popen.pid} on" in ended.stderr
+    cron = trainer.train("--resume", "auto", **params)
+    assert (
+        cron.rc == 6 and f"run night is running: process {resumed.popen.pid} on {socket.gethostname()}" in cron.stderr
+    )
+    go.touch()
+    assert resumed.finish().rc == 0
+    assert os.listdir(trainer.cli.folder / "runs") == ["night"]
+    assert [attempt["outcome"] for attempt in trainer.record("night")["attempts"]] == ["failed", "succeeded"]
+
+
+def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None:
+    command = ("--run-id", "nightly", "--resume", "auto")
+    failed = trainer.train(*command, die_in=3)
+    assert failed.rc == 1 and "starting afresh: there is no run nightly" in failed.stderr
+    resumed = trainer.train(*command, die_in=3)
+    assert resumed.rc == 0 and "going on with run nightly, which failed" in resumed.stderr
+    record = trainer.record("nightly")
+    done = trainer.train(*command, die_in=3)
+    assert (done.rc, done.stdout) == (0, "")
+    assert done.stderr == "ddptrain: run nightly has succeeded: there is nothing left to do\n"
+    told = trainer.train(*command, "--output", "json", die_in=3)
+    last = json.loads(told.stdout.splitlines()[-1])
+    assert (told.rc, last["event"], last["run_id"], last["exit_code"]) == (0, "run_finished", "nightly", 0)
+    detached = trainer.train(*command, "--detach", die_in=3)
+    assert (detached.rc, detached.stdout) == (0, "nightly\n") and "nothing left to do" in detached.stderr
+    assert trainer.record("nightly") == record
+    further = trainer.train(*command, "--allow-changes", epochs=5, die_in=3)
+    assert further.rc == 0 and "with params.epochs None (now 5)" in further.stderr
+    assert "resuming from step 4, epoch 4" in further.stderr
+    assert os.listdir(trainer.cli.folder / "runs") == ["nightly"]
+
+
+def test_auto_that_allows_changes_goes_on_with_more_epochs(trainer: Trainer) -> None:
+    assert trainer.train("--run-id", "failed", die_in=3).rc == 1
+    longer = trainer.train("--resume", "auto", "--allow-changes", epochs=5, die_in=3)
+    assert longer.rc == 0, longer.stderr
+    assert "going on with run failed" in longer.stderr and "resuming from step 2, epoch 2" in longer.stderr
+    assert os.listdir(trainer.cli.folder / "runs") == ["failed"]
 
 
 def names_config(trainer: Trainer, die_at: int) -> Path:

@@ -47,6 +47,29 @@ def test_what_a_driver_prints_is_in_the_log_from_its_first_line_on(
     assert (first, second, sorted(rest)) == ("of the time before", "before", ["after", "and an error"])
 
 
+def test_what_a_driver_prints_follows_no_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver_is(monkeypatch, _READY)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("precious\n")
+    (tmp_path / "run" / "driver.log").symlink_to(tmp_path / "precious")
+    ended = start_detached(["train", str(tmp_path / "run")])
+    assert isinstance(ended, EndedEarly) and ended.exit_code != 0
+    assert "driver.log: it is a symbolic link" in ended.said
+    assert (tmp_path / "precious").read_text() == "precious\n"
+
+
+def test_driver_with_nothing_to_do_tells_so_and_leaves_the_log_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver_is(monkeypatch, _READY.replace("tell_begun", "tell_done"))
+    (tmp_path / "driver.log").write_text("of the time before\n")
+    begun = start_detached(["train", str(tmp_path)])
+    assert isinstance(begun, Begun) and begun.done
+    assert begun.log_from == len("of the time before\n")
+    os.waitpid(begun.pid, 0)
+    assert (tmp_path / "driver.log").read_text() == "of the time before\n"
+
+
 def test_driver_that_ends_early_is_quoted_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     driver_is(monkeypatch, "import sys; print('why', file=sys.stderr); sys.exit(6)")
     assert start_detached(["train"]) == EndedEarly(6, "why\n")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ddptrain import events
 from ddptrain.driver.mirror import SpoolMirror
+from ddptrain.results.errors import ResultsError
 from ddptrain.worker.spool import RankSpool, read_chunk
 
 
@@ -46,6 +47,15 @@ def test_log_of_an_earlier_attempt_is_added_to(tmp_path: Path) -> None:
     append(spool.log, b"second\n")
     mirror.advance(7, 0)
     assert mirror.home_log.read_bytes() == b"first attempt\nsecond\n"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_log_is_not_written_through_a_link(tmp_path: Path, shared: bool) -> None:
+    spool = spool_in(tmp_path)
+    (tmp_path / "home" / "rank-0.log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ResultsError, match=r"rank-0\.log: it is a symbolic link"):
+        mirror_of(spool, tmp_path, shared=shared)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @settings(max_examples=60)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,12 @@ import pytest
 
 from ddptrain.config import RunConfig
 from ddptrain.configfile import dump_config, resolved_config
-from ddptrain.driver.resume import choose
-from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results.record import FailureRecord, RunStatus
+from ddptrain.driver.resume import Choice, choose
+from ddptrain.errors import RunLocked, RunNotFound, UsageError
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.find import load_run
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.record import DriverRecord, FailureRecord, RunStatus
 from ddptrain.results.writer import RunWriter
 
 
@@ -62,11 +68,108 @@ def test_auto_starts_afresh_where_there_is_none(tmp_path: Path) -> None:
     assert auto(tmp_path / "runs")[0] is None
 
 
-def test_auto_leaves_a_run_alone_that_another_driver_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [None, RunStatus.FAILED, RunStatus.SUCCEEDED])
+def test_auto_starts_nothing_while_a_run_of_this_name_is_running(tmp_path: Path, later: RunStatus | None) -> None:
     ended(tmp_path, "failed", RunStatus.FAILED)
     with RunWriter.create(tmp_path, "running", "night", dump_config(config()), "train:main") as running:
-        assert auto(tmp_path)[0] == "failed"
+        if later is not None:
+            time.sleep(0.002)
+            ended(tmp_path, "later", later)
+        words = rf"run running is running: process {os.getpid()} on {socket.gethostname()}; .*ddptrain stop"
+        with pytest.raises(RunLocked, match=words) as refused:
+            auto(tmp_path)
+        assert refused.value.exit_code == 6
+        assert auto(tmp_path, config("day"))[0] is None
         running.finish(RunStatus.SUCCEEDED, 0)
+
+
+def test_auto_does_not_go_on_with_a_run_that_may_be_running_on_another_host(tmp_path: Path) -> None:
+    far_away(tmp_path, "far")
+    with pytest.raises(RunLocked, match=r"run far may be running: process 1 on another-host.*--resume far"):
+        auto(tmp_path)
+    choice = choose(tmp_path, "far", config(), allow_changes=False)  # the user knows
+    assert choice.folder == tmp_path / "far"
+
+
+def far_away(runs: Path, run_id: str) -> None:
+    """A run of an older version, whose driver on another host has shown no sign of life for an hour."""
+    ended(runs, run_id, RunStatus.FAILED)
+    layout = RunLayout(runs / run_id)
+    driver = DriverRecord(1, "another-host")
+    record = dataclasses.replace(load_run(layout.root).record, status=RunStatus.RUNNING, driver=driver)
+    layout.run_json.write_text(record.to_json())
+    then = time.time() - 3600
+    for path in layout.root.iterdir():
+        os.utime(path, (then, then))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
+def test_runs_of_other_users_are_not_taken_up_and_do_not_keep_us_waiting(tmp_path: Path) -> None:
+    ended(tmp_path, "ours", RunStatus.FAILED)
+    ended(tmp_path, "theirs", RunStatus.FAILED)
+    os.mkfifo(tmp_path / "theirs" / ".store.json")
+    (tmp_path / "theirs" / "config.yaml").unlink()
+    os.mkfifo(tmp_path / "theirs" / "config.yaml")
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    before = (tmp_path / "theirs" / "run.lock").stat().st_mtime_ns
+    assert auto(tmp_path)[0] == "ours"
+    with pytest.raises(UsageError, match=r"run theirs in .* can't be resumed: .*belongs to another user"):
+        choose(tmp_path, "theirs", config(), allow_changes=True)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        idempotent(tmp_path, "theirs")
+    with pytest.raises(ResultsError, match="belongs to another user"):
+        RunWriter.reopen(tmp_path / "theirs", "")
+    assert (tmp_path / "theirs" / "run.lock").stat().st_mtime_ns == before
+
+
+def idempotent(runs: Path, run_id: str, of: RunConfig | None = None, *, allow_changes: bool = False) -> Choice:
+    return choose(runs, "auto", of or config(), allow_changes=allow_changes, run_id=run_id)
+
+
+def test_auto_with_a_run_id_creates_goes_on_with_or_is_done_with_that_run(tmp_path: Path) -> None:
+    ended(tmp_path, "night-2", RunStatus.FAILED)  # not the run of which "night" is only the start
+    created = idempotent(tmp_path, "night")
+    assert (created.folder, created.done) == (None, None) and "there is no run night" in created.reason
+    with RunWriter.create(tmp_path, "night", "night", dump_config(resolved_config(config())), "train:main") as writer:
+        with pytest.raises(RunLocked, match="run night is running: process"):
+            idempotent(tmp_path, "night")
+        writer.finish(RunStatus.PREEMPTED, 75)
+    resumed = idempotent(tmp_path, "night")
+    assert (resumed.folder, resumed.done) == (tmp_path / "night", None)
+    assert resumed.reason == "going on with run night, which was preempted"
+    with pytest.raises(UsageError, match="made with other settings"):
+        idempotent(tmp_path, "night", config(epochs=9))
+    with RunWriter.reopen(tmp_path / "night", dump_config(resolved_config(config()))) as writer:
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    for of, allow_changes in ((config(), False), (config(), True), (config(epochs=9), False)):
+        over = idempotent(tmp_path, "night", of, allow_changes=allow_changes)
+        assert over.done is not None and over.folder is None
+        assert over.reason == "run night has succeeded: there is nothing left to do"
+    further = idempotent(tmp_path, "night", config(epochs=9), allow_changes=True)
+    assert further.folder == tmp_path / "night" and further.reason.endswith("with params.epochs 5 (now 9)")
+
+
+@pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.SUCCEEDED])
+def test_auto_goes_on_with_other_parameters_where_they_are_allowed(tmp_path: Path, status: RunStatus) -> None:
+    ended(tmp_path, "older", RunStatus.FAILED)
+    ended(tmp_path, "newer", status)
+    choice = choose(tmp_path, "auto", config(epochs=9), allow_changes=True)
+    assert choice.folder == tmp_path / "newer" and choice.reason.endswith(", with params.epochs 5 (now 9)")
+
+
+def test_auto_that_allows_changes_still_starts_afresh_after_a_success_without_any(tmp_path: Path) -> None:
+    ended(tmp_path, "good", RunStatus.SUCCEEDED)
+    assert choose(tmp_path, "auto", config(), allow_changes=True).folder is None
+
+
+def test_a_run_that_was_resumed_since_it_was_chosen_is_not_resumed_again(tmp_path: Path) -> None:
+    ended(tmp_path, "one", RunStatus.FAILED)
+    seen = choose(tmp_path, "auto", config(), allow_changes=False).driver
+    layout = RunLayout(tmp_path / "one")
+    record = dataclasses.replace(load_run(layout.root).record, driver=DriverRecord(1, "another-host", "its-boot"))
+    layout.run_json.write_text(record.to_json())
+    with pytest.raises(RunLocked, match="run one was resumed by process 1 on another-host in the meantime"):
+        RunWriter.reopen(layout.root, "", seen)
 
 
 def test_named_run_is_refused_where_it_succeeded_or_was_another(tmp_path: Path) -> None:

@@ -3,14 +3,20 @@ from __future__ import annotations
 import json
 import os
 import resource
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ddptrain.results import files, lock
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.files import JsonLines, write_whole
+from ddptrain.results.metrics import MetricsReader
+
+NOBODY = 65534
 
 
 def test_a_failed_write_leaves_the_old_content_and_nothing_else(
@@ -60,3 +66,200 @@ lines.append({"n": 2})
     assert f"cannot write {path}: File too large" in done.stdout
     assert path.read_text() == '{"n":1}\n{"n":2}\n'
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+# --- What other users may have put there ---
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """A file of ours that no attack may change, outside of the run directory."""
+    path = tmp_path / "precious"
+    path.write_text("precious\n")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "run"
+    made.mkdir()
+    return made
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "append": lambda path: files.append(path, b"line\n"),
+    "open_to_append": lambda path: os.close(files.open_to_append(path)),
+    "open_to_lock": lambda path: os.close(files.open_to_lock(path)),
+    "lock": lambda path: os.close(lock.take(path)),
+    "lines": lambda path: files.JsonLines(path).close(),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_symbolic_link_is_not_written_through(write: Callable[[Path], object], folder: Path, precious: Path) -> None:
+    path = folder / "file"
+    for target in (precious, folder / "missing"):
+        path.symlink_to(target)
+        with pytest.raises(ResultsError, match=r"cannot write .*/file: it is a symbolic link"):
+            write(path)
+        path.unlink()
+    assert precious.read_text() == "precious\n"
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_fifo_keeps_no_writer_waiting(write: Callable[[Path], object], folder: Path) -> None:
+    os.mkfifo(folder / "file")
+    with pytest.raises(ResultsError, match=r"cannot write .*/file: it is not a regular file"):
+        write(folder / "file")
+    reader = os.open(folder / "file", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(ResultsError, match="not a regular file"):
+            write(folder / "file")
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_second_name_of_a_file_is_written_to_only_where_nobody_else_could_have_made_it(
+    write: Callable[[Path], object], folder: Path, precious: Path
+) -> None:
+    precious.write_text("")
+    os.link(precious, folder / "file")
+    write(folder / "file")  # as a backup by hard links leaves it
+    precious.write_text("precious\n")
+    folder.chmod(0o777)
+    with pytest.raises(ResultsError, match="it has 2 names"):
+        write(folder / "file")
+    assert precious.read_text() == "precious\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_file_of_another_user_is_not_written_to(write: Callable[[Path], object], folder: Path) -> None:
+    (folder / "file").write_text("theirs\n")
+    os.chown(folder / "file", NOBODY, NOBODY)
+    with pytest.raises(ResultsError, match=r"it belongs to another user"):
+        write(folder / "file")
+    assert (folder / "file").read_text() == "theirs\n"
+    assert os.listdir(folder) == ["file"]
+
+
+def test_a_lock_does_not_erase_what_is_no_lock(folder: Path) -> None:
+    (folder / "run.lock").write_text("the thesis\n")
+    with pytest.raises(ResultsError, match=r"run\.lock: it is not a lock file"):
+        lock.take(folder / "run.lock")
+    assert (folder / "run.lock").read_text() == "the thesis\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_cannot_open_a_lock(folder: Path) -> None:
+    path = folder / "run.lock"
+    path.touch(0o644)  # as older versions created it
+    descriptor = lock.take(path)
+    try:
+        for parent in (folder, folder.parent):
+            parent.chmod(0o755)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == 0o600
+        there = os.open(folder, os.O_RDONLY)
+        os.seteuid(NOBODY)
+        try:
+            with pytest.raises(PermissionError):
+                os.open("run.lock", os.O_RDONLY, dir_fd=there)
+        finally:
+            os.seteuid(0)
+            os.close(there)
+    finally:
+        os.close(descriptor)
+
+
+def test_reading_follows_no_link_and_waits_for_no_fifo(folder: Path, precious: Path) -> None:
+    os.mkfifo(folder / "fifo")
+    (folder / "link").symlink_to(precious)
+    with pytest.raises(OSError, match="not a regular file"):
+        files.read_bytes(folder / "fifo")
+    with pytest.raises(OSError, match="symbolic links"):
+        files.read_bytes(folder / "link")
+    assert files.read_bytes(precious) == b"precious\n"
+    assert lock.is_held(folder / "fifo") is False
+
+
+def test_a_folder_that_is_made_is_for_us_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        files.make_folder(tmp_path / "logs")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o755
+    files.make_folder(tmp_path / "logs")
+
+
+def test_a_folder_may_be_behind_a_link_of_our_own(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "logs").symlink_to(tmp_path / "scratch")
+    files.make_folder(tmp_path / "logs")
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsError, match="File exists"):
+        files.make_folder(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_folder_or_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    os.lchown(tmp_path / "link", NOBODY, NOBODY)
+    (tmp_path / "theirs").mkdir(mode=0o777)
+    os.chown(tmp_path / "theirs", NOBODY, NOBODY)
+    for name, kind in (("link", "symbolic link"), ("theirs", "folder")):
+        assert not files.is_own_folder(tmp_path / name)
+        with pytest.raises(ResultsError, match=f"the {kind} belongs to another user"):
+            files.make_folder(tmp_path / name)
+    assert os.listdir(tmp_path / "theirs") == []
+
+
+def test_owners_may_be_others_where_the_file_system_gives_everything_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: real + 1)  # what is created has another owner than this process
+    files.make_folder(tmp_path / "logs")
+    files.append(tmp_path / "logs/a", b"1")
+    files.append(tmp_path / "logs/a", b"2")
+    assert (tmp_path / "logs/a").read_bytes() == b"12"
+    assert os.listdir(tmp_path / "logs") == ["a"]
+
+
+def test_a_folder_that_is_exchanged_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    identity = files.FolderIdentity.of(tmp_path / "run")
+    identity.check()
+    (tmp_path / "run").rename(tmp_path / "away")
+    with pytest.raises(ResultsError, match="No such file"):
+        identity.check()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ResultsError, match="another process has put a different folder there"):
+        identity.check()
+
+
+# --- Half a line ---
+
+
+def test_a_torn_last_line_does_not_swallow_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"rank":0,"step":1,"loss":3.0}\n{"rank":0,"step":2,"lo')
+    lines = JsonLines(path)
+    for step in (2, 3):
+        lines.append({"rank": 0, "step": step, "loss": 1.0})
+    lines.close()
+    assert [line.step for line in MetricsReader(path).read()] == [1, 2, 3]
+    assert path.read_bytes().count(b"\n") == 4
+
+
+def test_a_line_that_lacks_only_its_end_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"rank":0,"step":1,"loss":3.0}')
+    lines = JsonLines(path)
+    lines.append({"rank": 0, "step": 2, "loss": 1.0})
+    lines.close()
+    assert [line.step for line in MetricsReader(path).read()] == [1, 2]

@@ -14,6 +14,7 @@ from ddptrain.events import CheckpointSaved
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.find import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.lock import LockState
 from ddptrain.results.record import DriverRecord, RunRecord
 from ddptrain.results.writer import RunWriter
 
@@ -124,11 +125,11 @@ def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(tmp_path: Path, mo
     root = put(tmp_path, "r", status="running", exit_code=None)
     ended = RunRecord(run_id="r", status="succeeded", exit_code=0)
 
-    def ends_meanwhile(_: Path) -> bool:
+    def ends_meanwhile(_: Path) -> LockState:
         RunLayout(root).run_json.write_text(ended.to_json())
-        return False
+        return LockState.FREE
 
-    monkeypatch.setattr("ddptrain.results.lock.is_held", ends_meanwhile)
+    monkeypatch.setattr("ddptrain.results.lock.look", ends_meanwhile)
     assert load_run(root).status == "succeeded"
 
 

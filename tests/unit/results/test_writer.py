@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,11 @@ import pytest
 
 from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
 from ddptrain.events import Metrics
-from ddptrain.results import lock
+from ddptrain.results import heartbeat, lock
+from ddptrain.results import writer as writer_module
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.record import EnvironmentValue, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.origin import Origin
+from ddptrain.results.record import DriverRecord, EnvironmentValue, FailureRecord, RunRecord, RunStatus
 from ddptrain.results.writer import RunWriter
 
 
@@ -49,6 +53,143 @@ def test_a_run_id_can_be_chosen_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"run mine exists already.*choose another --run-id"):
         make(tmp_path, "mine")
     assert writer.layout.run_json.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["run.lock", "events.jsonl", "metrics.jsonl"])
+def test_a_run_is_not_taken_up_through_a_link(tmp_path: Path, name: str) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    (tmp_path / "precious").write_text("precious\n")
+    (writer.layout.root / name).unlink()
+    (writer.layout.root / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(ResultsError, match=f"{name}: it is a symbolic link"):
+        RunWriter.reopen(writer.layout.root, "")
+    assert (tmp_path / "precious").read_text() == "precious\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("name", ["logs", "checkpoints", "artifacts", "inputs", "tracking", ".scratch"])
+def test_a_run_is_not_taken_up_with_a_folder_of_another_user(tmp_path: Path, name: str) -> None:
+    with make(tmp_path / "runs", "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    folder = writer.layout.root / name
+    if folder.exists():
+        folder.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    RunWriter.reopen(writer.layout.root, "").close()  # a link of our own
+    os.lchown(folder, 65534, 65534)
+    with pytest.raises(ResultsError, match=f"{name}: the symbolic link belongs to another user"):
+        RunWriter.reopen(writer.layout.root, "")
+    assert not lock.is_held(writer.layout.lock_file)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_run_is_not_created_in_a_folder_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o777)
+    os.chown(tmp_path / "mine", 65534, 65534)
+    with pytest.raises(ResultsError, match="mine: the folder belongs to another user"):
+        make(tmp_path, "mine")
+    assert os.listdir(tmp_path / "mine") == []
+
+
+def test_a_driver_that_was_killed_before_run_json_was_written_is_followed_by_another(tmp_path: Path) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    writer.layout.run_json.unlink()
+    with make(tmp_path, "mine") as again:
+        again.finish(RunStatus.SUCCEEDED, 0)
+    again.layout.run_json.unlink()
+    again.layout.lock_file.unlink()  # so it may be anyone's
+    with pytest.raises(UsageError, match="is not a run's folder"):
+        make(tmp_path, "mine")
+
+
+def test_a_run_whose_folder_was_exchanged_writes_nothing_there(tmp_path: Path) -> None:
+    writer = make(tmp_path, "mine")
+    writer.layout.root.rename(tmp_path / "away")
+    writer.layout.root.mkdir()
+    with pytest.raises(ResultsError, match="another process has put a different folder there"):
+        writer.update(world_size=3)
+    assert os.listdir(writer.layout.root) == []
+    (tmp_path / "mine").rmdir()
+    (tmp_path / "away").rename(tmp_path / "mine")
+    with writer:
+        writer.finish(RunStatus.SUCCEEDED, 0)
+
+
+def test_a_driver_whose_run_was_taken_over_writes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_EVERY_S", 0.01)
+    lost = threading.Event()
+    with make(tmp_path, "mine") as writer:
+        writer.keep_heartbeat(lambda error: lost.set())
+        other = heartbeat.Heartbeat(writer.layout.heartbeat_file)
+        assert lost.wait(30)
+        before = {path: path.read_bytes() for path in writer.layout.root.glob("*.json*")}
+        writer.event({"event": "late"})
+        writer.metrics(Metrics(0, {"loss": 1.0}, 1, None), 0)
+        writer.finish(RunStatus.FAILED, 6)
+        assert isinstance(writer.loss, RunLocked)
+    assert {path: path.read_bytes() for path in before} == before
+    other.close()
+
+
+def elsewhere(writer: RunWriter) -> None:
+    """Let the run look like one of a driver on another host that was killed."""
+    driver = DriverRecord(1, "another-host", "another-boot")
+    record = dataclasses.replace(writer.record, status=RunStatus.RUNNING, driver=driver)
+    writer.layout.run_json.write_text(record.to_json())
+
+
+def test_a_run_of_another_host_is_not_taken_up_while_its_heart_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    elsewhere(writer)
+    theirs = heartbeat.Heartbeat(writer.layout.heartbeat_file)
+    with pytest.raises(RunLocked, match="running on another host: process 1 on another-host still writes to it"):
+        RunWriter.reopen(writer.layout.root, "")
+    os.utime(writer.layout.heartbeat_file, (1, 1))
+    monkeypatch.setattr("ddptrain.results.claim.WATCH_S", 0.3)
+    with RunWriter.reopen(writer.layout.root, "") as again:
+        assert again.record.driver == DriverRecord.of_this_process()
+        with pytest.raises(RunLocked, match="taken over"):
+            theirs.beat()
+        again.finish(RunStatus.SUCCEEDED, 0)
+
+
+def test_a_run_of_a_store_is_taken_up_as_the_lock_in_the_store_has_decided(tmp_path: Path) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    elsewhere(writer)  # all files have just been fetched
+    Origin("memory://runs/mine", "token").mark(writer.layout.root)
+    with RunWriter.reopen(writer.layout.root, "") as again:
+        again.finish(RunStatus.SUCCEEDED, 0)
+
+
+def test_of_two_hosts_that_take_up_a_run_at_the_same_moment_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    elsewhere(writer)
+    heartbeat.Heartbeat(writer.layout.heartbeat_file)
+    os.utime(writer.layout.heartbeat_file, (1, 1))
+    monkeypatch.setattr("ddptrain.results.claim.WATCH_S", 0.0)
+    other: list[heartbeat.Heartbeat] = []
+
+    def another_host_is_later(seconds: float) -> None:  # while this one waits to see that; it does not see our lock
+        if seconds == writer_module._SETTLE_S:
+            other.append(heartbeat.Heartbeat(writer.layout.heartbeat_file))
+
+    monkeypatch.setattr("ddptrain.results.writer.time.sleep", another_host_is_later)
+    with pytest.raises(RunLocked, match="taken over"):
+        RunWriter.reopen(writer.layout.root, "")
+    monkeypatch.undo()
+    other[0].beat()
+    other[0].close()
+    assert not lock.is_held(writer.layout.lock_file)
 
 
 def test_a_run_that_another_process_runs_is_refused(

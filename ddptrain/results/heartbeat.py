@@ -1,0 +1,122 @@
+"""A file that a driver touches every few seconds: it shows other hosts that the driver is alive.
+
+A lock does that better, but some network file systems do not show a lock to other hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+
+from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.results import files
+from ddptrain.results.errors import ResultsError, naming
+
+BEAT_EVERY_S = 2.0
+SILENT_AFTER_S = 30.0  # by the clocks of two machines, which may differ
+WATCH_S = 10.0  # no clock matters here: the file changes while it is watched, or it does not
+_LOOK_EVERY_S = 0.2
+
+
+class Pulse(Enum):
+    """What the heartbeat file of a run shows."""
+
+    BEATING = "beating"
+    SILENT = "silent"
+    NONE = "none"  # there is no such file: the driver is of an older version, or the directory is a copy
+
+
+def look(path: Path, watch_s: float = 0.0) -> Pulse:
+    """How the heartbeat stands; one that seems to be silent is watched for `watch_s` before it is believed to be."""
+    first = _changed_at(path)
+    if first is None:
+        return Pulse.NONE
+    if abs(time.time() - first) <= SILENT_AFTER_S:
+        return Pulse.BEATING
+    until = time.monotonic() + watch_s
+    while time.monotonic() < until:
+        time.sleep(_LOOK_EVERY_S)
+        if _changed_at(path) not in (first, None):
+            return Pulse.BEATING
+    return Pulse.SILENT
+
+
+def _changed_at(path: Path) -> float | None:
+    """When the file changed last, in seconds since 1970: opened for that, as NFS looks again only then."""
+    try:
+        descriptor = files.open_to_read(path)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+
+
+class Heartbeat:
+    """This driver's heartbeat. `lost` of keep() is told when another driver has put its own in its place."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        host = socket.gethostname()
+        self._text = json.dumps({"pid": os.getpid(), "host": host, "token": secrets.token_hex(8)}).encode()
+        files.write_whole(path, self._text)
+
+    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
+        """Beat in a thread until close(); `lost` is called at most once, by that thread."""
+        self._thread = threading.Thread(target=self._run, args=(lost,), name="ddptrain-heartbeat", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """Show that this driver is alive. Raises RunLocked where another one has the run now; ResultsError."""
+        with naming(self._path):
+            try:
+                descriptor = files.open_to_read(self._path)
+            except FileNotFoundError:
+                files.write_whole(self._path, self._text)
+                return
+            try:
+                found = os.read(descriptor, 4 * len(self._text))
+                if found != self._text:
+                    raise RunLocked(f"run {self._path.parent.name} has been taken over by {_words(found)}")
+                os.utime(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        """Stop, and take the file away if it is still this driver's; closing twice is harmless."""
+        self._over.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with suppress(OSError, DdptrainError):
+            self.beat()
+            self._path.unlink()
+
+    def _run(self, lost: Callable[[DdptrainError], None]) -> None:
+        while not self._over.wait(BEAT_EVERY_S):
+            try:
+                self.beat()
+            except RunLocked as error:
+                lost(error)
+                return
+            except ResultsError:
+                continue  # a file system that does not answer now is no reason to stop
+
+
+def _words(found: bytes) -> str:
+    """Who has written that heartbeat."""
+    try:
+        raw = json.loads(found)
+        return f"process {int(raw['pid'])} on {raw['host']}"
+    except (ValueError, LookupError, TypeError):
+        return "another process"

@@ -1,0 +1,98 @@
+"""Which runs `results sync` leaves alone: those of a living driver, wherever it is, and those of other users."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ddptrain.driver import syncing
+from ddptrain.driver.syncing import Sent, sync_run
+from ddptrain.errors import UsageError
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.find import load_run
+from ddptrain.results.heartbeat import Heartbeat
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.record import DriverRecord, RunStatus
+from ddptrain.results.writer import RunWriter
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    """A run that W&B has recorded offline; run.json says that a driver on another host runs it, silent for an hour."""
+    with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
+        part = writer.layout.tracking_dir / "wandb" / "offline-run-20250101_000000-w1"
+        part.mkdir(parents=True)
+        (part / "run-w1.wandb").write_bytes(b"recorded")
+        writer.update(tracking={"wandb": {"id": "w1", "mode": "offline"}})
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    driver = DriverRecord(1, "another-host", "another-boot")
+    record = dataclasses.replace(writer.record, status=RunStatus.RUNNING, driver=driver)
+    writer.layout.run_json.write_text(record.to_json())
+    for path in writer.layout.root.iterdir():
+        os.utime(path, (time.time() - 3600, time.time() - 3600))
+    return writer.layout
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without a key of W&B's."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def sync(layout: RunLayout) -> Sent:
+    return sync_run(load_run(layout.root), {"HOME": os.environ["HOME"]}, time.monotonic() + 60)
+
+
+def test_run_of_another_host_is_left_alone_while_its_heart_beats_however_little_it_logs(layout: RunLayout) -> None:
+    kept = Heartbeat(layout.heartbeat_file)
+    assert sync(layout).passed_over == "it is running"
+    kept.close()
+
+
+def test_run_of_another_host_that_shows_no_sign_of_life_is_not_taken_for_a_finished_one(layout: RunLayout) -> None:
+    assert sync(layout).passed_over == "its driver may be running on another-host, which cannot be seen from this host"
+
+
+@pytest.mark.usefixtures("home")
+def test_run_of_another_host_whose_heart_has_stopped_is_sent(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(syncing, "WATCH_S", 0.3)
+    Heartbeat(layout.heartbeat_file)
+    os.utime(layout.heartbeat_file, (1, 1))
+    with pytest.raises(UsageError, match="there is no API key"):
+        sync(layout)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
+def test_run_of_another_user_is_left_alone(layout: RunLayout) -> None:
+    os.chown(layout.root, 65534, 65534)
+    assert sync(layout).passed_over == "it belongs to another user"
+    assert not (layout.tracking_dir / "wandb" / ".sync.lock").exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path: Path) -> None:
+    record = dataclasses.replace(load_run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
+    layout.run_json.write_text(record.to_json())
+    (tmp_path / "precious").write_text("precious\n")
+    (layout.tracking_dir / "wandb" / ".sync.lock").symlink_to(tmp_path / "precious")
+    environ = {"HOME": os.environ["HOME"], "WANDB_API_KEY": "0" * 40}
+    sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
+    assert ".sync.lock: it is a symbolic link" in sent.problem and sent.waiting == 1
+    assert (tmp_path / "precious").read_text() == "precious\n"
+
+
+def test_marks_are_not_left_through_links(layout: RunLayout, tmp_path: Path) -> None:
+    view = load_run(layout.root)
+    (part,) = syncing._waiting(view)
+    part.log.with_suffix(".wandb.synced").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ResultsError, match="symbolic link"):
+        syncing._mark(part)
+    assert not (tmp_path / "elsewhere").exists()
