@@ -49,8 +49,8 @@ class ClusterUp:
 class Command:
     """`python -m ddptrain ...` under way in a session of its own; what takes too long is killed."""
 
-    def __init__(self, folder: Path, arguments: list[str], environment: dict[str, str], timeout_s: float) -> None:
-        self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
+    def __init__(self, folder: Path, arguments: list[str], environment: dict[str, str], timeout_s: float, output: str) -> None:
+        self.out, self.err = folder / f"{output}.stdout", folder / f"{output}.stderr"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
@@ -97,9 +97,11 @@ class Arena:
         shutil.copyfile(_STUB, folder / "stub.py")
         return folder
 
-    def start(self, folder: Path, mark: str, *arguments: str, timeout_s: float = 120) -> Command:
-        """Start a command in `folder`: a module's name and its arguments."""
-        return Command(folder, list(arguments), self._environment(mark), timeout_s)
+    def start(
+        self, folder: Path, mark: str, *arguments: str, timeout_s: float = 120, output: str = "command"
+    ) -> Command:
+        """Start a command in `folder`: a module's name and its arguments; its output is in files of that name."""
+        return Command(folder, list(arguments), self._environment(mark), timeout_s, output)
 
     def warm(self) -> ClusterUp:
         """The cluster that cases share; a new one where the last has suffered."""

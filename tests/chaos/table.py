@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STEPS = 12  # of the stub
 
@@ -42,12 +42,14 @@ class Kind:
     victim: str  # "0", "1", "both"; of faults that are no rank's: the rank that commits them
     restart: bool = False
     cluster: str = "warm"  # "warm": up, and used again; "own": up, for this case; "embedded"
+    resumes: int = 1  # commands that resume it at the same time
 
     @property
     def words(self) -> str:
         """What is searched by --only."""
         restart = " restart" if self.restart else ""
-        return f"{self.fault} at {self.moment} by {self.victim}{restart} on {self.cluster}"
+        overlapping = " overlapping resumes" if self.resumes > 1 else ""
+        return f"{self.fault} at {self.moment} by {self.victim}{restart} on {self.cluster}{overlapping}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ def _of_drivers() -> Iterator[Kind]:
         yield Kind("driver_twice", moment, "0")  # SIGTERM, and again
     for _ in range(12):
         yield Kind("driver_kill", "home", "0")
+    for moment in ("mid", "write"):
+        yield Kind("driver_kill", moment, "0", resumes=2)
 
 
 def _restarts(fault: str, moment: str, victims: tuple[str, ...]) -> Iterator[Kind]:
@@ -180,7 +184,7 @@ def case(seed: int, number: int) -> Case:
     kind = rows[place]
     chance = random.Random(f"{seed}/{number}/{kind.words}")
     if kind.cluster == "warm" and kind.fault in _HARMLESS and chance.random() < 0.08:
-        kind = Kind(kind.fault, kind.moment, kind.victim, kind.restart, "embedded")
+        kind = replace(kind, cluster="embedded")
     interval = chance.choice((2, 3))
     return Case(
         seed=seed,
