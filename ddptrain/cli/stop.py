@@ -52,6 +52,7 @@ def _going(runs_dir: str, run: str) -> Going:
     from ddptrain.driver.stopping import Going, is_going
     from ddptrain.errors import UsageError
     from ddptrain.results.find import load_run
+    from ddptrain.results.heartbeat import WATCH_S
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.record import RunStatus
     from ddptrain.results.remote import StoreRuns, open_runs_dir, split_run
@@ -63,7 +64,7 @@ def _going(runs_dir: str, run: str) -> Going:
     if view.status == RunStatus.UNREADABLE:
         raise UsageError(f"run {run_id} can't be stopped: {view.problem}")
     if view.layout.is_original or not isinstance(runs, StoreRuns):
-        return Going(view.layout, lambda: load_run(view.layout.root))
+        return Going(view.layout, lambda: load_run(view.layout.root, watch_s=WATCH_S))
     if is_going(view) and driver.host != socket.gethostname():
         raise UsageError(
             f"run {run_id} can only be stopped on {driver.host}, where its driver is process {driver.pid}: "

@@ -92,7 +92,7 @@ def write_whole(path: Path, data: bytes) -> None:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with naming(path):
         try:
-            with beside.open("xb") as file:
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o644), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

@@ -49,7 +49,9 @@ class ClusterUp:
 class Command:
     """`python -m ddptrain ...` under way in a session of its own; what takes too long is killed."""
 
-    def __init__(self, folder: Path, arguments: list[str], environment: dict[str, str], timeout_s: float, output: str) -> None:
+    def __init__(
+        self, folder: Path, arguments: list[str], environment: dict[str, str], timeout_s: float, output: str
+    ) -> None:
         self.out, self.err = folder / f"{output}.stdout", folder / f"{output}.stderr"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.popen = subprocess.Popen(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from ddptrain.results.heartbeat import Heartbeat
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
 from tests.integration.test_train import UpCluster, up_cluster
 
@@ -228,6 +229,18 @@ def test_of_two_overlapping_resumes_one_gets_the_run_and_the_other_names_it(trai
     assert resumed.finish().rc == 0
     assert os.listdir(trainer.cli.folder / "runs") == ["night"]
     assert [attempt["outcome"] for attempt in trainer.record("night")["attempts"]] == ["failed", "succeeded"]
+
+
+def test_driver_whose_run_was_taken_over_on_another_host_ends_and_leaves_the_run_alone(trainer: Trainer) -> None:
+    running = trainer.start("--run-id", "night", die_in=3, how="wait", wait_for=str(trainer.cli.folder / "go"))
+    running.wait_for("waiting")
+    root = trainer.cli.folder / "runs" / "night"
+    record = trainer.record("night")
+    Heartbeat(root / ".heartbeat")  # as a driver does that does not see our lock
+    ended = running.finish()
+    assert ended.rc == 6 and f"run night has been taken over by process {os.getpid()} on" in ended.stderr
+    assert trainer.record("night")["status"] == record["status"] == "running"
+    assert (root / ".heartbeat").exists()
 
 
 def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None:

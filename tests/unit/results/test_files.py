@@ -185,13 +185,16 @@ def test_reading_follows_no_link_and_waits_for_no_fifo(folder: Path, precious: P
     assert lock.is_held(folder / "fifo") is False
 
 
-def test_a_folder_that_is_made_is_for_us_alone_whatever_the_umask(tmp_path: Path) -> None:
+def test_what_is_made_is_for_us_alone_to_write_to_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         files.make_folder(tmp_path / "logs")
+        write_whole(tmp_path / "run.json", b"")
+        files.append(tmp_path / "rank-0.log", b"")
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o755
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"logs": 0o755, "run.json": 0o644, "rank-0.log": 0o644}
     files.make_folder(tmp_path / "logs")
 
 
