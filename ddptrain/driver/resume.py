@@ -12,6 +12,7 @@ import yaml
 from ddptrain.config import RunConfig
 from ddptrain.configfile import resolved_config, without_secrets
 from ddptrain.errors import RunLocked, UsageError
+from ddptrain.results import lock
 from ddptrain.results.files import is_own_folder, read_bytes
 from ddptrain.results.find import RunView, find_run, list_runs, load_run
 from ddptrain.results.layout import RunLayout
@@ -121,8 +122,10 @@ def _require_ended(view: RunView) -> None:
     """Raise RunLocked for a run that is running, or may be: a second training of it must not begin."""
     driver = view.record.driver
     if view.is_running:
+        # run.json may still name the driver before: the lock is taken first.
+        who = lock.holder(view.layout.lock_file) or driver.words
         raise RunLocked(
-            f"run {view.run_id} is running: {driver.words}; wait for it to end, or stop it with "
+            f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
             f"ddptrain stop {to_type(view.layout)}"
         )
     if view.status == RunStatus.UNKNOWN:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 import time
 from enum import Enum
@@ -21,6 +22,7 @@ _FOR_READERS_S = 20.0  # one may have been stopped in the midst of its look
 _PAUSE_S = 0.01
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN)
 _HOLDER = "process "  # begins what a lock file says
+_WHO = re.compile(rf"{_HOLDER}\d+ on [\w.-]+")
 _LONGEST_HOLDER_BYTES = 200
 
 
@@ -77,6 +79,15 @@ def _holder(descriptor: int, path: Path) -> str:
     """What the file says about who holds the lock."""
     with naming(path, "read"):
         return os.pread(descriptor, _LONGEST_HOLDER_BYTES, 0).decode(errors="replace")
+
+
+def holder(path: Path) -> str:
+    """Who took the lock last, as "process 12 on host"; "" where the file does not say, or can't be read."""
+    try:
+        match = _WHO.match(files.read_bytes(path).decode(errors="replace"))
+    except OSError:
+        return ""
+    return match[0] if match else ""
 
 
 def _names_holder(text: str) -> bool:

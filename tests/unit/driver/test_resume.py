@@ -15,6 +15,7 @@ from ddptrain.config import RunConfig
 from ddptrain.configfile import dump_config, resolved_config
 from ddptrain.driver.resume import Choice, choose
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
+from ddptrain.results import lock
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.find import load_run
 from ddptrain.results.layout import RunLayout
@@ -81,6 +82,19 @@ def test_auto_starts_nothing_while_a_run_of_this_name_is_running(tmp_path: Path,
         assert refused.value.exit_code == 6
         assert auto(tmp_path, config("day"))[0] is None
         running.finish(RunStatus.SUCCEEDED, 0)
+
+
+def test_auto_names_who_has_the_lock_also_before_run_json_does(tmp_path: Path) -> None:
+    ended(tmp_path, "night", RunStatus.FAILED)
+    layout = RunLayout(tmp_path / "night")
+    killed = dataclasses.replace(load_run(layout.root).record, status=RunStatus.RUNNING, driver=DriverRecord(1, "old"))
+    layout.run_json.write_text(killed.to_json())
+    held = lock.take(layout.lock_file)
+    try:
+        with pytest.raises(RunLocked, match=rf"run night is running: process {os.getpid()} on"):
+            auto(tmp_path)
+    finally:
+        os.close(held)
 
 
 def test_auto_does_not_go_on_with_a_run_that_may_be_running_on_another_host(tmp_path: Path) -> None:
