@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.driver.wandbkey import BASE_URL, KEY, find_access
+from ddptrain.driver.wandbkey import BASE_URL, KEY, TOKEN_FILE, access_to
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.results import lock, wandblog
@@ -45,6 +45,8 @@ _DATA = "data"  # that folder, below a run's tracking/wandb
 _NOT_PASSED_ON = frozenset(
     {"WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SERVICE", "WANDB_SILENT", "WANDB_QUIET"}
 )
+# Paths that may be relative to the folder of the user, in which wandb's command does not run.
+_PATHS = ("WANDB_CONFIG_DIR", "WANDB_CREDENTIALS_FILE", TOKEN_FILE)
 _PARTING_S = 2.0
 _BEING_SENT = "another process is sending it"
 _LINK = re.compile(r"/(?P<id>[^/\]\s]+)\] View run .*?at (?P<url>https?://\S+)")
@@ -91,6 +93,8 @@ def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent
     if why := _may_be_running(view):
         return Sent(view.run_id, passed_over=why)
     env = _environment(view, environ)
+    if isinstance(env, Sent):
+        return env
     try:
         held = lock.take(_folder_of_recorded(view.layout) / _LOCK)
     except RunLocked:
@@ -116,9 +120,9 @@ def _sync_stored(view: RunView, environ: Mapping[str, str], deadline: float) -> 
                 return Sent(view.run_id)
             if why := _may_be_running(view):
                 return Sent(view.run_id, passed_over=why)
-            if problem := _unknown_server(view, environ):
-                return Sent(view.run_id, waiting=len(_waiting(here)), problem=problem)
-            env = _environment(view, environ)
+            env = _environment(here, environ)
+            if isinstance(env, Sent):
+                return env
             lock_file.take(contested=True)
             lock_file.keep(lambda error: None)  # who has it then sends the same, and the server knows it by its steps
         except RunLocked:
@@ -129,14 +133,6 @@ def _sync_stored(view: RunView, environ: Mapping[str, str], deadline: float) -> 
             return _send_borrowed(borrowed, here, env, deadline)
         finally:
             lock_file.release(forget=True)
-
-
-def _unknown_server(view: RunView, environ: Mapping[str, str]) -> str:
-    """Why the key is not given to the server that the run names, which whoever writes to the store can choose."""
-    server = view.record.tracking.get("wandb", {}).get("base_url", "")
-    if not server or BASE_URL in environ or KEY not in environ:  # a key of ~/.netrc is for its server alone
-        return ""
-    return f"they are for {server}: set WANDB_BASE_URL={shlex.quote(server)} if your key is to go there"
 
 
 def _send_borrowed(borrowed: Borrowed, here: RunView, env: Mapping[str, str], deadline: float) -> Sent:
@@ -177,16 +173,21 @@ def _waiting(view: RunView) -> list[Part]:
     return waiting(wandb_parts(view.layout, view.record))
 
 
-def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
-    env = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
-    base_url = view.record.tracking.get("wandb", {}).get("base_url", "")
-    if base_url:
-        env.setdefault(BASE_URL, base_url)
-    access = find_access(env)
+def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str] | Sent:
+    """The environment of wandb's command, or what came of a run whose server the user has not chosen.
+
+    Raises UsageError where there is no key.
+    """
+    named = str(view.record.tracking.get("wandb", {}).get("base_url", ""))
+    access = access_to(named, environ)
+    if access is None:
+        advice = f"set WANDB_BASE_URL={shlex.quote(named)} if your key is to go there"
+        return Sent(view.run_id, waiting=len(_waiting(view)), problem=f"they are for {named}: {advice}")
     if not access.is_there:
         raise UsageError("there is no API key of W&B: set WANDB_API_KEY, or run `wandb login`")
-    if access.key:
-        env[KEY] = access.key
+    env = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
+    env |= {name: str(Path(env[name]).expanduser().absolute()) for name in _PATHS if env.get(name)}
+    env |= {name: value for name, value in ((KEY, access.key), (BASE_URL, access.base_url)) if value}
     return env | {"WANDB_ERROR_REPORTING": env.get("WANDB_ERROR_REPORTING", "false"), "NO_COLOR": "1"}
 
 
@@ -228,7 +229,7 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
         ready = {part: each for part, each in ready.items() if not each.problem}
         if not ready:
             return problem, {}
-        said, ended = _run_wandb([each.log for each in ready.values()], {**env, **own}, left_s)
+        said, ended = _run_wandb([each.log for each in ready.values()], {**env, **own}, Path(scratch), left_s)
         for part, log in ((part, each.log) for part, each in ready.items()):
             if log != part.log and (state := log.with_suffix(SYNC_STATE)).is_file() and not state.is_symlink():
                 write_whole(part.folder / state.name, state.read_bytes())
@@ -330,11 +331,16 @@ def _plain_md5() -> hashlib._Hash:
     return hashlib.md5(usedforsecurity=False)
 
 
-def _run_wandb(logs: Sequence[Path], env: Mapping[str, str], timeout_s: float) -> tuple[str, bool]:
-    """What `wandb sync` says of these logs, and whether it came to its end in time."""
-    command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", *map(str, logs)]
+def _run_wandb(logs: Sequence[Path], env: Mapping[str, str], cwd: Path, timeout_s: float) -> tuple[str, bool]:
+    """What `wandb sync` says of these logs, and whether it came to its end in time.
+
+    `cwd` is an empty folder: from its own, wandb takes settings, the server among them, and Python takes modules.
+    """
+    paths = [str(log.absolute()) for log in logs]
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", *paths]
     process = subprocess.Popen(
         command,
+        cwd=cwd,
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -45,11 +45,44 @@ def find_access(environ: Mapping[str, str]) -> Access:
     return Access(key.strip(), base_url.strip(), by_token, settings.get("mode", ""))
 
 
+def access_to(named: str, environ: Mapping[str, str]) -> Access | None:
+    """How to send a run that names a server ("" if it names none); None if the user has not chosen that server.
+
+    A run directory or a store may belong to another user, so `named` must not decide where credentials go. They go to
+    the server of the environment or of wandb's settings file, or to a named server that ~/.netrc has a key for.
+    """
+    own = find_access(environ)
+    if not named or environ.get(BASE_URL) or _origin(named) == _origin(own.base_url):
+        return own
+    if not environ.get(KEY) and not environ.get(TOKEN_FILE) and _is_private(named):
+        if key := _from_netrc(environ, named, or_default=False):
+            return Access(key.strip(), named)
+    return None if own.is_there else own
+
+
+def _origin(url: str) -> tuple[object, ...]:
+    """What must be equal for two addresses to mean one server; "" is wandb's own default."""
+    try:
+        parts = urlsplit(url.strip())
+        if not url or parts.hostname in _PUBLIC:
+            return _PUBLIC
+        return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        return (url,)
+
+
+def _is_private(url: str) -> bool:
+    """Whether nobody on the network can read what is sent there."""
+    scheme, hostname, *_ = (*_origin(url), "")
+    return scheme == "https" or hostname in ("127.0.0.1", "::1", "localhost")
+
+
 def _home(environ: Mapping[str, str]) -> Path:
     return Path(environ["HOME"]) if environ.get("HOME") else Path.home()
 
 
-def _from_netrc(environ: Mapping[str, str], base_url: str) -> str:
+def _from_netrc(environ: Mapping[str, str], base_url: str, *, or_default: bool = True) -> str:
+    """The key for that server; `or_default`: the entry `default`, which is for any server, counts."""
     home = _home(environ)
     files = [Path(environ["NETRC"]).expanduser()] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
     host = urlsplit(base_url).netloc
@@ -61,7 +94,8 @@ def _from_netrc(environ: Mapping[str, str], base_url: str) -> str:
             known = netrc.netrc(str(file))
         except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
             return ""
-        found = (known.authenticators(host) for host in hosts)
+        find = known.authenticators if or_default else known.hosts.get
+        found = (find(host) for host in hosts)
         return next((entry[2] for entry in found if entry and entry[2]), "")
     return ""
 

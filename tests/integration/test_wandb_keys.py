@@ -1,0 +1,106 @@
+"""`ddptrain results sync` of a run of another user: the key goes to no server that the run's own files name."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddptrain.driver.syncing import Sent, sync_run
+from ddptrain.results import wandblog
+from ddptrain.results.find import load_run
+from ddptrain.results.record import RunStatus
+from ddptrain.results.writer import RunWriter
+from tests.conftest import Cli
+from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend
+
+
+@pytest.fixture
+def own() -> Iterator[Backend]:
+    with wandb_backend() as made:
+        yield made
+
+
+@pytest.fixture
+def foreign() -> Iterator[Backend]:
+    with wandb_backend() as made:
+        yield made
+    assert (made.keys, made.asked) == (set(), []), "nothing at all has come to the other user's server"
+
+
+def attack(folder: Path, server: str) -> Path:
+    """A run that was recorded offline, and each of whose files names `server`; its folder."""
+    from wandb.proto import wandb_internal_pb2 as wire
+
+    with RunWriter.create(folder / "runs", "a-run", "petnames", "name: petnames\n", "petnames") as writer:
+        part = writer.layout.tracking_dir / "wandb/offline-run-20240101_000000-w1"
+        (part / "files").mkdir(parents=True)
+        settings = wire.SettingsRecord(item=[wire.SettingsItem(key="base_url", value_json=json.dumps(server))])
+        config = wire.ConfigRecord(update=[wire.ConfigItem(key="base_url", value_json=json.dumps(server))])
+        run = wire.RunRecord(run_id="w1", project="petnames", host=server, config=config, settings=settings)
+        row = wire.HistoryRecord(item=[wire.HistoryItem(key="loss", value_json="1.0")])
+        records = [wire.Record(num=1, run=run), wire.Record(num=2, history=row)]
+        records.append(wire.Record(num=3, exit=wire.RunExitRecord(exit_code=0)))
+        wandblog.write(part / "run-w1.wandb", (each.SerializeToString() for each in records))
+        lines = "\n".join(f"{name} = {server}" for name in ("base_url", "http_proxy", "https_proxy"))
+        for place in (writer.layout.root, writer.layout.tracking_dir, part, part / "files"):
+            (place / "wandb").mkdir(exist_ok=True)
+            for file in (place / "wandb/settings", place / "settings"):
+                file.write_text(f"[default]\n{lines}\n")
+            (place / "wandb/__main__.py").write_text(f"raise SystemExit('{place} was executed')")
+        writer.update(tracking={"wandb": {"id": "w1", "mode": "offline", "base_url": server}})
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    return writer.layout.root
+
+
+def user(home: Path, **environ: str) -> dict[str, str]:
+    """The environment of a user, without the W&B of the one who runs the tests."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    home.mkdir(exist_ok=True)
+    return {**outside, "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "NETRC": str(home / ".netrc"), **environ}
+
+
+def sync(run: Path, environ: dict[str, str]) -> Sent:
+    return sync_run(load_run(run), environ, time.monotonic() + 60)
+
+
+@pytest.mark.parametrize("place", ["folder", "store"])
+@pytest.mark.parametrize("chosen", ["key alone", "settings", "netrc", "default of netrc"])
+def test_key_is_not_sent_to_a_server_that_only_the_run_names(
+    chosen: str, place: str, tmp_path: Path, own: Backend, foreign: Backend, run_cli: Cli
+) -> None:
+    run = attack(tmp_path, foreign.url)
+    home = tmp_path / "home"
+    env = user(home, **({"WANDB_API_KEY": API_KEY} if chosen in ("key alone", "settings") else {}))
+    if chosen == "settings":
+        (home / ".config/wandb").mkdir(parents=True)
+        (home / ".config/wandb/settings").write_text(f"[default]\nbase_url = {own.url}\n")
+    machine = {"netrc": "machine api.wandb.ai", "default of netrc": "default"}.get(chosen)
+    (home / ".netrc").write_text(f"{machine} login user password {API_KEY}\n" if machine else "")
+    what = str(run) if place == "folder" else f"file://{run}"
+    ended = run_cli("results", "sync", what, env=env)
+    assert ended.rc == 4
+    assert f"they are for {foreign.url}: set WANDB_BASE_URL={foreign.url} if your key is to go there" in ended.stdout
+    assert own.asked == []
+
+
+@pytest.mark.parametrize("inside", [".", "tracking", "tracking/wandb/offline-run-20240101_000000-w1/files"])
+def test_settings_and_modules_in_the_run_directory_are_not_read(
+    inside: str, tmp_path: Path, own: Backend, foreign: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = attack(tmp_path, foreign.url)
+    monkeypatch.chdir(run / inside)
+    came = sync(run, user(tmp_path / "home", **own.environment))
+    assert (came.words, own.keys) == ("a-run: 1 sent to W&B", {API_KEY})
+    assert [row["loss"] for row in own.run.history] == [1.0]
+
+
+def test_server_of_netrc_gets_its_own_key(tmp_path: Path, own: Backend) -> None:
+    run = attack(tmp_path, own.url)
+    environ = user(tmp_path / "home")
+    Path(environ["NETRC"]).write_text(f"machine {own.url.removeprefix('http://')} login user password {API_KEY}\n")
+    assert (sync(run, environ).words, own.keys) == ("a-run: 1 sent to W&B", {API_KEY})
