@@ -49,6 +49,8 @@ _NOT_PASSED_ON = frozenset(
 _PATHS = ("WANDB_CONFIG_DIR", "WANDB_CREDENTIALS_FILE", TOKEN_FILE)
 _PARTING_S = 2.0
 _BEING_SENT = "another process is sending it"
+# Not the line that names a log file: that is gone with the folder in which the command ran.
+_ERROR = re.compile(r"^(?:.*\bERROR|Error:) +(?!Find detailed error logs)(.+?)\s*$", re.MULTILINE)
 _LINK = re.compile(r"/(?P<id>[^/\]\s]+)\] View run .*?at (?P<url>https?://\S+)")
 
 
@@ -236,7 +238,7 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
             if log.with_suffix(SYNCED).exists():
                 _mark(part)
     _keep_links(view.layout.root / RECORDED, said)
-    errors = [line.partition("ERROR")[2].strip() for line in said.splitlines() if "ERROR" in line]
+    errors = _ERROR.findall(said)
     reason = errors[-1] if errors else "" if ended else f"it was not done in {left_s:.0f} s"
     key = env.get(KEY, "")
     said = hide_credentials(reason.replace(key, "<left out>") if key else reason)[:300]

@@ -104,3 +104,11 @@ def test_server_of_netrc_gets_its_own_key(tmp_path: Path, own: Backend) -> None:
     environ = user(tmp_path / "home")
     Path(environ["NETRC"]).write_text(f"machine {own.url.removeprefix('http://')} login user password {API_KEY}\n")
     assert (sync(run, environ).words, own.keys) == ("a-run: 1 sent to W&B", {API_KEY})
+
+
+def test_cause_is_shown_of_a_key_that_wandb_refuses(tmp_path: Path, own: Backend) -> None:
+    run = attack(tmp_path, own.url)
+    came = sync(run, user(tmp_path / "home", **own.environment | {"WANDB_API_KEY": "short"}))
+    assert came.problem == "WANDB_API_KEY invalid: API key must have 40+ characters, has 5."
+    own.fault = "unauthorized"
+    assert sync(run, user(tmp_path / "home", **own.environment)).problem == "it is unauthorized"
