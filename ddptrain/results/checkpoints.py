@@ -9,7 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -42,13 +42,13 @@ class CheckpointShelf:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._values: dict[int, float | None] = {}  # step -> the deciding metric, in the order in which they came
+        self._metrics: dict[int, Mapping[str, float]] = {}  # by step, in the order in which they came
         self.best: BestRecord | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The checkpoints' folder names, newest first."""
-        return tuple(step_name(step) for step in reversed(self._values))
+        return tuple(step_name(step) for step in reversed(self._metrics))
 
     def adopt(
         self,
@@ -62,10 +62,14 @@ class CheckpointShelf:
         """Bring a staged checkpoint home, point `latest` and `best` to what they now are, and drop what is
         too old. The staged files stay.
 
+        A step that is saved again keeps its metrics, but for those that the event has anew: a last checkpoint often has
+        none, and is as good as it was.
+
         Raises:
             CheckpointDamaged: it is not what its event says; nothing visible has changed.
             ResultsError: it can't be written.
         """
+        event = replace(event, metrics={**self._metrics.get(event.step, {}), **event.metrics})
         final = self._folder / step_name(event.step)
         incoming = self._folder / f"{INCOMING}{final.name}-{secrets.token_hex(4)}"
         _check_names(event, source)
@@ -89,26 +93,25 @@ class CheckpointShelf:
 
         Others that lie in the folder stay until a checkpoint of their step takes their place.
         """
-        self._values = {step: _deciding(metrics, policy) for step, metrics in checkpoints}
+        self._metrics = dict(checkpoints)
         self.best = self._best(policy)
-        self._point(LATEST, next(reversed(self._values), None))
+        self._point(LATEST, next(reversed(self._metrics), None))
         self._point(BEST, self.best.step if self.best else None)
 
     def _remember(self, event: CheckpointSaved, policy: CheckpointPolicy) -> None:
-        # A step that is saved again without its metric, as a last one is, is as good as it was.
-        before = self._values.pop(event.step, None)
-        value = _deciding(event.metrics, policy)
-        self._values[event.step] = before if value is None and policy.metric else value
+        self._metrics.pop(event.step, None)
+        self._metrics[event.step] = event.metrics
         self.best = self._best(policy)
         self._point(LATEST, event.step)
         self._point(BEST, self.best.step if self.best else None)
-        kept = {*list(self._values)[-policy.keep :], *([self.best.step] if self.best else [])}
-        for step in [step for step in self._values if step not in kept]:
-            del self._values[step]
+        kept = {*list(self._metrics)[-policy.keep :], *([self.best.step] if self.best else [])}
+        for step in [step for step in self._metrics if step not in kept]:
+            del self._metrics[step]
             _remove(self._folder / step_name(step))
 
     def _best(self, policy: CheckpointPolicy) -> BestRecord | None:
-        candidates = [(value, step) for step, value in self._values.items() if value is not None]
+        values = ((_deciding(metrics, policy), step) for step, metrics in self._metrics.items())
+        candidates = [(value, step) for value, step in values if value is not None]
         if not candidates or policy.metric is None:
             return None
         # Of equals the first counts: both functions return it.

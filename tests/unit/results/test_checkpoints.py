@@ -14,6 +14,7 @@ from ddptrain.events import CheckpointSaved, StagedFile
 from ddptrain.results import checkpoints, staging
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
+from ddptrain.results.verified import newest_verified, read_manifest
 from ddptrain.results.writer import RunWriter
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
@@ -106,6 +107,23 @@ def test_a_step_saved_twice_is_replaced_and_judged_anew(writer: RunWriter, stage
     assert (home / "model.safetensors").read_bytes() == b"other"
     assert pointer(writer, "best") == "step-1\n"
     assert names(writer) == {"step-1", "step-2", "latest", "best"}
+
+
+def test_best_survives_a_save_without_metrics_and_a_resume(writer: RunWriter, stage: Stage) -> None:
+    policy = CheckpointPolicy(keep=1)
+    event, folder = stage(1, {"val/loss": 1.0, "acc": 0.5})
+    writer.adopt_checkpoint(0, event, folder, policy)
+    event, folder = stage(1, {"acc": 0.75})  # as a last checkpoint is saved: the same step, without the metric
+    writer.adopt_checkpoint(0, event, folder, policy)
+    assert read_manifest(writer.layout.checkpoints_dir / "step-1").metrics == {"val/loss": 1.0, "acc": 0.75}
+    writer.close()
+    with RunWriter.reopen(writer.layout.root, "name: petnames\n") as resumed:
+        resumed.go_on_from(newest_verified(resumed.layout, pytest.fail), policy)
+        save(resumed, stage, 2, 2.0, policy)
+        assert pointer(resumed, "best") == "step-1\n"
+        assert names(resumed) == {"step-1", "step-2", "latest", "best"}
+        save(resumed, stage, 1, math.nan, policy)  # judged anew, and found to be no good
+        assert pointer(resumed, "best") == "step-2\n"
 
 
 @pytest.mark.parametrize("swap", [True, False])
