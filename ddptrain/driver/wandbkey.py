@@ -54,9 +54,9 @@ def access_to(named: str, environ: Mapping[str, str]) -> Access | None:
     own = find_access(environ)
     if not named or environ.get(BASE_URL) or _origin(named) == _origin(own.base_url):
         return own
-    if not environ.get(KEY) and not environ.get(TOKEN_FILE) and _is_private(named):
-        if key := _from_netrc(environ, named, or_default=False):
-            return Access(key.strip(), named)
+    has_own = environ.get(KEY) or environ.get(TOKEN_FILE)
+    if not has_own and _is_private(named) and (key := _from_netrc(environ, named, or_default=False)):
+        return Access(key.strip(), named)
     return None if own.is_there else own
 
 

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ddptrain.errors import RunNotFound, UsageError
@@ -129,7 +130,12 @@ class StoreRuns:
             before = lock.take(contested=resumed)
         except StoreError as error:
             raise refused(error) from error
-        uploads = Uploads(run, self.work / run_id, lock.claim.token, max_failures)
+        uploads = Uploads(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token, max_failures)
+        if lock.weakness:
+            uploads.warn(
+                f"{self.store.url} cannot keep two drivers apart that start at the same moment: conditional writes "
+                f"cannot be used there ({lock.weakness})"
+            )
         try:
             lock.keep(uploads.lose)
             if resumed:
@@ -182,7 +188,7 @@ class StoreRuns:
             _write_changed(folder / "run.json", data)
             claim = claim_from(claims.get(f"{name}/{LOCK}"))
             known = origin_of(folder)
-            alive = claim is not None and claim.is_held
+            alive = claim is not None and claim.is_held(claim.age_s)
             Origin(f"{self.store.url}/{name}", alive=alive, files=known.files if known else {}).mark(folder)
         return {PurePosixPath(path).parent.name for path in records}
 

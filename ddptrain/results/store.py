@@ -21,6 +21,7 @@ _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 _LASTING = (FileNotFoundError, PermissionError, ValueError, TypeError, NotImplementedError)
 _LASTING_NAMES = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
 _NEEDS = {"s3": "ddptrain[s3]", "s3a": "ddptrain[s3]", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+_CHANGES = ("write", "delete")
 
 T = TypeVar("T")
 
@@ -44,6 +45,10 @@ class Stored:
     mark: str
 
 
+def _nothing() -> None:
+    """Anybody may change what is in the store."""
+
+
 def _wait(seconds: float) -> bool:
     time.sleep(seconds)
     return False
@@ -54,6 +59,7 @@ class Store:
     """A folder in an object store; paths are relative to it. Every method tries again before it raises StoreError.
 
     wait: takes the pauses between tries; True means that there is no time for another.
+    guard: is called before each change, and raises where this process may make none any more.
     """
 
     url: str
@@ -61,6 +67,7 @@ class Store:
     root: str
     wait: Callable[[float], bool] = _wait
     pauses_s: Sequence[float] = _PAUSES_S
+    guard: Callable[[], None] = _nothing
 
     @classmethod
     def open(cls, url: str) -> Store:
@@ -98,7 +105,7 @@ class Store:
         """
         bucket = self.root.lstrip("/").partition("/")[0]
         try:
-            self._call("list", "", lambda: self._listed(bucket), pauses_s=())
+            self.call("list", "", lambda: self._listed(bucket), pauses_s=())
         except StoreError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise UsageError(
@@ -118,7 +125,7 @@ class Store:
     def read(self, path: str) -> bytes | None:
         """A small file; None where there is none."""
         try:
-            data: bytes = self._call("read", path, lambda: self.fs.cat_file(self._at(path)))
+            data: bytes = self.call("read", path, lambda: self.fs.cat_file(self._at(path)))
             return data
         except StoreError as error:
             if isinstance(error.__cause__, FileNotFoundError):
@@ -130,7 +137,7 @@ class Store:
         if not paths:
             return {}
         full = {self._at(path): path for path in paths}
-        found = self._call("read", paths[0], lambda: self.fs.cat(list(full), on_error="return"))
+        found = self.call("read", paths[0], lambda: self.fs.cat(list(full), on_error="return"))
         for path, data in found.items():
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
                 raise self._error("read", full[path], data) from data
@@ -138,16 +145,16 @@ class Store:
 
     def read_from(self, path: str, start: int) -> bytes:
         """What stands in a file from that byte on."""
-        data: bytes = self._call("read", path, lambda: self.fs.cat_file(self._at(path), start=start))
+        data: bytes = self.call("read", path, lambda: self.fs.cat_file(self._at(path), start=start))
         return data
 
     def write(self, path: str, data: bytes) -> None:
         """Replace a small file."""
-        self._call("write", path, lambda: self.fs.pipe_file(self._at(path), data))
+        self.call("write", path, lambda: self.fs.pipe_file(self._at(path), data))
 
     def send(self, path: str, source: Path) -> None:
         """Replace a file by a local one, as it is now."""
-        self._call("write", path, lambda: self.fs.put_file(str(source), self._at(path)))
+        self.call("write", path, lambda: self.fs.put_file(str(source), self._at(path)))
 
     def fetch(self, path: str, target: Path) -> None:
         """Replace a local file by one of the store. Raises ResultsError as well."""
@@ -155,7 +162,7 @@ class Store:
         with naming(target):
             target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._call("read", path, lambda: self.fs.get_file(self._at(path), str(beside)))
+            self.call("read", path, lambda: self.fs.get_file(self._at(path), str(beside)))
             with naming(target):
                 os.replace(beside, target)
         except BaseException:
@@ -165,7 +172,7 @@ class Store:
     def files(self, folder: str = "") -> dict[str, Stored]:
         """Every file below a folder, by path from here."""
         start = self._at(folder) if folder else self.root
-        found = self._call("list", folder, lambda: self.fs.find(start, detail=True))
+        found = self.call("list", folder, lambda: self.fs.find(start, detail=True))
         skip = len(self.root) + 1
         return {
             path[skip:]: Stored(int(info.get("size") or 0), _mark(info)) for path, info in found.items() if path[skip:]
@@ -174,7 +181,7 @@ class Store:
     def folders(self) -> list[str]:
         """The names of the folders in it."""
         try:
-            entries = self._call("list", "", lambda: self.fs.ls(self.root, detail=True))
+            entries = self.call("list", "", lambda: self.fs.ls(self.root, detail=True))
         except StoreError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return []
@@ -185,7 +192,7 @@ class Store:
     def remove(self, path: str) -> None:
         """Delete a file; one that is gone is no error."""
         try:
-            self._call("delete", path, lambda: self.fs.rm_file(self._at(path)))
+            self.call("delete", path, lambda: self.fs.rm_file(self._at(path)))
         except StoreError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
@@ -193,8 +200,10 @@ class Store:
     def _at(self, path: str) -> str:
         return f"{self.root}/{path}"
 
-    def _call(self, action: str, path: str, work: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
+    def call(self, action: str, path: str, work: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
         """`work`, again after a pause where that may help. Raises StoreError."""
+        if action in _CHANGES:
+            self.guard()
         for pause_s in (*(self.pauses_s if pauses_s is None else pauses_s), None):
             try:
                 return work()

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,9 @@ def foreign() -> Iterator[Backend]:
 
 def attack(folder: Path, server: str) -> Path:
     """A run that was recorded offline, and each of whose files names `server`; its folder."""
-    from wandb.proto import wandb_internal_pb2 as wire
+    from wandb.proto import wandb_internal_pb2
 
+    wire: Any = wandb_internal_pb2  # its names are made when it is imported
     with RunWriter.create(folder / "runs", "a-run", "petnames", "name: petnames\n", "petnames") as writer:
         part = writer.layout.tracking_dir / "wandb/offline-run-20240101_000000-w1"
         (part / "files").mkdir(parents=True)
@@ -61,7 +63,13 @@ def user(home: Path, **environ: str) -> dict[str, str]:
     """The environment of a user, without the W&B of the one who runs the tests."""
     outside = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     home.mkdir(exist_ok=True)
-    return {**outside, "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "NETRC": str(home / ".netrc"), **environ}
+    return {
+        **outside,
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "NETRC": str(home / ".netrc"),
+        **environ,
+    }
 
 
 def sync(run: Path, environ: dict[str, str]) -> Sent:

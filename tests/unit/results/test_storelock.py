@@ -21,7 +21,7 @@ from tests.unit.results.stores import watched_store
 
 
 def write_claim(store: Store, **changes: Any) -> Claim:
-    claim = dataclasses.replace(Claim.of_this_process(), **{"host": "elsewhere", **changes})
+    claim = dataclasses.replace(Claim.of_this_process(), **{"host": "elsewhere", "machine": "elsewhere", **changes})
     store.write(LOCK, json.dumps(dataclasses.asdict(claim)).encode())
     return claim
 
@@ -46,7 +46,7 @@ def test_driver_of_this_host_is_known_to_be_dead_at_once() -> None:
     store, _ = watched_store()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     born = psutil.Process(child.pid).create_time()
-    write_claim(store, host=Claim.of_this_process().host, pid=child.pid, born=born)
+    write_claim(store, machine=Claim.of_this_process().machine, pid=child.pid, born=born)
     with pytest.raises(RunLocked):
         StoreLock(store, settle_s=0).take(contested=False)
     child.kill()
@@ -64,7 +64,9 @@ def test_of_two_that_take_it_at_once_the_last_one_has_it(monkeypatch: pytest.Mon
         both.wait()
 
     fs.fails = meet  # both have looked before one writes
-    monkeypatch.setattr(storelock, "time", SimpleNamespace(time=time.time, sleep=meet))  # and both have written
+    monkeypatch.setattr(
+        storelock, "time", SimpleNamespace(time=time.time, sleep=meet, monotonic=time.monotonic)
+    )  # and both have written
 
     def take(lock: StoreLock) -> None:
         try:
@@ -109,7 +111,7 @@ def test_released_lock_is_free_and_says_who_had_it() -> None:
     lock.take(contested=False)
     lock.release()
     there = claim_from(store.read(LOCK))
-    assert there is not None and there.released and there.token == lock.claim.token and not there.is_held
+    assert there is not None and there.released and there.token == lock.claim.token and not there.is_held(0)
     lock.release(forget=True)
     assert store.read(LOCK) is None
 

@@ -1,0 +1,228 @@
+"""The lock of a run in an object store: one driver at a time, whatever host names and clocks say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3fs import S3FileSystem
+
+from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.results import storelock
+from ddptrain.results.lockfile import ConditionalFile, Unconditional
+from ddptrain.results.store import Store
+from ddptrain.results.storelock import LOCK, Claim, StoreLock, claim_from
+from ddptrain.results.uploads import Uploads
+from tests.integration.s3server import s3_server
+from tests.integration.seaweed import seaweed
+
+PATIENCE_S = 60.0
+ACQUISITIONS = 1000
+# A driver among several: it takes the lock again and again; a file that it alone may make says that it has it.
+_OWNER = """
+import os, sys, threading
+from ddptrain.errors import RunLocked
+from ddptrain.results.store import Store
+from ddptrain.results.storelock import StoreLock
+
+url, inside, share, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+taken, refused, doubles = [], [], []
+
+
+def take_often():
+    lock = StoreLock(Store.open(url))
+    assert not lock.weakness
+    while len(taken) < share:
+        try:
+            lock.take(contested=True)
+        except RunLocked:
+            refused.append(lock)
+            continue
+        try:
+            os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            doubles.append(lock.claim.token)
+        else:
+            os.unlink(inside)
+        taken.append(lock.claim.token)
+        lock.release()
+
+
+crowd = [threading.Thread(target=take_often) for _ in range(threads)]
+[each.start() for each in crowd]
+[each.join() for each in crowd]
+print(len(taken), len(refused), len(doubles))
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with seaweed(tmp_path_factory.mktemp("seaweed"), "bucket") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """fsspec keeps its connections by the address, whatever the environment says of where that is."""
+    S3FileSystem.clear_instance_cache()
+    yield
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def store(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A folder of its own in a store that keeps conditions."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return replace(Store.open(f"s3://bucket/{tmp_path.name}"), pauses_s=(0.0,))
+
+
+def there(store: Store) -> Claim:
+    claim = claim_from(store.read(LOCK))
+    assert claim is not None
+    return claim
+
+
+def write_claim(store: Store, **changes: Any) -> None:
+    claim = replace(Claim.of_this_process(), **changes)
+    store.write(LOCK, json.dumps(dataclasses.asdict(claim)).encode())
+
+
+@pytest.mark.slow
+def test_of_many_that_want_it_only_one_has_it(store: Store, environment: dict[str, str], tmp_path: Path) -> None:
+    processes, threads = 2, 2
+    words = [store.url, str(tmp_path / "inside"), str(ACQUISITIONS // processes), str(threads)]
+    owners = [
+        subprocess.Popen(
+            [sys.executable, "-c", _OWNER, *words], stdout=subprocess.PIPE, env={**os.environ, **environment}
+        )
+        for _ in range(processes)
+    ]
+    said = [[int(number) for number in owner.communicate(timeout=200)[0].split()] for owner in owners]
+    taken, refused, doubles = (sum(numbers) for numbers in zip(*said, strict=True))
+    assert taken >= ACQUISITIONS and refused > 0, "they were in each other's way"
+    assert doubles == 0
+
+
+def test_host_names_and_clocks_of_hosts_do_not_matter(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A container on another host, which is called as this one, and whose process ids mean nothing here; its clock is
+    # slow by an hour, and one that asks has a clock that is fast by an hour.
+    hour_s = 3600.0
+    write_claim(store, machine="another boot pid:[1]", pid=2**22, time_s=time.time() - hour_s)
+    late = StoreLock(store)
+    with pytest.raises(RunLocked, match=r"heard of \d s ago"):
+        late.take(contested=True)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + hour_s)
+    with pytest.raises(RunLocked):
+        StoreLock(store).take(contested=True)
+    assert not late.weakness
+
+
+def test_lease_of_an_owner_that_has_died_ends_by_the_clock_of_the_store(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_claim(store, machine="another boot pid:[1]", time_s=time.time() + 3600.0)
+    monkeypatch.setattr(storelock, "STALE_S", 4.0)
+    heir = StoreLock(store)
+    with pytest.raises(RunLocked):
+        heir.take(contested=True)
+    deadline = time.monotonic() + PATIENCE_S
+    while there(store).token != heir.claim.token:
+        assert time.monotonic() < deadline
+        try:
+            heir.take(contested=True)
+        except RunLocked:
+            time.sleep(0.1)
+    assert time.monotonic() > deadline - PATIENCE_S + 1.0, "it was not taken at once"
+
+
+def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_more(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = StoreLock(store, refresh_s=PATIENCE_S * 10)  # no thread of its own tells it
+    owner.take(contested=True)
+    lost: list[DdptrainError] = []
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "notes").write_text("first")
+    (root / "run.json").write_text("{}")
+    uploads = Uploads(replace(store, guard=owner.assure), root)
+    uploads.listen(lambda text: None, lost.append)
+    owner.keep(uploads.lose)
+    with uploads:
+        uploads.begin()
+        assert uploads.flush(PATIENCE_S) == ""
+        assert store.read("notes") == b"first"
+        # Meanwhile, by the store's clock, the lease has ended, and another driver has taken the run.
+        monkeypatch.setattr(storelock, "STALE_S", -1.0)
+        heir = StoreLock(store)
+        heir.take(contested=True)
+        elapsed_s = storelock._elapsed_s()
+        monkeypatch.setattr(storelock, "_elapsed_s", lambda: elapsed_s + 200.0)
+        (root / "notes").write_text("second, too late")
+        assert "is held by process" in uploads.flush(PATIENCE_S)
+    assert [type(error) for error in lost] == [RunLocked]
+    assert store.read("notes") == b"first"
+    with pytest.raises(RunLocked):
+        owner.assure()
+    owner.release()
+    assert (there(store).token, there(store).released) == (heir.claim.token, False)
+
+
+def test_owner_whose_answer_was_lost_still_has_the_lock(store: Store) -> None:
+    owner = StoreLock(store)
+    owner.take(contested=True)
+    assert owner._mine is not None
+    before = owner._mine
+    owner._renew()
+    owner._mine = before  # as if the answer to the renewal had never come
+    owner._renew()
+    store.remove(LOCK)
+    owner._renew()
+    assert there(store).token == owner.claim.token
+    owner.release(forget=True)
+    assert store.read(LOCK) is None
+    with pytest.raises(RunLocked):
+        owner.assure()
+
+
+def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server(tmp_path) as server:
+        (server.buckets / "bucket").mkdir()
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        store = Store.open("s3://bucket/run")
+        with pytest.raises(Unconditional, match="does not keep their conditions"):
+            ConditionalFile(store, LOCK, "probe")
+        lock = StoreLock(store, settle_s=0.0)
+        lock.take(contested=True)
+        assert lock.weakness == "the store does not keep their conditions"
+        assert list(store.files()) == [LOCK], "what it was tried with is gone"
+        with pytest.raises(RunLocked):
+            StoreLock(store, settle_s=0.0).take(contested=True)
+
+
+def test_profile_of_aws_is_enough(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["aws_access_key_id = key", "aws_secret_access_key = secret", "region = us-east-1"]
+    (tmp_path / "config").write_text(
+        "\n".join(["[default]", *lines, f"endpoint_url = {environment['AWS_ENDPOINT_URL']}"])
+    )
+    for name in environment:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    store = Store.open(f"s3://bucket/{tmp_path.name}-profile")
+    lock = StoreLock(store)
+    lock.take(contested=True)
+    assert not lock.weakness
+    lock.release()
