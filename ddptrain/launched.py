@@ -109,14 +109,25 @@ class Run:
         return json.loads((self.dir / "run.json").read_bytes()).get("result")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every line that was logged: {"time_s", "step", "epoch", "rank", name: number, ...}, as pandas takes them."""
-        from ddptrain.results.metrics import MetricsReader
+        """Every line that was logged, less what a later attempt has replaced, as pandas takes them.
+
+        A line is {"time_s", "step", "epoch", "rank", "attempt", name: number, ...}.
+        """
+        from ddptrain.results.metrics import MetricsReader, counting
         from ddptrain.results.runsdir import Need
 
-        lines = MetricsReader(self._view(Need.METRICS).layout.metrics_jsonl).read()
+        view = self._view(Need.METRICS)
+        lines = counting(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
         return [
-            {"time_s": it.time_s, "step": _whole(it.step), "epoch": it.epoch, "rank": it.rank, **it.values}
-            for it in lines
+            {
+                "time_s": line.time_s,
+                "step": _whole(line.step),
+                "epoch": line.epoch,
+                "rank": line.rank,
+                "attempt": line.attempt,
+                **line.values,
+            }
+            for line in lines
         ]
 
     @property

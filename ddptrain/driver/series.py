@@ -30,7 +30,7 @@ from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.watchdog import Watchdog
 from ddptrain.registry import workload_target
 from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
-from ddptrain.results.record import AttemptRecord, CodeRecord
+from ddptrain.results.record import CodeRecord
 from ddptrain.results.verified import VerifiedCheckpoint, newest_verified
 from ddptrain.results.writer import RunWriter, utc_now
 from ddptrain.spec import RankSpec
@@ -99,7 +99,7 @@ class Series:
     def _attempt(self, places: Sequence[Place]) -> Outcome:
         scene = self.scene
         number = len(scene.writer.record.attempts) + 1
-        scene.writer.go_on_from(self.checkpoint, self.policy)
+        self.tracking.go_on_from(self.checkpoint, scene.writer.go_on_from(self.checkpoint, self.policy))
         specs = [
             (spec, place, scene.writer.layout.log(place.rank))
             for spec, place in zip(self._specs(number, places), places, strict=True)
@@ -112,7 +112,7 @@ class Series:
             attempt=number,
             resumed_from=self.checkpoint.step if self.checkpoint else None,
         )
-        record = AttemptRecord(attempt=number, started_at=utc_now(), world_size=len(places))
+        record = scene.writer.next_attempt(self.checkpoint, len(places))
         scene.writer.update(world_size=len(places), attempts=(*scene.writer.record.attempts, record))
         porter = Porter(scene.writer, self.policy, scene.gang.inbox, self.config.checkpoint.max_failures)
         start_timeout_s = self.config.cluster.start_timeout_s

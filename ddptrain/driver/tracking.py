@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +12,9 @@ from ddptrain.configfile import resolved_config, without_secrets
 from ddptrain.driver.gang import Place
 from ddptrain.driver.wandbkey import BASE_URL, KEY, find_access
 from ddptrain.redact import hide_credentials
+from ddptrain.results.metrics import AllSeries
 from ddptrain.results.tracked import to_type
+from ddptrain.results.verified import VerifiedCheckpoint
 from ddptrain.results.writer import RunWriter
 
 WANDB = "wandb"
@@ -30,6 +33,8 @@ class Tracking:
         self._name = config.name
         self.env: dict[str, str] = {}
         self._wandb: dict[str, Any] = {}
+        self._resumed_from: int | None = None
+        self._series: AllSeries = {}
         if not self._config.is_on:
             return
         self._facts = without_secrets(resolved_config(config)).model_dump(mode="json")
@@ -39,17 +44,23 @@ class Tracking:
     def __repr__(self) -> str:
         return f"Tracking({self._name!r}, wandb={self._wandb})"
 
+    def go_on_from(self, checkpoint: VerifiedCheckpoint | None, series: AllSeries) -> None:
+        """The next attempt goes on from there; `series` are the metrics up to there."""
+        self._resumed_from = checkpoint.step if checkpoint else None
+        self._series = series
+
     def of(self, place: Place) -> dict[str, Any]:
         """RankSpec.tracking of the rank at a place; empty where it has no tracker."""
         chosen = [each for each in self._config.for_rank(place.rank) if each["name"] != WANDB or self._wandb]
         if not chosen:
             return {}
-        told = {WANDB: self._wandb}
+        told = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
         return {
             "strict": self._config.strict,
             "queue": self._config.queue,
             "config": self._facts,
             "name": self._name,
+            "resumed_from": self._resumed_from,
             "folder": str(self._writer.layout.tracking_dir) if place.shared else "",
             "trackers": [{**each, "told": told.get(each["name"], {})} for each in chosen],
         }
@@ -90,6 +101,12 @@ class Tracking:
             known["base_url"] = hide_credentials(base_url)
         self._writer.update(tracking={**record, WANDB: known})
         return known["id"]
+
+
+def before(series: AllSeries, rank: int) -> dict[str, tuple[float, float, float]]:
+    """The lowest, the highest and the last value of each metric of a rank."""
+    finite = {name: list(filter(math.isfinite, one.value)) for (name, of), one in series.items() if of == rank}
+    return {name: (min(values), max(values), values[-1]) for name, values in finite.items() if values}
 
 
 def _goes_along(name: str) -> bool:

@@ -61,7 +61,7 @@ def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
     Raises:
         UsageError: the run has logged no such metric, or none at all.
     """
-    series = read_series(view.layout.metrics_jsonl)
+    series = read_series(view.layout.metrics_jsonl, view.record.attempts)
     names = _chosen_names(view, sorted({name for name, _ in series}), metrics)
     series = {key: one for key, one in series.items() if key[0] in names}
     x_name = _x_name(list(series.values()))

@@ -1,29 +1,39 @@
-"""Reads metrics.jsonl: as it grows, and without minding a line that is half written or damaged."""
+"""Reads metrics.jsonl: as it grows, and without minding a line that is half written or damaged.
+
+A run that was resumed repeats the steps after its checkpoint, so the file has several values of one step: those of the
+last attempt count.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ddptrain.results.errors import naming
 from ddptrain.results.files import open_to_read
+from ddptrain.results.record import AttemptRecord
 
-_POSITION = frozenset(("time_s", "step", "epoch", "rank"))
+_POSITION = frozenset(("time_s", "step", "epoch", "rank", "attempt"))
 
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """Numbers that a rank logged at one time; a value is None where it was NaN or infinite."""
+    """Numbers that a rank logged at one time; a value is None where it was NaN or infinite.
+
+    `attempt` is 1 in files that were written before lines had one.
+    """
 
     time_s: float
     step: float | None
     epoch: float | None
     rank: int
     values: dict[str, float | None]
+    attempt: int = 1
 
 
 @dataclass(slots=True)
@@ -34,6 +44,9 @@ class Series:
     step: list[float | None] = field(default_factory=list)
     epoch: list[float | None] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
+
+
+AllSeries = dict[tuple[str, int], Series]  # by the name of the metric, and the rank
 
 
 class MetricsReader:
@@ -81,6 +94,7 @@ def _parse(raw: bytes) -> MetricLine | None:
         _number(fields.get("epoch")),
         fields["rank"],
         values,
+        attempt if isinstance(attempt := fields.get("attempt"), int) else 1,
     )
 
 
@@ -96,10 +110,58 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def read_series(path: Path) -> dict[tuple[str, int], Series]:
-    """Every metric of every rank in the file, by (name, rank)."""
-    series: dict[tuple[str, int], Series] = {}
-    for line in MetricsReader(path).read():
+def counting(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> list[MetricLine]:
+    """The lines that count, less values that a later attempt has replaced.
+
+    An attempt replaces what those before it logged after the step that it went on from, and each value that it logs
+    anew. One without a checkpoint, which may have a way of its own to go on, does so from the first step that it logs.
+    """
+    started = {attempt.attempt: attempt for attempt in attempts}
+    first_steps: dict[int, float] = {}
+    newest: dict[tuple[str, int, float], int] = {}
+    for line in lines:
+        if line.step is not None:
+            first_steps[line.attempt] = min(line.step, first_steps.get(line.attempt, line.step))
+            newest |= {(name, line.rank, line.step): line.attempt for name in line.values}
+    ends = {number: _end(started.get(number), first_steps.get(number)) for number in started.keys() | first_steps}
+    found = []
+    for line in lines:
+        if any(number > line.attempt and _is_after(line, end) for number, end in ends.items()):
+            continue
+        values = {
+            name: value
+            for name, value in line.values.items()
+            if line.step is None or newest[name, line.rank, line.step] == line.attempt
+        }
+        if values or not line.values:
+            found.append(replace(line, values=values))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The last step and the last epoch of earlier attempts that an attempt leaves standing."""
+
+    step: float
+    epoch: float
+
+
+def _end(attempt: AttemptRecord | None, first_step: float | None) -> _End:
+    if attempt is not None and attempt.resumed_from is not None:
+        return _End(attempt.resumed_from, math.inf if attempt.resumed_epoch is None else attempt.resumed_epoch)
+    return _End(math.inf if first_step is None else math.nextafter(first_step, -math.inf), math.inf)
+
+
+def _is_after(line: MetricLine, end: _End) -> bool:
+    if line.step is not None:
+        return line.step > end.step
+    return line.epoch is not None and line.epoch > end.epoch
+
+
+def read_series(path: Path, attempts: Iterable[AttemptRecord] = ()) -> AllSeries:
+    """Every metric of every rank in the file: the values that count."""
+    series: AllSeries = {}
+    for line in counting(MetricsReader(path).read(), attempts):
         for name, value in line.values.items():
             one = series.setdefault((name, line.rank), Series())
             one.time_s.append(line.time_s)

@@ -67,7 +67,10 @@ class RankRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord(_Part):
-    """One try of a run; `outcome` is None while it is under way, else a word such as succeeded or failed."""
+    """One try of a run; `outcome` is None while it is under way, else a word such as succeeded or failed.
+
+    It went on from the checkpoint of step `resumed_from`, at `resumed_epoch`; None where it began at the start.
+    """
 
     attempt: int = 1
     started_at: str = ""
@@ -75,6 +78,8 @@ class AttemptRecord(_Part):
     world_size: int = 0
     outcome: str | None = None
     ranks: tuple[RankRecord, ...] = ()
+    resumed_from: int | None = None
+    resumed_epoch: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -15,10 +14,8 @@ from ddptrain.results.files import write_whole
 from ddptrain.results.layout import BEST, INPUTS, LATEST, step_name, step_of
 from ddptrain.results.store import Store, Stored
 from ddptrain.results.storedcheckpoints import CHECKPOINTS, STORED_AS, parsed, stored_name
-from ddptrain.results.tracked import RECORDED
 from ddptrain.results.verified import verify
 
-_BESTS = re.compile(rf"{RECORDED}/best-rank-\d+\.json")  # without them a summary would forget the first attempt's
 _CONTINUED = ("run.json", "config.yaml", "events.jsonl", "metrics.jsonl")
 
 
@@ -32,7 +29,7 @@ def bring(run: Store, folder: Path, warn: Callable[[str], None]) -> None:
     for path in there:
         is_log = path.startswith("logs/") and path.count("/") == 1 and "\\" not in path
         is_input = path.startswith(f"{INPUTS}/") and path.count("/") == 1 and "\\" not in path
-        if path in _CONTINUED or is_log or is_input or _BESTS.fullmatch(path):
+        if path in _CONTINUED or is_log or is_input:
             run.fetch(path, folder / path)
     manifests = _manifests(run, there)
     for step in sorted(manifests, reverse=True):

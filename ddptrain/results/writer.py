@@ -25,6 +25,7 @@ from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_whole
 from ddptrain.results.heartbeat import Heartbeat
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
 from ddptrain.results.record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus
 from ddptrain.results.verified import VerifiedCheckpoint, checkpoint_folders, read_manifest
@@ -149,8 +150,17 @@ class RunWriter:
 
         self._heartbeat.keep(stop_writing)
 
-    def go_on_from(self, checkpoint: VerifiedCheckpoint | None, policy: CheckpointPolicy) -> None:
-        """Count the checkpoints up to the one that the next attempt goes on from; those after it will come again."""
+    def next_attempt(self, checkpoint: VerifiedCheckpoint | None, world_size: int = 0) -> AttemptRecord:
+        """The record of another attempt, which goes on from a checkpoint."""
+        whence = (None, None) if checkpoint is None else (checkpoint.step, checkpoint.epoch)
+        number = len(self._record.attempts) + 1
+        return AttemptRecord(number, utc_now(), None, world_size, resumed_from=whence[0], resumed_epoch=whence[1])
+
+    def go_on_from(self, checkpoint: VerifiedCheckpoint | None, policy: CheckpointPolicy) -> AllSeries:
+        """Count what stands when the next attempt goes on from a checkpoint; what came after it will come again.
+
+        Returns the metrics up to there.
+        """
         found = []
         for folder in reversed(checkpoint_folders(self.layout)):
             with suppress(CheckpointDamaged):
@@ -158,7 +168,14 @@ class RunWriter:
                 if checkpoint is not None and manifest.step <= checkpoint.step:
                     found.append((manifest.step, manifest.metrics))
         self._shelf.restore(found, policy)
-        self.update(checkpoints=self._shelf.names, best=self._shelf.best)
+        with self._mutex:
+            attempts = (*self._record.attempts, self.next_attempt(checkpoint))
+            series = read_series(self.layout.metrics_jsonl, attempts)
+            ranks = sorted((rank, name) for name, rank in series)
+            self._spokesman = {name: rank for rank, name in reversed(ranks)}
+            self._last_metrics = {name: series[name, rank].value[-1] for name, rank in self._spokesman.items()}
+            self.update(checkpoints=self._shelf.names, best=self._shelf.best)
+        return series
 
     @property
     def record(self) -> RunRecord:
@@ -192,6 +209,7 @@ class RunWriter:
             "step": event.step,
             "epoch": event.epoch,
             "rank": rank,
+            "attempt": self._record.attempts[-1].attempt if self._record.attempts else 1,
         }
         # A metric may be called epoch or step: it counts as the position where none was given.
         line.update((name, value) for name, value in event.values.items() if line.get(name) is None)

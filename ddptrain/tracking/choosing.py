@@ -100,6 +100,7 @@ def _facts(name: str, told: Mapping[str, Any], spec: RankSpec, emit: Emit) -> Fa
         hosts=spec.hosts,
         folder=tracking_folder(spec),
         config=spec.tracking.get("config") or {},
+        resumed_from=spec.tracking.get("resumed_from"),
         resumed=spec.attempt > 1,  # attempts are counted over all commands that the run was resumed with
         told=told,
         tell=tell,

@@ -29,8 +29,9 @@ class Facts:
     """What a tracker is told when it starts.
 
     It may write into `folder`, which is there and becomes tracking/ in the run directory. `resumed` says that an
-    attempt before, maybe of another command, has been in the same tracker's run, which goes on. `told` is what the
-    driver has made for this tracker, such as the id of a run that all ranks share. `tell` shows the person a line;
+    attempt before, maybe of another command, has been in the same tracker's run, which goes on; what it logged after
+    the step `resumed_from` comes again (None: all of it, unless the code has a way of its own to go on). `told` is what
+    the driver has made for this tracker, such as the id of a run that all ranks share. `tell` shows the person a line;
     `found` puts what the tracker has made, such as a run's url, into run.json.
     """
 
@@ -45,6 +46,7 @@ class Facts:
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)  # the run's, resolved, secrets left out
     resumed: bool = False
+    resumed_from: int | None = None
     told: Mapping[str, Any] = field(default_factory=dict)
     tell: Callable[[str], None] = print
     found: Callable[[Mapping[str, str]], None] = lambda found: None

@@ -50,6 +50,7 @@ class TensorBoardTracker:
         self._writer = RecordWriter(self._file)
         self._write(Event(wall_time=time.time(), file_version=_VERSION))
         self._purge = facts.resumed
+        self._resumed_from = facts.resumed_from
         if not facts.resumed:
             self._add(time.time(), 0, [_text("config", _as_markdown(facts.config))])
         facts.found({"folder": f"tracking/{below}"})
@@ -87,11 +88,12 @@ class TensorBoardTracker:
         self._write(Event(wall_time=time_s, step=step, summary=Summary(value=values)))
 
     def _forget_from(self, item: Numbers) -> None:
-        """What an attempt before has written from this step on comes again."""
+        """What an attempt before has written after the checkpoint, and from this step on, comes again."""
         if self._purge and item.step is not None:
             self._purge = False
             start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=item.time_ns / 1e9, step=item.step, session_log=start))
+            first = item.step if self._resumed_from is None else min(item.step, self._resumed_from + 1)
+            self._write(Event(wall_time=item.time_ns / 1e9, step=first, session_log=start))
 
     def _write(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())

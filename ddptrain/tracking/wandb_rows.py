@@ -9,6 +9,7 @@ from typing import Any
 
 STEP = "step"
 EPOCH = "epoch"
+ATTEMPT = "attempt"  # tells the rows of the attempt that counts from those that it repeats
 _LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
 _HIGHER_IS_BETTER = ("accuracy", "acc", "top1", "top5", "f1", "auc", "precision", "recall", "score")
 
@@ -108,10 +109,10 @@ class Row:
         self.epoch = self.epoch if epoch is None else epoch
         self.time_s = max(self.time_s, time_s)
 
-    def as_logged(self, prefix: str) -> dict[str, Any]:
+    def as_logged(self, prefix: str, attempt: int) -> dict[str, Any]:
         """The row as W&B gets it, every name behind `prefix`."""
         row: dict[str, Any] = {f"{prefix}{name}": value for name, value in self.values.items()}
-        for name, value in ((STEP, self.step), (EPOCH, self.epoch)):
+        for name, value in ((STEP, self.step), (EPOCH, self.epoch), (ATTEMPT, attempt)):
             if value is not None:
                 row.setdefault(f"{prefix}{name}", value)
         return {**row, "_timestamp": self.time_s}

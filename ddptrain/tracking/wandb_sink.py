@@ -22,7 +22,7 @@ from ddptrain.tracking.protocol import Facts, State
 from ddptrain.tracking.wandb_best import Bests
 from ddptrain.tracking.wandb_checkpoints import Checkpoints
 from ddptrain.tracking.wandb_plan import Plan
-from ddptrain.tracking.wandb_rows import STEP, Row, Thinner, goal_of
+from ddptrain.tracking.wandb_rows import ATTEMPT, STEP, Row, Thinner, goal_of
 from ddptrain.tracking.wandb_staging import one_of_each
 from ddptrain.wandbparts import SENDING
 
@@ -62,12 +62,16 @@ class WandbTracker:
         self._plan.folder.mkdir(parents=True, exist_ok=True)
         wandb_session.prepare(self._plan.folder)
         self._run, self._trouble = self._plan.open()
-        self._bests = Bests(self._plan.folder, facts.rank)
+        self._bests = Bests()
         keep = int((facts.config.get("checkpoint") or {}).get("keep") or 3)
         sending = self._plan.folder / f"{SENDING}{facts.rank}"
         self._checkpoints = Checkpoints(sending, facts.folder.parent, facts.run_id, keep, self._plan.uploads)
         self._prefix = self._plan.prefix
-        self._run.define_metric(f"{self._prefix}{STEP}", hidden=True)
+        for name, (lowest, highest, last) in facts.told.get("before", {}).items():
+            if goal := self._goal(name):
+                self._bests.note(f"{self._prefix}{name}", goal, lowest, highest, last)
+        for position in (STEP, ATTEMPT):
+            self._run.define_metric(f"{self._prefix}{position}", hidden=True)
         self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}{STEP}")
         self._tell()
         threading.Thread(target=self._keep_pace, name="ddptrain-wandb-rows", daemon=True).start()
@@ -166,7 +170,7 @@ class WandbTracker:
             if isinstance(value, int | float) and (goal := self._goal(name)):
                 self._bests.note(f"{self._prefix}{name}", goal, float(value))
         try:
-            run.log(row.as_logged(self._prefix) | self._looked_at(row))
+            run.log(row.as_logged(self._prefix, self._facts.attempt) | self._looked_at(row))
         except Exception as error:
             self._broken = error
             raise
@@ -280,8 +284,6 @@ class WandbTracker:
             for name, value in held.items():
                 self._add(step, {name: value.value}, value.epoch, value.time_s)
         self._flush()
-        if older := self._bests.older():
-            run.summary.update(older)
-        with suppress(OSError):  # a full disk: of that there is a word below
-            self._bests.save()
+        if self._facts.resumed and (bests := self._bests.summary()):
+            run.summary.update(bests)
         self._look_at_disk(at_last=True)

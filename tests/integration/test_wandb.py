@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddptrain import Run
 from tests.conftest import Cli
 from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend
 from tests.integration.wandb_runs import plain
@@ -118,6 +120,14 @@ def test_failed_attempts_and_a_resumed_one_go_on_in_one_run_that_says_so(backend
     # Each attempt begins with the step after its checkpoint, and no row of it is lost.
     steps = [row["step"] for row in run.history if "train/loss" in row]
     assert steps == [*range(1, 16), *range(11, 26), *range(21, 41)]
+    attempts = [row["attempt"] for row in run.history if "train/loss" in row]
+    assert attempts == [1] * 15 + [2] * 15 + [3] * 20, "so that rows which come again can be told from those that count"
+    counted = Run.find("latest", training.run_dir.parent).metrics()
+    assert [row["step"] for row in counted if row["rank"] == 0 and "train/loss" in row] == STEPS
+    plotted = json.loads(training.cli("results", "plot", "latest", "--json", "--metric", "train/loss").stdout)
+    assert all(curve["x"] == STEPS for curve in plotted["series"])
+    losses = [row["train/loss"] for row in counted if row["rank"] == 0 and "train/loss" in row]
+    assert run.summary["train/loss"] == {"min": min(losses), "last": losses[-1]}
     training.assert_key_is_nowhere(first, second)
 
 

@@ -185,8 +185,8 @@ def test_run_of_another_process_is_found_and_read(tmp_path: Path) -> None:
     assert run.best is not None and run.best.name == "step-9"
     assert (run.logs(1), run.logs(0)) == ("hello\n", "")
     assert run.metrics() == [
-        {"time_s": 1.0, "step": 3, "epoch": None, "rank": 0, "loss": 0.5},
-        {"time_s": 2.0, "step": None, "epoch": None, "rank": 1, "x": None},
+        {"time_s": 1.0, "step": 3, "epoch": None, "rank": 0, "attempt": 1, "loss": 0.5},
+        {"time_s": 2.0, "step": None, "epoch": None, "rank": 1, "attempt": 1, "x": None},
     ]
     assert repr(run) == f"<ddptrain.Run {folder.name}: failed>"
     with pytest.raises(TrainingFailed, match=r"rank 1 on h: ValueError: no$"):

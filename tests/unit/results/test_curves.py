@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from ddptrain.errors import UsageError
 from ddptrain.results.curves import plot_data, plot_of
 from ddptrain.results.find import RunView
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.record import RunRecord
+from ddptrain.results.record import AttemptRecord, RunRecord
 
 
 def view_of(root: Path, *lines: Mapping[str, object], status: str = "succeeded") -> RunView:
@@ -60,6 +61,14 @@ def test_a_rank_that_stopped_early_leaves_the_mean_to_the_others(tmp_path: Path)
     (curve,) = plot_of(view).panels[0].curves
     assert curve.main[0] == [1.0, 2.0, 3.0]
     assert curve.main[1][:2] == [2.0, 5.0] and math.isnan(curve.main[1][2])
+
+
+def test_curve_of_a_resumed_run_does_not_run_backwards(tmp_path: Path) -> None:
+    steps = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (2, 4)]
+    view = view_of(tmp_path, *({"step": step, "attempt": attempt, "loss": attempt} for attempt, step in steps))
+    record = replace(view.record, attempts=(AttemptRecord(1), AttemptRecord(2, resumed_from=2)))
+    (curve,) = plot_of(RunView(view.layout, record)).panels[0].curves
+    assert curve.main == ([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 2.0, 2.0])
 
 
 @pytest.mark.parametrize(

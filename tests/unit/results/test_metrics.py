@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
-from ddptrain.results.metrics import MetricsReader, read_series
+import pytest
+
+from ddptrain.results.metrics import MetricLine, MetricsReader, counting, read_series
+from ddptrain.results.record import AttemptRecord
 
 
 def test_lines_are_read_as_they_come_and_a_partial_one_waits(tmp_path: Path) -> None:
@@ -45,3 +49,59 @@ def test_series_are_kept_apart_by_name_and_rank(tmp_path: Path) -> None:
     assert series["a", 1].value == [2.0, 3.0]
     assert series["a", 1].step == [1.0, 2.0]
     assert len(series) == 4
+
+
+def line(attempt: int, step: float | None, epoch: float | None = None, rank: int = 0, **values: float) -> MetricLine:
+    return MetricLine(0.0, step, epoch, rank, dict(values) or {"loss": 0.0}, attempt)
+
+
+def went_on(number: int, step: int | None, epoch: float | None = None) -> AttemptRecord:
+    return AttemptRecord(number, resumed_from=step, resumed_epoch=epoch)
+
+
+@pytest.mark.parametrize(
+    ("logged", "attempts", "counted"),
+    [
+        # One attempt: all of it counts, also what was logged twice.
+        ([(1, 1), (1, 2), (1, 2)], [went_on(1, None)], [(1, 1), (1, 2), (1, 2)]),
+        # What came after the checkpoint is replaced, also by an attempt that has not come so far yet.
+        ([(1, 1), (1, 2), (1, 3), (1, 4), (2, 3)], [went_on(2, 2)], [(1, 1), (1, 2), (2, 3)]),
+        ([(1, 1), (1, 2), (1, 3)], [went_on(2, 2)], [(1, 1), (1, 2)]),
+        # Code that counts from 0 logs the checkpoint's step again.
+        ([(1, 1), (1, 2), (2, 2), (2, 3)], [went_on(2, 2)], [(1, 1), (2, 2), (2, 3)]),
+        # A third attempt may go on from before the second.
+        ([(1, 1), (1, 2), (2, 3), (2, 4), (3, 2)], [went_on(2, 2), went_on(3, 1)], [(1, 1), (3, 2)]),
+        ([(1, 1), (2, 2), (2, 3), (3, 4)], [went_on(2, 1), went_on(3, 3)], [(1, 1), (2, 2), (2, 3), (3, 4)]),
+        # Without a checkpoint it goes on where its first line says.
+        ([(1, 1), (1, 2), (2, 1)], [went_on(2, None)], [(2, 1)]),
+        ([(1, 1), (1, 2), (1, 3), (2, 3)], [went_on(2, None)], [(1, 1), (1, 2), (2, 3)]),
+        ([(1, 1), (1, 2)], [went_on(2, None)], [(1, 1), (1, 2)]),
+        # The record is gone, or of an older version.
+        ([(1, 1), (1, 2), (2, 2)], [], [(1, 1), (2, 2)]),
+    ],
+)
+def test_of_several_attempts_the_one_that_counts_is_read(
+    logged: list[tuple[int, int]], attempts: list[AttemptRecord], counted: list[tuple[int, int]]
+) -> None:
+    found = counting([line(*each) for each in logged], attempts)
+    assert [(each.attempt, each.step) for each in found] == counted
+
+
+def test_values_at_the_checkpoint_stay_unless_they_are_logged_again() -> None:
+    lines = [line(1, 2, loss=1.0, acc=0.5), line(1, 2, rank=1, loss=3.0), line(2, 2, loss=2.0)]
+    found = counting(lines, [went_on(2, 2)])
+    assert [(each.rank, each.values) for each in found] == [(0, {"acc": 0.5}), (1, {"loss": 3.0}), (0, {"loss": 2.0})]
+
+
+def test_lines_without_a_step_are_told_apart_by_their_epoch() -> None:
+    lines = [line(1, None, 1.0), line(1, None, 2.0), line(1, None), line(2, None, 2.0)]
+    found = counting(lines, [went_on(2, 10, 1.0)])
+    assert [(each.attempt, each.epoch) for each in found] == [(1, 1.0), (1, None), (2, 2.0)]
+
+
+@pytest.mark.parametrize(("attempt", "read"), [("2", 2), ("2.5", 1), ('"2"', 1), ("null", 1)])
+def test_line_of_an_older_version_is_of_the_first_attempt(tmp_path: Path, attempt: Any, read: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"rank":0,"a":1,"attempt":{attempt}}}\n')
+    (found,) = MetricsReader(path).read()
+    assert (found.attempt, found.values) == (read, {"a": 1.0})

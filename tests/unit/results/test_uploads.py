@@ -96,18 +96,6 @@ def test_what_w_and_b_keeps_for_itself_alone_is_not_uploaded(kept: Kept) -> None
     assert {path for path in kept.there() if path.startswith("tracking/")} == {"tracking/wandb/run-1/run-1.wandb"}
 
 
-def test_best_values_that_w_and_b_has_are_there_for_the_next_attempt_elsewhere(kept: Kept, tmp_path: Path) -> None:
-    folder = kept.writer.layout.tracking_dir / "wandb"
-    folder.mkdir(parents=True)
-    for name in ("best-rank-0.json", "best-rank-11.json", "other.json"):
-        (folder / name).write_text(name)
-    kept.uploads.begin()
-    assert kept.uploads.flush(60) == ""
-    restore.bring(kept.store, tmp_path / "other", pytest.fail)
-    brought = {path.name: path.read_text() for path in (tmp_path / "other/tracking/wandb").iterdir()}
-    assert brought == {name: name for name in ("best-rank-0.json", "best-rank-11.json")}
-
-
 def test_end_in_the_store_is_the_end_on_the_disk_and_the_working_folder_goes(kept: Kept) -> None:
     kept.uploads.begin()
     kept.save(1)

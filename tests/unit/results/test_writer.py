@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
-from ddptrain.events import Metrics
+from ddptrain.events import CheckpointSaved, Metrics
 from ddptrain.results import heartbeat, lock
 from ddptrain.results import writer as writer_module
+from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.origin import Origin
 from ddptrain.results.record import DriverRecord, EnvironmentValue, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.verified import newest_verified
 from ddptrain.results.writer import RunWriter
+
+Stage = Callable[..., tuple[CheckpointSaved, Path]]
 
 
 def read(writer: RunWriter) -> dict[str, Any]:
@@ -258,7 +262,7 @@ def test_events_are_appended_and_stamped(writer: RunWriter) -> None:
 def test_metrics_are_lines_with_their_position(writer: RunWriter) -> None:
     writer.metrics(Metrics(2_500_000_000, {"train/loss": 1.5, "acc": math.nan}, 7, 0.5), 1)
     line = json.loads(writer.layout.metrics_jsonl.read_text())
-    assert line == {"time_s": 2.5, "step": 7, "epoch": 0.5, "rank": 1, "train/loss": 1.5, "acc": None}
+    assert line == {"time_s": 2.5, "step": 7, "epoch": 0.5, "rank": 1, "attempt": 1, "train/loss": 1.5, "acc": None}
 
 
 def test_a_metric_called_epoch_is_the_position_only_where_none_is_given(writer: RunWriter) -> None:
@@ -266,6 +270,27 @@ def test_a_metric_called_epoch_is_the_position_only_where_none_is_given(writer: 
     writer.metrics(Metrics(0, {"epoch": 3.0}, epoch=4.0), 1)
     first, second = (json.loads(line) for line in writer.layout.metrics_jsonl.read_text().splitlines())
     assert (first["epoch"], first["rank"], second["epoch"]) == (3.0, 1, 4.0)
+
+
+def test_last_metrics_of_a_resumed_run_are_those_that_count(writer: RunWriter, stage: Stage) -> None:
+    policy = CheckpointPolicy()
+    writer.go_on_from(None, policy)
+    writer.update(attempts=(writer.next_attempt(None, 2),))
+    for step in (1, 2, 3):
+        writer.metrics(Metrics(0, {"loss": float(step)}, step), 0)
+        if step == 2:
+            writer.metrics(Metrics(0, {"val/loss": 20.0}, step), 1)
+            writer.adopt_checkpoint(0, *stage(step), policy)
+    writer.metrics(Metrics(0, {"val/loss": 30.0}, 3), 1)
+    checkpoint = newest_verified(writer.layout, pytest.fail)
+    series = writer.go_on_from(checkpoint, policy)
+    assert {key: one.value for key, one in series.items()} == {("loss", 0): [1.0, 2.0], ("val/loss", 1): [20.0]}
+    assert writer.record.last_metrics == {"loss": 2.0, "val/loss": 20.0}
+    writer.update(attempts=(*writer.record.attempts, writer.next_attempt(checkpoint, 2)))
+    assert (writer.record.attempts[1].attempt, writer.record.attempts[1].resumed_from) == (2, 2)
+    writer.metrics(Metrics(0, {"loss": 2.5}, 3), 0)
+    attempts = [json.loads(line)["attempt"] for line in writer.layout.metrics_jsonl.read_text().splitlines()]
+    assert attempts == [1, 1, 1, 1, 1, 2]
 
 
 def test_last_metrics_are_those_of_the_lowest_rank_that_logs_them(writer: RunWriter) -> None:

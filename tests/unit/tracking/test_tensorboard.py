@@ -68,6 +68,16 @@ def test_resumed_attempt_goes_on_in_the_same_curves_where_the_one_before_is_repe
     assert [(event.step, event.value) for event in curve] == [(step, 1.0 if step < 6 else 2.0) for step in range(12)]
 
 
+def test_rows_between_the_checkpoint_and_the_first_ones_after_it_are_not_shown(tmp_path: Path) -> None:
+    for attempt, steps in ((1, range(10)), (2, (8, 10))):
+        tracker = started(tmp_path, attempt=attempt, resumed=attempt > 1, resumed_from=5 if attempt > 1 else None)
+        for step in steps:
+            tracker.log(Numbers(attempt * 1_000_000_000, {"loss": float(attempt)}, step))
+        tracker.finish("failed")
+    curve = read(tmp_path / "tensorboard").Scalars("loss")
+    assert [(event.step, event.value) for event in curve] == [*((step, 1.0) for step in range(6)), (8, 2.0), (10, 2.0)]
+
+
 def test_each_rank_has_a_curve_of_its_own_where_that_is_asked_for(tmp_path: Path) -> None:
     for rank in (0, 1):
         tracker = started(tmp_path, "process", rank=rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -73,14 +72,15 @@ def test_row_takes_what_belongs_to_its_step_and_nothing_twice() -> None:
     assert not row.fits(4, {"val/loss": 1.0})
     assert not Row(None).fits(None, {"val/loss": 1.0})
     row.add({"val/loss": 2.0}, None, 8.0)
-    assert row.as_logged("") == {"train/loss": 1.0, "val/loss": 2.0, "step": 3, "epoch": 0.5, "_timestamp": 8.0}
-    assert row.as_logged("rank_1/")["rank_1/step"] == 3
+    numbers = {"train/loss": 1.0, "val/loss": 2.0}
+    assert row.as_logged("", 2) == {**numbers, "step": 3, "epoch": 0.5, "attempt": 2, "_timestamp": 8.0}
+    assert row.as_logged("rank_1/", 1)["rank_1/step"] == 3
 
 
 def test_metric_called_step_is_not_overwritten() -> None:
     row = Row(3)
     row.add({"step": 99.0}, None, 0.0)
-    assert row.as_logged("")["step"] == 99.0
+    assert row.as_logged("", 1)["step"] == 99.0
 
 
 @pytest.mark.parametrize(
@@ -103,22 +103,10 @@ def test_checkpoints_metric_is_best_as_the_configuration_says() -> None:
     assert goal_of("val/loss", "val/loss", "max") == "max"
 
 
-def test_best_of_an_earlier_attempt_is_remembered(tmp_path: Path) -> None:
-    first = Bests(tmp_path, 0)
-    for value in (math.nan, 0.5, 0.2, 0.4):
-        first.note("val/loss", "min", value)
-    first.note("val/accuracy", "max", 0.7)
-    assert first.older() == {}
-    first.save()
-    second = Bests(tmp_path, 0)
-    second.note("val/loss", "min", 0.3)
-    second.note("val/accuracy", "max", 0.9)
-    assert second.older() == {"val/loss": {"min": 0.2, "last": 0.3}}
-    assert Bests(tmp_path, 1).older() == {}
-
-
-def test_damaged_memory_is_as_good_as_none(tmp_path: Path) -> None:
-    (tmp_path / "best-rank-0.json").write_text('{"val/loss": 3}')
-    bests = Bests(tmp_path, 0)
-    bests.note("val/loss", "min", 1.0)
-    assert bests.older() == {}
+def test_best_values_go_on_from_those_before() -> None:
+    bests = Bests()
+    bests.note("val/loss", "min", math.nan, 0.2, 0.4)
+    bests.note("val/accuracy", "max", 0.7)
+    bests.note("val/loss", "min", 0.3)
+    bests.note("val/accuracy", "max", 0.9)
+    assert bests.summary() == {"val/loss": {"min": 0.2, "last": 0.3}, "val/accuracy": {"max": 0.9, "last": 0.9}}

@@ -62,6 +62,7 @@ class Heard:
             told=about,
             tell=self.lines.append,
             found=self.found.update,
+            resumed=attempt > 1,
         )
 
 
@@ -196,12 +197,15 @@ def staged(folder: Path) -> list[str]:
 def test_resumed_attempt_goes_on_in_the_same_run_and_knows_the_best_value(tmp_path: Path) -> None:
     for attempt, (value, state) in enumerate(((0.2, "failed"), (0.4, "finished")), start=1):
         tracker = WandbTracker(options())
-        tracker.start(Heard().facts(tmp_path, attempt=attempt))
+        before = {"val/loss": (0.2, 0.9, 0.9)} if attempt > 1 else {}
+        tracker.start(Heard().facts(tmp_path, attempt=attempt, before=before))
         tracker.log(numbers(attempt, val_loss=value))
         tracker.finish(state)  # type: ignore[arg-type]
     records = read_back(tmp_path / "wandb")
     assert {record.run.run_id for record in records if record.HasField("run")} == {"w1"}
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1, 0]
+    rows = [{item.key or item.nested_key[0]: item.value_json for item in record.history.item} for record in records]
+    assert [(row["step"], row["attempt"]) for row in rows if "val/loss" in row] == [("1", "1"), ("2", "2")]
     last: Mapping[str, str] = {
         item.key or "/".join(item.nested_key): item.value_json
         for record in records
@@ -374,6 +378,6 @@ def test_odd_names_and_values_are_taken_and_ten_thousand_names(tmp_path: Path) -
     tracker.finish("finished")
     logged = rows(read_back(tmp_path / "wandb"))
     assert len(logged) == 5
-    assert logged[0].keys() == {*odd, "step"}
+    assert logged[0].keys() == {*odd, "step", "attempt"}
     assert (logged[0]["loss"], logged[0]["val/deep/er/loss"]) == ("NaN", "Infinity")
-    assert len(logged[4]) == 10_001
+    assert len(logged[4]) == 10_002
