@@ -91,7 +91,8 @@ def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent
         return Sent(view.run_id)
     if not is_own_folder(view.layout.root):
         return Sent(view.run_id, passed_over="it belongs to another user")
-    view = load_run(view.layout.root, watch_s=WATCH_S)
+    # Absolute, as wandb's command runs in another folder.
+    view = load_run(view.layout.root.absolute(), watch_s=WATCH_S)
     if why := _may_be_running(view):
         return Sent(view.run_id, passed_over=why)
     env = _environment(view, environ)
@@ -338,8 +339,7 @@ def _run_wandb(logs: Sequence[Path], env: Mapping[str, str], cwd: Path, timeout_
 
     `cwd` is an empty folder: from its own, wandb takes settings, the server among them, and Python takes modules.
     """
-    paths = [str(log.absolute()) for log in logs]
-    command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", *paths]
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", *map(str, logs)]
     process = subprocess.Popen(
         command,
         cwd=cwd,
