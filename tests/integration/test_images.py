@@ -129,6 +129,39 @@ def test_weights_of_another_model_end_the_command_before_any_rank_is_started(
     assert record(tmp_path)["attempts"] == []
 
 
+def test_images_with_parts_of_their_own_train_and_validate_as_they_are_split(
+    tmp_path: Path, run_cli: Cli, digits: Path
+) -> None:
+    """The validation images of a source, and of another folder, are scored; unlike classes end the command."""
+    for part, numbers in (("train", range(40)), ("val", range(40, 52))):
+        for digit in ("0", "1"):
+            folder = tmp_path / "split" / part / digit
+            folder.mkdir(parents=True)
+            images = sorted((digits / digit).iterdir())
+            for number in numbers:
+                (folder / images[number].name).symlink_to(images[number])
+    small = {"architecture": "small_cnn", "image_size": 16, "epochs": 2, "batch_size": 16, "base_lr": 0.01}
+    ended = run_cli("train", digits_config(tmp_path, tmp_path / "split", **small), "--run-id", "split")
+    assert ended.rc == 0, ended.stderr
+    assert "104 images of 2 classes" in ended.stderr and "80 to train on, 24 to validate with" in ended.stderr
+    assert predicted_keys(tmp_path / "runs" / "split") == {"val"}
+    train, val = tmp_path / "split" / "train", str(tmp_path / "split" / "val")
+    ended = run_cli("train", digits_config(tmp_path, train, **small, val_source=val), "--run-id", "own")
+    assert ended.rc == 0, ended.stderr
+    assert f"80 to train on, 24 from {val} to validate with" in ended.stderr
+    assert predicted_keys(tmp_path / "runs" / "own") == {"0", "1"}
+    ended = run_cli("train", digits_config(tmp_path, digits, **small, val_source=val), "--run-id", "unlike")
+    assert ended.rc == ExitCode.USAGE and "has no images of 2/, 3/" in ended.stderr
+
+
+def predicted_keys(run: Path) -> set[str]:
+    """The first folders of the keys of all predictions, of which there are as many as images to validate with."""
+    tables = sorted((run / "artifacts" / "predictions").glob("rank-*.csv"))
+    rows = [row for table in tables for row in csv.DictReader(table.read_text().splitlines())]
+    assert len(rows) == 24
+    return {row["key"].split("/")[0] for row in rows}
+
+
 @pytest.mark.long
 def test_resnet_18_learns_handwritten_digits_from_scratch(tmp_path: Path, run_cli: Cli, digits: Path) -> None:
     resnet = {"architecture": "resnet18", "image_size": 32, "epochs": 6, "batch_size": 32, "base_lr": 0.002}
