@@ -207,8 +207,8 @@ class RankContext:
     ) -> GangLoader:
         """A DataLoader over this rank's share of the data, shuffled anew each epoch, the same way in each run.
 
-        `batch_size` is a rank's; `more` are arguments of DataLoader (num_workers, collate_fn, ...). Its place in the
-        epoch is saved with every checkpoint, and gone on from, also by another number of ranks; loaders are told
+        `batch_size` is a rank's; `more` are arguments of DataLoader (num_workers, collate_fn, ...). Its length is the
+        number of batches of a whole epoch, `remaining` the number of those still to come. Its place in the epoch is saved with every checkpoint, and gone on from, also by another number of ranks; loaders are told
         apart by the order in which they are made. Raises TypeError for data without a length.
         """
         from ddptrain.rank.feeding import gang_loader

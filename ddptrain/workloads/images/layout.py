@@ -34,9 +34,9 @@ def detect(
 ) -> Layout | None:
     """The layout of a source, or None where its folders are classes.
 
-    `folders` are the source's own folders with images: for each the number of class folders in it, or 0 where images
-    lie directly in it. A source is split where `train` holds class folders only, and the other folders are val, valid,
-    validation or test. A list `subset` that names one of these folders says that they are classes.
+    `folders` are the source's own folders: for each the number of class folders in it, 0 where images lie directly in
+    it, or where there are none. A source is split where `train` holds class folders only, and the other folders are
+    val, valid, validation or test. A list `subset` that names one of these folders says that they are classes.
 
     Raises: UsageError where the source could be either, or is split in a way that can't be used.
     """
@@ -78,7 +78,7 @@ def _check_parts(
     used = train if has_val_source else [*train, *val]
     if flat := [name for name in used if not parts[name]]:
         raise UsageError(
-            f"{where} is split into {_named(sorted(parts))}, and {_named(flat)} holds images in no class's folder: "
+            f"{where} is split into {_named(sorted(parts))}, and {_named(flat)} has no images in class folders: "
             f"each part has to hold a folder of images for each class, as {where}/{train[0]}/CLASS/IMAGE; if these "
             "folders are the classes, list them in params.subset"
         )

@@ -14,7 +14,7 @@ from typing import Self
 
 from ddptrain.errors import UsageError
 from ddptrain.wording import counted, nearest, shown
-from ddptrain.workloads.images.layout import Layout, check_classes_agree, detect
+from ddptrain.workloads.images.layout import Layout, check_classes_agree, detect, is_split_folder
 from ddptrain.workloads.images.manifest import FILE, Manifest, is_plain_key
 from ddptrain.workloads.images.namedfiles import check_weights, checked_labels, is_weights_name
 from ddptrain.workloads.images.params import ImagesParams
@@ -198,8 +198,11 @@ def _folders_of(location: Location, inside: str = "") -> set[str]:
 
 
 def _class_folders(found: Found) -> dict[str, int]:
-    """Of each folder with images how many class folders it holds: 0 where an image lies directly in it."""
-    counts = {}
+    """Of each folder with images how many class folders it holds: 0 where an image lies directly in it.
+
+    Folders without images are among them, with 0, if they may have been meant as parts of a split source.
+    """
+    counts = dict.fromkeys(filter(is_split_folder, found.folders), 0)
     for name, items in found.by_class.items():
         inside = {tuple(item.key.split("/")[1:-1][:1]) for item in items}
         counts[name] = 0 if () in inside else len(inside)

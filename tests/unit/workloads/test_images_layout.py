@@ -69,8 +69,8 @@ def test_a_source_is_split_where_all_its_folders_are_parts_of_one(
         ({"train": 9, "other": 0}, "list the classes in params.subset"),
         ({"val": 2, "test": 2}, "SRC holds test/, val/ and no train"),
         ({"train": 2, "val": 2, "valid": 2}, "SRC holds train/, val/, valid/, which name the same part"),
-        ({"train": 0, "val": 0}, "train/, val/ holds images in no class's folder"),
-        ({"train": 2, "val": 0}, "and val/ holds images in no class's folder"),
+        ({"train": 0, "val": 0}, "train/, val/ has no images in class folders"),
+        ({"train": 2, "val": 0}, "and val/ has no images in class folders"),
     ],
 )
 def test_a_source_that_could_be_either_is_refused_with_what_to_write(folders: dict[str, int], complaint: str) -> None:
@@ -114,10 +114,8 @@ def test_train_trains_val_validates_and_test_is_left_alone(tmp_path: Path) -> No
     assert keys_of(manifest, manifest.train) == [f"train/{name}/{n}.jpg" for name in ("cat", "dog") for n in range(4)]
     assert keys_of(manifest, manifest.val) == [f"val/{name}/{n}.jpg" for name in ("cat", "dog") for n in range(4)]
     assert [manifest.labels[index] for index in manifest.val] == [0] * 4 + [1] * 4
-    assert said == [
-        f"16 images of 2 classes in {source}: 8 to train on, 8 to validate with; "
-        "the source is split: train/ trains, val/ validates, test/ is not used"
-    ]
+    layout = "the source is split: train/ trains, val/ validates, test/ is not used"
+    assert said == [f"16 images of 2 classes in {source}: 8 to train on, 8 to validate with; {layout}"]
 
 
 def test_a_split_source_without_val_validates_with_a_share_of_train(tmp_path: Path) -> None:
@@ -170,6 +168,7 @@ def test_a_folder_of_its_own_comes_before_the_val_folder_of_the_source(tmp_path:
             [],
             r"source/train gives 1 class only, cat: at least 2 are needed; params.source is",
         ),
+        (["train/cat", "train/dog", "val"], [], r"source is split into train/, val/, and val/ has no images in class"),
         (["cat", "dog"], ["."], r"held has its 4 images directly in it"),
     ],
 )
@@ -184,9 +183,16 @@ def test_folders_that_do_not_agree_end_it_before_anything_starts(
     assert not (tmp_path / "inputs" / FILE).exists()
 
 
+def test_a_validation_folder_without_an_image_is_not_passed_over(tmp_path: Path) -> None:
+    source = fill(tmp_path / "source", "train/cat", "train/dog")
+    (source / "val" / "cat").mkdir(parents=True)
+    with pytest.raises(UsageError, match="and val/ has no images in class folders"):
+        prepared(tmp_path / "inputs", source)
+
+
 def test_the_folder_to_train_on_can_not_validate_as_well(tmp_path: Path) -> None:
     source = fill(tmp_path / "source", "cat", "dog")
-    with pytest.raises(UsageError, match="params.val_source is params.source"):
+    with pytest.raises(UsageError, match=r"params\.val_source is params\.source"):
         prepared(tmp_path / "inputs", source, val_source=f"{source}/")
 
 
