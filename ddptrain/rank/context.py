@@ -114,9 +114,21 @@ class RankContext:
 
     @property
     def preempted(self) -> bool:
-        """Whether the run has been told to end: the next calls of checkpoint will save, and not return."""
+        """Whether the run has been told to end: the next calls of checkpoint will save, and not return.
+
+        Ranks may see it in different steps: agree with the others, by `mean` for example, before you act on it. A
+        workload that returns after it has seen it is preempted (exit code 75), not succeeded, unless its last
+        checkpoint was saved with last=True; without any checkpoint it is cancelled. One that has saved its state
+        itself ends with `raise SystemExit(75)` on every rank.
+        """
         self._calls.saves = True  # who asks will do something about it
+        self._calls.seen = self._calls.seen or self._calls.told_to_end
         return self._calls.told_to_end
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint of this run: saved by this attempt, or the one that it has gone on from."""
+        return self._saves > 0 or bool(self._spec.resume_from)
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
@@ -208,8 +220,9 @@ class RankContext:
         """A DataLoader over this rank's share of the data, shuffled anew each epoch, the same way in each run.
 
         `batch_size` is a rank's; `more` are arguments of DataLoader (num_workers, collate_fn, ...). Its length is the
-        number of batches of a whole epoch, `remaining` the number of those still to come. Its place in the epoch is saved with every checkpoint, and gone on from, also by another number of ranks; loaders are told
-        apart by the order in which they are made. Raises TypeError for data without a length.
+        number of batches of a whole epoch, `remaining` the number of those still to come. Its place in the epoch is
+        saved with every checkpoint, and gone on from, also by another number of ranks; loaders are told apart by the
+        order in which they are made. Raises TypeError for data without a length.
         """
         from ddptrain.rank.feeding import gang_loader
 
@@ -281,6 +294,7 @@ class RankContext:
             Preempted: the ranks were told to end, and this is the call with which all do; it has been saved.
         """
         call = self._calls.enter()
+        self._calls.complete = last
         if self._saver.error is not None:
             self._saver.raise_error()
         due = self._due.now(call, step, epoch)

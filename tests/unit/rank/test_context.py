@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ddptrain import events
 from ddptrain.rank.agreement import GangStore
-from ddptrain.rank.context import RankContext
+from ddptrain.rank.context import Preempted, RankContext
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.saver import done_key
 from tests.unit.rank.stores import Gang
@@ -173,3 +173,23 @@ def test_resume_gives_back_what_was_saved(rank: Rank, tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
     assert other_optimizer.param_groups[0]["lr"] == 0.5
     resumed.file.close()
+
+
+def test_workload_ends_early_once_it_knows_that_it_is_to_end_unless_its_last_step_is_saved(rank: Rank) -> None:
+    calls, model = rank.context._calls, torch.nn.Linear(1, 1)
+    assert not rank.context.preempted
+    calls.tell_to_end()
+    assert not calls.ends_early, "it has not asked"
+    assert rank.context.preempted and calls.ends_early
+    assert not rank.context.has_saved
+    rank.context.checkpoint(model=model, step=3, last=True)
+    assert rank.context.has_saved and not calls.ends_early
+    with pytest.raises(Preempted):
+        rank.context.checkpoint(model=model, step=4)
+    assert calls.ends_early
+
+
+def test_run_that_goes_on_has_a_checkpoint(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, resume_from="somewhere")
+    assert rank.context.has_saved
+    rank.file.close()
