@@ -126,9 +126,14 @@ class RankContext:
         return self._calls.told_to_end
 
     @property
+    def resume_folder(self) -> Path | None:
+        """The folder of the checkpoint that this attempt goes on from; None where it begins at the start."""
+        return Path(self._spec.resume_from) if self._spec.resume_from else None
+
+    @property
     def has_saved(self) -> bool:
         """Whether there is a checkpoint of this run: saved by this attempt, or the one that it has gone on from."""
-        return self._saves > 0 or bool(self._spec.resume_from)
+        return self._saves > 0 or self.resume_folder is not None
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
@@ -354,9 +359,9 @@ class RankContext:
         random states are put back, too; else they are new ones.
         """
         self._calls.saves = True
-        if not self._spec.resume_from:
+        if self.resume_folder is None:
             return None
-        state = checkpoint.read(Path(self._spec.resume_from), model, optimizer, self.device)
+        state = checkpoint.read(self.resume_folder, model, optimizer, self.device)
         extra: dict[str, Any] = state["extra"]
         for name, value in more.items():
             if name in extra:
