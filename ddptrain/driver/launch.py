@@ -327,7 +327,9 @@ class _Run:
     def _finish(self, verdict: verdicts.Verdict) -> dict[str, Any]:
         """Write how the run ended; return the last event."""
         self.writer.finish(verdict.status, verdict.exit_code, verdict.failure)
-        last_event = summary.last_event(self.writer, verdict, time.monotonic() - self.began)
+        last_event = summary.last_event(
+            self.writer, verdict, self.writer.record.earlier_s + time.monotonic() - self.began
+        )
         self.writer.event(last_event)
         return last_event
 

@@ -29,7 +29,7 @@ _STATE = "trainer_state"
 _STATE_FILE = "trainer_state.json"  # the Trainer's name of it
 
 
-class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be missing where types are checked
+class HuggingFaceCallback(TrainerCallback):
     """A callback for transformers.Trainer, to be given to it on every rank.
 
     It calls `ctx.checkpoint` after each step, or after the evaluation that follows the step, so the `checkpoint`
@@ -93,18 +93,18 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         if not _evaluates(args, state, control):
             self._save(state, parts, {})
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **parts: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save what is due, with the metrics of the evaluation."""
         if self._is_training:
-            self._save(state, parts, _numbers(metrics))
+            self._save(state, parts, _numbers(parts["metrics"]))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Tell that an evaluation goes on."""
         self._tell_progress(state)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **parts: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Log what the Trainer logs: it is the same on all ranks."""
-        numbers = _numbers(logs)
+        numbers = _numbers(parts["logs"])
         if self._ctx.rank == 0 and numbers:
             self._ctx.log(numbers, step=state.global_step, epoch=state.epoch)
 
@@ -120,13 +120,13 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]  # transformer
             self._ctx.resume(**_saved_parts(parts))
 
     def _save(self, state: Any, parts: Mapping[str, Any], metrics: Mapping[str, float], *, last: bool = False) -> None:
+        own: dict[str, Any] = {**_saved_parts(parts), _STATE: json.dumps(dataclasses.asdict(state))}
         saved = self._ctx.checkpoint(
-            **_saved_parts(parts),
+            **own,
             step=state.global_step,
             epoch=state.epoch,
             metrics=metrics,
             last=last or state.global_step >= state.max_steps,
-            **{_STATE: json.dumps(dataclasses.asdict(state))},
         )
         if saved:
             self._saved_step = state.global_step

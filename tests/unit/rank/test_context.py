@@ -177,13 +177,13 @@ def test_resume_gives_back_what_was_saved(rank: Rank, tmp_path: Path) -> None:
 
 def test_workload_ends_early_once_it_knows_that_it_is_to_end_unless_its_last_step_is_saved(rank: Rank) -> None:
     calls, model = rank.context._calls, torch.nn.Linear(1, 1)
-    assert not rank.context.preempted
+    found = [(rank.context.preempted, calls.ends_early, rank.context.has_saved)]
     calls.tell_to_end()
-    assert not calls.ends_early, "it has not asked"
-    assert rank.context.preempted and calls.ends_early
-    assert not rank.context.has_saved
+    found += [(calls.told_to_end, calls.ends_early, rank.context.has_saved)]  # it has not asked again
+    found += [(rank.context.preempted, calls.ends_early, rank.context.has_saved)]
     rank.context.checkpoint(model=model, step=3, last=True)
-    assert rank.context.has_saved and not calls.ends_early
+    found += [(rank.context.preempted, calls.ends_early, rank.context.has_saved)]
+    assert found == [(False, False, False), (True, False, False), (True, True, False), (True, False, True)]
     with pytest.raises(Preempted):
         rank.context.checkpoint(model=model, step=4)
     assert calls.ends_early

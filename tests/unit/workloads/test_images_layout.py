@@ -203,12 +203,12 @@ def test_plateau_may_watch_a_folder_of_its_own_though_all_the_source_trains() ->
 
 
 def test_ranks_read_images_to_validate_with_where_the_driver_has_found_them() -> None:
-    place = {"url": "s3://b/train", "classes": ("a", "b"), "keys": ("a/1", "b/1", "a/1"), "labels": (0, 1, 0)}
-    rest: dict[str, Any] = {"sizes": (-1,) * 3, "versions": ("",) * 3, "train": (0, 1), "val": (2,)}
+    place: dict[str, Any] = {"url": "s3://b/train", "classes": ("a", "b"), "labels": (0, 1, 0)}
+    place |= {"keys": ("a/1", "b/1", "a/1"), "sizes": (-1,) * 3, "versions": ("",) * 3, "train": (0, 1), "val": (2,)}
     options = {"key": "k"}
     params = ImagesParams(source="s3://b/train", val_source="s3://me/val/", source_options=options)
-    location = Manifest(**place, **rest, val_url="s3://me/val").val_location(params)
+    location = Manifest(**place, val_url="s3://me/val").val_location(params)
     assert location is not None and (location.url, location.options) == ("s3://me/val", options)
-    location = Manifest(**place, **rest, val_url="/data/val").val_location(ImagesParams(val_source="val"))
+    location = Manifest(**place, val_url="/data/val").val_location(ImagesParams(val_source="val"))
     assert location is not None and location.url == "/data/val"
-    assert Manifest(**place, **rest).val_location(params) is None
+    assert Manifest(**place).val_location(params) is None
