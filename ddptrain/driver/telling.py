@@ -196,8 +196,8 @@ def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Co
     match = nearest(metric, saved.metrics)
     name = shown(metric)
     return (
-        f"checkpoint.metric is {name}, and the checkpoint of step {saved.step} has no such metric: no checkpoint is the "
-        f"best so far. Given to ctx.checkpoint: {_names(saved.metrics)}; logged with ctx.log: {_names(logged)}. "
+        f"checkpoint.metric is {name}, and the checkpoint of step {saved.step} has no such metric: no checkpoint is "
+        f"the best so far. Given to ctx.checkpoint: {_names(saved.metrics)}; logged with ctx.log: {_names(logged)}. "
         + (f"Did you mean {shown(match)}? " if match else "")
         + f'Call ctx.checkpoint(..., metrics={{"{name}": ...}}), or set checkpoint.metric to one of these, or to null'
     )

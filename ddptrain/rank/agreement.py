@@ -87,6 +87,7 @@ class Calls:
         self.notified = False  # whether the order to end has come, for a workload that never saves as well
         self.seen = False  # whether the workload knows that it is to end
         self.complete = False  # whether it has saved its last step
+        self.has_saved = bool(spec.resume_from)  # whether there is a checkpoint, of this attempt or one before
 
     @property
     def ends_early(self) -> bool:

@@ -117,9 +117,8 @@ class RankContext:
         """Whether the run has been told to end: the next calls of checkpoint will save, and not return.
 
         Ranks may see it in different steps: agree with the others, by `mean` for example, before you act on it. A
-        workload that returns after it has seen it is preempted (exit code 75), not succeeded, unless its last
-        checkpoint was saved with last=True; without any checkpoint it is cancelled. One that has saved its state
-        itself ends with `raise SystemExit(75)` on every rank.
+        workload that has seen it and returns is preempted, unless its last checkpoint had last=True; without any
+        checkpoint it is cancelled. `raise SystemExit(75)` on every rank says that it has saved its state itself.
         """
         self._calls.saves = True  # who asks will do something about it
         self._calls.seen = self._calls.seen or self._calls.told_to_end
@@ -127,13 +126,8 @@ class RankContext:
 
     @property
     def resume_folder(self) -> Path | None:
-        """The folder of the checkpoint that this attempt goes on from; None where it begins at the start."""
+        """The folder of the checkpoint that this attempt goes on from, if any."""
         return Path(self._spec.resume_from) if self._spec.resume_from else None
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether there is a checkpoint of this run: saved by this attempt, or the one that it has gone on from."""
-        return self._saves > 0 or self.resume_folder is not None
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
@@ -224,10 +218,9 @@ class RankContext:
     ) -> GangLoader:
         """A DataLoader over this rank's share of the data, shuffled anew each epoch, the same way in each run.
 
-        `batch_size` is a rank's; `more` are arguments of DataLoader (num_workers, collate_fn, ...). Its length is the
-        number of batches of a whole epoch, `remaining` the number of those still to come. Its place in the epoch is
-        saved with every checkpoint, and gone on from, also by another number of ranks; loaders are told apart by the
-        order in which they are made. Raises TypeError for data without a length.
+        `batch_size` is a rank's; `more` are arguments of DataLoader (num_workers, collate_fn, ...). Its length is that
+        of the epoch, `remaining` what is left. Its place in the epoch is saved with every checkpoint, and gone on from,
+        also by other ranks; loaders are told apart by their order. Raises TypeError for data without a length.
         """
         from ddptrain.rank.feeding import gang_loader
 
@@ -326,6 +319,7 @@ class RankContext:
     ) -> None:
         own = plain_bytes({"random": randomstate.capture(self.device), "rank_state": rank_state})
         self._saves += 1
+        self._calls.has_saved = True
         if self.rank != 0:
             self._store.set(state_key(self._saves, self.rank), own)
             return

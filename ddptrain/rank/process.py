@@ -289,7 +289,7 @@ class _Rank:
         self.context.close()
         if not self.calls.ends_early:
             return
-        if self.context.has_saved:
+        if self.calls.has_saved:
             self.emitter.emit(events.Preempted(time.time_ns(), step=0))
             raise Preempted
         text = (

@@ -1,4 +1,4 @@
-"""The newest value of each metric of a run: one number for all ranks, as run.json and the end-of-run summary tell it."""
+"""The newest value of each metric of a run: one number for all ranks, for run.json and the end-of-run summary."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from ddptrain.errors import ExitCode
-from tests.conftest import Cli
+from tests.conftest import Cli, Finished
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,21 @@ def test_small_network_reads_handwritten_digits(tmp_path: Path, run_cli: Cli, di
     last = record(tmp_path)["last_metrics"]
     assert last["val/accuracy"] >= 0.975
     assert last["val/top5"] >= last["val/accuracy"]
+    check_summary(ended, last)
     check_steps(tmp_path)
     check_predictions(tmp_path, last["val/accuracy"])
     check_checkpoint(tmp_path)
     with Image.open(run_dir(tmp_path) / "artifacts/images/examples/step-25-rank-0.png") as picture:
         assert picture.size == (8 * 16, 16)
+
+
+def check_summary(ended: Finished, last: dict[str, float]) -> None:
+    """run.json and the last lines tell the figures of the last epoch that the log tells."""
+    told = re.findall(r"epoch 6/6: (.*), [\d,]+ images/s", ended.stdout)[0]
+    figures = dict(each.rsplit(" ", 1) for each in told.split(", "))
+    assert {"train/loss", "train/accuracy", "val/loss"} < figures.keys()
+    assert {name: f"{last[name]:.4f}" for name in figures} == figures
+    assert f"train/loss {last['train/loss']:.4g}" in ended.stdout.partition("  last ")[2]
 
 
 def check_steps(folder: Path) -> None:

@@ -134,6 +134,10 @@ def test_driver_that_is_told_to_go_saves_and_ends_with_75_and_is_resumed(on_warm
     assert resumed.rc == 0, resumed.stderr
     assert f"begins after step {saved.removeprefix('step-')} with 2" in resumed.stdout
     assert on_warm.weights("night") == on_warm.weights("undisturbed")
+    whole, first_s = on_warm.record("night"), record["duration_s"]
+    assert whole["earlier_s"] == first_s and whole["duration_s"] > first_s > 0
+    last_s = whole["duration_s"] - first_s
+    assert f"succeeded after {whole['duration_s']:.1f} s ({last_s:.1f} s since it was resumed)" in resumed.stdout
 
 
 def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer: Trainer) -> None:

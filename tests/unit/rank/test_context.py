@@ -177,12 +177,12 @@ def test_resume_gives_back_what_was_saved(rank: Rank, tmp_path: Path) -> None:
 
 def test_workload_ends_early_once_it_knows_that_it_is_to_end_unless_its_last_step_is_saved(rank: Rank) -> None:
     calls, model = rank.context._calls, torch.nn.Linear(1, 1)
-    found = [(rank.context.preempted, calls.ends_early, rank.context.has_saved)]
+    found = [(rank.context.preempted, calls.ends_early, calls.has_saved)]
     calls.tell_to_end()
-    found += [(calls.told_to_end, calls.ends_early, rank.context.has_saved)]  # it has not asked again
-    found += [(rank.context.preempted, calls.ends_early, rank.context.has_saved)]
+    found += [(calls.told_to_end, calls.ends_early, calls.has_saved)]  # it has not asked again
+    found += [(rank.context.preempted, calls.ends_early, calls.has_saved)]
     rank.context.checkpoint(model=model, step=3, last=True)
-    found += [(rank.context.preempted, calls.ends_early, rank.context.has_saved)]
+    found += [(rank.context.preempted, calls.ends_early, calls.has_saved)]
     assert found == [(False, False, False), (True, False, False), (True, True, False), (True, False, True)]
     with pytest.raises(Preempted):
         rank.context.checkpoint(model=model, step=4)
@@ -191,5 +191,5 @@ def test_workload_ends_early_once_it_knows_that_it_is_to_end_unless_its_last_ste
 
 def test_run_that_goes_on_has_a_checkpoint(tmp_path: Path) -> None:
     rank = Rank(tmp_path, resume_from="somewhere")
-    assert rank.context.has_saved
+    assert rank.context._calls.has_saved
     rank.file.close()
