@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["RankContext", "Run", "__version__", "context", "launch"]
+__all__ = ["HuggingFaceCallback", "RankContext", "Run", "__version__", "context", "launch"]
 
 if TYPE_CHECKING:
     from ddptrain.api import Run, launch
     from ddptrain.rank.context import RankContext
     from ddptrain.rank.current import context
+    from ddptrain.rank.huggingface import HuggingFaceCallback
 else:
 
     def __getattr__(name: str) -> object:
@@ -23,6 +24,10 @@ else:
             from ddptrain.rank.current import context
 
             return context
+        if name == "HuggingFaceCallback":
+            from ddptrain.rank.huggingface import HuggingFaceCallback
+
+            return HuggingFaceCallback
         if name in ("Run", "launch"):
             from ddptrain import api
 

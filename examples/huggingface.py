@@ -1,46 +1,65 @@
-"""A Hugging Face model from random weights, on every GPU: ddptrain train examples/huggingface.yaml.
+"""Hugging Face's Trainer with a model of random weights, on every GPU: ddptrain train examples/huggingface.yaml.
 
-It needs `pip install transformers`, and no download: the text is made here, a byte is a token.
+It needs `pip install 'ddptrain[huggingface]'`, and no download: the text is made here, a byte is a token.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel
+import tempfile
+from typing import Any
 
-from ddptrain import RankContext
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+import ddptrain
 
 TEXT = b"the quick brown fox jumps over the lazy dog. "
 LENGTH = 32
 
 
+class Windows(Dataset[dict[str, torch.Tensor]]):
+    """Every window of LENGTH bytes of the text."""
+
+    def __init__(self, repeats: int) -> None:
+        self._text = torch.tensor(list(TEXT * repeats))
+
+    def __len__(self) -> int:
+        return len(self._text) - LENGTH
+
+    def __getitem__(self, start: int) -> dict[str, torch.Tensor]:
+        window = self._text[start : start + LENGTH]
+        return {"input_ids": window, "labels": window}
+
+
 def train(
-    ctx: RankContext, steps: int = 30, batch_size: int = 8, width: int = 32, lr: float = 3e-3
-) -> dict[str, float]:
+    ctx: ddptrain.RankContext, epochs: int = 3, batch_size: int = 8, width: int = 32, lr: float = 3e-3
+) -> dict[str, Any]:
     """A causal language model that learns a sentence."""
-    torch.manual_seed(0)
+    set_seed(0)
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=width, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
-    model = DistributedDataParallel(GPT2LMHeadModel(config).to(ctx.device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    resumed = ctx.resume(model=model, optimizer=optimizer)
-    text = torch.tensor(list(TEXT * 20))
-    generator = torch.Generator().manual_seed(ctx.rank)  # each rank reads other places
-    loss = torch.zeros(())
-    for step in range(resumed.step + 1 if resumed else 1, steps + 1):
-        starts = torch.randint(len(text) - LENGTH, (batch_size,), generator=generator)
-        tokens = torch.stack([text[start : start + LENGTH] for start in starts.tolist()]).to(ctx.device)
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        ctx.progress(step, steps, unit="steps")
-        ctx.log({"loss": loss.detach()}, step=step)
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    mean /= ctx.world_size
-    ctx.checkpoint(model=model, optimizer=optimizer, step=steps, metrics={"loss": mean}, last=True)
-    return {"loss": float(mean)}
+    callback = ddptrain.HuggingFaceCallback(ctx)  # saves, logs, reports progress, ends when the run is preempted
+    with tempfile.TemporaryDirectory() as unused:
+        arguments = TrainingArguments(
+            output_dir=unused,
+            num_train_epochs=epochs,
+            per_device_train_batch_size=batch_size,
+            learning_rate=lr,
+            eval_strategy="epoch",
+            logging_steps=5,
+            save_strategy="no",  # ctx.checkpoint saves: see `checkpoint:` in the configuration
+            use_cpu=ctx.device.type == "cpu",
+            disable_tqdm=True,
+            report_to=[],
+        )
+        trainer = Trainer(
+            model=GPT2LMHeadModel(config),
+            args=arguments,
+            train_dataset=Windows(10),
+            eval_dataset=Windows(2),
+            callbacks=[callback],
+        )
+        trainer.train(resume_from_checkpoint=callback.resume_from())
+        return trainer.evaluate()

@@ -206,6 +206,8 @@ class Attempt:
         self.inquiry.heard(rank, event)
         watch.heard(event)
         match event:
+            case events.Failure(exit_code=ExitCode.PREEMPTED) if self.notice is not None:
+                watch.preempted = True  # it has ended before it heard that it is to end, as others had
             case events.Failure():
                 watch.fault = cause.from_failure(rank, event)
                 self._add_fault(watch.fault)

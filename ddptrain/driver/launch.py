@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -176,7 +175,6 @@ class _Run:
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
         self.inputs = inputs
-        self.began = time.monotonic()
         keeping.listen(Telling(writer, self.display).warn, self._lose)
         writer.keep_heartbeat(self._lose)
 
@@ -327,7 +325,7 @@ class _Run:
     def _finish(self, verdict: verdicts.Verdict) -> dict[str, Any]:
         """Write how the run ended; return the last event."""
         self.writer.finish(verdict.status, verdict.exit_code, verdict.failure)
-        last_event = summary.last_event(self.writer, verdict, time.monotonic() - self.began)
+        last_event = summary.last_event(self.writer, verdict, self.writer.record.duration_s or 0.0)
         self.writer.event(last_event)
         return last_event
 

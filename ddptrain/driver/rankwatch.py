@@ -91,9 +91,8 @@ class Outcome:
 
     @property
     def saved_itself(self) -> bool:
-        """Whether this was a script whose ranks have ended because they were to go, and said that they have saved."""
-        scripts = all(watch.spec.is_script and watch.well for watch in self.ranks)
-        return scripts and any(watch.preempted for watch in self.ranks)
+        """Whether ranks have ended with exit code 75, which says that they have seen to their state themselves."""
+        return all(watch.well for watch in self.ranks) and any(watch.preempted for watch in self.ranks)
 
     @property
     def finished(self) -> bool:

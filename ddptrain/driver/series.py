@@ -59,7 +59,7 @@ class Series:
     def __init__(self, scene: Scene, checkpoint: VerifiedCheckpoint | None) -> None:
         self.scene = scene
         self.config = scene.loaded.config
-        self.telling = Telling(scene.writer, scene.display)
+        self.telling = Telling(scene.writer, scene.display, self.config.checkpoint.metric)
         self.checkpoint = checkpoint
         settings = self.config.checkpoint
         self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
@@ -89,6 +89,7 @@ class Series:
 
     def _prepare_another(self, again: Again, *, leaving: bool) -> None:
         self.scene.gang.end_attempt()
+        self.scene.writer.update(waiting=True)
         self.checkpoint = newest_verified(self.scene.writer.layout, self.telling.warn)
         whence = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
         self.telling.warn(f"starting the ranks again in {again.pause_s:g} s, {whence} ({again.count})")
@@ -113,7 +114,8 @@ class Series:
             resumed_from=self.checkpoint.step if self.checkpoint else None,
         )
         record = scene.writer.next_attempt(self.checkpoint, len(places))
-        scene.writer.update(world_size=len(places), attempts=(*scene.writer.record.attempts, record))
+        attempts = (*scene.writer.record.attempts, record)
+        scene.writer.update(world_size=len(places), attempts=attempts, waiting=False)
         porter = Porter(scene.writer, self.policy, scene.gang.inbox, self.config.checkpoint.max_failures)
         start_timeout_s = self.config.cluster.start_timeout_s
         fault = scene.cluster.worker_fault

@@ -45,7 +45,9 @@ def lines(writer: RunWriter, verdict: Verdict, duration_s: float) -> list[str]:
     """What a person reads at the end: how it went, the figures, where everything is."""
     record = writer.record
     ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: none came to be
-    told = [f"run {writer.run_id} {verdict.status} after {duration_s:.1f} s{ranks}"]
+    earlier_s = record.earlier_s
+    resumed = f" ({duration_s - earlier_s:.1f} s since it was resumed)" if earlier_s else ""
+    told = [f"run {writer.run_id} {verdict.status} after {duration_s:.1f} s{resumed}{ranks}"]
     figures = [f"{name} {_figure(value)}" for name, value in sorted(record.last_metrics.items()) if value is not None]
     if figures:
         told.append(f"  last    {', '.join(figures)}")

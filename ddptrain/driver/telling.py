@@ -5,26 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ddptrain import events
+from ddptrain.config import CheckpointConfig
 from ddptrain.driver.cause import Fault, Kind, thread_in_words
 from ddptrain.driver.display import Display
 from ddptrain.results.record import EnvironmentValue, RankRecord, plain
 from ddptrain.results.writer import RunWriter
+from ddptrain.wording import nearest, shown
 
 _MOST_RETURNED = 1 << 16  # characters
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
+_MOST_NAMES = 20
+_DEFAULT_METRIC = CheckpointConfig().metric
 _NOT_FOUND = frozenset({"base_url"})  # the driver's word: to that server `results sync` gives the key
 
 
 class Telling:
     """One call a fact; each goes wherever it belongs."""
 
-    def __init__(self, writer: RunWriter, display: Display) -> None:
+    def __init__(self, writer: RunWriter, display: Display, metric: str | None = None) -> None:
+        """`metric` is the one that decides which checkpoint is best, None for none."""
         self.writer = writer
         self.display = display
+        self._metric = metric
+        self._logged: set[str] = set()
         self._told: set[str] = set()
 
     def event(self, kind: str, /, **fields: Any) -> None:
@@ -64,6 +71,7 @@ class Telling:
         """An event of a rank, as the rank sent it."""
         match event:
             case events.Metrics():
+                self._logged |= event.values.keys()
                 self.writer.metrics(event, rank)
                 self.display.metrics(rank, event)
             case events.Progress():
@@ -81,8 +89,17 @@ class Telling:
                 self.event("failure", rank=rank, **_fields(event))
             case events.CheckpointSaved():
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
+                self._check_metric(event)
             case _:
                 self._rare_event(rank, event)
+
+    def _check_metric(self, saved: events.CheckpointSaved) -> None:
+        """Warn once where the metric that decides which checkpoint is best is not among those of a checkpoint."""
+        problem = metric_problem(self._metric, saved, self._logged)
+        if problem:
+            self.warn(problem)
+        if problem or self._metric in saved.metrics:
+            self._metric = None
 
     def _rare_event(self, rank: int, event: events.Event) -> None:
         match event:
@@ -163,6 +180,32 @@ class Telling:
     def brought_home(self, rank: int, what: str, path: str) -> None:
         """A checkpoint or a file of a rank is in the run directory."""
         self.event("brought_home", rank=rank, what=what, path=path)
+
+
+def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Collection[str]) -> str:
+    """Why a checkpoint can't be the best one, with the metrics that there are; "" where nothing is to be said.
+
+    A checkpoint in the middle of an epoch may have no metrics. Nor is anything said of the default metric to a workload
+    that knows nothing of it.
+    """
+    if metric is None or metric in saved.metrics:
+        return ""
+    in_mid_epoch = saved.epoch is not None and not float(saved.epoch).is_integer()
+    if not saved.metrics and (in_mid_epoch or (metric == _DEFAULT_METRIC and metric not in logged)):
+        return ""
+    match = nearest(metric, saved.metrics)
+    name = shown(metric)
+    return (
+        f"checkpoint.metric is {name}, and the checkpoint of step {saved.step} has no such metric: no checkpoint is "
+        f"the best so far. Given to ctx.checkpoint: {_names(saved.metrics)}; logged with ctx.log: {_names(logged)}. "
+        + (f"Did you mean {shown(match)}? " if match else "")
+        + f'Call ctx.checkpoint(..., metrics={{"{name}": ...}}), or set checkpoint.metric to one of these, or to null'
+    )
+
+
+def _names(names: Collection[str]) -> str:
+    listed = ", ".join(shown(name, 60) for name in sorted(names)[:_MOST_NAMES])
+    return (listed + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")) or "none"
 
 
 def _fields(event: events.Event) -> dict[str, Any]:

@@ -38,10 +38,10 @@ def of_outcome(outcome: Outcome, writer: RunWriter) -> Verdict:
         return Verdict(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
     if outcome.loss is not None:
         return of_error(outcome.loss, writer)
-    if outcome.saved_itself and outcome.signum in (None, signal.SIGTERM) and outcome.fault is None:
-        return _saved_itself(outcome.notice or "the script ended with exit code 75")
     if outcome.notice is not None and writer.record.checkpoints:
         return _preempted(outcome.notice, writer)
+    if outcome.saved_itself and outcome.signum in (None, signal.SIGTERM) and outcome.fault is None:
+        return _saved_itself(outcome.notice or "the script ended with exit code 75")
     if outcome.signum is not None:
         return _interrupted(outcome.signum)
     if outcome.fault is None or (outcome.notice is not None and outcome.fault.victim):

@@ -84,6 +84,15 @@ class Calls:
         self._last: float | None = None
         self.told_to_end = False
         self.saves = False  # whether the workload has resumed, or saved: else there is no call to wait for
+        self.notified = False  # whether the order to end has come, for a workload that never saves as well
+        self.seen = False  # whether the workload knows that it is to end
+        self.complete = False  # whether it has saved its last step
+        self.has_saved = bool(spec.resume_from)  # whether there is a checkpoint, of this attempt or one before
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a workload that returns now does so because it is to end, before its work is done."""
+        return self.seen and not self.complete
 
     def enter(self) -> int:
         """The number of the call that begins now, from 1."""

@@ -114,9 +114,20 @@ class RankContext:
 
     @property
     def preempted(self) -> bool:
-        """Whether the run has been told to end: the next calls of checkpoint will save, and not return."""
+        """Whether the run has been told to end: the next calls of checkpoint will save, and not return.
+
+        Ranks may see it in different steps: agree with the others, by `mean` for example, before you act on it. A
+        workload that has seen it and returns is preempted, unless its last checkpoint had last=True; without any
+        checkpoint it is cancelled. `raise SystemExit(75)` on every rank says that it has saved its state itself.
+        """
         self._calls.saves = True  # who asks will do something about it
+        self._calls.seen = self._calls.seen or self._calls.told_to_end
         return self._calls.told_to_end
+
+    @property
+    def resume_folder(self) -> Path | None:
+        """The folder of the checkpoint that this attempt goes on from, if any."""
+        return Path(self._spec.resume_from) if self._spec.resume_from else None
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
@@ -207,9 +218,9 @@ class RankContext:
     ) -> GangLoader:
         """A DataLoader over this rank's share of the data, shuffled anew each epoch, the same way in each run.
 
-        `batch_size` is a rank's; `more` are arguments of DataLoader (num_workers, collate_fn, ...). Its place in the
-        epoch is saved with every checkpoint, and gone on from, also by another number of ranks; loaders are told
-        apart by the order in which they are made. Raises TypeError for data without a length.
+        `batch_size` is a rank's; `more` are arguments of DataLoader (num_workers, collate_fn, ...). Its length is that
+        of the epoch, `remaining` what is left. Its place in the epoch is saved with every checkpoint, and gone on from,
+        also by other ranks; loaders are told apart by their order. Raises TypeError for data without a length.
         """
         from ddptrain.rank.feeding import gang_loader
 
@@ -281,6 +292,7 @@ class RankContext:
             Preempted: the ranks were told to end, and this is the call with which all do; it has been saved.
         """
         call = self._calls.enter()
+        self._calls.complete = last
         if self._saver.error is not None:
             self._saver.raise_error()
         due = self._due.now(call, step, epoch)
@@ -307,6 +319,7 @@ class RankContext:
     ) -> None:
         own = plain_bytes({"random": randomstate.capture(self.device), "rank_state": rank_state})
         self._saves += 1
+        self._calls.has_saved = True
         if self.rank != 0:
             self._store.set(state_key(self._saves, self.rank), own)
             return
@@ -340,9 +353,9 @@ class RankContext:
         random states are put back, too; else they are new ones.
         """
         self._calls.saves = True
-        if not self._spec.resume_from:
+        if self.resume_folder is None:
             return None
-        state = checkpoint.read(Path(self._spec.resume_from), model, optimizer, self.device)
+        state = checkpoint.read(self.resume_folder, model, optimizer, self.device)
         extra: dict[str, Any] = state["extra"]
         for name, value in more.items():
             if name in extra:

@@ -30,11 +30,17 @@ class GangSampler(Sampler[int]):
         return iter(self._order()[self._rank :: self._world_size].tolist())
 
     def __len__(self) -> int:
-        return self._total() // self._world_size
+        """Samples of this rank in the whole epoch, wherever it is."""
+        return self._total(0) // self._world_size
 
-    def _total(self) -> int:
-        """Samples of all ranks that come from here."""
-        left = max(0, len(self._data) - self.taken)
+    @property
+    def remaining(self) -> int:
+        """Samples of this rank that are still to come in the epoch."""
+        return self._total(self.taken) // self._world_size
+
+    def _total(self, taken: int) -> int:
+        """Samples of all ranks that come after the first `taken`."""
+        left = max(0, len(self._data) - taken)
         if self._drop_last:
             return left - left % self._step
         return -(-left // self._world_size) * self._world_size
@@ -46,17 +52,21 @@ class GangSampler(Sampler[int]):
             order = torch.randperm(size, generator=draw)
         else:
             order = torch.arange(size)
-        rest, total = order[self.taken :], self._total()
+        rest, total = order[self.taken :], self._total(self.taken)
         while 0 < len(rest) < total:
             rest = torch.cat([rest, rest[: total - len(rest)]])
         return rest[:total]
 
 
 class GangLoader(DataLoader[Any]):
-    """A DataLoader over this rank's share, whose place in the epoch stands in every checkpoint of the context."""
+    """A DataLoader over this rank's share, whose place in the epoch stands in every checkpoint of the context.
+
+    Its length is the number of batches of this rank in a whole epoch, also during the epoch and after a resume;
+    `remaining` is the number of those that are still to come.
+    """
 
     def __init__(self, dataset: Dataset[Any], sampler: GangSampler, batch_size: int, **more: Any) -> None:
-        self._gang_sampler = sampler
+        self._gang_sampler, self._batch_size = sampler, batch_size
         self._step = batch_size * sampler._world_size  # noqa: SLF001
         # A batch sampler, for that of DataLoader can't be changed between epochs.
         super().__init__(dataset, batch_sampler=BatchSampler(sampler, batch_size, drop_last=False), **more)
@@ -72,6 +82,11 @@ class GangLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """The epoch (from 1) that is under way, or comes next."""
         return self._gang_sampler.epoch
+
+    @property
+    def remaining(self) -> int:
+        """Batches of this rank that are still to come in the epoch that `epoch` tells."""
+        return -(-self._gang_sampler.remaining // self._batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch from its first sample; the same one again is left where it is."""

@@ -63,6 +63,7 @@ class Obeying:
 
     def _preempt(self) -> None:
         grace_s = self.spec.grace_s
+        self.calls.notified = True
         self.tracked.hurry(grace_s - min(_PREEMPT_MARGIN_S, grace_s / 4))
         if self.state() != "crashed":
             return  # it ends anyway

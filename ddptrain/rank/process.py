@@ -260,11 +260,10 @@ class _Rank:
             try:
                 work()
             except SystemExit as stop:
-                if faults.exit_code(stop) == 0 and self.context is not None:
-                    self.context.close()
+                if faults.exit_code(stop) == 0:
+                    self._close()
                 raise
-            if self.context is not None:
-                self.context.close()
+            self._close()
         except Preempted:
             self.preempted = True
             raise
@@ -280,6 +279,27 @@ class _Rank:
             raise
         self._finish()
 
+    def _close(self) -> None:
+        """Complete what is being saved by a workload that has returned; one that did so as it is to end is preempted.
+
+        Raises: Preempted; OSError where a checkpoint could not be written.
+        """
+        if self.context is None:
+            return
+        self.context.close()
+        if not self.calls.ends_early:
+            return
+        if self.calls.has_saved:
+            self.emitter.emit(events.Preempted(time.time_ns(), step=0))
+            raise Preempted
+        text = (
+            "the workload returned because the run is to end (ctx.preempted), and has saved no checkpoint with "
+            "ctx.checkpoint: raise SystemExit(75) where it has saved its state itself"
+        )
+        self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
+        self.tracked.finish("preempted")
+        procs.die_of_sigterm()
+
     def _end_tracking(self) -> None:
         """Trackers of a rank that has failed finish at once: it is about to be stopped."""
         if self.failed:
@@ -288,7 +308,7 @@ class _Rank:
 
     def _returned(self, value: Any) -> None:
         """Keep what rank 0's function has returned, where that is JSON."""
-        if self.spec.rank != 0 or value is None:
+        if self.spec.rank != 0 or value is None or self.calls.ends_early:
             return
         try:
             event: events.Event = events.Returned(time.time_ns(), as_json(value))
@@ -319,7 +339,7 @@ class _Rank:
         if code == 0:
             self._finish()
             return
-        if self.spec.is_script and code == EXIT_PREEMPTED:
+        if code == EXIT_PREEMPTED and (self.spec.is_script or self.calls.notified):
             self.preempted = True
             self.emitter.emit(events.Preempted(time.time_ns(), step=0))
             return

@@ -47,19 +47,25 @@ class RunView:
         return self.record.status
 
     @property
+    def shown_status(self) -> str:
+        """The same for people: a run that has no ranks yet is waiting."""
+        return RunStatus.WAITING if self.is_running and self.record.waiting else self.status
+
+    @property
     def is_running(self) -> bool:
         """Whether its driver is at work."""
         return self.record.status == RunStatus.RUNNING
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from start to end, or until now."""
+        """Seconds from start to end, or until now; of all parts of a run that was resumed, not of the time between."""
         if self.record.duration_s is not None:
             return self.record.duration_s
-        started, ended = moment(self.record.started_at), moment(self.record.ended_at)
-        if started is None or (ended is None and not self.is_running):
+        began = moment(self.record.resumed_at or self.record.started_at)
+        ended = moment(self.record.ended_at)
+        if began is None or (ended is None and not self.is_running):
             return None
-        return max(0.0, ((ended or datetime.now(UTC)) - started).total_seconds())
+        return max(0.0, self.record.earlier_s) + max(0.0, ((ended or datetime.now(UTC)) - began).total_seconds())
 
     def as_dict(self) -> dict[str, Any]:
         """The record for --json, with where it is, what is in it, and why it can't be read."""

@@ -30,6 +30,7 @@ class RunStatus(StrEnum):
     FAILED = "failed"
     PREEMPTED = "preempted"
     CANCELLED = "cancelled"
+    WAITING = "waiting"
     UNKNOWN = "unknown"
     UNREADABLE = "unreadable"
 
@@ -154,17 +155,25 @@ class BestRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord(_Part):
-    """All of run.json. Times are ISO 8601 in UTC; `checkpoints` holds folder names, newest first."""
+    """All of run.json. Times are ISO 8601 in UTC; `checkpoints` holds folder names, newest first.
+
+    waiting: of a run whose status is running: it has no ranks now, because it waits for its cluster or for slots, or
+    prepares its inputs. duration_s: of all parts of a run that was resumed; `earlier_s` of this without the last part,
+    which began at `resumed_at`. last_metrics: one value for all ranks; results/latest.py defines which.
+    """
 
     schema: int = SCHEMA
     run_id: str = ""
     name: str = ""
     workload: str = ""
     status: str = RunStatus.RUNNING
+    waiting: bool = False
     exit_code: int | None = None
     started_at: str = ""
     ended_at: str | None = None
     duration_s: float | None = None
+    earlier_s: float = 0.0
+    resumed_at: str | None = None
     world_size: int = 0
     attempts: tuple[AttemptRecord, ...] = ()
     failure: FailureRecord | None = None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 HEADER = ("RUN", "STATUS", "STARTED (UTC)", "DURATION", "RANKS", "RESULT")
 _STATUS_STYLE = {
     RunStatus.RUNNING: "cyan",
+    RunStatus.WAITING: "cyan",
     RunStatus.SUCCEEDED: "green",
     RunStatus.FAILED: "red",
     RunStatus.UNREADABLE: "red",
@@ -41,7 +42,7 @@ def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
     return [
         (
             view.run_id,
-            view.status,
+            view.shown_status,
             _time(view.record.started_at),
             duration(view.duration_s),
             str(view.record.world_size or "-"),
@@ -77,14 +78,14 @@ def sections(view: RunView) -> list[Section]:
     git = "" if record.git is None else record.git.commit + (" with changes" if record.git.dirty else "")
     best = record.best
     about = [
-        ("status", record.status),
+        ("status", view.shown_status),
         ("problem", view.problem),
         ("exit code", "" if record.exit_code is None else str(record.exit_code)),
         ("directory", view.layout.where),
         ("workload", record.workload),
         ("started", _time(record.started_at)),
         ("ended", _time(record.ended_at) if record.ended_at else ""),
-        ("duration", duration(view.duration_s)),
+        ("duration", _duration(view)),
         ("ranks", str(record.world_size or "")),
         ("driver", f"process {record.driver.pid} on {record.driver.host}" if record.driver.host else ""),
         ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
@@ -107,6 +108,12 @@ def sections(view: RunView) -> list[Section]:
     ]
     filled = ((title, [(clean(name), clean(value)) for name, value in lines if value]) for title, lines in all_sections)
     return [(clean(title), lines) for title, lines in filled if lines]
+
+
+def _duration(view: RunView) -> str:
+    total_s, earlier_s = view.duration_s, view.record.earlier_s
+    last = f", {duration(max(0.0, total_s - earlier_s))} of it since it was resumed" if total_s and earlier_s else ""
+    return duration(total_s) + last
 
 
 def _failure(failure: FailureRecord | None) -> list[tuple[str, str]]:

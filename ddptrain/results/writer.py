@@ -24,6 +24,7 @@ from ddptrain.results.claim import claim, take_up
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_whole
 from ddptrain.results.heartbeat import Heartbeat
+from ddptrain.results.latest import LatestMetrics
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
@@ -51,8 +52,7 @@ class RunWriter:
         self._started = time.monotonic()
         self._finished = False
         self._shelf = CheckpointShelf(layout.checkpoints_dir)
-        self._last_metrics: dict[str, float] = {}
-        self._spokesman: dict[str, int] = {}  # metric -> the lowest rank that logged it: its value is the one to show
+        self._latest = LatestMetrics()
         for folder in (layout.logs_dir, layout.checkpoints_dir, layout.artifacts_dir):
             make_folder(folder)
         for folder in (layout.inputs_dir, layout.tracking_dir, layout.scratch_dir):
@@ -87,6 +87,7 @@ class RunWriter:
             run_id=layout.root.name,
             name=name,
             workload=workload,
+            waiting=True,
             started_at=utc_now(),
             world_size=world_size,
             git=git_state(Path.cwd()),
@@ -117,8 +118,12 @@ class RunWriter:
             record = dataclasses.replace(
                 view.record,
                 status=RunStatus.RUNNING,
+                waiting=True,
                 exit_code=None,
                 ended_at=None,
+                duration_s=None,
+                earlier_s=view.duration_s or 0.0,
+                resumed_at=utc_now(),
                 failure=None,
                 result=None,
                 git=git_state(Path.cwd()),
@@ -129,7 +134,7 @@ class RunWriter:
             write_whole(layout.config_yaml, config_text.encode())
             writer = cls(layout, record, descriptor)
             writer._settle(view.record.driver)
-            writer._last_metrics = {name: value for name, value in record.last_metrics.items() if value is not None}
+            writer._latest.begin_attempt(record.last_metrics)
             return writer
         except BaseException:
             os.close(descriptor)
@@ -171,9 +176,9 @@ class RunWriter:
         with self._mutex:
             attempts = (*self._record.attempts, self.next_attempt(checkpoint))
             series = read_series(self.layout.metrics_jsonl, attempts)
-            ranks = sorted((rank, name) for name, rank in series)
-            self._spokesman = {name: rank for rank, name in reversed(ranks)}
-            self._last_metrics = {name: series[name, rank].value[-1] for name, rank in self._spokesman.items()}
+            if series or found:
+                self._latest = LatestMetrics.of(series, found)
+            self._latest.begin_attempt()
             self.update(checkpoints=self._shelf.names, best=self._shelf.best)
         return series
 
@@ -181,7 +186,7 @@ class RunWriter:
     def record(self) -> RunRecord:
         """What run.json says, the newest metrics included."""
         with self._mutex:
-            return dataclasses.replace(self._record, last_metrics=dict(self._last_metrics))
+            return dataclasses.replace(self._record, last_metrics=self._latest.as_dict())
 
     @property
     def run_id(self) -> str:
@@ -216,10 +221,7 @@ class RunWriter:
         with self._mutex:
             if self.loss is None:
                 self._metrics.append(line)
-            for name, value in event.values.items():
-                if rank <= self._spokesman.setdefault(name, rank):
-                    self._spokesman[name] = rank
-                    self._last_metrics[name] = value
+            self._latest.logged(rank, event.step, event.values)
             if time.monotonic() - self._saved_at >= _METRICS_EVERY_S:
                 self._save()
 
@@ -233,6 +235,8 @@ class RunWriter:
         self._require_folder()
         versions = self._record.versions
         final = self._shelf.adopt(event, source, policy, world_size=self._record.world_size, versions=versions)
+        with self._mutex:
+            self._latest.saved(event.step, event.metrics)
         self.update(checkpoints=self._shelf.names, best=self._shelf.best)
         self.event({"event": "checkpoint_adopted", "rank": rank, "step": event.step, "folder": final.name})
         discard_staged(event, source)  # not before all is written: else there would be nothing to try again with
@@ -252,9 +256,10 @@ class RunWriter:
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
         """Write how the run ended; the lock is held until close()."""
         self._finished = True
-        duration_s = round(time.monotonic() - self._started, 3)
+        duration_s = round(self._record.earlier_s + time.monotonic() - self._started, 3)
         self.update(
             status=status,
+            waiting=False,
             exit_code=int(exit_code),
             failure=failure,
             ended_at=utc_now(),

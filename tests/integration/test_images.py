@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from ddptrain.errors import ExitCode
-from tests.conftest import Cli
+from tests.conftest import Cli, Finished
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,21 @@ def test_small_network_reads_handwritten_digits(tmp_path: Path, run_cli: Cli, di
     last = record(tmp_path)["last_metrics"]
     assert last["val/accuracy"] >= 0.975
     assert last["val/top5"] >= last["val/accuracy"]
+    check_summary(ended, last)
     check_steps(tmp_path)
     check_predictions(tmp_path, last["val/accuracy"])
     check_checkpoint(tmp_path)
     with Image.open(run_dir(tmp_path) / "artifacts/images/examples/step-25-rank-0.png") as picture:
         assert picture.size == (8 * 16, 16)
+
+
+def check_summary(ended: Finished, last: dict[str, float]) -> None:
+    """run.json and the last lines tell the figures of the last epoch that the log tells."""
+    told = re.findall(r"epoch 6/6: (.*), [\d,]+ images/s", ended.stdout)[0]
+    figures = dict(each.rsplit(" ", 1) for each in told.split(", "))
+    assert {"train/loss", "train/accuracy", "val/loss"} < figures.keys()
+    assert {name: f"{last[name]:.4f}" for name in figures} == figures
+    assert f"train/loss {last['train/loss']:.4g}" in ended.stdout.partition("  last ")[2]
 
 
 def check_steps(folder: Path) -> None:
@@ -127,6 +137,39 @@ def test_weights_of_another_model_end_the_command_before_any_rank_is_started(
     )
     assert "; not known to it: fc.weight; set params.architecture" in told and "Traceback" not in ended.stderr
     assert record(tmp_path)["attempts"] == []
+
+
+def test_images_with_parts_of_their_own_train_and_validate_as_they_are_split(
+    tmp_path: Path, run_cli: Cli, digits: Path
+) -> None:
+    """The validation images of a source, and of another folder, are scored; unlike classes end the command."""
+    for part, numbers in (("train", range(40)), ("val", range(40, 52))):
+        for digit in ("0", "1"):
+            folder = tmp_path / "split" / part / digit
+            folder.mkdir(parents=True)
+            images = sorted((digits / digit).iterdir())
+            for number in numbers:
+                (folder / images[number].name).symlink_to(images[number])
+    small = {"architecture": "small_cnn", "image_size": 16, "epochs": 2, "batch_size": 16, "base_lr": 0.01}
+    ended = run_cli("train", digits_config(tmp_path, tmp_path / "split", **small), "--run-id", "split")
+    assert ended.rc == 0, ended.stderr
+    assert "104 images of 2 classes" in ended.stderr and "80 to train on, 24 to validate with" in ended.stderr
+    assert predicted_keys(tmp_path / "runs" / "split") == {"val"}
+    train, val = tmp_path / "split" / "train", str(tmp_path / "split" / "val")
+    ended = run_cli("train", digits_config(tmp_path, train, **small, val_source=val), "--run-id", "own")
+    assert ended.rc == 0, ended.stderr
+    assert f"80 to train on, 24 from {val} to validate with" in ended.stderr
+    assert predicted_keys(tmp_path / "runs" / "own") == {"0", "1"}
+    ended = run_cli("train", digits_config(tmp_path, digits, **small, val_source=val), "--run-id", "unlike")
+    assert ended.rc == ExitCode.USAGE and "has no images of 2/, 3/" in ended.stderr
+
+
+def predicted_keys(run: Path) -> set[str]:
+    """The first folders of the keys of all predictions, of which there are as many as images to validate with."""
+    tables = sorted((run / "artifacts" / "predictions").glob("rank-*.csv"))
+    rows = [row for table in tables for row in csv.DictReader(table.read_text().splitlines())]
+    assert len(rows) == 24
+    return {row["key"].split("/")[0] for row in rows}
 
 
 @pytest.mark.long

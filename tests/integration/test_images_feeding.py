@@ -25,7 +25,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.dataset import ImageFolder
 from ddptrain.workloads.images.feeding import Feeder
-from ddptrain.workloads.images.listing import list_images, make_manifest
+from ddptrain.workloads.images.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.store import Location, StoreUnreachable
@@ -73,7 +73,7 @@ def all_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         options = bucket.signed_options(proxy.url)
         location = Location(bucket.url, options)
         manifest = make_manifest(
-            list_images(location), ImagesParams(source=bucket.url, source_options=options), location
+            ImageSource(list_images(location)), ImagesParams(source=bucket.url, source_options=options), location
         )
         yield Served(bucket, proxy, manifest, options)
 

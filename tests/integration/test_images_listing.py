@@ -17,6 +17,7 @@ from ddptrain.errors import ExitCode
 from ddptrain.workloads.images import listing
 from ddptrain.workloads.images.listing import list_images, prepare
 from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.store import (
     Location,
     NotFound,
@@ -29,7 +30,7 @@ from ddptrain.workloads.images.store import (
 )
 from tests.conftest import PATIENCE_S, Cli
 from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
-from tests.integration.images_on_s3 import CLASSES, ImageBucket, draw, images_on_s3
+from tests.integration.images_on_s3 import CLASSES, ImageBucket, draw, draw_folder, images_on_s3
 
 HARD_NAMES = ("x y/a b.jpg", "ü/é+1.jpg", "p%20q/100%.jpg", "h#s/q?m.jpg", "br[1]/~t*{}.jpg", "犬/犬.jpg")
 HARD_PREFIX = "a +%41 ü/Images"
@@ -73,6 +74,8 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageBucket]:
     for name in HARD_NAMES:
         (hard / name).parent.mkdir(parents=True)
         (hard / name).write_bytes(draw(seed=name))
+    for part, number in (("train", 2), ("valid", 1), ("test", 3)):
+        draw_folder(folder / "buckets" / "split" / "pets" / part, ("cat", "dog"), number, (24, 24))
     (folder / "buckets" / "runs").mkdir()
     with images_on_s3(folder) as bucket:
         yield bucket
@@ -115,6 +118,26 @@ def test_names_of_any_kind_are_listed_and_read(bucket: ImageBucket) -> None:
         store = open_store(Location(f"s3://hard/{HARD_PREFIX}", options))
         assert sorted(item.key for item in store.listing()) == sorted(HARD_NAMES)
         assert all(store.get(name) == draw(seed=name) for name in HARD_NAMES)
+
+
+def test_a_split_source_and_a_folder_of_its_own_in_a_store(bucket: ImageBucket, tmp_path: Path) -> None:
+    options = bucket.signed_options()
+    said: list[str] = []
+    for folder in ("split", "own"):
+        (tmp_path / folder).mkdir()
+    params: dict[str, Any] = {"source": "s3://split/pets", "source_options": options}
+    prepare(params, tmp_path / "split", said.append)
+    manifest = Manifest.read(tmp_path / "split")
+    assert (len(manifest.train), len(manifest.val), manifest.classes) == (4, 2, ("cat", "dog"))
+    assert [manifest.keys[index] for index in manifest.val] == ["valid/cat/cat_0.jpg", "valid/dog/dog_0.jpg"]
+    assert "train/ trains, valid/ validates, test/ is not used" in said[-1]
+    params |= {"source": "s3://split/pets/test", "val_source": "s3://split/pets/train"}
+    prepare(params, tmp_path / "own", said.append)
+    manifest = Manifest.read(tmp_path / "own")
+    assert (len(manifest.train), len(manifest.val), manifest.val_url) == (6, 4, "s3://split/pets/train")
+    location = manifest.val_location(ImagesParams(**params))
+    assert location is not None
+    assert len(open_store(location).get(manifest.keys[manifest.val[0]])) == manifest.sizes[manifest.val[0]]
 
 
 def test_a_listing_gets_over_errors_resets_and_answers_that_break_off(bucket: ImageBucket, proxy: FaultProxy) -> None:

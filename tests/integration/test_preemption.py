@@ -134,6 +134,10 @@ def test_driver_that_is_told_to_go_saves_and_ends_with_75_and_is_resumed(on_warm
     assert resumed.rc == 0, resumed.stderr
     assert f"begins after step {saved.removeprefix('step-')} with 2" in resumed.stdout
     assert on_warm.weights("night") == on_warm.weights("undisturbed")
+    whole, first_s = on_warm.record("night"), record["duration_s"]
+    assert whole["earlier_s"] == first_s and whole["duration_s"] > first_s > 0
+    last_s = whole["duration_s"] - first_s
+    assert f"succeeded after {whole['duration_s']:.1f} s ({last_s:.1f} s since it was resumed)" in resumed.stdout
 
 
 def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer: Trainer) -> None:
@@ -196,3 +200,106 @@ def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, t
     assert ended.rc == 0, ended.stderr
     assert "with 2" in ended.stdout and "with 1" in ended.stdout
     assert [attempt["world_size"] for attempt in trainer.record("fewer")["attempts"]] == [2, 1]
+
+
+POLLS = '''
+import os, signal, sys, time
+import torch
+
+
+def polls(ctx, then, every=5, pause_s=0.02):
+    """Asks in each step whether it is to end; ends then as `then` says. A run that goes on takes ten steps more."""
+    model = torch.nn.Linear(1, 1)
+    resumed = ctx.resume(model=model)
+    first = resumed.step if resumed else 0
+    print("begins after step", first, flush=True)
+    for step in range(first + 1, first + 11 if resumed else 100_000):
+        told = ctx.mean(float(ctx.preempted)) > 0  # all ranks come to the same answer
+        if told and then == "return":
+            return {"step": step}
+        if told and then == "exit":
+            raise SystemExit(75)
+        if told and then == "complete":
+            ctx.checkpoint(model=model, step=step, last=True)
+            return {"step": step}
+        if every and step % every == 0:
+            ctx.checkpoint(model=model, step=step)
+        if step == 10:
+            print("under way", flush=True)
+        time.sleep(pause_s)
+
+
+def handles(ctx):
+    """Has a handler of its own for SIGTERM, which ends it when it has seen to its state."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    print("under way", flush=True)
+    time.sleep(1000)
+
+
+def leaves(ctx):
+    """One rank ends by itself, and nobody has asked for it; the other one counts on it."""
+    if ctx.rank == 0:
+        raise SystemExit(75)
+    ctx.mean(1.0)
+'''
+
+
+class Poller(Trainer):
+    def __init__(self, cli: Cli, address: str) -> None:
+        super().__init__(cli, address)
+        (cli.folder / "polling.py").write_text(POLLS)
+
+    def config(self, function: str = "polls", **settings: Any) -> Path:  # type: ignore[override]
+        path = super().config(**{"every_steps": 1, **settings})
+        path.write_text(json.dumps({**json.loads(path.read_text()), "workload": f"polling:{function}"}))
+        return path
+
+    def told_to_go(self, run: str, **settings: Any) -> tuple[Finished, dict[str, Any]]:
+        """The run, sent SIGTERM when it is under way; and its record."""
+        running = self.start("--run-id", run, **settings)
+        running.wait_for("under way")
+        os.kill(running.popen.pid, signal.SIGTERM)
+        return running.finish(), self.record(run)
+
+
+@pytest.fixture
+def poller(run_cli: Cli, warm_cluster: str) -> Poller:
+    return Poller(run_cli, warm_cluster)
+
+
+def test_function_that_returns_because_it_is_to_end_is_preempted_and_goes_on(poller: Poller) -> None:
+    ended, record = poller.told_to_go("polled", then="return")
+    assert ended.rc == 75, ended.stderr
+    assert (record["status"], record["failure"]["kind"]) == ("preempted", "preempted")
+    assert "result" not in record or record["result"] is None
+    saved = record["checkpoints"][0]
+    assert f"checkpoint {saved} is saved, go on with --resume polled" in ended.stderr
+    resumed = poller.train("--resume", "auto", then="return")
+    assert resumed.rc == 0, resumed.stderr
+    assert f"begins after step {saved.removeprefix('step-')}" in resumed.stdout
+    assert poller.record("polled")["status"] == "succeeded"
+
+
+def test_function_that_exits_with_75_has_seen_to_its_state_itself(poller: Poller) -> None:
+    ended, record = poller.told_to_go("exits", then="exit", every=0)
+    assert (ended.rc, record["status"], record["checkpoints"]) == (75, "preempted", []), ended.stderr
+    assert "it has saved, run it again to go on" in ended.stderr
+    ended, record = poller.told_to_go("handles", function="handles")
+    assert (ended.rc, record["status"]) == (75, "preempted"), ended.stderr
+
+
+def test_function_that_returns_with_nothing_saved_has_been_cancelled_and_says_so(poller: Poller) -> None:
+    ended, record = poller.told_to_go("unsaved", then="return", every=0)
+    assert (ended.rc, record["status"]) == (143, "cancelled"), ended.stderr
+    assert "has saved no checkpoint with ctx.checkpoint: raise SystemExit(75)" in ended.stderr
+
+
+def test_function_that_has_saved_its_last_step_has_succeeded_though_it_was_to_end(poller: Poller) -> None:
+    ended, record = poller.told_to_go("complete", then="complete")
+    assert (ended.rc, record["status"]) == (0, "succeeded"), ended.stderr
+
+
+def test_rank_that_exits_with_75_alone_is_named_as_the_cause(poller: Poller) -> None:
+    ended = poller.train("--run-id", "alone", function="leaves")
+    assert ended.rc == 1, ended.stderr
+    assert "failed first: sys.exit(75)" in ended.stderr and "(only victims: rank 1)" in ended.stderr

@@ -100,6 +100,10 @@ def test_line_is_first_come_first_served_and_tells_the_place(shared: Shared) -> 
     second.wait_for("number 1 in line, held by first")
     third = shared.run("third")
     third.wait_for("number 2 in line, held by first")
+    listed = shared.cli("results", "list", "--json")
+    found = {run["run_id"]: (run["status"], run["waiting"]) for run in json.loads(listed.stdout)}
+    assert found == {"first": ("running", False), "second": ("running", True), "third": ("running", True)}
+    assert sorted(shared.cli("results", "list").stdout.split()).count("waiting") == 2
     waiting = shared.status()["waiting"]
     assert [(each["run_id"], each["place"], each["asked"]) for each in waiting] == [("second", 1, 2), ("third", 2, 2)]
     shared.let_end("first")

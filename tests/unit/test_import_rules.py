@@ -35,6 +35,7 @@ DOORS = {
     ("workloads", "ddptrain.rank.context"),
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext
     ("__init__.py", "ddptrain.rank.current"),  # ddptrain.context
+    ("__init__.py", "ddptrain.rank.huggingface"),  # ddptrain.HuggingFaceCallback
     ("__main__.py", "ddptrain.cli.main"),
     ("api.py", "ddptrain.driver"),  # runs from Python: what the command does, without its process
     ("launched.py", "ddptrain.driver"),

@@ -265,7 +265,8 @@ class Assembler:
     def _wanted_image(self, index: int) -> tuple[Wanted, int]:
         """What to ask for, and about how many bytes that is."""
         size_bytes = self._manifest.sizes[index]
-        wanted = Wanted(self._manifest.keys[index], size_bytes, self._manifest.versions[index])
+        manifest = self._manifest
+        wanted = Wanted(manifest.keys[index], size_bytes, manifest.versions[index], manifest.in_val_source(index))
         return wanted, size_bytes if size_bytes >= 0 else _USUAL_BYTES
 
     def _answered(self, answer: Answer) -> None:

@@ -50,13 +50,13 @@ class BadImages:
         if index in self.reasons:
             return
         self.reasons[index] = reason
-        self._tell(f"bad image {_told(self._manifest.keys[index], reason)}")
+        self._tell(f"bad image {_told(self._manifest.name(index), reason)}")
         n_images = len(self._manifest.train) + len(self._manifest.val)
         check_bad(len(self.reasons), n_images, self._max_fraction, self.by_key())
 
     def by_key(self) -> dict[str, str]:
-        """Key -> reason, in the order in which they were met."""
-        return {self._manifest.keys[index]: reason for index, reason in self.reasons.items()}
+        """Name -> reason, in the order in which they were met."""
+        return {self._manifest.name(index): reason for index, reason in self.reasons.items()}
 
     def others(self, index: int, seed: int) -> Iterator[int]:
         """Other training images of the same class, in an order that `seed` gives, less those known to be bad.
@@ -72,7 +72,7 @@ class BadImages:
                 yield other
         raise TooManyBadImages(
             f"no image of class {shown(self._manifest.classes[label])} could be read, the last one being "
-            f"{_told(self._manifest.keys[index], self.reasons.get(index, ''))}; mend one, or leave the class out, by "
+            f"{_told(self._manifest.name(index), self.reasons.get(index, ''))}; mend one, or leave the class out, by "
             "params.subset"
         )
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from ddptrain.workloads.images.cache import Cache
 from ddptrain.workloads.images.decoding import Augment
 from ddptrain.workloads.images.pipeline import Answer, Order, Pipeline
-from ddptrain.workloads.images.reading import Reader, Tries, Wanted
+from ddptrain.workloads.images.reading import Reader, Readers, Tries, Wanted
 from ddptrain.workloads.images.store import Location
 
 _MOST_TOLD = 64  # answers in a line
@@ -43,11 +43,15 @@ class Setup:
     readers: int
     pixels_fd: int
     answers_fd: int
+    val_url: str = ""
 
-    def reader(self) -> Reader:
+    def reader(self) -> Reader | Readers:
         """Reads as it is told here."""
         cache = Cache(Path(self.cache_dir), self.cache_bytes, _say) if self.cache_dir else None
-        return Reader(Location(self.url, self.options), cache, Tries(self.deadline_s))
+        source, val_source = (
+            Reader(Location(url, self.options), cache, Tries(self.deadline_s)) for url in (self.url, self.val_url)
+        )
+        return Readers(source, val_source) if self.val_url else source
 
 
 def _say(text: str) -> None:
@@ -69,8 +73,8 @@ def main(orders: BinaryIO) -> None:
     # Two, as one of them often waits for the interpreter, which those that read use, too.
     pipeline = Pipeline(reader, pixels, setup.size, setup.augment, answers.put, readers=setup.readers, decoders=2)
     for line in orders:
-        for ticket, slot, key, size_bytes, version, seed in json.loads(line):
-            pipeline.put(Order(ticket, slot, Wanted(key, size_bytes, version), seed))
+        for ticket, slot, wanted, seed in json.loads(line):
+            pipeline.put(Order(ticket, slot, Wanted(*wanted), seed))
     os._exit(0)  # whatever is being read or decoded
 
 

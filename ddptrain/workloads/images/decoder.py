@@ -138,8 +138,7 @@ class Decoder:
 
 
 def _told(order: Order) -> list[object]:
-    wanted = order.wanted
-    return [order.ticket, order.slot, wanted.key, wanted.size_bytes, wanted.version, order.seed]
+    return [order.ticket, order.slot, dataclasses.astuple(order.wanted), order.seed]
 
 
 def _start(fds: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -61,7 +61,8 @@ class Feeder:
         self._next: Stream | None = None
         self._epoch = 0
         processes = loader_workers(settings.loader_workers, device)
-        setup = self._setup(location, processes, deadline_s)
+        val_location = manifest.val_location(settings)
+        setup = self._setup(location, val_location.url if val_location else "", processes, deadline_s)
         pixels = np.frombuffer(mmap.mmap(setup.pixels_fd, 0), np.uint8)
         shaped = pixels.reshape(-1, setup.size, setup.size, 3)
         self._assembler = Assembler(manifest, shaped, self._bad, device)
@@ -162,7 +163,7 @@ class Feeder:
             return self._validation()
         return self._training(self._epoch + 1, (), 0) if self._epoch < self._settings.epochs else None
 
-    def _setup(self, location: Location, processes: int, deadline_s: float) -> Setup:
+    def _setup(self, location: Location, val_url: str, processes: int, deadline_s: float) -> Setup:
         settings = self._settings
         cache = settings.cache
         size = settings.image_size
@@ -181,6 +182,7 @@ class Feeder:
             readers=readers,
             pixels_fd=shared_memory(slots * size * size * 3),
             answers_fd=-1,
+            val_url=val_url,
         )
 
 

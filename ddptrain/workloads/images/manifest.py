@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddptrain.errors import UsageError
 from ddptrain.wording import shown
+from ddptrain.workloads.images.layout import is_split_folder
 from ddptrain.workloads.images.store import UNKNOWN_SIZE, Location
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _Key = Annotated[str, Field(min_length=3, max_length=4096)]
 _Index = Annotated[int, Field(ge=0)]
 
 
-_FIELDS = ("url", "made_of", "classes", "keys", "labels", "sizes", "versions", "train", "val")
+_FIELDS = ("url", "val_url", "made_of", "classes", "keys", "labels", "sizes", "versions", "train", "val")
 
 
 class DamagedManifest(UsageError):
@@ -42,6 +43,7 @@ class _File(BaseModel):
 
     schema_: Literal[1] = Field(alias="schema")
     url: _Name
+    val_url: Annotated[str, Field(max_length=1024)] = ""
     made_of: dict[str, Any]
     classes: Annotated[tuple[_Name, ...], Field(min_length=1)]
     keys: Annotated[tuple[_Key, ...], Field(min_length=1)]
@@ -56,9 +58,11 @@ class _File(BaseModel):
 class Manifest:
     """The images of a run, and what each is for.
 
-    keys, labels, sizes, versions: one entry an image, ordered by class, then by key; keys are relative to the
-    source, sizes in bytes, -1 and "" where the store has told neither. train, val: indices into them, ascending.
-    `url` has no credentials; `made_of` are the parameters that decided all this.
+    keys, labels, sizes, versions: one entry an image, ordered by class, then by key; where a folder of its own holds
+    the images to validate with, these come last. Keys are relative to the source, CLASS/IMAGE or, of a split source,
+    PART/CLASS/IMAGE; sizes in bytes, -1 and "" where the store has told neither. train, val: indices into them,
+    ascending. `url` has no credentials; `made_of` are the parameters that decided all this.
+    `val_url` is the location that keys of `val` are relative to; "" where that is the source.
     """
 
     url: str
@@ -70,11 +74,27 @@ class Manifest:
     train: tuple[int, ...]
     val: tuple[int, ...]
     made_of: Mapping[str, object] = field(default_factory=dict)
+    val_url: str = ""
 
     def location(self, params: ImagesParams) -> Location:
         """Where to read the images: a folder as the driver has found it, a URL as the parameters have it."""
         here = Location.at(params)
         return Location(self.url, here.options) if here.protocol == "file" else here
+
+    def val_location(self, params: ImagesParams) -> Location | None:
+        """Where to read the images to validate with, as `location` does; None where they are in the source."""
+        if not self.val_url:
+            return None
+        here = Location.of(params.val_source or self.val_url, params.source_options)
+        return Location(self.val_url, here.options) if here.protocol == "file" else here
+
+    def in_val_source(self, index: int) -> bool:
+        """Whether an image is read from `val_url`."""
+        return bool(self.val_url) and index >= self.val[0]
+
+    def name(self, index: int) -> str:
+        """An image as people know it: its key, and where it lies if that is not the source."""
+        return f"{self.val_url}/{self.keys[index]}" if self.in_val_source(index) else self.keys[index]
 
     def write(self, folder: Path) -> None:
         """Write it into a folder, as a whole or not at all."""
@@ -115,9 +135,10 @@ def is_plain_key(key: str) -> bool:
     return len(parts) > 1 and not {"", ".", ".."} & set(parts) and "\0" not in key
 
 
-def class_of(key: str) -> str:
-    """The first folder of a key."""
-    return key.partition("/")[0]
+def is_of_class(key: str, name: str) -> bool:
+    """Whether a key is CLASS/IMAGE of that class or, of a split source, PART/CLASS/IMAGE."""
+    first, *below = key.split("/")
+    return first == name or (is_split_folder(first) and len(below) > 1 and below[0] == name)
 
 
 def _damaged(path: Path, problem: str) -> DamagedManifest:
@@ -141,11 +162,12 @@ def _problem(manifest: Manifest) -> str:
     for key, label in zip(manifest.keys, manifest.labels, strict=True):
         if not is_plain_key(key):
             return f'the key "{shown(key)}" leads out of the source'
-        if label >= len(manifest.classes) or class_of(key) != manifest.classes[label]:
+        if label >= len(manifest.classes) or not is_of_class(key, manifest.classes[label]):
             return f'the key "{shown(key)}" does not belong to class {label}'
-    if len(set(manifest.keys)) != n:
-        return "a key is repeated"
-    return _split_problem(manifest, n)
+    if problem := _split_problem(manifest, n):
+        return problem
+    names = {(manifest.in_val_source(index), key) for index, key in enumerate(manifest.keys)}
+    return "" if len(names) == n else "a key is repeated"
 
 
 def _split_problem(manifest: Manifest, n: int) -> str:
@@ -153,6 +175,8 @@ def _split_problem(manifest: Manifest, n: int) -> str:
         part: Sequence[int] = getattr(manifest, name)
         if not _ascends(part) or (part and part[-1] >= n):
             return f"{name} is not a list of images in order"
+    if manifest.val_url and (not manifest.val or manifest.val[0] <= manifest.train[-1] or manifest.val[-1] != n - 1):
+        return "val does not follow train"
     return "an image is in train and in val" if set(manifest.train) & set(manifest.val) else ""
 
 

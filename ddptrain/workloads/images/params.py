@@ -33,17 +33,27 @@ class ImagesParams(BaseModel):
     source: FilledText = Field(
         BUILTIN,
         description="Where images come from, as CLASS/IMAGE below it: a folder, a URL (s3://, gs://, az://, https://), "
-        "or builtin: a few hundred small drawings.",
+        "or builtin: a few hundred small drawings; or split, as train/CLASS/IMAGE and val/CLASS/IMAGE.",
+    )
+    val_source: FilledText | None = Field(
+        None,
+        description="Where images to validate with come from, as CLASS/IMAGE below it, with the classes of `source`, "
+        "all of whose images then train; null takes the val folder of a split source, or else 1 - train_pct of it.",
     )
     source_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="Options of the store as fsspec names them, such as {anon: true, endpoint_url: ...} for S3.",
+        description="Options of the stores of `source` and `val_source` as fsspec names them, such as "
+        "{anon: true, endpoint_url: ...} for S3.",
     )
     subset: Annotated[int, Field(ge=1)] | Annotated[list[FilledText], Field(min_length=1)] | None = Field(
         None, description="Classes to use: their names, or how many of them, the first ones in order; null is all."
     )
     train_pct: float = Field(
-        0.8, gt=0.0, le=1.0, description="Share of each class to train on, the rest validates; 1.0 validates nothing."
+        0.8,
+        gt=0.0,
+        le=1.0,
+        description="Share of each class to train on, the rest validates; 1.0 validates nothing. "
+        "Not used where images to validate with have a folder of their own.",
     )
     downsample_to: float = Field(1.0, gt=0.0, le=1.0, description="Share of the images of each class that is used.")
     image_size: int = Field(224, ge=8, le=2048, description="Width and height, in pixels, of what the model sees.")
@@ -151,7 +161,7 @@ class ImagesParams(BaseModel):
 
     @model_validator(mode="after")
     def _plateau_has_a_loss_to_watch(self) -> Self:
-        if self.scheduler == "plateau" and self.train_pct == 1.0:
+        if self.scheduler == "plateau" and self.train_pct == 1.0 and self.val_source is None:
             raise wrong_field(
                 "scheduler",
                 "plateau watches val/loss, and with params.train_pct 1.0 nothing validates",

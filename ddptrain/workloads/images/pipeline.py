@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddptrain.workloads.images.decoding import Augment, CorruptImage, decode_pixels
-from ddptrain.workloads.images.reading import Reader, ReadFault, Wanted
+from ddptrain.workloads.images.reading import Reader, Readers, ReadFault, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Pipeline:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: Reader | Readers,
         pixels: memoryview,
         size: int,
         augment: Augment,

@@ -35,11 +35,15 @@ class Gets(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An image as it was listed; its size is negative where the store did not tell it."""
+    """An image as it was listed; its size is negative where the store did not tell it.
+
+    in_val_source: it lies in the validation folder that has a location of its own.
+    """
 
     key: str
     size_bytes: int = -1
     version: str = ""
+    in_val_source: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,17 @@ class Reader:
         """Be as new."""
         self._store, self._pool, self._pid = None, None, 0
         self._lock, self._presence = threading.Lock(), Presence()
+
+
+class Readers:
+    """Reads images of two locations: those to train on, and those to validate with."""
+
+    def __init__(self, source: Reader, val_source: Reader) -> None:
+        self._source, self._val_source = source, val_source
+
+    def read(self, wanted: Wanted) -> bytes | ReadFault:
+        """One image, from the location that it lies in."""
+        return (self._val_source if wanted.in_val_source else self._source).read(wanted)
 
 
 def _finished(pending: dict[Future[bytes | ReadFault], int]) -> Iterator[tuple[int, bytes | ReadFault]]:

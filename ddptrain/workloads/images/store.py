@@ -104,7 +104,12 @@ class Location:
     @classmethod
     def at(cls, params: _Source) -> Self:
         """The source of the parameters; a path is relative to the working directory, and ~ is the home folder."""
-        return cls(_absolute(params.source), dict(params.source_options))
+        return cls.of(params.source, params.source_options)
+
+    @classmethod
+    def of(cls, source: str, options: Mapping[str, Any]) -> Self:
+        """A path or URL as it is written in a configuration, and the options of its store."""
+        return cls(_absolute(source), dict(options))
 
     @property
     def protocol(self) -> str:

@@ -262,9 +262,9 @@ class _Trainer:
         is_bad = is_bad.to(self._ctx.device)
         dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
         reasons = dict(self._feeder.bad)
-        keys = [manifest.keys[index] for index in is_bad.nonzero().flatten().tolist()]
-        named = {key: reasons.get(key, "see the logs of the other ranks") for key in keys}
-        check_bad(len(keys), len(manifest.keys), self._settings.max_bad_fraction, named)
+        names = [manifest.name(index) for index in is_bad.nonzero().flatten().tolist()]
+        named = {name: reasons.get(name, "see the logs of the other ranks") for name in names}
+        check_bad(len(names), len(manifest.keys), self._settings.max_bad_fraction, named)
 
     def _say(self, text: str) -> None:
         """A line for the person, once for all ranks."""

@@ -47,9 +47,11 @@ def train(ctx: RankContext, **params: Any) -> None:
 
     for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
         began, before = time.perf_counter(), trainer.samples
-        metrics = {"train/loss": trainer.train_epoch(epoch)}
+        loss = trainer.train_epoch(epoch)
         rate = (trainer.samples - before) / (time.perf_counter() - began)
-        ctx.log({**metrics, "samples": trainer.samples, "samples_per_s": rate}, step=trainer.step, epoch=epoch)
+        logged = {"train/loss": loss, "samples": trainer.samples, "samples_per_s": rate}
+        ctx.log(logged, step=trainer.step, epoch=epoch)
+        metrics = {"train/loss": ctx.mean(loss, trainer.n_targets)}
         if held_out is not None:
             metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size)
         if held_out is not None and ctx.rank == 0:
@@ -89,7 +91,7 @@ class _Trainer:
         self.samples = self.epochs_done * self.rows_per_epoch
         self._part = Part()
         self._loss_sum = torch.zeros((), device=ctx.device)
-        self._n_targets = 0
+        self.n_targets = 0
         if resumed:
             self._go_on(resumed)
         self.unit = "names" if settings.context == "full" else "windows"
@@ -100,7 +102,7 @@ class _Trainer:
         self._part = Part.after(taken, begun, done, self._ctx.world_size)
         self.samples += round(done * self.rows_per_epoch)
         if state := resumed.rank_state:
-            self._loss_sum, self._n_targets = state["loss_sum"].to(self._ctx.device), state["n_targets"]
+            self._loss_sum, self.n_targets = state["loss_sum"].to(self._ctx.device), state["n_targets"]
             self.samples = state["samples"]
 
     def train_epoch(self, epoch: int) -> float:
@@ -112,7 +114,7 @@ class _Trainer:
         if not self._part.is_resumed:
             torch.manual_seed(hash((self._settings.seed, epoch, self._ctx.rank)))  # dropout, whatever was before
             self._loss_sum.zero_()
-            self._n_targets = 0
+            self.n_targets = 0
         plan = self._plan(epoch, self._part.taken)
         while self._part.steps < len(plan):
             share = plan[self._part.steps]
@@ -125,7 +127,7 @@ class _Trainer:
             if self._part.steps < len(plan):  # else the epoch is over, and its end saves
                 self.save(epoch - 1 + self._part.done(len(plan)), {})
         self._part = Part()
-        loss = float(self._loss_sum) / max(1, self._n_targets)
+        loss = float(self._loss_sum) / max(1, self.n_targets)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"train/loss is {loss} in epoch {epoch}: lower params.learning_rate, or set params.grad_clip"
@@ -141,7 +143,7 @@ class _Trainer:
             epoch=epoch,
             metrics=metrics,
             last=last,
-            rank_state={"loss_sum": self._loss_sum, "n_targets": self._n_targets, "samples": self.samples},
+            rank_state={"loss_sum": self._loss_sum, "n_targets": self.n_targets, "samples": self.samples},
             model_config=self._model_config,
             **self._part.state(self._ctx.world_size),
         )
@@ -190,7 +192,7 @@ class _Trainer:
     def _advance(self, share: Share) -> None:
         self.step += 1
         self._part.steps += 1
-        self._n_targets += int(self._rows.n_targets[share.index].sum())
+        self.n_targets += int(self._rows.n_targets[share.index].sum())
         self.samples += len(share.index)
         self._ctx.progress(self.samples, self._settings.epochs * self.rows_per_epoch, unit=self.unit)
 

@@ -19,7 +19,7 @@ from typing import Any
 from PIL import Image
 
 from ddptrain.worker.environment import MALLOC_DEFAULTS
-from ddptrain.workloads.images.listing import list_images, make_manifest
+from ddptrain.workloads.images.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.store import Location, open_store
 from tests.bench.measure import Experiment, Figures, Goal, NotHere, Row, Source, Variants
@@ -89,7 +89,7 @@ def _open_feeding(stage: Stage) -> Iterator[Variants]:
         location = Location("s3://ours", bucket.server.options)
         # One of each class is not trained on, where nothing validates: the split wants two classes at the least.
         listed = ImagesParams(source="s3://ours", source_options=bucket.server.options, train_pct=1.0)
-        make_manifest(list_images(location), listed, location).write(folder)
+        make_manifest(ImageSource(list_images(location)), listed, location).write(folder)
 
         def measured(way: str, env: dict[str, str] | None = None, **params: Any) -> Figures:
             told = json.dumps({"way": way, **params})
@@ -227,7 +227,7 @@ def _open_gpu(stage: Stage) -> Iterator[Variants]:
     _draw(folder / "images", stage.sizes.images, [_photo(seed) for seed in range(_DRAWN)])
     location = Location(str(folder / "images"))
     params = ImagesParams(source=location.url, train_pct=1.0)
-    make_manifest(list_images(location), params, location).write(folder)
+    make_manifest(ImageSource(list_images(location)), params, location).write(folder)
 
     def measured(*, from_memory: bool) -> Figures:
         params = {"manifest": str(folder), "steps": stage.sizes.gpu_steps, "from_memory": from_memory}

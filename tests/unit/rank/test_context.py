@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ddptrain import events
 from ddptrain.rank.agreement import GangStore
-from ddptrain.rank.context import RankContext
+from ddptrain.rank.context import Preempted, RankContext
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.saver import done_key
 from tests.unit.rank.stores import Gang
@@ -173,3 +173,23 @@ def test_resume_gives_back_what_was_saved(rank: Rank, tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
     assert other_optimizer.param_groups[0]["lr"] == 0.5
     resumed.file.close()
+
+
+def test_workload_ends_early_once_it_knows_that_it_is_to_end_unless_its_last_step_is_saved(rank: Rank) -> None:
+    calls, model = rank.context._calls, torch.nn.Linear(1, 1)
+    found = [(rank.context.preempted, calls.ends_early, calls.has_saved)]
+    calls.tell_to_end()
+    found += [(calls.told_to_end, calls.ends_early, calls.has_saved)]  # it has not asked again
+    found += [(rank.context.preempted, calls.ends_early, calls.has_saved)]
+    rank.context.checkpoint(model=model, step=3, last=True)
+    found += [(rank.context.preempted, calls.ends_early, calls.has_saved)]
+    assert found == [(False, False, False), (True, False, False), (True, True, False), (True, False, True)]
+    with pytest.raises(Preempted):
+        rank.context.checkpoint(model=model, step=4)
+    assert calls.ends_early
+
+
+def test_run_that_goes_on_has_a_checkpoint(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, resume_from="somewhere")
+    assert rank.context._calls.has_saved
+    rank.file.close()

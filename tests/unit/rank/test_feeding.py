@@ -68,6 +68,34 @@ def test_epoch_goes_on_where_a_checkpoint_was_taken_with_any_number_of_ranks(ran
     assert sorted(seen(after)) == list(range(48))
 
 
+@pytest.mark.parametrize(("drop_last", "length"), [(False, 5), (True, 4)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_length_is_that_of_the_epoch_and_what_is_left_has_its_own_name(
+    drop_last: bool, length: int, workers: int
+) -> None:
+    loader = loaders(25, ranks=2, drop_last=drop_last, num_workers=workers)[0]  # 25 samples in steps of 6
+    seen_lengths, left = [len(loader)], [loader.remaining]
+    for _ in loader:
+        seen_lengths.append(len(loader))
+        left.append(loader.remaining)
+    assert seen_lengths == [length] * (length + 1)
+    assert left == [*range(length, -1, -1)]
+    assert (len(loader), loader.remaining) == (length, length), "the next epoch"
+
+
+def test_resumed_epoch_has_its_whole_length_and_less_that_remains() -> None:
+    first, second = loaders(48, ranks=2, batch_size=4)[0], loaders(48, ranks=3, batch_size=4)[0]
+    seen([first], steps=2)
+    assert (len(first), first.remaining) == (6, 4)
+    second.load_state_dict(first.state_dict())
+    assert (len(second), second.remaining) == (4, 3), "by the ranks that there are now"
+    assert len(seen([second])) == 3 * 4 - 1, "32 samples are left, for 3 ranks 11 each"
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=2, steps_per_epoch=len(second))
+    assert schedule.total_steps == 8
+
+
 def test_epoch_that_was_complete_is_over() -> None:
     (loader,) = loaders(7, ranks=1)
     for _ in loader:

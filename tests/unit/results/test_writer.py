@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
-from ddptrain.events import CheckpointSaved, Metrics
+from ddptrain.events import Metrics
 from ddptrain.results import heartbeat, lock
 from ddptrain.results import writer as writer_module
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import ResultsError
+from ddptrain.results.find import load_run
 from ddptrain.results.origin import Origin
 from ddptrain.results.record import DriverRecord, EnvironmentValue, FailureRecord, RunRecord, RunStatus
 from ddptrain.results.verified import newest_verified
 from ddptrain.results.writer import RunWriter
-
-Stage = Callable[..., tuple[CheckpointSaved, Path]]
+from tests.unit.results.conftest import Stage
 
 
 def read(writer: RunWriter) -> dict[str, Any]:
@@ -293,12 +293,45 @@ def test_last_metrics_of_a_resumed_run_are_those_that_count(writer: RunWriter, s
     assert attempts == [1, 1, 1, 1, 1, 2]
 
 
-def test_last_metrics_are_those_of_the_lowest_rank_that_logs_them(writer: RunWriter) -> None:
+def test_last_metrics_are_the_means_of_the_ranks_that_log_them(writer: RunWriter) -> None:
     for rank, value in ((1, 10.0), (0, 1.0), (1, 11.0), (0, 2.0), (1, 12.0)):
         writer.metrics(Metrics(0, {"train/loss": value}), rank)
     writer.metrics(Metrics(0, {"only": 5.0}), 3)
     writer.finish(RunStatus.SUCCEEDED, 0)
-    assert read(writer)["last_metrics"] == {"train/loss": 2.0, "only": 5.0}
+    assert read(writer)["last_metrics"] == {"train/loss": 7.0, "only": 5.0}
+
+
+def test_last_metrics_are_what_the_checkpoint_of_the_newest_step_says(writer: RunWriter, stage: Stage) -> None:
+    for rank, value in ((0, 1.0), (1, 3.0)):
+        writer.metrics(Metrics(0, {"train/loss": value, "lr": 0.1}, step=9), rank)
+    event, source = stage(9, {"train/loss": 1.5, "val/loss": 2.5})
+    writer.adopt_checkpoint(0, event, source, CheckpointPolicy())
+    assert read(writer)["last_metrics"] == {"train/loss": 1.5, "val/loss": 2.5, "lr": 0.1}
+
+
+def test_duration_of_a_resumed_run_is_that_of_all_its_parts(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 100)
+    writer.finish(RunStatus.FAILED, 1)
+    writer.close()
+    with RunWriter.reopen(writer.layout.root, "workload: toy\n") as again:
+        assert again.record.duration_s is None and again.record.earlier_s == pytest.approx(100, abs=5)
+        view = load_run(writer.layout.root)
+        assert view.is_running and view.duration_s == pytest.approx(100, abs=5), "not the time between the parts"
+        monkeypatch.setattr(time, "monotonic", lambda: began + 120)
+        again.finish(RunStatus.SUCCEEDED, 0)
+    record = load_run(writer.layout.root).record
+    assert record.duration_s == pytest.approx(120, abs=5)
+    assert record.resumed_at is not None and record.earlier_s == pytest.approx(100, abs=5)
+
+
+def test_run_is_waiting_until_it_has_ranks_and_its_status_stays_running(writer: RunWriter) -> None:
+    assert (load_run(writer.layout.root).shown_status, read(writer)["status"]) == ("waiting", "running")
+    writer.update(waiting=False)
+    assert load_run(writer.layout.root).shown_status == "running"
+    writer.update(waiting=True)
+    writer.finish(RunStatus.CANCELLED, 130)
+    assert load_run(writer.layout.root).shown_status == "cancelled"
 
 
 def test_run_json_follows_the_metrics_at_most_once_a_second(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:

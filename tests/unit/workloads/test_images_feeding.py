@@ -16,7 +16,7 @@ from ddptrain.workloads.images.feeding import Batch, Feeder, TooManyBadImages, c
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.store import Location, StoreUnreachable
-from tests.integration.images_on_s3 import draw_folder
+from tests.integration.images_on_s3 import draw, draw_folder
 
 CPU = torch.device("cpu")
 CLASSES = ("beagle", "chow", "pug")
@@ -293,3 +293,47 @@ def test_auto_leaves_cores_to_the_rank(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     assert feeding.loader_workers("auto", torch.device(device)) == expected
     assert feeding.loader_workers(3, torch.device(device)) == 3
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_images_to_validate_with_are_read_from_their_own_folder(tmp_path: Path, loader_workers: int) -> None:
+    source, held = tmp_path / "source", tmp_path / "held"
+    keys = draw_folder(source, CLASSES, 2, (24, 20))
+    for key in keys:  # the same names as in training, other pixels
+        (held / key).parent.mkdir(parents=True, exist_ok=True)
+        (held / key).write_bytes(draw((24, 20), f"held {key}"))
+    (held / keys[0]).unlink()
+    n = len(keys)
+    labels = tuple(CLASSES.index(key.partition("/")[0]) for key in keys)
+    manifest = Manifest(
+        url=str(source),
+        val_url=str(held),
+        classes=CLASSES,
+        keys=keys * 2,
+        labels=labels * 2,
+        sizes=(-1,) * 2 * n,
+        versions=("",) * 2 * n,
+        train=tuple(range(n)),
+        val=tuple(range(n, 2 * n)),
+    )
+    settings = ImagesParams(
+        source=str(source),
+        val_source=str(held),
+        image_size=SIZE,
+        batch_size=4,
+        loader_workers=loader_workers,
+        augmentation="none",
+        max_bad_fraction=0.5,
+    )
+    told: Told = []
+    with Feeder(manifest, manifest.location(settings), settings, CPU, 0, 1, told.append) as fed:
+        trained, validated = seen(fed.train(1)), seen(fed.validate())
+    assert sorted(trained) == list(manifest.train)
+    assert sorted(validated) == list(manifest.val)
+    del validated[n]  # the one that is missing, which counts for nothing
+    for folder, found in ((source, trained), (held, validated)):
+        for index, (label, pixels) in found.items():
+            key = keys[index % n]
+            assert label == CLASSES.index(key.partition("/")[0])
+            assert pixels == decode_eval((folder / key).read_bytes(), SIZE).tobytes()
+    assert told == [f"bad image {held}/{keys[0]}: it is no longer there"]

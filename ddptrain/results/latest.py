@@ -1,0 +1,83 @@
+"""The newest value of each metric of a run: one number for all ranks, for run.json and the end-of-run summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from ddptrain.results.metrics import AllSeries
+
+
+@dataclass(slots=True)
+class _Latest:
+    """What is known of one metric at its newest step: what each rank logged, and what a checkpoint says."""
+
+    step: int | None
+    by_rank: dict[int, float] = field(default_factory=dict)
+    saved: float | None = None
+    is_old: bool = False  # of an attempt before: whatever comes next takes its place
+
+    @property
+    def value(self) -> float:
+        if self.saved is not None:
+            return self.saved
+        return sum(self.by_rank.values()) / len(self.by_rank)
+
+
+class LatestMetrics:
+    """Defines `last_metrics`: of each metric the value at the newest step for which it is known.
+
+    That is the value that ctx.checkpoint was given for the step, which the workload states for all ranks (the mean of
+    an epoch, for example); without one, the mean over the ranks that logged the metric at this step. A value logged
+    without a step is newer than what its rank has logged before.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, _Latest] = {}
+
+    @classmethod
+    def of(cls, series: AllSeries, saved: Iterable[tuple[int, Mapping[str, float]]]) -> Self:
+        """The values of a run up to now: what its ranks have logged, and its checkpoints' steps and metrics."""
+        latest = cls()
+        for (name, rank), one in series.items():
+            for step, value in zip(one.step, one.value, strict=True):
+                if not math.isnan(value):
+                    latest.logged(rank, None if step is None else int(step), {name: value})
+        for step, metrics in saved:
+            latest.saved(step, metrics)
+        return latest
+
+    def begin_attempt(self, known: Mapping[str, float | None] | None = None) -> None:
+        """Ranks begin, perhaps at an earlier step; `known` are the values of a run that is resumed."""
+        for name, value in (known or {}).items():
+            if value is not None:
+                self._latest[name] = _Latest(None, saved=value)
+        for latest in self._latest.values():
+            latest.is_old = True
+
+    def logged(self, rank: int, step: int | None, values: Mapping[str, float]) -> None:
+        """A rank has logged values."""
+        for name, value in values.items():
+            if (latest := self._at(name, step)) is not None:
+                latest.by_rank[rank] = value
+
+    def saved(self, step: int, values: Mapping[str, float]) -> None:
+        """A checkpoint was saved with these metrics."""
+        for name, value in values.items():
+            if (latest := self._at(name, step)) is not None:
+                latest.saved = value
+
+    def as_dict(self) -> dict[str, float]:
+        """The values as run.json has them."""
+        return {name: latest.value for name, latest in self._latest.items()}
+
+    def _at(self, name: str, step: int | None) -> _Latest | None:
+        """The metric at this step; None where a newer step is known."""
+        latest = self._latest.get(name)
+        if latest is None or latest.is_old or (step is not None and (latest.step is None or step > latest.step)):
+            latest = self._latest[name] = _Latest(step)
+        elif step is None and latest.saved is not None:
+            latest.saved = None
+        return None if step is not None and latest.step is not None and step < latest.step else latest
