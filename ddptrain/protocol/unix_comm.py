@@ -69,6 +69,16 @@ def remove_socket_dir(address: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_dead_socket_dir(address: str) -> None:
+    """The same, if no scheduler listens at the address any more."""
+    try:
+        connect_plain(address, 1.0).close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        remove_socket_dir(address)
+    except OSError:
+        pass  # it is there, but busy
+
+
 def connect_plain(address: str, timeout_s: float) -> socket.socket:
     """A connection to the socket of an address, whose peer is this user. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX)

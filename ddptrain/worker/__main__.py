@@ -129,9 +129,9 @@ def _tidy_up(servers: _Servers) -> None:
     if all(server.wait(_END_TIMEOUT_S) for server in servers.all):
         shutil.rmtree(servers.scratch, ignore_errors=True)
     if servers.scheduler:
-        from ddptrain.protocol.unix_comm import remove_socket_dir
+        from ddptrain.protocol.unix_comm import remove_dead_socket_dir
 
-        remove_socket_dir(servers.scheduler)  # its driver may have been killed
+        remove_dead_socket_dir(servers.scheduler)  # its driver may have been killed
 
 
 def _serve(options: argparse.Namespace, servers: _Servers, *, owned: bool) -> None:

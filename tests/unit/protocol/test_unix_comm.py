@@ -106,6 +106,19 @@ def test_only_folders_for_sockets_are_removed(address: str, tmp_path: Path) -> N
     assert (tmp_path / "scheduler").exists()
 
 
+def test_folder_goes_with_a_scheduler_that_was_killed_and_stays_with_one_that_listens(folder: Path) -> None:
+    address = f"unix://{unix_comm.scheduler_path(folder)}"
+
+    async def while_it_listens() -> None:
+        async with listener(unix_comm.scheduler_path(folder), []):
+            unix_comm.remove_dead_socket_dir(address)
+            assert folder.exists()
+
+    asyncio.run(while_it_listens())
+    unix_comm.remove_dead_socket_dir(address)
+    assert not folder.exists()
+
+
 @needs_root
 def test_listener_hangs_up_on_another_user_before_a_word(folder: Path) -> None:
     """Somebody has opened the folder by mistake: the user id of the peer still decides."""
