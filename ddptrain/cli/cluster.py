@@ -101,13 +101,13 @@ def list_(json: Json = False) -> None:
 
 @app.command(short_help="Show a cluster, and who uses it.")
 def status(name: Name, json: Json = False) -> None:
-    """Show a cluster: its hosts, who holds which slots, who waits, what it is made of. Exit code 4 if it is not up."""
+    """Show a cluster: its hosts, who holds which slots, who waits, what it is made of. Exit code 4 if it can't be used."""
     from ddptrain.clusters import look, state
     from ddptrain.errors import ExitCode
 
     view = look.at(state.find(name))
     _print_view(view, as_json=json)
-    if view.state == look.State.GONE:
+    if view.state in (look.State.GONE, look.State.ELSEWHERE):
         raise typer.Exit(ExitCode.CLUSTER)
 
 

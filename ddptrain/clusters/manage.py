@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -38,7 +39,7 @@ def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None)
 
     Raises:
         UsageError: it is up already, or the backend can't do what is asked.
-        ClusterError: it did not come up in time; nothing of it is left.
+        ClusterError: it did not come up in time, and nothing of it is left; or another host has one of that name.
     """
     provider = _provider(config.backend)
     encrypts = _encrypts(provider, config.backend, tls)
@@ -88,6 +89,7 @@ def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
     Raises: UsageError, ClusterError
     """
     deployment = state.find(name)
+    deployment.check_here()
     found = dict(_provider(deployment.record.backend).logs(deployment, lines))
     if source is None:
         return found
@@ -160,6 +162,7 @@ def _make_room(name: str, tell: Tell) -> None:
         deployment = state.find(name)
     except state.ClusterNotFound:
         return
+    deployment.check_here(f"or choose another --name; {_forget(deployment)}")
     find.reopen(deployment)
     view = look.probe(deployment, _SURE_S)
     if view.state == State.UP:
@@ -191,7 +194,13 @@ def _held(name: str) -> Iterator[Deployment]:
     """The cluster of that name, which no other command changes meanwhile."""
     state.find(name)
     with state.locked(name):
-        yield state.find(name)
+        deployment = state.find(name)
+        deployment.check_here(_forget(deployment))
+        yield deployment
+
+
+def _forget(deployment: Deployment) -> str:
+    return f"if that machine is gone for good, forget the cluster: rm -r {shlex.quote(str(deployment.folder))}"
 
 
 def _provider(backend: str) -> Provider:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import stat
@@ -15,6 +16,7 @@ import pytest
 from ddptrain import registry
 from ddptrain.clusters import daemons, gather, look, manage, state
 from ddptrain.clusters.daemons import DaemonOrder
+from ddptrain.clusters.host_id import HostId, this_host
 from ddptrain.clusters.interrupts import interruptible
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.state import ClusterRecord, Deployment
@@ -119,6 +121,38 @@ def test_up_clears_what_was_left_of_a_cluster_of_that_name(provider: Provider) -
     with pytest.raises(ClusterError):
         up()
     assert provider.calls == ["stop", "scale", "old: False", "stop"]
+
+
+OTHER = HostId("login2", "m2", "b2", "pid:[2]")
+
+
+@pytest.mark.parametrize("command", ["up", "scale", "logs", "down"])
+def test_cluster_of_another_host_stays_as_it_is_and_the_message_names_that_host(
+    provider: Provider, command: str
+) -> None:
+    entry("dev", address="tcp://127.0.0.1:1").update(host=OTHER)
+    calls: dict[str, Callable[[], object]] = {
+        "up": up,
+        "scale": lambda: manage.scale("dev", 2, tell),
+        "logs": lambda: manage.logs("dev", 5),
+        "down": lambda: manage.down("dev", tell, now=True),
+    }
+    with pytest.raises(ClusterError, match=r"dev runs on the host login2, and this is .*: run the command on login2"):
+        calls[command]()
+    assert provider.calls == [] and [each.name for each in state.every()] == ["dev"]
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_cluster_from_before_a_restart_is_cleaned_up(provider: Provider, command: str) -> None:
+    entry("dev", address="tcp://127.0.0.1:1").update(host=dataclasses.replace(this_host(), boot="an-earlier-boot"))
+    if command == "down":
+        manage.down("dev", tell)
+        assert provider.calls == ["stop"]
+    else:
+        with pytest.raises(ClusterError):
+            up()
+        assert provider.calls == ["stop", "scale", "stop"]
+    assert state.every() == []
 
 
 def test_certificate_is_made_when_the_backend_or_the_user_wants_it(provider: Provider) -> None:
