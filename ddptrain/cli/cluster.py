@@ -101,7 +101,10 @@ def list_(json: Json = False) -> None:
 
 @app.command(short_help="Show a cluster, and who uses it.")
 def status(name: Name, json: Json = False) -> None:
-    """Show a cluster: its hosts, who holds which slots, who waits, what it is made of. Exit code 4 if it can't be used."""
+    """Show a cluster: its hosts, who holds which slots, who waits, what it is made of.
+
+    Exit code 4 if it can't be used.
+    """
     from ddptrain.clusters import look, state
     from ddptrain.errors import ExitCode
 

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from ddptrain import __version__
-from ddptrain.clusters.host_id import HostId, Relation, relation, this_host, where_to_run
+from ddptrain.clusters.host_id import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
 from ddptrain.errors import ClusterError
 
 FOLDER = "{folder}"
@@ -63,7 +63,7 @@ class DaemonId:
     pid: int
     created: float
     folder: str
-    host: HostId = HostId()
+    host: HostId = UNKNOWN_HOST
 
     def __post_init__(self) -> None:
         if isinstance(self.host, Mapping):  # from JSON

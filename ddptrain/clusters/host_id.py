@@ -20,7 +20,7 @@ _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 @dataclass(frozen=True, slots=True)
 class HostId:
-    """One boot of one host; all fields are empty in a record that does not contain them.
+    """One boot of one host.
 
     `pids` is the process-id namespace: containers on one machine have the same boot id, and may have the same name.
     """
@@ -29,6 +29,9 @@ class HostId:
     machine: str = ""
     boot: str = ""
     pids: str = ""
+
+
+UNKNOWN_HOST = HostId()  # of a record that does not contain its host
 
 
 class Relation(StrEnum):
@@ -56,8 +59,8 @@ def relation(recorded: HostId, here: HostId) -> Relation:
 
     If this is not certain, the answer is OTHER: nothing is then deleted.
     """
-    if recorded == HostId():
-        return Relation.SAME  # an old record: it was always checked on the host of the command
+    if recorded == UNKNOWN_HOST:
+        return Relation.SAME
     if recorded.boot and recorded.boot == here.boot:
         return Relation.SAME if recorded.pids == here.pids else Relation.OTHER
     # Container images contain a machine id, so the name and the namespace must be the same as well.

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddptrain import __version__
-from ddptrain.clusters.host_id import HostId, Relation, is_loopback, relation, this_host, where_to_run
+from ddptrain.clusters.host_id import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
 from ddptrain.clusters.security import CERT_FILE, write_private
 from ddptrain.configtypes import NAME_PATTERN
 from ddptrain.errors import ClusterError, UsageError
@@ -53,7 +53,7 @@ class ClusterRecord:
     workers: int = 0
     idle_timeout_s: float = 0.0
     version: str = __version__
-    host: HostId = HostId()
+    host: HostId = UNKNOWN_HOST
 
     def __post_init__(self) -> None:
         if isinstance(self.host, Mapping):  # from JSON

@@ -161,7 +161,7 @@ def test_which_clusters_one_host_alone_can_use(backend: str, address: str, host:
 
 def test_cluster_of_another_host_is_not_connected_to_and_the_message_names_that_host() -> None:
     state.create(record(address="tcp://127.0.0.1:1")).update(host=OTHER)
-    with pytest.raises(ClusterError, match="the cluster dev runs on the host login2, and this is .*: run the command"):
+    with pytest.raises(ClusterError, match=r"the cluster dev runs on the host login2, and this is .*: run the command"):
         find.by_name("dev")
     assert find.by_address("tcp://127.0.0.1:1", None).name == ""  # the same address here is not that cluster
 
@@ -169,7 +169,7 @@ def test_cluster_of_another_host_is_not_connected_to_and_the_message_names_that_
 def test_cluster_from_before_a_restart_is_not_connected_to() -> None:
     """Another user's process may listen at its port now."""
     state.create(record(address="tcp://127.0.0.1:1")).update(host=RESTARTED)
-    with pytest.raises(ClusterError, match="was restarted after the cluster dev was started: .*cluster down dev"):
+    with pytest.raises(ClusterError, match=r"was restarted after the cluster dev was started: .*cluster down dev"):
         find.by_name("dev")
     assert find.by_address("tcp://127.0.0.1:1", None).name == ""
 
