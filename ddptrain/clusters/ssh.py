@@ -19,6 +19,7 @@ from ddptrain.clusters.daemons import FOLDER, DaemonId, DaemonOrder
 from ddptrain.clusters.host_id import is_loopback
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
+from ddptrain.clusters.settings import slots_to_order
 from ddptrain.clusters.sshhost import Host, hosts_of
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError, UsageError
@@ -295,7 +296,7 @@ def _distribution(settings: Mapping[str, Any], hosts: int, slots: int | None) ->
             f"cluster.gpus is {settings['gpus']}: with backend ssh it is auto or 0; cluster.ssh.ranks_per_host says "
             "how many of a host's GPUs are used"
         )
-    total = slots or (None if settings["ranks"] == "auto" else int(settings["ranks"]))
+    total = slots_to_order(settings["ranks"], slots)
     if total is None:
         return [None if each == "auto" else int(each)] * hosts
     room = math.ceil(total / hosts) if each == "auto" else int(each)

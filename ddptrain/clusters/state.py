@@ -170,14 +170,14 @@ def find(name: str) -> Deployment:
 
 
 @contextlib.contextmanager
-def locked(name: str) -> Iterator[None]:
+def locked(name: str, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
     """For as long as the block lasts, no other command starts, scales or ends a cluster of that name.
 
-    Raises: UsageError where another one does so now, and where no cluster can have that name.
+    Raises: UsageError where another one still does so after `patience_s`, and where no cluster can have that name.
     """
     _check_name(name)
     descriptor = _open_lock(name)
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    deadline = time.monotonic() + patience_s
     try:
         while not _try_lock(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
