@@ -48,7 +48,7 @@ def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> 
     deadline = began + (min(timeout_s, _OWN_S) if target.name else timeout_s)
     while True:
         try:
-            _check_greeting(target)
+            _look_before_dask(target)
             return _tried(target, max(0.1, min(try_s, deadline - time.monotonic())))
         except TypeError as error:  # it does not understand what it is asked
             raise ClusterError(
@@ -100,10 +100,14 @@ def _tried(target: Target, timeout_s: float) -> Client:
         return outcome.result()
 
 
-def _check_greeting(target: Target) -> None:
-    """Look at an address of others before Dask does. Raises ClusterError if something else listens there."""
+def _look_before_dask(target: Target) -> None:
+    """Look what listens at an address that was typed. Raises ClusterError if Dask should not connect to it."""
     scheme, _, location = target.address.partition("://")
-    if scheme == "tcp" and target.foreign:
+    if target.name or not target.foreign:
+        return
+    if scheme == "tls":
+        _why_not(target)
+    if scheme == "tcp":
         host, port = parse_host_port(location)
         with contextlib.suppress(OSError):  # Dask's own attempt, which follows, is told
             peer.check_greeting(target.address, host, int(port))

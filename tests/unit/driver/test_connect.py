@@ -74,7 +74,7 @@ def test_silent_port_is_not_waited_for_for_ever(silent: int) -> None:
 
 @contextlib.contextmanager
 def server(answer: Callable[[socket.socket], object]) -> Iterator[int]:
-    """The port of a server that calls `answer` for each connection, then waits until the client closes it."""
+    """The port of a server that calls `answer` for each connection, and holds it until the client closes it."""
 
     def serve() -> None:
         while True:
@@ -82,12 +82,12 @@ def server(answer: Callable[[socket.socket], object]) -> Iterator[int]:
                 connection, _ = listening.accept()
             except OSError:
                 return
+            connections.append(connection)
             threads.append(threading.Thread(target=talk, args=(connection,)))
             threads[-1].start()
 
     def talk(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(60)
+        with contextlib.suppress(OSError):
             answer(connection)
             while connection.recv(4096):
                 pass
@@ -95,12 +95,19 @@ def server(answer: Callable[[socket.socket], object]) -> Iterator[int]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(16)
+        connections: list[socket.socket] = []
         threads = [threading.Thread(target=serve)]
         threads[0].start()
         yield int(listening.getsockname()[1])
         listening.shutdown(socket.SHUT_RDWR)
+        threads[0].join()
+        for connection in connections:
+            with contextlib.suppress(OSError):  # the client has closed it
+                connection.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join()
+        for connection in connections:
+            connection.close()
 
 
 def speak_http(connection: socket.socket) -> None:
