@@ -97,8 +97,8 @@ class Deployment:
 
         The processes of a cluster that listens on a network are checked one by one: see `daemons.alive`.
         """
-        record = self.record
-        only_there = record.backend == "local" or is_loopback(urlsplit(record.address).hostname or "")
+        record, address = self.record, urlsplit(self.record.address)
+        only_there = record.backend == "local" or address.scheme == "unix" or is_loopback(address.hostname or "")
         return relation(record.host, this_host()) if only_there else Relation.SAME
 
     @property

@@ -139,7 +139,7 @@ def test_detached_script_is_stopped_and_resumed_in_its_run_directory(
     run_cli: Cli, tmp_path: Path, warm_cluster: str
 ) -> None:
     command = ["run", "--ranks", "2", "--cluster", warm_cluster, "--resume", "auto"]
-    script = [SCRIPTS / "resumes.py", "--", tmp_path / "saved"]
+    script: list[str | Path] = [SCRIPTS / "resumes.py", "--", tmp_path / "saved"]
     begun = run_cli(*command, "--detach", *script)
     assert begun.rc == 0, begun
     run = begun.stdout.strip()

@@ -143,6 +143,8 @@ def test_record_has_the_host_that_made_it() -> None:
         ("local", "tcp://127.0.0.1:1", OTHER, Relation.OTHER),
         ("local", "", OTHER, Relation.OTHER),  # its start is under way, or was broken off
         ("local", "tcp://127.0.0.1:1", RESTARTED, Relation.RESTARTED),
+        ("local", "unix:///tmp/d-1/s", OTHER, Relation.OTHER),
+        ("mine", "unix:///tmp/d-1/s", OTHER, Relation.OTHER),
         ("class", "tcp://127.0.0.1:1", OTHER, Relation.OTHER),
         ("class", "tls://10.0.0.1:1", OTHER, Relation.SAME),  # the network leads there; its keeper's pid is checked
         ("kubernetes", "tls://127.0.0.1:1", OTHER, Relation.OTHER),  # through a port-forward
