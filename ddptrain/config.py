@@ -182,6 +182,14 @@ class ClusterConfig(Strict):
             return {**data, "backend": implied[0]} if implied else data
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _section_that_may_be_left_out_has_its_defaults(cls, data: Any) -> Any:
+        backend = data.get("backend") if isinstance(data, dict) else None
+        if backend in _SECTIONS and backend not in _REQUIRED and data.get(backend) is None:
+            return {**data, backend: {}}
+        return data
+
     @model_validator(mode="after")
     def _address_goes_with_its_backend(self) -> Self:
         given = {"address": self.address, "scheduler_file": self.scheduler_file, "tls": self.tls}

@@ -71,6 +71,8 @@ TRACKERS = {
     "wandb": "ddptrain.tracking.wandb_sink:WandbTracker",
     "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
 }
+# Tracker -> what to install where its package, which has the tracker's name, is missing.
+TRACKER_PACKAGES = {"wandb": "wandb", "tensorboard": "ddptrain[tensorboard]"}
 
 
 def workload_target(name: str) -> str:

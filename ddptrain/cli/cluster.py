@@ -57,6 +57,10 @@ def up(
             "can open its sockets. With --no-tls everyone who can reach its ports can run programs as you.",
         ),
     ] = None,
+    if_needed: Annotated[
+        bool,
+        typer.Option("--if-needed", help="Succeed if it is up with the same settings; wait for one that is starting."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Start a cluster that outlives this command, and wait until all its workers are warm."""
@@ -78,7 +82,8 @@ def up(
     }
     loaded = checked(partial(load_cluster, config), overrides or [], _as_overrides(options))
     with interruptible():
-        view = manage.up(loaded, manage.default_name(loaded), _tell, tls=tls)
+        start = manage.ensure_up if if_needed else manage.up
+        view = start(loaded, manage.default_name(loaded), _tell, tls=tls)
     _print_view(view, as_json=json)
 
 
@@ -101,13 +106,16 @@ def list_(json: Json = False) -> None:
 
 @app.command(short_help="Show a cluster, and who uses it.")
 def status(name: Name, json: Json = False) -> None:
-    """Show a cluster: its hosts, who holds which slots, who waits, what it is made of. Exit code 4 if it is not up."""
+    """Show a cluster: its hosts, who holds which slots, who waits, what it is made of.
+
+    Exit code 4 if it can't be used.
+    """
     from ddptrain.clusters import look, state
     from ddptrain.errors import ExitCode
 
     view = look.at(state.find(name))
     _print_view(view, as_json=json)
-    if view.state == look.State.GONE:
+    if view.state in (look.State.GONE, look.State.ELSEWHERE):
         raise typer.Exit(ExitCode.CLUSTER)
 
 
@@ -152,7 +160,7 @@ def down(
     now: Annotated[bool, typer.Option("--now", help="Also one that runs are on; they fail.")] = False,
     json: Json = False,
 ) -> None:
-    """End a cluster, and all that belongs to it."""
+    """End a cluster, and all that belongs to it. Exit code 0 also if there is no cluster of that name."""
     from ddptrain.clusters import manage, state
     from ddptrain.clusters.interrupts import interruptible
     from ddptrain.errors import DdptrainError, UsageError
@@ -160,14 +168,17 @@ def down(
     if (name is None) != all_:
         raise UsageError("name one cluster, or --all")
     failed: dict[str, DdptrainError] = {}
+    ended: list[str] = []
     names = [name] if name is not None else [each.name for each in state.every()]
     with interruptible():
         for each in names:
             try:
                 manage.down(each, _tell, now=now)
+                ended.append(each)
+            except state.ClusterNotFound:
+                _tell(_nothing_to_end(each, [other.name for other in state.every()]))
             except DdptrainError as error:
                 failed[each] = error
-    ended = [each for each in names if each not in failed]
     if json:
         _print_json({"ended": ended, "failed": {each: str(error) for each, error in failed.items()}})
     for each in ended if not json else ():
@@ -175,6 +186,15 @@ def down(
     if not names:
         typer.echo("no clusters", err=True)
     _raise_all(list(failed.values()))
+
+
+def _nothing_to_end(name: str, known: Sequence[str]) -> str:
+    from ddptrain.wording import nearest, shown
+
+    near = nearest(name, known)
+    return (
+        f'there is no cluster "{shown(name)}", so there is nothing to end{f" (did you mean {near}?)" if near else ""}'
+    )
 
 
 def _raise_all(errors: Sequence[Exception]) -> None:

@@ -1,14 +1,25 @@
-"""Options that stand for fields of the configuration, checked as the file is."""
+"""Options of `train` and `run`: those that stand for fields of the configuration are checked as the file is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated, TypeVar
 
 import typer
 
 Loaded = TypeVar("Loaded")
+
+
+class Output(StrEnum):
+    """How `train` and `run` show what happens."""
+
+    AUTO = "auto"
+    LIVE = "live"
+    PLAIN = "plain"
+    JSON = "json"
+
 
 RanksOption = Annotated[int | None, typer.Option(help="Training processes (cluster.ranks).")]
 ClusterOption = Annotated[
@@ -22,6 +33,27 @@ RunsDirOption = Annotated[
     typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir)."),
 ]
 RunIdOption = Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")]
+ResumeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RUN|auto",
+        help="Go on with a run; auto: the newest of this name that did not succeed, or the one of --run-id.",
+    ),
+]
+AllowChangesOption = Annotated[
+    bool, typer.Option("--allow-changes", help="Resume although workload or parameters have changed.")
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, also the cluster; print what would run, start nothing.")
+]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", help="Leave once the run has begun: it goes on without this shell.")
+]
+FullTracebackOption = Annotated[
+    bool, typer.Option("--full-traceback", help="Show the frames of torch and ddptrain, too, where ranks fail.")
+]
+OutputOption = Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")]
+ReadyFdOption = Annotated[int | None, typer.Option(hidden=True)]
 
 
 def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], options: Mapping[str, str]) -> Loaded:

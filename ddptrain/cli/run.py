@@ -7,8 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddptrain.cli.options import ClusterOption, RanksOption, RunIdOption, RunsDirOption, checked, field_options
-from ddptrain.cli.train import Output
+from ddptrain.cli.options import (
+    AllowChangesOption,
+    ClusterOption,
+    DetachOption,
+    DryRunOption,
+    FullTracebackOption,
+    Output,
+    OutputOption,
+    RanksOption,
+    ReadyFdOption,
+    ResumeOption,
+    RunIdOption,
+    RunsDirOption,
+    checked,
+    field_options,
+)
+from ddptrain.cli.train import start
 
 if TYPE_CHECKING:
     from ddptrain.configfile import LoadedConfig
@@ -18,6 +33,7 @@ SCRIPT_SETTINGS = {"allow_interspersed_args": False}
 
 
 def run(
+    ctx: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file, or with -m a module.")],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's own arguments, after --.")
@@ -34,28 +50,31 @@ def run(
     local_rank: Annotated[
         bool, typer.Option("--local-rank", help="Give the script --local-rank=N first, as torch.distributed.launch.")
     ] = False,
-    full_traceback: Annotated[
-        bool, typer.Option("--full-traceback", help="Show the frames of torch and ddptrain, too, where ranks fail.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")
-    ] = False,
-    output: Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")] = Output.AUTO,
+    resume: ResumeOption = None,
+    allow_changes: AllowChangesOption = False,
+    dry_run: DryRunOption = False,
+    detach: DetachOption = False,
+    full_traceback: FullTracebackOption = False,
+    output: OutputOption = Output.AUTO,
+    ready_fd: ReadyFdOption = None,
 ) -> None:
     """Run an unmodified torchrun script on every GPU: on this machine, or on a cluster that is up."""
-    from ddptrain.configfile import dump_config
-
     if not module:
         _refuse_configuration(script)
     workload = {"module" if module else "script": script, "args": _own(args or []), "local_rank_arg": local_rank}
     loaded = _load(workload, overrides or [], field_options(ranks, cluster, runs_dir))
-    if dry_run:
-        typer.echo(dump_config(loaded.config), nl=False)
-        return
-    from ddptrain.driver.launch import LaunchOptions
-    from ddptrain.driver.launch import train as launch
-
-    raise typer.Exit(launch(loaded, LaunchOptions(run_id, output.value, full_traceback=full_traceback)))
+    start(
+        ctx,
+        loaded,
+        run_id=run_id,
+        resume=resume,
+        allow_changes=allow_changes,
+        dry_run=dry_run,
+        detach=detach,
+        full_traceback=full_traceback,
+        output=output,
+        ready_fd=ready_fd,
+    )
 
 
 def _refuse_configuration(script: str) -> None:

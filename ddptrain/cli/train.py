@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import ClusterOption, RanksOption, RunIdOption, RunsDirOption, checked, field_options
+from ddptrain.cli.options import (
+    AllowChangesOption,
+    ClusterOption,
+    DetachOption,
+    DryRunOption,
+    FullTracebackOption,
+    Output,
+    OutputOption,
+    RanksOption,
+    ReadyFdOption,
+    ResumeOption,
+    RunIdOption,
+    RunsDirOption,
+    checked,
+    field_options,
+)
 
 if TYPE_CHECKING:
     from ddptrain.configfile import LoadedConfig
-
-
-class Output(StrEnum):
-    """How `train` shows what happens."""
-
-    AUTO = "auto"
-    LIVE = "live"
-    PLAIN = "plain"
-    JSON = "json"
 
 
 def train(
@@ -35,35 +40,52 @@ def train(
     cluster: ClusterOption = None,
     runs_dir: RunsDirOption = None,
     run_id: RunIdOption = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN|auto",
-            help="Go on with a run; auto: the newest of this name that did not succeed, or the one of --run-id.",
-        ),
-    ] = None,
-    allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="Resume although workload or parameters have changed.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")
-    ] = False,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Leave once the run has begun: it goes on without this shell.")
-    ] = False,
-    full_traceback: Annotated[
-        bool, typer.Option("--full-traceback", help="Show the frames of torch and ddptrain, too, where ranks fail.")
-    ] = False,
-    output: Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")] = Output.AUTO,
-    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+    resume: ResumeOption = None,
+    allow_changes: AllowChangesOption = False,
+    dry_run: DryRunOption = False,
+    detach: DetachOption = False,
+    full_traceback: FullTracebackOption = False,
+    output: OutputOption = Output.AUTO,
+    ready_fd: ReadyFdOption = None,
     ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
 ) -> None:
     """Train what a YAML file describes: on this machine, on a cluster that is up, or on one that comes for the run."""
-    from ddptrain.configfile import dump_config, resolved_config
-
     options = field_options(ranks, cluster, runs_dir)
     loaded = _ordered(config, options) if ordered else _load(config, overrides or [], options)
+    start(
+        ctx,
+        loaded,
+        run_id=run_id,
+        resume=resume,
+        allow_changes=allow_changes,
+        dry_run=dry_run,
+        detach=detach,
+        full_traceback=full_traceback,
+        output=output,
+        ready_fd=ready_fd,
+    )
+
+
+def start(
+    ctx: typer.Context,
+    loaded: LoadedConfig,
+    *,
+    run_id: str | None,
+    resume: str | None,
+    allow_changes: bool,
+    dry_run: bool,
+    detach: bool,
+    full_traceback: bool,
+    output: Output,
+    ready_fd: int | None,
+) -> None:
+    """Run a configuration as the options of `train` and `run` say. Raises typer.Exit with the exit code."""
+    from ddptrain.configfile import dump_config, resolved_config
+
     if dry_run:
+        from ddptrain.driver.dry_run import check_cluster
+
+        check_cluster(loaded.config.cluster, lambda text: typer.echo(f"ddptrain: {text}", err=True))
         typer.echo(dump_config(resolved_config(loaded.config)), nl=False)
         return
     from ddptrain.driver.launch import LaunchOptions
@@ -89,7 +111,8 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
 
     from ddptrain.driver.detach import EndedEarly, start_detached
 
-    begun = start_detached(["train", "--output", Output.PLAIN.value, *_typed(ctx, leave_out={"detach", "output"})])
+    command = str(ctx.command.name)
+    begun = start_detached([command, "--output", Output.PLAIN.value, *_typed(ctx, leave_out={"detach", "output"})])
     if isinstance(begun, EndedEarly):
         typer.echo(begun.said, err=True, nl=False)
         return begun.exit_code
@@ -121,12 +144,12 @@ def _typed(ctx: typer.Context, leave_out: Container[str]) -> list[str]:
         if param.name in leave_out or source is None or source.name != "COMMANDLINE":
             continue
         value = ctx.params[param.name or ""]
+        values = value if isinstance(value, list | tuple) else [value]
         if param.param_type_name == "argument":
-            arguments.append(str(value))
+            arguments += map(str, values)
         elif isinstance(value, bool):
             options.append(param.opts[0])
         else:
-            values = value if isinstance(value, list | tuple) else [value]
             options += [word for item in values for word in (param.opts[0], str(item))]
     return [*options, "--", *arguments]
 

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from ddptrain import __version__
+from ddptrain.clusters.host_id import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
 from ddptrain.errors import ClusterError
 
 FOLDER = "{folder}"
@@ -53,12 +54,20 @@ class DaemonOrder:
 
 @dataclass(frozen=True, slots=True)
 class DaemonId:
-    """A process that was started; `created` tells it from any other that gets its pid. 0 if it ended at once."""
+    """A process that was started; `created` tells it from any other that gets its pid. 0 if it ended at once.
+
+    `host` is where, and in which boot, the pid is valid.
+    """
 
     name: str
     pid: int
     created: float
     folder: str
+    host: HostId = UNKNOWN_HOST
+
+    def __post_init__(self) -> None:
+        if isinstance(self.host, Mapping):  # from JSON
+            object.__setattr__(self, "host", HostId(**self.host))
 
 
 def start(order: DaemonOrder) -> DaemonId:
@@ -85,14 +94,23 @@ def start(order: DaemonOrder) -> DaemonId:
             f"the {order.name} could not be started in {order.folder or 'a new folder'}: {error}"
         ) from error
     process.returncode = 0  # it is not this object's to wait for
-    daemon = DaemonId(order.name, process.pid, _created(process.pid), str(folder))
+    daemon = DaemonId(order.name, process.pid, _created(process.pid), str(folder), this_host())
     if order.label:  # for `end`, should whoever has ordered it never get the answer
         _write_private(folder / f"{order.name}{_ID}", json.dumps(dataclasses.asdict(daemon)).encode())
     return daemon
 
 
 def alive(daemon: DaemonId) -> bool:
-    """Whether that very process runs."""
+    """Whether that very process runs; after a restart of its host it does not.
+
+    Raises: ClusterError on another host, where this can't be known.
+    """
+    here = this_host()
+    where = relation(daemon.host, here)
+    if where == Relation.OTHER:
+        raise ClusterError(f"the {daemon.name} (pid {daemon.pid}) runs on {where_to_run(daemon.host, here)}")
+    if where == Relation.RESTARTED:
+        return False
     with suppress(ChildProcessError):  # one that we started ourselves and that has ended waits for us to see it
         os.waitpid(daemon.pid, os.WNOHANG)
     try:
@@ -105,7 +123,8 @@ def alive(daemon: DaemonId) -> bool:
 def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
     """End processes: SIGTERM, and after `timeout_s` SIGKILL to what is left of their groups.
 
-    Those that have ended already are fine. Raises ClusterError that names those which can't be ended.
+    Those that have ended already are fine. Raises ClusterError that names those which can't be ended; where one is of
+    another host, none is ended.
     """
     ending = [daemon for daemon in daemons if alive(daemon)]
     for daemon in ending:
@@ -124,8 +143,11 @@ def end(label: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
     """Stop what was started with that label, `known` or not, and remove its folder. Raises ClusterError."""
     folder = _labelled(label)
     noted = [DaemonId(**json.loads(path.read_text())) for path in folder.glob(f"*{_ID}")]
+    found = {*known, *noted}
+    for daemon in found:
+        alive(daemon)  # the folder of another host's process stays
     try:
-        stop({*known, *noted}, timeout_s)
+        stop(found, timeout_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -155,6 +155,7 @@ def _said(cluster: Deployment) -> str:
 
 def _order(cluster: Deployment, keeper: DaemonId, slots: int) -> Mapping[str, Any]:
     """Ask the keeper for that many slots. Raises ClusterError."""
+    daemons.alive(keeper)  # raises on another host than the keeper's, where its socket leads nowhere
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ORDER_S)
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain import __version__, registry
 from ddptrain.clusters import state
+from ddptrain.clusters.host_id import Relation
 from ddptrain.clusters.security import own_security, security
 from ddptrain.errors import ClusterError
 
@@ -47,8 +48,9 @@ def by_name(name: str) -> Target:
 def reopen(deployment: state.Deployment) -> None:
     """Open the way to a cluster's scheduler again where this machine has lost it, as after a restart.
 
-    Raises: ClusterError
+    Raises: ClusterError, also on another host than the cluster's
     """
+    deployment.check_here()
     again = getattr(registry.provider_class(deployment.record.backend), "reopen", None)  # few backends need one
     if again is not None:
         again(deployment)
@@ -57,13 +59,20 @@ def reopen(deployment: state.Deployment) -> None:
 def of_deployment(deployment: state.Deployment) -> Target:
     """Where the scheduler of a cluster answers.
 
-    Raises: ClusterError where it has no address, or another version of ddptrain has started it.
+    Raises: ClusterError where it has no address, runs on another host, or was started before a restart of this one or
+    by another version of ddptrain.
     """
+    deployment.check_here()
     record = deployment.record
     address = record.address
     if not address:
         raise ClusterError(
             f"the cluster {deployment.name} has no scheduler yet: see ddptrain cluster status {deployment.name}"
+        )
+    if deployment.relation == Relation.RESTARTED:
+        raise ClusterError(
+            f"{record.host.name} was restarted after the cluster {record.name} was started: end what is left with "
+            f"`ddptrain cluster down {record.name}`, and start it again"
         )
     if record.version != __version__:
         raise ClusterError(
@@ -85,7 +94,7 @@ def by_address(address: str, tls: TlsSettings | None) -> Target:
         return Target(_complete(address, "tls"), security(*files))
     known = {address, _complete(address, "tcp"), _complete(address, "tls")}
     for deployment in state.every():
-        if deployment.record.address in known:
+        if deployment.record.address in known and deployment.relation == Relation.SAME:
             return of_deployment(deployment)
     return Target(_complete(address, "tcp"))
 

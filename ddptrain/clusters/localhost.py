@@ -16,6 +16,7 @@ from ddptrain.clusters.daemons import DaemonId, DaemonOrder
 from ddptrain.clusters.find import of_deployment
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.scheduler import LOOKER, SCHEDULER_FILE
+from ddptrain.clusters.settings import slots_to_order
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
@@ -101,8 +102,10 @@ def _room(settings: Mapping[str, Any], slots: int | None) -> tuple[int, tuple[st
             f"cluster.gpus is {wanted}, but this machine offers {len(present)}: set it to auto, or to 0 for the CPU"
         )
     gpus = present[:wanted]
-    asked = slots or settings["ranks"]
-    count = default_slots(gpus) if asked == "auto" else int(asked)
+    asked = slots_to_order(settings["ranks"], slots)
+    if slots is None and isinstance(settings["ranks"], Mapping) and gpus:
+        asked = max(settings["ranks"]["min"], min(settings["ranks"]["max"], len(gpus)))
+    count = default_slots(gpus) if asked is None else asked
     if gpus and count > len(gpus):
         raise ClusterError(
             f"{count} slots are asked for, but there are {len(gpus)} GPUs, one a slot: ask for fewer, or set "

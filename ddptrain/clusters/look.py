@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from ddptrain.clusters import state
 from ddptrain.clusters.find import of_deployment
+from ddptrain.clusters.host_id import Relation
 from ddptrain.clusters.scheduler import LOOKER
 from ddptrain.clusters.state import Deployment
 
@@ -27,6 +28,7 @@ class State(StrEnum):
     UP = "up"
     STARTING = "starting"
     GONE = "gone"
+    ELSEWHERE = "elsewhere"  # on another host: nothing is known of it here
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class View:
             "dashboard": record.dashboard,
             "tls": record.address.startswith("tls://"),
             "started_at": record.started_at,
+            "host": record.host.name,
             "idle_timeout_s": record.idle_timeout_s,
             "slots": self.slots,
             "free": self.free,
@@ -139,7 +142,11 @@ def probe(deployment: Deployment, timeout_s: float) -> View:
 
 def _if_starting(view: View) -> View:
     all_there = view.state == State.UP and len(view.workers) >= max(1, view.deployment.record.workers)
-    if (all_there and all(worker.warm is not False for worker in view.workers)) or not state.is_locked(view.name):
+    if (
+        view.state == State.ELSEWHERE
+        or (all_there and all(worker.warm is not False for worker in view.workers))
+        or not state.is_locked(view.name)
+    ):
         return view
     return dataclasses.replace(view, state=State.STARTING, reason="a command is starting or ending it now")
 
@@ -167,12 +174,18 @@ def _probe(deployments: Sequence[Deployment], timeout_s: float) -> list[View]:
 
 
 async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
+    if where := deployment.elsewhere:
+        return View(deployment, State.ELSEWHERE, f"it runs on {where}", certain=False)
     ended = deployment.ended
     if ended:
         return View(deployment, State.GONE, f"it ended by itself at {ended.get('at')}: {ended.get('reason')}")
     address = deployment.record.address
     if not address:
         return View(deployment, State.GONE, "its start was broken off")
+    if deployment.relation == Relation.RESTARTED:
+        return View(
+            deployment, State.GONE, f"{deployment.record.host.name} was restarted after the cluster was started"
+        )
     asked = asyncio.ensure_future(_ask(deployment, timeout_s))
     refused = asyncio.ensure_future(_is_refused(address))
     done, _ = await asyncio.wait((asked, refused), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ddptrain import registry
 from ddptrain.clusters import find, look, state
@@ -26,6 +27,8 @@ _EXPOSED = (
     "can run programs as you on every host of this cluster, and read what driver and workers send each other"
 )
 _SURE_S = 10.0  # before a cluster is taken for dead, and what is left of it is ended
+_END_S = 60.0  # for another command that takes back a start that failed
+_NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s"})
 
 
 def default_name(config: ClusterConfig) -> str:
@@ -38,20 +41,73 @@ def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None)
 
     Raises:
         UsageError: it is up already, or the backend can't do what is asked.
-        ClusterError: it did not come up in time; nothing of it is left.
+        ClusterError: it did not come up in time, and nothing of it is left; or another host has one of that name.
     """
     provider = _provider(config.backend)
     encrypts = _encrypts(provider, config.backend, tls)
     with state.locked(name):
-        _make_room(name, tell)
-        deployment = _created(config, name)
-        try:
-            if encrypts:
-                make_tls(deployment.folder)
-            return _bring_up(config, deployment, provider, tell)
-        except BaseException as error:
-            _take_back(deployment, provider, tell, error)
-            raise
+        if (view := _look_or_clean_up(name, tell)) is not None:
+            raise UsageError(f"the cluster {name} is up at {view.deployment.record.address}, {view.slots} slots")
+        return _start(config, name, provider, tell, encrypts=encrypts)
+
+
+def ensure_up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None) -> View:
+    """Like `up`, but a cluster that is up with the same settings is the result, not an error.
+
+    If another command is starting or ending the cluster, this one waits for that command first.
+
+    Raises:
+        UsageError: it is up with other settings, or the backend can't do what is asked.
+        ClusterError: it did not come up in time, or has lost workers; or another host has one of that name.
+    """
+    provider = _provider(config.backend)
+    encrypts = _encrypts(provider, config.backend, tls)
+    if state.is_locked(name):
+        tell(f"another command is starting or ending the cluster {name}: waiting for it")
+    with state.locked(name, patience_s=config.start_timeout_s + _END_S):
+        if (view := _look_or_clean_up(name, tell)) is None:
+            return _start(config, name, provider, tell, encrypts=encrypts)
+    _check_same(view, config, tls)
+    tell(f"the cluster {name} is up already")
+    return view
+
+
+def _check_same(view: View, config: ClusterConfig, tls: bool | None) -> None:
+    """Raises UsageError where a cluster that is up has other settings; ClusterError where it has lost workers."""
+    record, name = view.deployment.record, view.name
+    changes = different_settings(record.settings, config.model_dump(mode="json"))
+    if tls is not None and tls != (view.deployment.tls_dir is not None):
+        changes.append("--tls" if tls else "--no-tls")
+    if changes:
+        raise UsageError(
+            f"the cluster {name} is up at {record.address} with other settings ({', '.join(changes)}): leave them "
+            f"as they were, choose another --name, or end it with `ddptrain cluster down {name}`"
+        )
+    if (lost := record.workers - len(view.workers)) > 0:
+        raise ClusterError(
+            f"the cluster {name} is up at {record.address}, but has lost {counted(lost, 'worker')}: start what is "
+            f"missing with `ddptrain cluster scale {name} SLOTS`"
+        )
+
+
+def different_settings(started: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """The names of the settings that a cluster was started without, or with another value, as cluster.ranks.
+
+    What only says how to start it, or how to wait for it, does not count.
+    """
+    names = sorted({*started, *asked} - _NOT_OF_THE_CLUSTER)
+    return [f"cluster.{name}" for name in names if started.get(name) != asked.get(name)]
+
+
+def _start(config: ClusterConfig, name: str, provider: Provider, tell: Tell, *, encrypts: bool) -> View:
+    deployment = _created(config, name)
+    try:
+        if encrypts:
+            make_tls(deployment.folder)
+        return _bring_up(config, deployment, provider, tell)
+    except BaseException as error:
+        _take_back(deployment, provider, tell, error)
+        raise
 
 
 def scale(name: str, slots: int, tell: Tell) -> View:
@@ -88,6 +144,7 @@ def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
     Raises: UsageError, ClusterError
     """
     deployment = state.find(name)
+    deployment.check_here()
     found = dict(_provider(deployment.record.backend).logs(deployment, lines))
     if source is None:
         return found
@@ -154,20 +211,25 @@ def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider,
     return view
 
 
-def _make_room(name: str, tell: Tell) -> None:
-    """End what is left of a cluster of that name. Raises UsageError where it is up, or may be."""
+def _look_or_clean_up(name: str, tell: Tell) -> View | None:
+    """The cluster of that name if it is up; else None, and what is left of it is ended.
+
+    Raises: UsageError where it may be up; ClusterError where another host has it.
+    """
     try:
         deployment = state.find(name)
     except state.ClusterNotFound:
-        return
+        return None
+    deployment.check_here(f"or choose another --name; {_forget(deployment)}")
     find.reopen(deployment)
     view = look.probe(deployment, _SURE_S)
     if view.state == State.UP:
-        raise UsageError(f"the cluster {name} is up at {deployment.record.address}, {view.slots} slots")
+        return view
     if not view.certain:
         raise UsageError(f"there is a cluster {name}: {view.reason}; if it is dead, ddptrain cluster down {name}")
     tell(f"a cluster {name} was there before: {view.reason}; cleaning up")
     _end(deployment, _provider(deployment.record.backend), tell)
+    return None
 
 
 def _take_back(deployment: Deployment, provider: Provider, tell: Tell, error: BaseException) -> None:
@@ -191,7 +253,13 @@ def _held(name: str) -> Iterator[Deployment]:
     """The cluster of that name, which no other command changes meanwhile."""
     state.find(name)
     with state.locked(name):
-        yield state.find(name)
+        deployment = state.find(name)
+        deployment.check_here(_forget(deployment))
+        yield deployment
+
+
+def _forget(deployment: Deployment) -> str:
+    return f"if that machine is gone for good, forget the cluster: rm -r {shlex.quote(str(deployment.folder))}"
 
 
 def _provider(backend: str) -> Provider:

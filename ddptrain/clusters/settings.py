@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -16,6 +17,18 @@ def _no_option(host: str) -> str:
 
 
 SshTarget = Annotated[Line, AfterValidator(_no_option)]
+
+
+def slots_to_order(ranks: Literal["auto"] | int | Mapping[str, int], slots: int | None) -> int | None:
+    """How many slots a cluster is to have: `slots` of a command, else those of its setting `cluster.ranks`.
+
+    A range asks for its maximum. None is "auto": as many as the hosts have.
+    """
+    if slots is not None:
+        return slots
+    if isinstance(ranks, Mapping):
+        return ranks["max"]
+    return None if ranks == "auto" else int(ranks)
 
 
 class TlsSettings(Strict):

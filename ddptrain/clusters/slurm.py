@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
+from ddptrain.clusters.settings import slots_to_order
 from ddptrain.clusters.slurmscript import JobPlan, scheduler_lines, script, worker_lines
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError, UsageError
@@ -99,7 +100,7 @@ def _submit_first(cluster: Deployment, slots: int | None, tell: Tell) -> None:
     _check_gpus(settings)
     folder = _made_folder(cluster)
     each = settings["slurm"]["ranks_per_node"]
-    wanted = slots or (None if settings["ranks"] == "auto" else int(settings["ranks"]))
+    wanted = slots_to_order(settings["ranks"], slots)
     nodes = int(settings["slurm"]["nodes"])
     if wanted is not None and each == "auto":
         each = math.ceil(wanted / nodes)

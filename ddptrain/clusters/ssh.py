@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import math
 import secrets
 import shlex
@@ -17,8 +16,10 @@ from urllib.parse import urlsplit
 
 from ddptrain import __version__
 from ddptrain.clusters.daemons import FOLDER, DaemonId, DaemonOrder
+from ddptrain.clusters.host_id import is_loopback
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
+from ddptrain.clusters.settings import slots_to_order
 from ddptrain.clusters.sshhost import Host, hosts_of
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError, UsageError
@@ -148,7 +149,7 @@ def _addresses(cluster: Deployment, hosts: Sequence[Host]) -> list[str]:
         f"{host.name}: ssh reaches it at {address}, and the scheduler is at {scheduler}: nothing reaches a loopback "
         "address from elsewhere; name the host by its network address, or set cluster.ssh.scheduler_host for the first"
         for host, address in zip(hosts, addresses, strict=True)
-        if _is_loopback(address) != _is_loopback(scheduler)
+        if is_loopback(address) != is_loopback(scheduler)
     ]:
         raise ClusterError("\n".join(apart))
     return addresses
@@ -165,14 +166,7 @@ def _address(host: Host) -> str:
             f"{host.name}: ddptrain {about['version']} is installed there, this is {__version__}: install the same one"
         )
     found = [address for address in (about["reached_at"], about["addresses"][host.address]) if address]
-    return str(next((address for address in found if not _is_loopback(address)), (*found, host.address)[0]))
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name that this machine can't resolve
-        return False
+    return str(next((address for address in found if not is_loopback(address)), (*found, host.address)[0]))
 
 
 def _start_scheduler(cluster: Deployment, host: Host, address: str) -> None:
@@ -191,7 +185,7 @@ def _start_scheduler(cluster: Deployment, host: Host, address: str) -> None:
 
 def _link(host: Host, address: str, dashboard: str) -> str:
     """The dashboard's link; it listens on the host's loopback, for it has no password."""
-    if not dashboard or _is_loopback(address):
+    if not dashboard or is_loopback(address):
         return dashboard
     at = urlsplit(dashboard).netloc
     return f"{dashboard} through ssh -N -L {at}:{at} {host.target}"
@@ -302,7 +296,7 @@ def _distribution(settings: Mapping[str, Any], hosts: int, slots: int | None) ->
             f"cluster.gpus is {settings['gpus']}: with backend ssh it is auto or 0; cluster.ssh.ranks_per_host says "
             "how many of a host's GPUs are used"
         )
-    total = slots or (None if settings["ranks"] == "auto" else int(settings["ranks"]))
+    total = slots_to_order(settings["ranks"], slots)
     if total is None:
         return [None if each == "auto" else int(each)] * hosts
     room = math.ceil(total / hosts) if each == "auto" else int(each)

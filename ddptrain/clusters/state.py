@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ddptrain import __version__
+from ddptrain.clusters.host_id import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
 from ddptrain.clusters.security import CERT_FILE, write_private
 from ddptrain.configtypes import NAME_PATTERN
 from ddptrain.errors import ClusterError, UsageError
@@ -37,7 +39,8 @@ class ClusterRecord:
     """One cluster: what it was asked to be (`settings`, the YAML's cluster section), and what it is made of.
 
     `parts` is the provider's own: process ids, job ids, hosts. `workers` is how many are expected, `version` that of
-    the ddptrain that started it. `settings` may hold secrets: they are left out of repr.
+    the ddptrain that started it, `host` the host of its processes on this side, or of the command that started it.
+    `settings` may hold secrets: they are left out of repr.
     """
 
     name: str
@@ -50,6 +53,11 @@ class ClusterRecord:
     workers: int = 0
     idle_timeout_s: float = 0.0
     version: str = __version__
+    host: HostId = UNKNOWN_HOST
+
+    def __post_init__(self) -> None:
+        if isinstance(self.host, Mapping):  # from JSON
+            object.__setattr__(self, "host", HostId(**self.host))
 
 
 class Deployment:
@@ -83,6 +91,26 @@ class Deployment:
         """What the scheduler left when it ended by itself: {"reason", "at"}; empty while it has not."""
         return _read(self.folder / _ENDED)
 
+    @property
+    def relation(self) -> Relation:
+        """How this host relates to the only one that can use the cluster; SAME if its scheduler listens on a network.
+
+        The processes of a cluster that listens on a network are checked one by one: see `daemons.alive`.
+        """
+        record, address = self.record, urlsplit(self.record.address)
+        only_there = record.backend == "local" or address.scheme == "unix" or is_loopback(address.hostname or "")
+        return relation(record.host, this_host()) if only_there else Relation.SAME
+
+    @property
+    def elsewhere(self) -> str:
+        """Where to run commands for this cluster, if not on this host; else ""."""
+        return where_to_run(self.record.host, this_host()) if self.relation == Relation.OTHER else ""
+
+    def check_here(self, hint: str = "") -> None:
+        """Raises ClusterError, with the `hint`, on a host that can neither use nor end the cluster."""
+        if where := self.elsewhere:
+            raise ClusterError(f"the cluster {self.name} runs on {where}{'; ' if hint else ''}{hint}")
+
     def update(self, **changes: Any) -> None:
         """Change fields of the record, on disk first."""
         changed = dataclasses.replace(self._record, **changes)
@@ -110,12 +138,12 @@ def clusters_dir() -> Path:
 
 
 def create(record: ClusterRecord) -> Deployment:
-    """Make the folder of a new cluster, whose name is `locked`.
+    """Make the folder of a new cluster on this host, whose name is `locked`.
 
     Raises: UsageError where there is one of that name, or where no cluster can have it.
     """
     _check_name(record.name)
-    _check_name(record.name)
+    record = dataclasses.replace(record, host=this_host())
     folder = clusters_dir() / record.name
     if _load(folder) is not None:
         raise UsageError(f"there is a cluster {record.name} already: ddptrain cluster down {record.name}")
@@ -142,14 +170,14 @@ def find(name: str) -> Deployment:
 
 
 @contextlib.contextmanager
-def locked(name: str) -> Iterator[None]:
+def locked(name: str, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
     """For as long as the block lasts, no other command starts, scales or ends a cluster of that name.
 
-    Raises: UsageError where another one does so now, and where no cluster can have that name.
+    Raises: UsageError where another one still does so after `patience_s`, and where no cluster can have that name.
     """
     _check_name(name)
     descriptor = _open_lock(name)
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    deadline = time.monotonic() + patience_s
     try:
         while not _try_lock(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:

@@ -42,7 +42,7 @@ def sections(view: View) -> list[Section]:
         ("address", record.address),
         ("dashboard", record.dashboard or _NO_DASHBOARD if view.state == State.UP else ""),
         ("access", _ACCESS.get(record.address.partition("://")[0], "")),
-        ("started", f"{_time(record.started_at)} UTC"),
+        ("started", f"{_time(record.started_at)} UTC{f' on {record.host.name}' if record.host.name else ''}"),
         ("ends", f"after {idle_s:g} s without a run" if idle_s else ""),
         ("slots", _slots(view) if view.workers else ""),
         ("missing", _missing(view)),

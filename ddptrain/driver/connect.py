@@ -20,6 +20,7 @@ from distributed.comm.addressing import parse_host_port
 from distributed.versions import VersionMismatchWarning
 
 from ddptrain.clusters.find import Target
+from ddptrain.driver import peer
 from ddptrain.errors import ClusterError
 
 _CONFIG = {"distributed.comm.timeouts.tcp": "11s"}  # Dask takes no less: our cable is cut, and nobody tells
@@ -29,6 +30,8 @@ _PEEK_S = 3.0
 _NOBODY = frozenset(os.strerror(code).lower() for code in (errno.ECONNREFUSED, errno.ENOENT))  # certain: none listens
 _MARGIN_S = 2.0  # beyond the time that Dask is given
 _SPEAKS_FIRST_S = 1.5
+_SILENT_S = 7.0  # what takes connections and says nothing for so long is no scheduler that is just starting
+_ALERT = "ALERT"  # in the reason of a TLS error that the peer has sent
 
 
 def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> Client:
@@ -41,20 +44,28 @@ def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> 
     if target.foreign:  # our own table tells what does not fit there
         warnings.filterwarnings("ignore", category=VersionMismatchWarning)
     _tls_context(target)
-    deadline, try_s = time.monotonic() + (min(timeout_s, _OWN_S) if target.name else timeout_s), _TRY_S
+    began, try_s = time.monotonic(), _TRY_S
+    deadline = began + (min(timeout_s, _OWN_S) if target.name else timeout_s)
     while True:
         try:
+            _look_before_dask(target)
             return _tried(target, max(0.1, min(try_s, deadline - time.monotonic())))
         except TypeError as error:  # it does not understand what it is asked
             raise ClusterError(
                 f"the scheduler at {target.address} runs a version of Dask that this one can't talk to ({error}): "
                 "distributed 2025.7 or newer is needed there"
             ) from error
+        except MemoryError as error:  # the first bytes of something else are a length to Dask
+            _why_not(target)
+            raise ClusterError(f"{peer.not_a_scheduler(target.address)} ({error})") from error
         except (OSError, TimeoutError, ValueError) as error:
             reason = _why_not(target) or str(error)
         left_s = deadline - time.monotonic()
         if (target.name and reason in _NOBODY) or left_s <= 0:
             raise ClusterError(_nobody(target, timeout_s, reason))
+        silent_s = time.monotonic() - began
+        if reason == peer.SILENT and not target.name and silent_s > _SILENT_S:
+            raise ClusterError(_nobody(target, round(silent_s), reason))
         tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
         time.sleep(min(1.0, left_s))
         try_s *= 2
@@ -85,8 +96,21 @@ def _tried(target: Target, timeout_s: float) -> Client:
         return outcome.result(timeout_s + _MARGIN_S)
     except concurrent.futures.TimeoutError:
         if not outcome.done():
-            raise TimeoutError("somebody takes the connection there, and says nothing") from None
+            raise TimeoutError(peer.SILENT) from None
         return outcome.result()
+
+
+def _look_before_dask(target: Target) -> None:
+    """Look what listens at an address that was typed. Raises ClusterError if Dask should not connect to it."""
+    scheme, _, location = target.address.partition("://")
+    if target.name or not target.foreign:
+        return
+    if scheme == "tls":
+        _why_not(target)
+    if scheme == "tcp":
+        host, port = parse_host_port(location)
+        with contextlib.suppress(OSError):  # Dask's own attempt, which follows, is told
+            peer.check_greeting(target.address, host, int(port))
 
 
 def _nobody(target: Target, timeout_s: float, reason: str) -> str:
@@ -112,7 +136,11 @@ def _why_not(target: Target) -> str:
     host, port = parse_host_port(location)
     try:
         with socket.create_connection((host, int(port)), timeout=_PEEK_S) as plain:
-            return _wrong_certificate(target, plain) if scheme == "tls" else _talks_tls(target, plain)
+            if scheme == "tls":
+                return _wrong_certificate(target, plain)
+            if reason := _talks_tls(target, plain):
+                peer.check_http(target.address, host, int(port))
+            return reason
     except socket.gaierror as error:
         raise ClusterError(f"the host of {target.address} is unknown: {error.strerror}") from error
     except OSError as error:
@@ -158,7 +186,14 @@ def _wrong_certificate(target: Target, plain: socket.socket) -> str:
             f"the scheduler at {target.address} shows a certificate that ours does not vouch for "
             f"({error.verify_message}): it belongs to another cluster, or cluster.tls.ca_file is the wrong one"
         ) from error
+    except TimeoutError:
+        return peer.SILENT
     except ssl.SSLError as error:
+        if _ALERT not in str(error.reason):
+            raise ClusterError(
+                f"what listens at {target.address} does not speak TLS ({error.reason or error}): it is not a Dask "
+                "scheduler, or one without TLS, whose address begins with tcp://"
+            ) from error
         raise ClusterError(
             f"the scheduler at {target.address} refuses our certificate ({error.reason or error}): it belongs to "
             "another cluster, or cluster.tls.cert_file and key_file are the wrong ones"
@@ -167,7 +202,10 @@ def _wrong_certificate(target: Target, plain: socket.socket) -> str:
 
 
 def _talks_tls(target: Target, plain: socket.socket) -> str:
-    """Whether a scheduler that is called without TLS would answer with it. One without TLS speaks first."""
+    """Whether a scheduler that is called without TLS would answer with it. One without TLS speaks first.
+
+    Returns SILENT if it says nothing at all. Raises ClusterError if it speaks TLS.
+    """
     plain.settimeout(_SPEAKS_FIRST_S)
     context = ssl.create_default_context()
     context.check_hostname = False
@@ -179,7 +217,7 @@ def _talks_tls(target: Target, plain: socket.socket) -> str:
         with context.wrap_socket(plain):
             pass
     except OSError:
-        return ""
+        return peer.SILENT
     address = target.address.replace("tcp", "tls", 1)
     raise ClusterError(
         f"the scheduler at {target.address} speaks TLS: write the address as {address}, and give cluster.tls.ca_file, "

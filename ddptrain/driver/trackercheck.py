@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from ddptrain.config import RunConfig
 from ddptrain.errors import UsageError
-from ddptrain.registry import TRACKERS
+from ddptrain.registry import TRACKER_PACKAGES, TRACKERS
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -20,6 +20,6 @@ def check_trackers(config: RunConfig) -> None:
         name = str(tracker["name"])
         if name in TRACKERS and find_spec(name) is None:
             raise UsageError(
-                f"tracking.{name} is on, but the package {name} is not installed: pip install 'ddptrain[{name}]', or "
-                f"turn it off with --set tracking.{name}.mode=off"
+                f"tracking.{name} is on, but the package {name} is not installed: pip install "
+                f"'{TRACKER_PACKAGES[name]}', or turn it off with --set tracking.{name}.mode=off"
             )

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from ddptrain import events
 from ddptrain.redact import LEFT_OUT, hide_options, secrets_in
-from ddptrain.registry import TRACKERS, tracker_target
+from ddptrain.registry import TRACKER_PACKAGES, TRACKERS, tracker_target
 from ddptrain.spec import RankSpec
 from ddptrain.tracking.hub import Hub
 from ddptrain.tracking.items import Checkpoint, Item, Model
@@ -117,7 +117,7 @@ def load(name: str) -> type[Any]:
         except ModuleNotFoundError as error:
             if name in TRACKERS and error.name == name:
                 raise ImportError(
-                    f"the package {name} is not installed here: pip install 'ddptrain[{name}]'"
+                    f"the package {name} is not installed here: pip install '{TRACKER_PACKAGES[name]}'"
                 ) from error
             raise
     for part in attribute.split("."):

@@ -224,6 +224,21 @@ def test_two_ups_at_once_make_one_cluster(clusters: Clusters) -> None:
     assert clusters.status()["slots"] == 1
 
 
+def test_two_ups_if_needed_at_once_both_succeed_with_one_cluster(clusters: Clusters) -> None:
+    command = ["cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0", "--if-needed", "--json"]
+    done = [running.finish() for running in [clusters.cli.start(*command) for _ in range(2)]]
+    assert [each.rc for each in done] == [0, 0], done
+    views = [json.loads(each.stdout) for each in done]
+    assert views[0]["address"] == views[1]["address"] and views[0]["started_at"] == views[1]["started_at"]
+    assert "the cluster dev is up already" in done[0].stderr + done[1].stderr
+    assert (
+        "with other settings (cluster.ranks)"
+        in clusters("up", "--name", "dev", "--gpus", "0", "--if-needed", rc=2).stderr
+    )
+    clusters("down", "dev")
+    assert "nothing to end" in clusters("down", "dev").stderr
+
+
 @pytest.mark.parametrize(("number", "rc"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_up_takes_everything_back(clusters: Clusters, number: int, rc: int) -> None:
     running = clusters.cli.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0")

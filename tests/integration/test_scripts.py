@@ -135,6 +135,30 @@ def test_script_with_a_handler_is_told_to_go_and_ends_as_preempted(
     assert "it has saved, run it again to go on" in said.stderr
 
 
+def test_detached_script_is_stopped_and_resumed_in_its_run_directory(
+    run_cli: Cli, tmp_path: Path, warm_cluster: str
+) -> None:
+    command = ["run", "--ranks", "2", "--cluster", warm_cluster, "--resume", "auto"]
+    script: list[str | Path] = [SCRIPTS / "resumes.py", "--", tmp_path / "saved"]
+    begun = run_cli(*command, "--detach", *script)
+    assert begun.rc == 0, begun
+    run = begun.stdout.strip()
+    following = run_cli.start("results", "logs", run, "--follow")
+    for rank in (0, 1):
+        following.wait_for(f"[rank {rank}] ready, restarts 0")
+    stopped = run_cli("stop", run)
+    assert stopped.rc == 0 and run_json(tmp_path)["status"] == "preempted", stopped
+    assert following.finish().rc == 0
+
+    resumed = run_cli(*command, *script)
+    assert resumed.rc == 0 and f"going on with run {run}, which was preempted" in resumed.stderr, resumed
+    assert f"[rank 1] resumed from step 7 restarts 1 run {run}" in resumed.stdout
+    record = run_json(tmp_path)  # there is one run directory
+    assert (record["status"], [each["attempt"] for each in record["attempts"]]) == ("succeeded", [1, 2])
+    changed = run_cli(*command[:-1], run, *script, "--lr", "0.1")
+    assert changed.rc == 2 and "has succeeded: there is nothing to resume" in changed.stderr
+
+
 def test_script_of_a_file_takes_arguments_and_may_ask_for_its_context(
     run_cli: Cli, tmp_path: Path, warm_cluster: str
 ) -> None:

@@ -105,7 +105,7 @@ def _start_forward(context: str, namespace: str, cluster: Deployment, local: lis
         env={"KUBECONFIG": os.environ["KUBECONFIG"]} if "KUBECONFIG" in os.environ else {},
     )
     started = daemons.start(order)
-    cluster.update(parts={**cluster.record.parts, "forward": dataclasses.asdict(started)})
+    cluster.update(parts={**cluster.record.parts, "forward": dataclasses.asdict(started)}, host=started.host)
     deadline = time.monotonic() + _START_S
     while not (ports := _read(file)):
         if not daemons.alive(started) or time.monotonic() > deadline:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ddptrain import registry
 from ddptrain.cli.main import main
 from ddptrain.clusters import manage, state
 from ddptrain.clusters.look import State, View
@@ -90,6 +91,21 @@ def test_runs_file_gives_its_cluster_section_and_options_win(
     assert [(name, config.ranks) for config, name, _ in asked] == [("pets", 2), ("local", 5)]
 
 
+@pytest.mark.parametrize("backend", registry.BACKENDS)
+def test_backend_without_its_settings_has_defaults_or_says_which_field_is_missing(
+    call: Call, asked: list[tuple[ClusterConfig, str, bool | None]], backend: str
+) -> None:
+    """No provider has to expect that its section is missing."""
+    code, _, err = call("up", "--backend", backend)
+    missing = {"address": "address", "ssh": "ssh.hosts", "kubernetes": "kubernetes.image", "class": "class"}
+    if field := missing.get(backend):
+        assert code == 2 and f"cluster.{field}: is required, as cluster.backend is {backend}" in err
+    else:
+        assert code == 0
+        config = asked[-1][0].model_dump(mode="json")
+        assert backend == "local" or config[backend] is not None
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -135,9 +151,19 @@ def test_status_of_a_cluster_that_is_gone_exits_with_4(call: Call) -> None:
 
 def test_name_that_is_nearly_right_is_suggested(call: Call) -> None:
     entry("dev")
-    for command in (["status"], ["logs"], ["down"], ["scale", "2"]):
+    for command in (["status"], ["logs"], ["scale", "2"]):
         code, _, err = call(command[0], "dve", *command[1:])
         assert (code, err) == (2, 'ddptrain: error: there is no cluster "dve" (did you mean dev?)\n')
+
+
+def test_down_of_a_cluster_that_is_not_there_succeeds_and_suggests_the_nearest(call: Call) -> None:
+    nothing = 'ddptrain: there is no cluster "dve", so there is nothing to end'
+    assert call("down", "dve") == (0, "", f"{nothing}\n")
+    entry("dev")
+    assert call("down", "dve") == (0, "", f"{nothing} (did you mean dev?)\n")
+    code, out, _ = call("down", "dve", "--json")
+    assert (code, json.loads(out)) == (0, {"ended": [], "failed": {}})
+    assert [each.name for each in state.every()] == ["dev"]
 
 
 def test_down_wants_one_name_or_all(call: Call) -> None:

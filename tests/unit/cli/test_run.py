@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
 from ddptrain.cli.main import main
+from ddptrain.driver.detach import EndedEarly
 
 
 def resolved(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, object]:
@@ -42,13 +44,41 @@ def test_what_follows_the_script_is_its_own(capsys: pytest.CaptureFixture[str]) 
     assert second["workload"] == {**config["workload"], "args": ["--", "x"], "local_rank_arg": True}  # type: ignore[dict-item]
 
 
-def test_options_become_fields(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_become_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddptrain.driver.dry_run.check_cluster", lambda cluster, tell: None)
     options = ["--ranks", "3", "--cluster", "tcp://h:1", "--runs-dir", "elsewhere", "--set", "failure.max_restarts=2"]
     config = resolved(capsys, *options, "My Script.py")
     cluster, failure, results = config["cluster"], config["failure"], config["results"]
     assert isinstance(cluster, dict) and (cluster["ranks"], cluster["address"]) == (3, "tcp://h:1")
     assert isinstance(failure, dict) and failure["max_restarts"] == 2
     assert results == {"dir": "elsewhere"}
+
+
+def test_dry_run_checks_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--dry-run", "--cluster", "nothere", "My Script.py"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and 'there is no cluster "nothere"' in said.err
+
+
+def test_resume_and_detach_go_to_the_driver_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+
+    def start(arguments: Sequence[str]) -> EndedEarly:
+        given.extend(arguments)
+        return EndedEarly(6, "")
+
+    monkeypatch.setattr("ddptrain.driver.detach.start_detached", start)
+    typed = ["--ranks", "3", "--resume", "auto", "--allow-changes"]
+    assert main(["run", "--detach", *typed, "My Script.py", "--", "--lr", "0.1", "--", "x"]) == 6
+    assert given == ["run", "--output", "plain", *typed, "--", "My Script.py", "--", "--lr", "0.1", "--", "x"]
+    given.clear()
+    assert main(["run", "-m", "--local-rank", "--detach", "package.module", "--lr", "0.1"]) == 6
+    assert given == ["run", "--output", "plain", "-m", "--local-rank", "--", "package.module", "--lr", "0.1"]
+
+
+def test_resume_of_a_run_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--resume", "nothere", "My Script.py"]) == 2
+    assert "nothere" in capsys.readouterr().err
 
 
 def test_script_that_is_not_there_is_told_before_anything_starts(

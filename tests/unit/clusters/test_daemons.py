@@ -17,6 +17,7 @@ import pytest
 
 from ddptrain.clusters import daemons
 from ddptrain.clusters.daemons import FOLDER, DaemonId, DaemonOrder
+from ddptrain.clusters.host_id import HostId, this_host
 from ddptrain.errors import ClusterError
 
 Start = Callable[..., DaemonId]
@@ -68,6 +69,39 @@ def test_other_process_with_the_same_pid_is_left_alone(start: Start) -> None:
     assert not daemons.alive(other)
     daemons.stop([other])
     assert daemons.alive(daemon)
+
+
+def test_process_of_an_earlier_boot_has_ended(start: Start) -> None:
+    """Its pid and even its start time may be those of another process now."""
+    daemon = start()
+    earlier = dataclasses.replace(daemon, host=dataclasses.replace(daemon.host, boot="an-earlier-boot"))
+    assert not daemons.alive(earlier)
+    daemons.stop([earlier])
+    assert daemons.alive(daemon)
+
+
+def test_process_of_another_host_is_neither_checked_nor_ended_and_its_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    daemon = daemons.start(DaemonOrder("it", "", ["-c", SERVE], label="dev-1"))
+    try:
+        there = dataclasses.replace(daemon, host=HostId("gpu1", "m", "b", "pid:[1]"))
+        where = r"the it \(pid \d+\) runs on the host gpu1, and this is .*: run the command on gpu1"
+        for call in (lambda: daemons.alive(there), lambda: daemons.stop([daemon, there])):
+            with pytest.raises(ClusterError, match=where):
+                call()
+        with pytest.raises(ClusterError, match=where):
+            daemons.end("dev-1", [there])
+        assert daemons.alive(daemon) and Path(daemon.folder).is_dir()
+    finally:
+        daemons.end("dev-1", [daemon])
+
+
+def test_host_of_a_process_survives_json(start: Start) -> None:
+    daemon = start()
+    assert daemon.host == this_host()
+    assert DaemonId(**json.loads(json.dumps(dataclasses.asdict(daemon)))) == daemon
 
 
 def test_files_and_log_are_for_this_user_only(start: Start) -> None:

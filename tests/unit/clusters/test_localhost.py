@@ -13,7 +13,7 @@ from ddptrain.clusters.daemons import DaemonId, DaemonOrder
 from ddptrain.clusters.localhost import LocalProvider
 from ddptrain.clusters.security import make_tls
 from ddptrain.clusters.state import ClusterRecord, Deployment
-from ddptrain.config import ClusterConfig
+from ddptrain.config import ClusterConfig, RankRange
 from ddptrain.errors import ClusterError
 
 
@@ -52,6 +52,9 @@ def started(orders: list[DaemonOrder], cluster: Deployment) -> dict[str, str]:
         ({"ranks": 2}, "2", "0,1,2,3"),  # so that it can grow
         ({"gpus": 2}, "2", "0,1"),
         ({"gpus": 0, "ranks": 7}, "7", "none"),
+        ({"ranks": RankRange(min=2, max=3)}, "3", "0,1,2,3"),
+        ({"ranks": RankRange(min=2, max=16)}, "4", "0,1,2,3"),
+        ({"gpus": 0, "ranks": RankRange(min=2, max=16)}, "16", "none"),
     ],
 )
 def test_slots_are_one_per_gpu_or_as_asked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from ddptrain.clusters import look, state
+from ddptrain.clusters.host_id import HostId, this_host
 from ddptrain.clusters.look import State
 from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.clusters.words import sections
@@ -76,6 +78,29 @@ def test_many_silent_schedulers_take_no_longer_than_one(silent_address: str) -> 
     views = look.every()
     assert time.monotonic() - began < 20 * look.LOOK_TIMEOUT_S  # one after the other they take 40 times as long
     assert len(views) == 40 and {view.state for view in views} == {State.GONE}
+
+
+@pytest.mark.parametrize(
+    ("host", "state_", "certain", "reason"),
+    [
+        (HostId("login2", "m2", "b2", "p"), State.ELSEWHERE, False, "it runs on the host login2, and this is "),
+        (dataclasses.replace(this_host(), boot="b0"), State.GONE, True, "was restarted after the cluster was started"),
+    ],
+)
+def test_cluster_of_another_host_or_boot_is_not_connected_to(
+    host: HostId, state_: State, certain: bool, reason: str
+) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        deployment = entry("dev", f"tcp://127.0.0.1:{listening.getsockname()[1]}")
+        deployment.update(host=host)
+        view = look.at(deployment)
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+    assert (view.state, view.certain) == (state_, certain) and reason in view.reason
+    assert view.as_dict()["host"] == host.name
 
 
 def test_cluster_that_ended_by_itself_says_when_and_why(dead_address: str) -> None:

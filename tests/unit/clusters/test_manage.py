@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import os
 import signal
 import stat
@@ -9,14 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ddptrain import registry
 from ddptrain.clusters import daemons, gather, look, manage, state
 from ddptrain.clusters.daemons import DaemonOrder
+from ddptrain.clusters.host_id import HostId, this_host
 from ddptrain.clusters.interrupts import interruptible
 from ddptrain.clusters.protocol import Tell
+from ddptrain.clusters.settings import SshSettings
 from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.config import ClusterConfig
 from ddptrain.errors import ClusterError, Interrupted, UsageError
@@ -121,6 +127,38 @@ def test_up_clears_what_was_left_of_a_cluster_of_that_name(provider: Provider) -
     assert provider.calls == ["stop", "scale", "old: False", "stop"]
 
 
+OTHER = HostId("login2", "m2", "b2", "pid:[2]")
+
+
+@pytest.mark.parametrize("command", ["up", "scale", "logs", "down"])
+def test_cluster_of_another_host_stays_as_it_is_and_the_message_names_that_host(
+    provider: Provider, command: str
+) -> None:
+    entry("dev", address="tcp://127.0.0.1:1").update(host=OTHER)
+    calls: dict[str, Callable[[], object]] = {
+        "up": up,
+        "scale": lambda: manage.scale("dev", 2, tell),
+        "logs": lambda: manage.logs("dev", 5),
+        "down": lambda: manage.down("dev", tell, now=True),
+    }
+    with pytest.raises(ClusterError, match=r"dev runs on the host login2, and this is .*: run the command on login2"):
+        calls[command]()
+    assert provider.calls == [] and [each.name for each in state.every()] == ["dev"]
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_cluster_from_before_a_restart_is_cleaned_up(provider: Provider, command: str) -> None:
+    entry("dev", address="tcp://127.0.0.1:1").update(host=dataclasses.replace(this_host(), boot="an-earlier-boot"))
+    if command == "down":
+        manage.down("dev", tell)
+        assert provider.calls == ["stop"]
+    else:
+        with pytest.raises(ClusterError):
+            up()
+        assert provider.calls == ["stop", "scale", "stop"]
+    assert state.every() == []
+
+
 def test_certificate_is_made_when_the_backend_or_the_user_wants_it(provider: Provider) -> None:
     modes: list[list[int]] = []
     provider.on_scale = lambda cluster, tell: modes.append(
@@ -165,12 +203,70 @@ class OneWorker(Provider):
         daemons.stop(self.started)
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, []),
+        ({"start_timeout_s": 5.0, "wait_s": 60.0, "name": "dev"}, []),
+        ({"ranks": 4}, ["cluster.ranks"]),
+        ({"gpus": 0, "idle_timeout_s": 60.0}, ["cluster.gpus", "cluster.idle_timeout_s"]),
+        ({"backend": "slurm"}, ["cluster.backend", "cluster.slurm"]),
+        ({"backend": "ssh", "ssh": SshSettings(hosts=["a"])}, ["cluster.backend", "cluster.ssh"]),
+    ],
+)
+def test_settings_that_make_another_cluster(asked: dict[str, Any], expected: list[str]) -> None:
+    started = json.loads(json.dumps(ClusterConfig().model_dump(mode="json")))  # as the record contains them
+    assert manage.different_settings(started, ClusterConfig(**asked).model_dump(mode="json")) == expected
+
+
+def test_host_that_was_added_is_another_setting_and_its_environment_is_not_printed() -> None:
+    one, two = (
+        ClusterConfig(backend="ssh", ssh=SshSettings(hosts=hosts, env={"TOKEN": "s3cret"}))
+        for hosts in (["a"], ["a", "b"])
+    )
+    told = manage.different_settings(one.model_dump(mode="json"), two.model_dump(mode="json"))
+    assert told == ["cluster.ssh"]
+
+
 @pytest.fixture
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> OneWorker:
     made = OneWorker()
     made.written = {"scheduler": "fine", "worker a": "also fine", "worker b": "no torch here"}
     monkeypatch.setattr(registry, "provider_class", lambda backend: lambda: made)
     return made
+
+
+def test_up_if_needed_starts_a_cluster_once_and_refuses_other_settings(one_worker: OneWorker) -> None:
+    said: list[str] = []
+    config = ClusterConfig(ranks=2)
+    try:
+        first = manage.ensure_up(config, "dev", tell)
+        again = manage.ensure_up(config, "dev", said.append)
+        assert first.deployment.record.address == again.deployment.record.address and again.slots == 2
+        assert said == ["the cluster dev is up already"]
+        for other, tls, name in ((ClusterConfig(ranks=1), None, r"cluster\.ranks"), (config, True, "--tls")):
+            with pytest.raises(UsageError, match=rf"is up at .* with other settings \({name}\): leave them"):
+                manage.ensure_up(other, "dev", tell, tls=tls)
+        state.find("dev").update(workers=2)
+        with pytest.raises(ClusterError, match="but has lost 1 worker: start what is missing with `ddptrain cluster"):
+            manage.ensure_up(config, "dev", tell)
+    finally:
+        manage.down("dev", tell)
+
+
+def test_up_if_needed_waits_for_a_command_that_starts_or_ends_the_cluster(provider: Provider) -> None:
+    released: list[bool] = []
+
+    def waiting(text: str) -> None:
+        if "waiting for it" in text:
+            released.append(True)
+            other.close()
+
+    other = contextlib.ExitStack()
+    other.enter_context(state.locked("dev"))
+    with pytest.raises(ClusterError, match="no scheduler has come up"):  # this provider starts nothing
+        manage.ensure_up(ClusterConfig(start_timeout_s=0.2), "dev", waiting)
+    assert released == [True] and provider.calls == ["scale", "stop"]
 
 
 def test_too_few_slots_are_told_at_once_when_no_more_workers_can_come(one_worker: OneWorker) -> None:

@@ -61,6 +61,17 @@ def test_first_job_holds_scheduler_and_workers(fake: Fake) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in made.folder.glob("job-*.sh"))
 
 
+def test_cluster_without_settings_for_slurm_is_one_node(fake: Fake) -> None:
+    """`ddptrain cluster up --backend slurm`, as the README has it."""
+    fake("sbatch", "echo 17")
+    settings = ClusterConfig(backend="slurm").model_dump(mode="json")
+    made = state.create(ClusterRecord("dev", "slurm", "now", settings=settings))
+    told: list[str] = []
+    SlurmProvider().scale(made, None, told.append)
+    (text,) = scripts(made)
+    assert "#SBATCH --nodes=1\n" in text and told == ["job 17: the scheduler and a worker"]
+
+
 def test_array_has_a_job_for_the_scheduler_and_one_for_the_workers(fake: Fake) -> None:
     fake("sbatch", "echo $RANDOM")
     made = cluster({"array": True, "nodes": 3, "ranks_per_node": 1})

@@ -18,7 +18,9 @@ from ddptrain.clusters.sshhost import Host, hosts_of
 from ddptrain.errors import ClusterError, UsageError
 
 
-def settings(each: str | int = "auto", ranks: str | int = "auto", gpus: str | int = "auto") -> dict[str, Any]:
+def settings(
+    each: str | int = "auto", ranks: str | int | dict[str, int] = "auto", gpus: str | int = "auto"
+) -> dict[str, Any]:
     return {"ranks": ranks, "gpus": gpus, "ssh": {"ranks_per_host": each}}
 
 
@@ -29,6 +31,7 @@ def settings(each: str | int = "auto", ranks: str | int = "auto", gpus: str | in
         (settings(each=4), None, 2, [4, 4]),
         (settings(ranks=3), None, 2, [2, 1]),
         (settings(each=4, ranks=6), None, 2, [4, 2]),
+        (settings(ranks={"min": 1, "max": 6}), None, 2, [3, 3]),
         (settings(each=4, ranks=3), None, 2, [3, 0]),
         (settings(ranks=3), 5, 2, [3, 2]),
         (settings(each=2), 1, 3, [1, 0, 0]),

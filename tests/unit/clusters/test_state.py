@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import stat
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.clusters import find, security, state
+from ddptrain.clusters.host_id import HostId, Relation, this_host
 from ddptrain.clusters.settings import TlsSettings
 from ddptrain.clusters.state import ClusterRecord
 from ddptrain.errors import ClusterError, UsageError
@@ -121,6 +123,57 @@ def test_cluster_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch)
     made.update(version="0.0.1")
     with pytest.raises(ClusterError, match=r"was started by ddptrain 0\.0\.1"):
         find.by_name("dev")
+
+
+# --- the host of a cluster ---
+
+OTHER = HostId("login2", "m2", "b2", "pid:[2]")
+RESTARTED = dataclasses.replace(this_host(), boot="an-earlier-boot")
+
+
+def test_record_has_the_host_that_made_it() -> None:
+    state.create(record())
+    assert state.find("dev").record.host == this_host()
+
+
+@pytest.mark.parametrize(
+    ("backend", "address", "host", "expected"),
+    [
+        ("local", "tcp://127.0.0.1:1", this_host(), Relation.SAME),
+        ("local", "tcp://127.0.0.1:1", OTHER, Relation.OTHER),
+        ("local", "", OTHER, Relation.OTHER),  # its start is under way, or was broken off
+        ("local", "tcp://127.0.0.1:1", RESTARTED, Relation.RESTARTED),
+        ("local", "unix:///tmp/d-1/s", OTHER, Relation.OTHER),
+        ("mine", "unix:///tmp/d-1/s", OTHER, Relation.OTHER),
+        ("class", "tcp://127.0.0.1:1", OTHER, Relation.OTHER),
+        ("class", "tls://10.0.0.1:1", OTHER, Relation.SAME),  # the network leads there; its keeper's pid is checked
+        ("kubernetes", "tls://127.0.0.1:1", OTHER, Relation.OTHER),  # through a port-forward
+        ("kubernetes", "tls://dev-scheduler.ns.svc:8786", OTHER, Relation.SAME),
+        ("ssh", "tls://gpu1:1", OTHER, Relation.SAME),
+        ("ssh", "tls://127.0.0.1:1", OTHER, Relation.OTHER),
+        ("slurm", "", OTHER, Relation.SAME),  # any host with Slurm's commands can cancel its jobs
+        ("slurm", "tls://node1:1", RESTARTED, Relation.SAME),
+        ("saturn", "tls://s.example:1", OTHER, Relation.SAME),
+    ],
+)
+def test_which_clusters_one_host_alone_can_use(backend: str, address: str, host: HostId, expected: Relation) -> None:
+    found = state.Deployment(Path("x"), dataclasses.replace(record(address=address), backend=backend, host=host))
+    assert found.relation == expected
+
+
+def test_cluster_of_another_host_is_not_connected_to_and_the_message_names_that_host() -> None:
+    state.create(record(address="tcp://127.0.0.1:1")).update(host=OTHER)
+    with pytest.raises(ClusterError, match=r"the cluster dev runs on the host login2, and this is .*: run the command"):
+        find.by_name("dev")
+    assert find.by_address("tcp://127.0.0.1:1", None).name == ""  # the same address here is not that cluster
+
+
+def test_cluster_from_before_a_restart_is_not_connected_to() -> None:
+    """Another user's process may listen at its port now."""
+    state.create(record(address="tcp://127.0.0.1:1")).update(host=RESTARTED)
+    with pytest.raises(ClusterError, match=r"was restarted after the cluster dev was started: .*cluster down dev"):
+        find.by_name("dev")
+    assert find.by_address("tcp://127.0.0.1:1", None).name == ""
 
 
 # --- which cluster an address or a file means ---

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ddptrain.clusters.find import Target
 from ddptrain.clusters.security import make_tls, own_security
+from ddptrain.driver import peer
 from ddptrain.driver.connect import connected
 from ddptrain.errors import ClusterError
+
+SOON_S = 60.0  # for what takes ten seconds where nothing else runs; the cluster may take ten minutes to start
 
 
 @pytest.fixture
@@ -65,6 +70,141 @@ def refused(target: Target, timeout_s: float = 0.5) -> str:
 def test_silent_port_is_not_waited_for_for_ever(silent: int) -> None:
     told = refused(Target(f"tcp://127.0.0.1:{silent}"))
     assert f"no Dask scheduler answers at tcp://127.0.0.1:{silent} within 0.5 s" in told and "says nothing" in told
+
+
+@contextlib.contextmanager
+def server(answer: Callable[[socket.socket], object]) -> Iterator[int]:
+    """The port of a server that calls `answer` for each connection, and holds it until the client closes it."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            connections.append(connection)
+            threads.append(threading.Thread(target=talk, args=(connection,)))
+            threads[-1].start()
+
+    def talk(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            answer(connection)
+            while connection.recv(4096):
+                pass
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(16)
+        connections: list[socket.socket] = []
+        threads = [threading.Thread(target=serve)]
+        threads[0].start()
+        yield int(listening.getsockname()[1])
+        listening.shutdown(socket.SHUT_RDWR)
+        threads[0].join()
+        for connection in connections:
+            with contextlib.suppress(OSError):  # the client has closed it
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for connection in connections:
+            connection.close()
+
+
+def speak_http(connection: socket.socket) -> None:
+    if connection.recv(4096).startswith(b"GET / "):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+    else:
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def sends(data: bytes) -> Callable[[socket.socket], object]:
+    return lambda connection: connection.sendall(data)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (sends(b"SSH-2.0-OpenSSH_9.6\r\n"), 'it says "SSH-2.0-OpenSSH_9.6"'),
+        (sends(b"220 mail.example \x1b[31mESMTP\r\n"), "it sends other bytes (32 32 30 20 6d 61 69 6c ...)"),
+        (sends(bytes(range(255, 127, -1)) * 64), "it sends other bytes (ff fe fd fc fb fa f9 f8 ...)"),
+        (sends(bytes(4096)), "it sends other bytes (00 00 00 00 00 00 00 00 ...)"),
+        (speak_http, "it speaks HTTP, as Dask's dashboard does"),
+    ],
+)
+def test_what_is_no_scheduler_is_told_within_seconds(answer: Callable[[socket.socket], object], reason: str) -> None:
+    began = time.monotonic()
+    with server(answer) as port:
+        told = refused(Target(f"tcp://127.0.0.1:{port}"), timeout_s=600)
+    assert told.startswith(f"what listens at tcp://127.0.0.1:{port} is not a Dask scheduler: {reason}")
+    assert time.monotonic() - began < SOON_S
+
+
+def test_silent_port_is_given_up_long_before_the_cluster_must_have_started(silent: int) -> None:
+    began = time.monotonic()
+    told = refused(Target(f"tcp://127.0.0.1:{silent}"), timeout_s=600)
+    assert "no Dask scheduler answers at" in told and "says nothing" in told
+    assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (
+            sends(b"SSH-2.0-OpenSSH_9.6\r\n"),
+            "does not speak TLS (WRONG_VERSION_NUMBER): it is not a Dask scheduler, or one",
+        ),
+        (speak_http, "does not speak TLS ("),
+        (sends(bytes(4096)), "does not speak TLS ("),
+        (lambda connection: None, "says nothing"),
+    ],
+)
+def test_what_speaks_no_tls_is_not_taken_for_a_wrong_certificate(
+    answer: Callable[[socket.socket], object], reason: str, tmp_path: Path
+) -> None:
+    make_tls(tmp_path)
+    began = time.monotonic()
+    with server(answer) as port:
+        told = refused(Target(f"tls://127.0.0.1:{port}", own_security(tmp_path)), timeout_s=600)
+    assert reason in told and f"tls://127.0.0.1:{port}" in told
+    assert time.monotonic() - began < SOON_S
+
+
+def test_answer_that_is_no_dask_message_after_a_late_greeting_is_no_bug_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dask takes the first bytes for a length, and allocates them."""
+    monkeypatch.setattr("ddptrain.driver.peer._GREETING_S", 0.01)
+
+    def late(connection: socket.socket) -> None:
+        time.sleep(0.5)
+        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with server(late) as port:
+        told = refused(Target(f"tcp://127.0.0.1:{port}"), timeout_s=600)
+    assert "is not a Dask scheduler" in told
+
+
+GREETING = (58).to_bytes(8, "little") + (1).to_bytes(8, "little") + (42).to_bytes(8, "little")
+GREETING += b"\x83\xabcompression\xc0\xa6python\x93\x03\x0b\x07\xafpickle-protocol\x05"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (GREETING, False),
+        *((GREETING[:size], False) for size in (0, 1, 7, 8, 30, len(GREETING) - 1)),  # it may still come
+        (GREETING.replace(b"compression", b"confessions").replace(b"pickle", b"nickel"), True),
+        (b"SSH-2.0-x\r\n", True),
+        (b"+OK\r\n", True),
+        (b"HTTP/1.1 400 Bad Request\r\n", True),
+        (b"\x15\x03\x01\x00\x02\x02\x28", True),  # a TLS alert
+        (bytes(8), True),
+        ((1 << 17).to_bytes(8, "little"), True),
+    ],
+)
+def test_greeting_of_a_dask_scheduler_is_known_by_its_length_and_names(data: bytes, expected: bool) -> None:
+    assert peer.is_not_dask(data) is expected
 
 
 def test_cluster_of_the_users_own_that_is_gone_says_how_to_clear_up() -> None:

@@ -89,9 +89,10 @@ def test_package_that_is_missing_is_an_error_of_the_driver_where_ranks_run_besid
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ddptrain.driver.trackercheck.find_spec", lambda name: None)
-    config: dict[str, Any] = {"workload": "a:b", "tracking": {"tensorboard": True}}
-    with pytest.raises(UsageError, match=r"pip install 'ddptrain\[tensorboard\]'"):
-        check_trackers(RunConfig.model_validate(config))
+    for name, package in (("tensorboard", r"ddptrain\[tensorboard\]"), ("wandb", "wandb")):
+        config: dict[str, Any] = {"workload": "a:b", "tracking": {name: {"mode": "rank0"}}}
+        with pytest.raises(UsageError, match=rf"pip install '{package}', or turn it off with --set tracking\.{name}"):
+            check_trackers(RunConfig.model_validate(config))
     check_trackers(RunConfig.model_validate({**config, "cluster": {"address": "tcp://far.away:8786"}}))
 
 

@@ -1,0 +1,40 @@
+"""What messages, documents and the package's own data say of it agree."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from ddptrain.registry import TRACKER_PACKAGES, TRACKERS
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_every_extra_that_is_recommended_exists() -> None:
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
+    files += [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "ddptrain").rglob("*.py")]
+    found = {
+        (path.relative_to(ROOT).as_posix(), extra)
+        for path in files
+        for extra in re.findall(r"ddptrain\[([^\]]+)\]", path.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 10  # a name that is only put in at run time, as ddptrain[{name}], is none either
+    assert [each for each in sorted(found) if each[1] not in PROJECT["optional-dependencies"]] == []
+
+
+def test_package_of_every_tracker_comes_with_what_is_recommended() -> None:
+    always = {Requirement(text).name for text in PROJECT["dependencies"]}
+    for tracker in TRACKERS:
+        wanted = Requirement(TRACKER_PACKAGES[tracker])
+        extras = [Requirement(text).name for extra in wanted.extras for text in PROJECT["optional-dependencies"][extra]]
+        assert tracker in extras if wanted.name == "ddptrain" else tracker == wanted.name in always
+
+
+def test_systems_that_are_claimed_are_those_that_are_tested() -> None:
+    systems = [text for text in PROJECT["classifiers"] if text.startswith("Operating System")]
+    assert systems == ["Operating System :: POSIX :: Linux"]
+    assert "It needs Linux" in (ROOT / "README.md").read_text(encoding="utf-8")
