@@ -35,7 +35,7 @@ from ddptrain.driver.verdict import was_sent
 from ddptrain.driver.watchdog import Watchdog
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.results.errors import UnsafePath
-from ddptrain.spec import RankExit, RankSpec, describe_status
+from ddptrain.spec import STACKS_FOLDER, RankExit, RankSpec, describe_status
 from ddptrain.worker.spool import rank_spool
 
 _TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection
@@ -62,6 +62,7 @@ class Attempt:
         self.ranks = [self._watched(*rank) for rank in ranks]
         self.inquiry = Inquiry(self.ranks, watchdog, gang.tell)
         self.faults: list[Fault] = []
+        self.stacks: list[tuple[RankWatch, events.FileSaved]] = []
         self.signum: int | None = None
         self.notice: str | None = None
         self.leaving = False
@@ -151,6 +152,8 @@ class Attempt:
         watch.heard_at = time.monotonic()
         if "cpu_s" in fields:
             self.watchdog.cpu(watch.spec.rank, float(str(fields["cpu_s"])))
+        if "gpu_percent" in fields:
+            self.watchdog.gpu(watch.spec.rank, float(str(fields["gpu_percent"])))
         if "leaving" in fields:
             self.leaving = True
             self.gang.avoid(watch.place.slot.worker)
@@ -214,6 +217,8 @@ class Attempt:
                     self.telling.training(tuple(other.record() for other in self.ranks))
             case events.Noticed():
                 self._preempt(f"rank {rank} on host {watch.place.host} was sent SIGTERM")
+            case events.FileSaved() if event.path.startswith(f"{STACKS_FOLDER}/") and not self.faults:
+                self.stacks.append((watch, event))  # those of ranks that turn out to be at work are not kept
             case events.CheckpointSaved() | events.FileSaved():
                 self._send_porter(watch, event)
         self.telling.rank_event(rank, event)
@@ -290,6 +295,8 @@ class Attempt:
     def _add_fault(self, fault: Fault) -> None:
         self.faults.append(fault)
         self.telling.fault(fault)
+        while self.stacks:
+            self._send_porter(*self.stacks.pop(0))
         if self.stopping:
             return
         if fault.timed_out and not self.inquiry.begun:
@@ -335,12 +342,14 @@ class Attempt:
         now = time.monotonic()
         if self.stopping:
             return
-        if not self.inquiry.begun and not self.faults and self.inbox.empty():
+        if self.inquiry.may_begin(now) and not self.faults and self.inbox.empty():
             hang = self.watchdog.overdue(now, self.ranks)
             if hang is not None:
-                self.telling.status(f"no progress for {hang.limit_s:g} s: asking the ranks where they are")
+                self.telling.status(f"no event or line for {hang.limit_s:g} s: asking the ranks where they are")
                 self.inquiry.begin(hang)
         hung = self.inquiry.result(now)
+        if hung is None and not self.inquiry.begun:
+            self.stacks.clear()
         if hung is None or not all(fault.victim for fault in self.faults):
             return
         watch = self.ranks[hung.rank]
