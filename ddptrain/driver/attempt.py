@@ -55,6 +55,7 @@ class Attempt:
         worker_fault: Callable[[], str | None],
         watchdog: Watchdog,
         start_timeout_s: float,
+        lost_after_s: float,
     ) -> None:
         self.gang, self.porter, self.telling, self.inbox = gang, porter, telling, inbox
         self.worker_fault = worker_fault
@@ -72,7 +73,8 @@ class Attempt:
         self.stop_until: float | None = None
         self.spare_until: float | None = None
         self.errands = 0
-        self.presence = Presence(self.ranks, worker_fault, lambda: gang.connected, start_timeout_s, watchdog.suspended)
+        limits = (start_timeout_s, lost_after_s, watchdog.suspended)
+        self.presence = Presence(self.ranks, worker_fault, lambda: gang.connected, *limits)
 
     def _watched(self, spec: RankSpec, place: Place, home_log: Path) -> RankWatch:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
@@ -150,6 +152,7 @@ class Attempt:
         if fields.get("attempt") != watch.spec.attempt:
             return
         watch.heard_at = time.monotonic()
+        self.watchdog.notice(watch.spec.rank)
         if "cpu_s" in fields:
             self.watchdog.cpu(watch.spec.rank, float(str(fields["cpu_s"])))
         if "gpu_percent" in fields:

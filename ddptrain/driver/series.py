@@ -120,7 +120,8 @@ class Series:
         try:
             watchdog = Watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
             parts = (porter, self.telling, scene.gang.inbox, fault, watchdog, start_timeout_s)
-            return Attempt(scene.gang, specs, *parts).run()
+            lost_after_s = self.config.failure.lost_after_s
+            return Attempt(scene.gang, specs, *parts, lost_after_s).run()
         finally:
             porter.close(_PORTER_DEADLINE_S)
 

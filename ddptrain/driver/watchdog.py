@@ -20,6 +20,7 @@ from ddptrain.spec import STACKS_FOLDER, RankSpec
 BUSY_LIMIT = 6  # times timeout_s: how long a rank that reports may use CPU or GPU without an event or a line
 _LONGEST_EXCUSE_S = 3_600.0
 _CPU_SHARE = 0.01  # of timeout_s: CPU time that counts as a sign of life
+_CUT_S = 5.0  # without a word from a rank's worker, which speaks every 2 s: what the rank does is not known
 _GPU_PERCENT = 5  # GPU use that counts as a sign of life
 _SAYS_NOTHING = (
     events.Started,
@@ -76,16 +77,19 @@ class _Signs:
     gpu_at: float = 0.0  # has used the GPU
     entered_at: float = 0.0
     excused_until: float = 0.0  # has said that it will be quiet
+    notice_at: float = 0.0  # its worker has sent anything
     cpu_s: float = 0.0  # at its last sign
     newest_cpu_s: float = 0.0
     has_gpu: bool = False  # its GPU use is known
     reports: bool | None = None  # more often than it has to; None before its first report
 
-    def shift(self, seconds: float) -> None:
+    def shift(self, seconds: float, now: float) -> None:
         """Forget that time has passed."""
-        for name in ("spoke_at", "cpu_at", "gpu_at", "entered_at", "excused_until"):
+        for name in ("spoke_at", "cpu_at", "gpu_at", "entered_at", "notice_at"):
             if getattr(self, name):
-                setattr(self, name, getattr(self, name) + seconds)
+                setattr(self, name, min(now, getattr(self, name) + seconds))
+        if self.excused_until:
+            self.excused_until += seconds
 
 
 class Watchdog:
@@ -101,6 +105,13 @@ class Watchdog:
         self.start_timeout_s = max(start_timeout_s, timeout_s or 0.0)
         self._clock = clock
         self._signs: dict[int, _Signs] = {}
+
+    def notice(self, rank: int) -> None:
+        """The worker of a rank has sent something. Time in which it was cut off does not count."""
+        signs, now = self._of(rank), self._clock()
+        if signs.notice_at and now - signs.notice_at > _CUT_S:
+            signs.shift(now - signs.notice_at, now)
+        signs.notice_at = now
 
     def heard(self, rank: int, event: events.Event) -> None:
         """A rank has sent an event."""
@@ -140,7 +151,7 @@ class Watchdog:
     def suspended(self, seconds: float) -> None:
         """We were stopped ourselves for that long, and have heard nobody."""
         for signs in self._signs.values():
-            signs.shift(seconds)
+            signs.shift(seconds, self._clock())
 
     def idle_s(self, rank: Watched, now: float) -> float:
         """For how long a rank has given no sign of life of any kind, since it was ordered."""
@@ -174,9 +185,10 @@ class Watchdog:
         return silent and (bool(self._of(rank.spec.rank).reports) or self.idle_s(rank, now) > limit_s)
 
     def overdue(self, now: float, ranks: Sequence[Watched]) -> Hang | None:
-        """The hang that the gang may be in by now, if any."""
+        """The hang that the gang may be in by now, if any; none while the worker of a rank is cut off."""
         alive = [rank for rank in ranks if rank.submitted_at and not rank.over]
-        if self.timeout_s is None or not alive:
+        notices = [self._of(rank.spec.rank).notice_at for rank in alive]
+        if self.timeout_s is None or not alive or any(at and now - at > _CUT_S for at in notices):
             return None
         stage = _stage(alive)
         limit_s = self.start_timeout_s if stage == Stage.START else self.timeout_s

@@ -24,6 +24,7 @@ from ddptrain.worker.gpu_use import gpu_percent
 from ddptrain.worker.host import RankHost, own_host, slot_resources
 from ddptrain.worker.memory import MemoryWatch
 from ddptrain.worker.server import RankServerLost
+from ddptrain.worker.tcp_timeouts import follow
 from ddptrain.worker.vitals import Vitals
 
 POLL_S = 0.02  # how soon the driver hears that a busy rank has printed something
@@ -176,13 +177,16 @@ class _RankTask:
         self.told_at = time.monotonic()
 
 
-async def describe_host(run_id: str, dask_worker: Worker) -> dict[str, str]:
+async def describe_host(run_id: str, dask_worker: Worker, lost_after_s: float | None = None) -> dict[str, str]:
     """For client.run: make the worker a host of the run's ranks, where it is none, and say where its spool is.
 
-    "token" is that of the file of this name in "scratch", by which a driver knows that it sees the same files.
-    Raises RankServerLost, ClusterError.
+    Its connections survive a cut of `lost_after_s` from now on (None leaves them as they are). "token" is that of the
+    file of this name in "scratch", by which a driver knows that it sees the same files. Raises RankServerLost,
+    ClusterError.
     """
     host = await attach(dask_worker, run_id)
+    if lost_after_s is not None:
+        follow(dask_worker, lost_after_s)
     return {
         "scratch": str(host.scratch),
         "token": host.token,

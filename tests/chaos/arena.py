@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,11 +50,13 @@ class ClusterUp:
 class Command:
     """`python -m ddptrain ...` under way in a session of its own; what takes too long is killed."""
 
-    def __init__(self, folder: Path, arguments: list[str], environment: dict[str, str], timeout_s: float) -> None:
+    def __init__(
+        self, folder: Path, arguments: list[str], environment: dict[str, str], timeout_s: float, where: Sequence[str]
+    ) -> None:
         self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [*where, sys.executable, "-m", *arguments],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -97,9 +100,11 @@ class Arena:
         shutil.copyfile(_STUB, folder / "stub.py")
         return folder
 
-    def start(self, folder: Path, mark: str, *arguments: str, timeout_s: float = 120) -> Command:
-        """Start a command in `folder`: a module's name and its arguments."""
-        return Command(folder, list(arguments), self._environment(mark), timeout_s)
+    def start(
+        self, folder: Path, mark: str, *arguments: str, timeout_s: float = 180, where: Sequence[str] = ()
+    ) -> Command:
+        """Start a command in `folder`: a module's name and its arguments; `where` is what enters another host."""
+        return Command(folder, list(arguments), self._environment(mark), timeout_s, where)
 
     def warm(self) -> ClusterUp:
         """The cluster that cases share; a new one where the last has suffered."""

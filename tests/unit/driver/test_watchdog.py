@@ -185,6 +185,31 @@ def test_cpu_and_gpu_use_count_up_to_the_limit_also_after_a_rank_has_reported(ca
     assert scene.dog.works(scene.ranks[0], scene.now) == case.works
 
 
+def test_time_in_which_a_worker_was_cut_off_does_not_count() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    for rank in (0, 1):
+        scene.dog.notice(rank)
+    for _ in range(30):
+        scene.now += 1.0
+        scene.dog.notice(0)
+        scene.dog.heard(0, events.Progress(1, 1.0))
+        assert scene.late() == ()  # nobody knows what rank 1 does
+    scene.dog.notice(1)
+    assert scene.late() == ()
+    scene.now += 4.0
+    scene.dog.notice(0)
+    scene.dog.notice(1)
+    scene.now += 4.0
+    assert scene.late() == ()
+    scene.dog.notice(0)
+    scene.dog.notice(1)
+    scene.report(0)
+    scene.now += 3.0
+    assert scene.late() == (1,)
+
+
 def test_idle_gpu_is_no_sign_of_life() -> None:
     scene = Scene()
     scene.enter()
