@@ -218,6 +218,8 @@ class Attempt:
             case events.Entered():
                 if all(other.entered for other in self.ranks):
                     self.telling.training(tuple(other.record() for other in self.ranks))
+            case events.Waiting() if not self.stopping and not self.faults:
+                self.inquiry.begin_for_wait()
             case events.Noticed():
                 self._preempt(f"rank {rank} on host {watch.place.host} was sent SIGTERM")
             case events.FileSaved() if event.path.startswith(f"{STACKS_FOLDER}/") and not self.faults:

@@ -10,6 +10,7 @@ from ddptrain.driver import cause
 from ddptrain.driver.cause import Fault
 from ddptrain.driver.missing import Report, judge
 from ddptrain.driver.rankwatch import RankWatch
+from ddptrain.driver.uncalled import uncalled
 from ddptrain.driver.watchdog import Hang, Watchdog
 from ddptrain.spec import STACKS_FOLDER, RankSpec
 
@@ -33,6 +34,8 @@ class Inquiry:
         self._signs: dict[int, tuple[float, bool, str]] = {}  # rank -> idle_s, works, checked
         self._before: dict[int, events.Stacks] = {}
         self._not_before = 0.0
+        self._is_wait = False
+        self._waited: dict[int, events.Stacks] = {}  # of the last inquiry that was begun for a wait
         self._stacks: dict[int, events.Stacks] = {}
         self._files: set[int] = set()
         self._threads: dict[int, events.ThreadFailure] = {}
@@ -62,6 +65,12 @@ class Inquiry:
         }
         self._tell([watch.spec for watch in self.ranks if not watch.over], _STACKS)
 
+    def begin_for_wait(self) -> None:
+        """Ask every rank that is there, because one says that it waits for others in a ctx method."""
+        if not self.begun:
+            self.begin(None)
+            self._is_wait = True
+
     def heard(self, rank: int, event: events.Event) -> None:
         """An event of a rank."""
         match event:
@@ -83,7 +92,11 @@ class Inquiry:
         waiting = [watch for watch in self.ranks if not watch.over and watch.spec.rank not in self._files]
         if waiting and now < self._until:
             return None
-        fault = judge([self._report(watch) for watch in self.ranks], self._limit_s, self._before)
+        reports = [self._report(watch) for watch in self.ranks]
+        fault = uncalled(reports, self._waited)
+        timed_out = any(report.timed_out for report in reports)
+        if fault is None and (not self._is_wait or timed_out):
+            fault = judge(reports, self._limit_s, self._before)
         self._closed = True
         if fault is None:
             self._reset(now)
@@ -91,8 +104,11 @@ class Inquiry:
 
     def _reset(self, now: float) -> None:
         self._until, self._closed = None, False
-        self._not_before = now + _AGAIN * (self._limit_s or 0.0)
-        self._before, self._stacks = self._stacks, {}
+        if self._is_wait:
+            self._waited = self._stacks
+        else:
+            self._not_before, self._before = now + _AGAIN * (self._limit_s or 0.0), self._stacks
+        self._is_wait, self._stacks = False, {}
         self._files.clear()
 
     def explained(self, fault: Fault) -> Fault:
@@ -113,5 +129,6 @@ class Inquiry:
             timed_out=watch.fault is not None and watch.fault.timed_out,
             thread=self._threads.get(rank),
             works=works,
+            ended_calls=watch.calls,
             checked=checked,
         )

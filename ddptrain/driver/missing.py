@@ -38,6 +38,7 @@ class Report:
     timed_out: bool = False  # it has itself given up its wait
     thread: events.ThreadFailure | None = None
     works: bool = False  # its CPU or GPU use still counts as progress
+    ended_calls: Mapping[str, float] | None = None  # of ctx methods that all ranks must call, told at its end
     checked: str = ""  # the signals of life that were looked at, in words
 
     @property
@@ -46,6 +47,13 @@ class Report:
         if self.timed_out:
             return "a collective operation"
         return waits_in(self.stacks.main) if self.stacks is not None else ""
+
+    @property
+    def calls(self) -> Mapping[str, float] | None:
+        """How often the rank has called each ctx method that all ranks must call; None where that is not known."""
+        if self.finished:
+            return self.ended_calls
+        return self.stacks.calls if self.stacks is not None and not self.stacks.state else None
 
     @property
     def place(self) -> str:

@@ -25,6 +25,7 @@ _GPU_PERCENT = 5  # GPU use that counts as a sign of life
 _SAYS_NOTHING = (
     events.Started,
     events.Stacks,
+    events.Waiting,
     events.Noticed,
     events.ThreadFailure,
     events.Tracked,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from ddptrain.rank import checkpoint, randomstate
 from ddptrain.rank.agreement import Calls, Due, GangStore, Preempted
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.files import Files
+from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.plainnumbers import number, optional, whole
 from ddptrain.rank.saver import Save, Saver, done_key, state_key
 from ddptrain.rank.snapshot import HostBuffers, plain_bytes
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     import torch.utils.data
 
+    from ddptrain.rank.exchange import Exchange
     from ddptrain.rank.feeding import GangLoader
     from ddptrain.rank.showing import Showing
 
@@ -55,14 +57,19 @@ class RankContext:
         device: torch.device,
         calls: Calls | None = None,
         tracked: Tracked | None = None,
+        gang_calls: GangCalls | None = None,
     ) -> None:
-        """`calls` counts those of checkpoint, and may be told to end before there is a context, as may `tracked`."""
+        """`calls` counts those of checkpoint, and may be told to end before there is a context, as may `tracked`.
+
+        `gang_calls` counts those of all methods that every rank must call.
+        """
         self._spec = spec
         self._emitter = emitter
         self._files = Files(spec, emitter)
         self._tracked = tracked or Tracked(spec, emitter)
         self._calls = calls or Calls(spec, GangStore(spec))
         self._store = self._calls.store
+        self._gang_calls = gang_calls or GangCalls(spec, emitter)
         self._due = Due(spec, self._store)
         self._buffers = HostBuffers()
         self._saver = Saver(spec, emitter, self._store, self._tracked.checkpoint)
@@ -185,15 +192,17 @@ class RankContext:
     ) -> torch.nn.Module:
         """The model on this rank's device, in DDP; what is not said here, the configuration's `prepare` says.
 
-        `precision` is "fp32", or "bf16" for a forward pass under autocast; `ddp` are arguments of
-        DistributedDataParallel. The weights keep their names. Raises ValueError for another precision.
+        All ranks must call it. `precision` is "fp32", or "bf16" for a forward pass under autocast; `ddp` are arguments
+        of DistributedDataParallel. The weights keep their names. Raises ValueError for another precision.
         """
         from ddptrain.rank.preparing import prepared
 
         said = {"precision": precision, "compile": compile, "channels_last": channels_last}
         given = {name: value for name, value in said.items() if value is not None}
         self._tracked.model(model)
-        return prepared(model, self.device, {**self._spec.prepare, **given}, **ddp)
+        self._gang_calls.enter("prepare")
+        with self._gang_calls.waiting("prepare"):
+            return prepared(model, self.device, {**self._spec.prepare, **given}, **ddp)
 
     def loader(
         self,
@@ -229,22 +238,38 @@ class RankContext:
             yield epoch
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
-        """The mean of a number (or of a tensor's numbers) over all ranks, which all call this; each counts `weight`."""
-        from ddptrain.rank.preparing import mean
+        """The mean of a number (or of a tensor's numbers) over all ranks; each counts `weight`.
 
-        return mean(value, weight, self.device)
+        All ranks must call it: with `if ctx.rank == 0: ctx.mean(...)` the run fails.
+        """
+        return self._exchange.mean(value, weight)
 
     def all_finite(self, value: float | torch.Tensor) -> bool:
-        """Whether a loss is finite on all ranks, which all call this and get the same answer."""
-        from ddptrain.rank.preparing import all_finite
+        """Whether a loss is finite on all ranks; the same answer on all of them. All ranks must call it."""
+        return self._exchange.all_finite(value)
 
-        return all_finite(value, self.device)
+    @cached_property
+    def _exchange(self) -> Exchange:
+        from ddptrain.rank.exchange import Exchange
 
-    def rank_zero_first(self) -> AbstractContextManager[None]:
-        """For a block that downloads or prepares something: rank 0 runs it, then all others do."""
-        from ddptrain.rank.preparing import rank_zero_first
+        return Exchange(self._spec, self._gang_calls)
 
-        return rank_zero_first(self.rank)
+    @contextmanager
+    def rank_zero_first(self) -> Iterator[None]:
+        """For a block that downloads or prepares something: rank 0 runs it, then all others do.
+
+        All ranks must call it. An error of rank 0 ends the run, so that nobody waits for ever.
+        """
+        number = self._gang_calls.enter("rank_zero_first")
+        if self.rank != 0:
+            self._meet("rank_zero_first", number)
+        yield
+        if self.rank == 0:
+            self._meet("rank_zero_first", number)
+
+    def _meet(self, name: str, number: int) -> None:
+        if self.world_size > 1:
+            self._gang_calls.meet(name, number, self._store)
 
     def save_file(self, path: str, data: bytes | str | Path) -> None:
         """Hand over a file for artifacts/`path` in the run directory: bytes, text (UTF-8), or a Path to copy from.
@@ -267,7 +292,10 @@ class RankContext:
         rank_state: Any = None,
         **more: Any,
     ) -> bool:
-        """Save a checkpoint if one is due, and hand it over; every rank calls it equally often. Returns whether it was.
+        """Save a checkpoint if one is due, and hand it over. Returns whether it was.
+
+        All ranks must call it, equally often: rank 0 writes the files, and every rank adds its random state. With
+        `if ctx.rank == 0: ctx.checkpoint(...)` the run fails.
 
         It may be called after every step: due is the `last`, one whose `epoch` (from 1) is whole and divided by
         `checkpoint.every_epochs`, one at or after a multiple of `every_steps`, and one when `every_s` are over; with
@@ -280,6 +308,26 @@ class RankContext:
             OSError: a checkpoint before could not be written, `checkpoint.max_failures` times in a row.
             Preempted: the ranks were told to end, and this is the call with which all do; it has been saved.
         """
+        self._gang_calls.enter("checkpoint")
+        with self._gang_calls.waiting("checkpoint", int(step), self._waits_for_others):
+            return self._checkpoint(model, optimizer, step, epoch, metrics or {}, rank_state, more, last=last)
+
+    def _waits_for_others(self) -> bool:
+        """Whether a checkpoint waits for other ranks, and not for the disk of rank 0."""
+        return self.rank != 0 or self._saver.gathers
+
+    def _checkpoint(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        epoch: float | None,
+        metrics: Mapping[str, float | torch.Tensor],
+        rank_state: Any,
+        more: Mapping[str, Any],
+        *,
+        last: bool,
+    ) -> bool:
         call = self._calls.enter()
         if self._saver.error is not None:
             self._saver.raise_error()
@@ -287,7 +335,7 @@ class RankContext:
         ends = self._calls.told_to_end and self._calls.is_last(call)
         if not (due or last or ends):
             return False
-        self._save(model, optimizer, int(step), optional("epoch", epoch), metrics or {}, rank_state, more)
+        self._save(model, optimizer, int(step), optional("epoch", epoch), metrics, rank_state, more)
         if not self._spec.asynchronous or ends:
             self._saver.wait()
         if ends and not last:
@@ -325,7 +373,8 @@ class RankContext:
             OSError: it could not be written.
         """
         if self.rank == 0:
-            return self._saver.wait(deadline_s, hurry=failed)
+            with self._gang_calls.waiting("checkpoint", self._due.step, self._waits_for_others):
+                return self._saver.wait(deadline_s, hurry=failed)
         if not failed:
             with suppress(RuntimeError):
                 self._store.set(done_key(self.rank), "")
@@ -336,10 +385,11 @@ class RankContext:
     ) -> Resumed | None:
         """Load the state to go on from into what it is given; None where there is nothing to resume.
 
-        `more` are objects with load_state_dict(), named as in checkpoint(). With as many ranks as before, this rank's
+        All ranks must call it, and wait for each other: with `if ctx.rank == 0: ctx.resume(...)` the run fails. `more` are objects with load_state_dict(), named as in checkpoint(). With as many ranks as before, this rank's
         random states are put back, too; else they are new ones.
         """
         self._calls.saves = True
+        self._meet("resume", self._gang_calls.enter("resume"))
         if not self._spec.resume_from:
             return None
         state = checkpoint.read(Path(self._spec.resume_from), model, optimizer, self.device)
