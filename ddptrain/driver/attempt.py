@@ -7,6 +7,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ddptrain import events
@@ -78,10 +79,7 @@ class Attempt:
 
     def _watched(self, spec: RankSpec, place: Place, home_log: Path) -> RankWatch:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
-
-        def fetch(path: Path, offset: int, size_bytes: int) -> bytes:
-            return self.gang.fetch(place.slot.worker, path, offset, size_bytes)
-
+        fetch = partial(self.gang.fetch, place.slot.worker)
         return RankWatch(spec, place, SpoolMirror(spool, home_log, shared=place.shared, fetch=fetch))
 
     @property
@@ -229,16 +227,13 @@ class Attempt:
         self.telling.rank_event(rank, event)
 
     def _send_porter(self, watch: RankWatch, event: events.CheckpointSaved | events.FileSaved) -> None:
-        fetch = None if watch.place.shared else self._fetch_for(watch)
+        fetch = None if watch.place.shared else partial(self.gang.fetch, watch.place.slot.worker)
         staging = watch.mirror.spool.staging
         self.errands += 1
         if isinstance(event, events.CheckpointSaved):
             self.porter.bring_checkpoint(watch.spec.rank, event, staging, fetch)
         else:
             self.porter.bring_file(watch.spec.rank, event, staging, fetch)
-
-    def _fetch_for(self, watch: RankWatch) -> Callable[[Path, int, int], bytes]:
-        return lambda path, offset, size: self.gang.fetch(watch.place.slot.worker, path, offset, size)
 
     def _on_exit(self, watch: RankWatch, ended: RankExit) -> None:
         self._advance(watch, ended.log_size, ended.events_size)

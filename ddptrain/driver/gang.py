@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distributed import Client, Future
-from distributed.comm import CommClosedError
+from distributed.comm.core import CommClosedError
 
 from ddptrain.clusters import slots
 from ddptrain.driver import asking

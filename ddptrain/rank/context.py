@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddptrain import events
-from ddptrain.rank import checkpoint, randomstate
+from ddptrain.rank import randomstate
 from ddptrain.rank.agreement import Calls, Due, GangStore, Preempted
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.files import Files
 from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.plainnumbers import number, optional, whole
+from ddptrain.rank.resume import Resumed, loaded
 from ddptrain.rank.saver import Save, Saver, done_key, state_key
 from ddptrain.rank.snapshot import HostBuffers, plain_bytes
 from ddptrain.rank.tracked import Tracked
@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from ddptrain.rank.showing import Showing
 
 __all__ = ["Preempted", "RankContext", "Resumed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """Where a resumed run goes on: `step` and `epoch` are those of the checkpoint, `data` the extra state saved.
-
-    `world_size` is how many ranks saved it; `rank_state` is this rank's own, None where there were more or fewer.
-    """
-
-    step: int
-    epoch: float | None
-    data: Mapping[str, Any]
-    rank_state: Any = None
-    world_size: int = 0
 
 
 class RankContext:
@@ -385,53 +371,21 @@ class RankContext:
     ) -> Resumed | None:
         """Load the state to go on from into what it is given; None where there is nothing to resume.
 
-        All ranks must call it, and wait for each other: with `if ctx.rank == 0: ctx.resume(...)` the run fails. `more` are objects with load_state_dict(), named as in checkpoint(). With as many ranks as before, this rank's
+        All ranks must call it, and wait for each other here: with `if ctx.rank == 0: ctx.resume(...)` the run fails.
+        `more` are objects with load_state_dict(), named as in checkpoint(). With as many ranks as before, this rank's
         random states are put back, too; else they are new ones.
         """
         self._calls.saves = True
         self._meet("resume", self._gang_calls.enter("resume"))
         if not self._spec.resume_from:
             return None
-        state = checkpoint.read(Path(self._spec.resume_from), model, optimizer, self.device)
-        extra: dict[str, Any] = state["extra"]
-        for name, value in more.items():
-            if name in extra:
-                value.load_state_dict(extra[name])
-            else:
-                self._note(f"the checkpoint of step {state['step']} holds no {name!r}: it begins afresh")
-        self._due.step = state["step"]
-        self._first_epoch = int(state["epoch"] or 0) + 1
-        self._places = state.get("loaders") or []
+        resumed, self._places = loaded(self._spec, self.device, model, optimizer, more, self._note)
+        self._due.step = resumed.step
+        self._first_epoch = int(resumed.epoch or 0) + 1
         for loader, place in zip(self._loaders, self._places, strict=False):
             loader.load_state_dict(place)
-        ranks = state.get("ranks") or []
-        own = ranks[self.rank] if len(ranks) == self.world_size else None
-        data = {name: _on(self.device, value) for name, value in extra.items() if name not in more}
-        self._restore_random(ranks, own)
-        rank_state = own["rank_state"] if own else None
-        return Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or self.world_size)
-
-    def _restore_random(self, ranks: list[Any], own: Any) -> None:
-        if own:
-            randomstate.restore(own["random"], self.device)
-        elif ranks:
-            self._note(
-                f"the checkpoint is of {len(ranks)} ranks, this run has {self.world_size}: it goes on where they were, "
-                "with new random states"
-                if len(ranks) != self.world_size
-                else "the checkpoint lacks the random states of some ranks: those are new"
-            )
-            randomstate.reseed(ranks[0]["random"], self.rank)
+        return resumed
 
     def _note(self, text: str) -> None:
         if self.rank == 0:
             self._emitter.emit(events.Note(time.time_ns(), text))
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    """Plain data with its tensors on the device."""
-    if type(value) in (list, tuple, set):
-        return type(value)(_on(device, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _on(device, item) for key, item in value.items()}
-    return value.to(device) if hasattr(value, "to") else value
