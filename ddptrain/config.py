@@ -31,6 +31,7 @@ from ddptrain.configtypes import (
     Word,
     wrong_field,
 )
+from ddptrain.spec import LOST_AFTER_S
 from ddptrain.trackingconfig import TrackingConfig
 from ddptrain.wording import did_you_mean, seen
 
@@ -240,7 +241,10 @@ class DistConfig(Strict):
     backend: Literal["auto", "gloo", "nccl"] = Field(
         default="auto", description="Backend of torch.distributed; auto is nccl on GPUs and gloo on the CPU."
     )
-    timeout_s: Seconds = Field(default=300.0, gt=0, description="Seconds that a collective operation may take.")
+    timeout_s: Annotated[Seconds, Field(gt=0)] | None = Field(
+        default=None,
+        description="Seconds that a collective operation may take; null is torch's own: 600 for nccl, 1800 for gloo.",
+    )
 
 
 class CheckpointConfig(Strict):
@@ -303,7 +307,13 @@ class FailureConfig(Strict):
         default=30.0, ge=0, description="Seconds that a restart waits for cluster.ranks.max before it takes fewer."
     )
     hang_timeout_s: Annotated[Seconds, Field(gt=0)] | None = Field(
-        default=600.0, description="Seconds without any progress of a rank after which a run has hung; null never."
+        default=600.0,
+        description="Seconds without any progress of a rank after which a run has hung; null never. A rank that uses "
+        "its CPU or GPU without an event or a printed line is given six times as long.",
+    )
+    lost_after_s: Annotated[Seconds, Field(ge=1)] = Field(
+        default=LOST_AFTER_S,
+        description="Seconds without a word from a worker, or without the scheduler, after which they are given up.",
     )
     backoff_s: Seconds = Field(
         default=1.0, ge=0, description="Seconds before the first restart; twice as long before each further one."

@@ -147,13 +147,26 @@ class Stacks(Event):
 
     `sequence` is how many collective operations it has begun in the default group, None where that is not known.
     `state` is empty where the rank has answered itself, else what its worker says of it: "stopped" (SIGSTOP),
-    "uninterruptible" (in the kernel), or "busy" (in compiled code that does not let Python run).
+    "uninterruptible" (in the kernel), or "busy" (in compiled code that does not let Python run). `calls` counts the
+    calls of ctx methods that all ranks must make; `waits` is the one in which the rank waits for others, at a step.
     """
 
     kind: ClassVar[str] = "stacks"
     main: tuple[str, ...]
     sequence: int | None = None
     state: str = ""
+    calls: Mapping[str, float] = field(default_factory=dict)
+    waits: str = ""
+    waits_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Event):
+    """The rank has waited for others for some seconds in a ctx method that all ranks must call."""
+
+    kind: ClassVar[str] = "waiting"
+    call: str
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +197,13 @@ class Returned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """The user's function returned, or the script ended: this rank has succeeded, whatever its clean-up does."""
+    """The user's function returned, or the script ended: this rank has succeeded, whatever its clean-up does.
+
+    `calls` counts its calls of ctx methods that all ranks must make.
+    """
 
     kind: ClassVar[str] = "finished"
+    calls: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +255,7 @@ KINDS: dict[str, type[Event]] = {
         Failure,
         ThreadFailure,
         Stacks,
+        Waiting,
         Noticed,
         Preempted,
         Returned,

@@ -13,6 +13,8 @@ from typing import Any, Self
 from ddptrain import __version__
 from ddptrain.errors import ClusterError
 
+LOST_AFTER_S = 60.0  # without a word from a worker or the scheduler: the default of failure.lost_after_s
+DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own, of a collective operation
 SLOT_RESOURCE = "slot"  # Dask's abstract resource: room for one rank on a worker
 WORKER_METRIC = "ddptrain"  # what our own workers tell of themselves with each heartbeat
 GPU_RESOURCE = "GPU"  # how many of a worker's slots have a device
@@ -118,6 +120,7 @@ class RankSpec(_Message):
     local_rank_arg: bool = False
     full_traceback: bool = False
     tracking: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    alive_s: float = 2.0  # without another word of the rank, until its worker tells that it is there
 
     @property
     def is_script(self) -> bool:

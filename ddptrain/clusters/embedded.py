@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain.clusters.find import Target
 from ddptrain.errors import ClusterError
+from ddptrain.spec import LOST_AFTER_S
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -25,7 +26,7 @@ _SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.scheduler.work-stealing": False,
     "distributed.admin.system-monitor.interval": "5s",
     "distributed.admin.tick.interval": "1s",
-    "distributed.comm.timeouts.tcp": "15s",
+    "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
     "distributed.diagnostics.nvml": False,
 }
 _WORKER_END_S = 6.0  # the ranks' last grace and the worker's own clean-up

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters.lifewatch import drop_the_silent
 from ddptrain.clusters.security import CERT_FILE, own_security, write_private
+from ddptrain.spec import LOST_AFTER_S
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -37,7 +38,7 @@ _CONFIG = {
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": None,  # see lifewatch
     "distributed.scheduler.work-stealing": False,
-    "distributed.comm.timeouts.tcp": "11s",  # Dask takes no less
+    "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
     "distributed.admin.system-monitor.interval": "5s",
     "distributed.admin.tick.interval": "1s",
     "distributed.diagnostics.nvml": False,
@@ -46,7 +47,6 @@ _DASHBOARD_ADDRESS = "127.0.0.1:8787"  # HTTP without a password; Dask takes ano
 _NOWHERE = "127.0.0.1:0"  # Dask's HTTP server always listens, even when it serves nothing
 _NEVER_A_RUN = frozenset({"fire-and-forget"})  # Dask's own entry among the clients
 _LOOK_S = 1.0
-_WORKER_TTL_S = 8.0  # with the tcp timeout above: a cut link is known within 20 s
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -82,7 +82,7 @@ async def _serve(options: argparse.Namespace) -> None:
     ends = {
         asyncio.ensure_future(told.wait()): "",
         asyncio.ensure_future(scheduler.finished()): "a client of it shut it down",
-        asyncio.ensure_future(drop_the_silent(scheduler, _WORKER_TTL_S)): "",
+        asyncio.ensure_future(drop_the_silent(scheduler, lambda: _lost_after_s(scheduler))): "",
         asyncio.ensure_future(_idle_for(scheduler, options.idle_timeout)): f"idle for {options.idle_timeout:g} s",
     }
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -157,6 +157,14 @@ async def _idle_for(scheduler: Scheduler, timeout_s: float) -> None:
         await asyncio.sleep(min(_LOOK_S, timeout_s / 4) if timeout_s else 3600.0)
         if is_used(scheduler):
             since = time.monotonic()
+
+
+def _lost_after_s(scheduler: Scheduler) -> float:
+    """For how long a worker may be silent: as long as the runs on the cluster say."""
+    from ddptrain.clusters.slots import PLUGIN_NAME, SlotBook
+
+    book = scheduler.plugins.get(PLUGIN_NAME)
+    return (book.lost_after_s if isinstance(book, SlotBook) else None) or LOST_AFTER_S
 
 
 def is_used(scheduler: Scheduler) -> bool:

@@ -19,6 +19,7 @@ from distributed import Scheduler, SchedulerPlugin
 
 from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, WORKER_METRIC, attached_plugin
 from ddptrain.worker.task import topic
+from ddptrain.worker.tcp_timeouts import follow
 
 PLUGIN_NAME = "ddptrain-slots"
 _FORGET_WAITER_S = 30.0  # without a word from a driver that waits: it must not hold up the line
@@ -43,7 +44,8 @@ class Slot:
 class Request:
     """What a driver asks for: `count` slots (None: all there are), those with a device only if `gpus_only`.
 
-    `without` are workers that it does not want.
+    `without` are workers that it does not want; `lost_after_s` is for how long it survives a cut network (None: it
+    leaves the cluster's own limits alone).
     """
 
     client: str
@@ -51,6 +53,7 @@ class Request:
     count: int | None
     gpus_only: bool = False
     without: frozenset[str] = frozenset()
+    lost_after_s: float | None = None
 
     def suits(self, slot: Slot) -> bool:
         """Whether it would take that slot."""
@@ -154,6 +157,12 @@ class SlotBook(SchedulerPlugin):
         self.offers.pop(worker, None)
         self.holders = {slot: holder for slot, holder in self.holders.items() if slot.worker != worker}
 
+    @property
+    def lost_after_s(self) -> float | None:
+        """The longest cut that a run on the cluster wants to survive; None where no run says so."""
+        wanted = [request.lost_after_s for request, _ in self.used.values() if request.lost_after_s is not None]
+        return max(wanted, default=None)
+
     def _grant(self, request: Request, slots: Sequence[Slot], before: Collection[Slot]) -> None:
         for slot in before:
             del self.holders[slot]
@@ -247,19 +256,25 @@ def reserve(
     gpus_only: bool = False,
     in_line: bool = False,
     without: Sequence[str] = (),
+    lost_after_s: float | None = None,
 ) -> dict[str, Any]:
     """For run_on_scheduler: slots for a run, or a place `in_line`; `count` None asks for every slot of the cluster.
 
     Returns {"unknown": addresses} where workers have not told what they offer (tell it with `learn`, ask again),
-    {"slots": [[worker, host, index, gpu, counted], ...]}, or a Refusal's fields under "refusal".
+    {"slots": [[worker, host, index, gpu, counted], ...]}, or a Refusal's fields under "refusal". With `lost_after_s`
+    the scheduler survives cuts of that length from now on; the longest of all runs is returned along with the slots.
     """
     book = _book(dask_scheduler)
     if unknown := book.unknown():
         return {"unknown": unknown}
-    answer = book.reserve(Request(client, run_id, count, gpus_only, frozenset(without)), in_line=in_line)
+    answer = book.reserve(Request(client, run_id, count, gpus_only, frozenset(without), lost_after_s), in_line=in_line)
     if isinstance(answer, Refusal):
         return {"refusal": {name: getattr(answer, name) for name in Refusal.__slots__}}
-    return {"slots": [[slot.worker, slot.host, slot.index, slot.gpu, slot.counted] for slot in answer]}
+    found = [[slot.worker, slot.host, slot.index, slot.gpu, slot.counted] for slot in answer]
+    if book.lost_after_s is None:
+        return {"slots": found}
+    follow(dask_scheduler, book.lost_after_s)
+    return {"slots": found, "lost_after_s": book.lost_after_s}
 
 
 def learn(offers: Mapping[str, tuple[int, int]], dask_scheduler: Scheduler) -> None:

@@ -7,6 +7,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ddptrain import events
@@ -35,7 +36,7 @@ from ddptrain.driver.verdict import was_sent
 from ddptrain.driver.watchdog import Watchdog
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.results.errors import UnsafePath
-from ddptrain.spec import RankExit, RankSpec, describe_status
+from ddptrain.spec import STACKS_FOLDER, RankExit, RankSpec, describe_status
 from ddptrain.worker.spool import rank_spool
 
 _TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection
@@ -55,6 +56,7 @@ class Attempt:
         worker_fault: Callable[[], str | None],
         watchdog: Watchdog,
         start_timeout_s: float,
+        lost_after_s: float,
     ) -> None:
         self.gang, self.porter, self.telling, self.inbox = gang, porter, telling, inbox
         self.worker_fault = worker_fault
@@ -62,6 +64,7 @@ class Attempt:
         self.ranks = [self._watched(*rank) for rank in ranks]
         self.inquiry = Inquiry(self.ranks, watchdog, gang.tell)
         self.faults: list[Fault] = []
+        self.stacks: list[tuple[RankWatch, events.FileSaved]] = []
         self.signum: int | None = None
         self.notice: str | None = None
         self.leaving = False
@@ -71,14 +74,12 @@ class Attempt:
         self.stop_until: float | None = None
         self.spare_until: float | None = None
         self.errands = 0
-        self.presence = Presence(self.ranks, worker_fault, lambda: gang.connected, start_timeout_s, watchdog.suspended)
+        limits = (start_timeout_s, lost_after_s, watchdog.suspended)
+        self.presence = Presence(self.ranks, worker_fault, lambda: gang.connected, *limits)
 
     def _watched(self, spec: RankSpec, place: Place, home_log: Path) -> RankWatch:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
-
-        def fetch(path: Path, offset: int, size_bytes: int) -> bytes:
-            return self.gang.fetch(place.slot.worker, path, offset, size_bytes)
-
+        fetch = partial(self.gang.fetch, place.slot.worker)
         return RankWatch(spec, place, SpoolMirror(spool, home_log, shared=place.shared, fetch=fetch))
 
     @property
@@ -149,8 +150,11 @@ class Attempt:
         if fields.get("attempt") != watch.spec.attempt:
             return
         watch.heard_at = time.monotonic()
+        self.watchdog.notice(watch.spec.rank)
         if "cpu_s" in fields:
             self.watchdog.cpu(watch.spec.rank, float(str(fields["cpu_s"])))
+        if "gpu_percent" in fields:
+            self.watchdog.gpu(watch.spec.rank, float(str(fields["gpu_percent"])))
         if "leaving" in fields:
             self.leaving = True
             self.gang.avoid(watch.place.slot.worker)
@@ -214,23 +218,24 @@ class Attempt:
             case events.Entered():
                 if all(other.entered for other in self.ranks):
                     self.telling.training(tuple(other.record() for other in self.ranks))
+            case events.Waiting() if not self.stopping and not self.faults:
+                self.inquiry.begin_for_wait()
             case events.Noticed():
                 self._preempt(f"rank {rank} on host {watch.place.host} was sent SIGTERM")
+            case events.FileSaved() if event.path.startswith(f"{STACKS_FOLDER}/") and not self.faults:
+                self.stacks.append((watch, event))  # those of ranks that turn out to be at work are not kept
             case events.CheckpointSaved() | events.FileSaved():
                 self._send_porter(watch, event)
         self.telling.rank_event(rank, event)
 
     def _send_porter(self, watch: RankWatch, event: events.CheckpointSaved | events.FileSaved) -> None:
-        fetch = None if watch.place.shared else self._fetch_for(watch)
+        fetch = None if watch.place.shared else partial(self.gang.fetch, watch.place.slot.worker)
         staging = watch.mirror.spool.staging
         self.errands += 1
         if isinstance(event, events.CheckpointSaved):
             self.porter.bring_checkpoint(watch.spec.rank, event, staging, fetch)
         else:
             self.porter.bring_file(watch.spec.rank, event, staging, fetch)
-
-    def _fetch_for(self, watch: RankWatch) -> Callable[[Path, int, int], bytes]:
-        return lambda path, offset, size: self.gang.fetch(watch.place.slot.worker, path, offset, size)
 
     def _on_exit(self, watch: RankWatch, ended: RankExit) -> None:
         self._advance(watch, ended.log_size, ended.events_size)
@@ -292,6 +297,8 @@ class Attempt:
     def _add_fault(self, fault: Fault) -> None:
         self.faults.append(fault)
         self.telling.fault(fault)
+        while self.stacks:
+            self._send_porter(*self.stacks.pop(0))
         if self.stopping:
             return
         if fault.timed_out and not self.inquiry.begun:
@@ -337,12 +344,14 @@ class Attempt:
         now = time.monotonic()
         if self.stopping:
             return
-        if not self.inquiry.begun and not self.faults and self.inbox.empty():
+        if self.inquiry.may_begin(now) and not self.faults and self.inbox.empty():
             hang = self.watchdog.overdue(now, self.ranks)
             if hang is not None:
-                self.telling.status(f"no progress for {hang.limit_s:g} s: asking the ranks where they are")
+                self.telling.status(f"no event or line for {hang.limit_s:g} s: asking the ranks where they are")
                 self.inquiry.begin(hang)
         hung = self.inquiry.result(now)
+        if hung is None and not self.inquiry.begun:
+            self.stacks.clear()
         if hung is None or not all(fault.victim for fault in self.faults):
             return
         watch = self.ranks[hung.rank]

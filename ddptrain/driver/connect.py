@@ -22,8 +22,9 @@ from distributed.versions import VersionMismatchWarning
 from ddptrain.clusters.find import Target
 from ddptrain.driver import peer
 from ddptrain.errors import ClusterError
+from ddptrain.spec import LOST_AFTER_S
+from ddptrain.worker.tcp_timeouts import tcp_timeout
 
-_CONFIG = {"distributed.comm.timeouts.tcp": "11s"}  # Dask takes no less: our cable is cut, and nobody tells
 _TRY_S = 3.0  # the first attempt: then it is worth asking why, and each later one may take twice as long
 _OWN_S = 30.0  # one of the user's own is up already, or dead; a busy machine answers late
 _PEEK_S = 3.0
@@ -34,8 +35,12 @@ _SILENT_S = 7.0  # what takes connections and says nothing for so long is no sch
 _ALERT = "ALERT"  # in the reason of a TLS error that the peer has sent
 
 
-def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> Client:
+def connected(
+    target: Target, timeout_s: float, tell: Callable[[str], None], lost_after_s: float = LOST_AFTER_S
+) -> Client:
     """A client of the scheduler, which may take `timeout_s` to appear unless it is certain that it won't.
+
+    The connection survives a network that is cut for less than `lost_after_s`.
 
     Raises: ClusterError
     """
@@ -43,6 +48,7 @@ def connected(target: Target, timeout_s: float, tell: Callable[[str], None]) -> 
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # the driver tells what happens
     if target.foreign:  # our own table tells what does not fit there
         warnings.filterwarnings("ignore", category=VersionMismatchWarning)
+    dask.config.set(tcp_timeout(lost_after_s))
     _tls_context(target)
     began, try_s = time.monotonic(), _TRY_S
     deadline = began + (min(timeout_s, _OWN_S) if target.name else timeout_s)
@@ -77,16 +83,15 @@ def _tried(target: Target, timeout_s: float) -> Client:
 
     def connect() -> None:
         try:
-            with dask.config.set(_CONFIG):
-                outcome.set_result(
-                    Client(
-                        target.address,
-                        timeout=timeout_s,
-                        security=target.security,
-                        set_as_default=False,
-                        name="ddptrain",
-                    )
+            outcome.set_result(
+                Client(
+                    target.address,
+                    timeout=timeout_s,
+                    security=target.security,
+                    set_as_default=False,
+                    name="ddptrain",
                 )
+            )
         except BaseException as error:
             outcome.set_exception(error)
 

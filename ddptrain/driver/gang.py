@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distributed import Client, Future
+from distributed.comm.core import CommClosedError
 
 from ddptrain.clusters import slots
 from ddptrain.driver import asking
@@ -19,13 +20,13 @@ from ddptrain.driver.inbox import Inbox, Notice, TaskFailed, WorkerLost
 from ddptrain.driver.reservation import Queue, Watchers, Wish
 from ddptrain.errors import ClusterError
 from ddptrain.sealing import has_secrets, seal_spec
-from ddptrain.spec import SLOT_RESOURCE, RankSpec
+from ddptrain.spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 _ALL_TOPIC = "all"  # where the scheduler tells of workers that come and go
 _PING_S = 0.05
-_SILENCE_S = 15.0  # without a word from a worker whose ranks speak every 2 s
+_AGAIN_S = 0.5  # from a question that did not reach a worker to the next try
 _ANSWER_S = 120.0  # for one that has no rank any more
 _LOSS_S = 0.5  # from a broken connection to the word that its worker is lost
 _GOODBYE_S = 3.0  # for the scheduler to take the slots back: longer, and it hangs
@@ -55,10 +56,21 @@ class Place:
 class Gang:
     """One attempt's ranks on a cluster; closing it frees the slots and ends what still runs."""
 
-    def __init__(self, client: Client, run_id: str, inbox: Inbox) -> None:
+    def __init__(
+        self,
+        client: Client,
+        run_id: str,
+        inbox: Inbox,
+        lost_after_s: float = LOST_AFTER_S,
+        *,
+        foreign: bool = True,
+    ) -> None:
+        """A worker of the gang may be silent for `lost_after_s`; a cluster that is not `foreign` follows that."""
         self.client = client
         self.run_id = run_id
         self.inbox = inbox
+        self.lost_after_s = lost_after_s
+        self._cluster_limit_s = None if foreign else lost_after_s
         self.futures: dict[int, Future[str]] = {}
         scheduler: Any = client.scheduler  # None only before it has connected
         self._address = str(scheduler.address)
@@ -90,7 +102,8 @@ class Gang:
                     watchers.check(new)
                 self._learn(answer["unknown"])
             elif "slots" in answer:
-                return self._placed([slots.Slot(*item) for item in answer["slots"]])
+                chosen = [slots.Slot(*item) for item in answer["slots"]]
+                return self._placed(chosen, answer.get("lost_after_s"))
             else:
                 count = queue.wait(slots.Refusal(**answer["refusal"]))
 
@@ -104,6 +117,7 @@ class Gang:
                 gpus_only=wish.gpus_only,
                 in_line=wish.wait_s > 0,
                 without=sorted(self._avoided),
+                lost_after_s=self._cluster_limit_s,
             )
         except OSError as error:  # so it is for Dask when it went while we waited in line
             text = f"the Dask scheduler is gone, or the network to it: {self._address} ({error})"
@@ -117,11 +131,11 @@ class Gang:
         offers |= {worker: (offer["slots"], offer["gpus"]) for worker, offer in about.items()}
         self.client.run_on_scheduler(slots.learn, offers)
 
-    def _placed(self, chosen: Sequence[slots.Slot]) -> list[Place]:
+    def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[Place]:
         hosts = list(dict.fromkeys(slot.host for slot in chosen))
         size = Counter(slot.host for slot in chosen)
         self._workers = {slot.worker for slot in chosen}
-        about = self._about({slot.worker: slot.host for slot in chosen})
+        about = self._about({slot.worker: slot.host for slot in chosen}, lost_after_s)
         seen: Counter[str] = Counter()
         places = []
         for rank, slot in enumerate(chosen):
@@ -144,10 +158,14 @@ class Gang:
             seen[slot.host] += 1
         return places
 
-    def _about(self, hosts: Mapping[str, str]) -> Mapping[str, Mapping[str, str]]:
+    def _about(self, hosts: Mapping[str, str], lost_after_s: float | None) -> Mapping[str, Mapping[str, str]]:
         """What workers tell of themselves. Raises ClusterError that names the host of one that can't."""
         about: Mapping[str, Any] = self.client.run(
-            task.describe_host, self.run_id, workers=sorted(hosts), on_error="return"
+            task.describe_host,
+            self.run_id,
+            lost_after_s=lost_after_s,
+            workers=sorted(hosts),
+            on_error="return",
         )
         for worker, host in hosts.items():
             if isinstance(error := about[worker], ClusterError):
@@ -276,20 +294,31 @@ class Gang:
         try:
             if not self.has(worker):
                 raise ConnectionError("it is lost")
-            words = (self.run_id, str(path), offset, size_bytes)
-            run = self.client.run(task.read_spool, *words, workers=[worker], asynchronous=True)
-            answer = asking.answer(self.client, run, lambda: self._patience_s(worker), lambda: self._heard[worker])
-            return bytes(answer[worker])
+            return self._answered(worker, task.read_spool, self.run_id, str(path), offset, size_bytes)
         except Exception as error:
             self._check_on(worker, error)
             raise ClusterError(f"could not read {path} from the worker {worker}: {error}") from error
+
+    def _answered(self, worker: str, function: Callable[..., Any], *words: object) -> bytes:
+        """What a worker answers. A network that is cut for less than lost_after_s only delays it."""
+        deadline = time.monotonic() + self.lost_after_s
+        while True:
+            run = self.client.run(function, *words, workers=[worker], asynchronous=True)
+            try:
+                answer = asking.answer(self.client, run, lambda: self._patience_s(worker), lambda: self._heard[worker])
+                return bytes(answer[worker])
+            except OSError as error:
+                late = time.monotonic() > deadline or not self.has(worker) or not self.connected
+                if late or not _of_network(error):
+                    raise
+            time.sleep(_AGAIN_S)
 
     def _patience_s(self, worker: str) -> float:
         """How long an answer of a worker is waited for without a word from any of its ranks."""
         if not self.has(worker):
             return 0.0
         speaks = any(self._worker_of[rank] == worker for rank, future in [*self.futures.items()] if not future.done())
-        return _SILENCE_S if speaks else _ANSWER_S
+        return self.lost_after_s if speaks else max(_ANSWER_S, self.lost_after_s)
 
     def _check_on(self, worker: str, error: Exception) -> None:
         """Find out whether an error means that a worker is lost, before others draw conclusions from it."""
@@ -352,6 +381,11 @@ class Gang:
                     if not data:
                         break
         return target
+
+
+def _of_network(error: OSError) -> bool:
+    """Whether the question may not have reached the worker; other errors are the worker's answer."""
+    return isinstance(error, CommClosedError) or (type(error) is OSError and error.errno is None)
 
 
 def _same_token(path: Path, token: str) -> bool:

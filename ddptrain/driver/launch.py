@@ -220,10 +220,13 @@ class _Run:
                 if self.machine is None:
                     self.inputs.wait(self.display.notice)  # rather than a cluster for data that are not there
                 target = self.cluster.connect()
+                lost_after_s = self.config.failure.lost_after_s
                 client = stack.enter_context(
-                    connected(target, self.config.cluster.start_timeout_s, self.display.status)
+                    connected(target, self.config.cluster.start_timeout_s, self.display.status, lost_after_s)
                 )
-                gang = stack.enter_context(Gang(client, self.writer.run_id, self.inbox))
+                gang = stack.enter_context(
+                    Gang(client, self.writer.run_id, self.inbox, lost_after_s, foreign=target.foreign)
+                )
                 gang.subscribe()
                 self.inputs.wait(self.display.notice)
             watchers = self._watchers(client, target)

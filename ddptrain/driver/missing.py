@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddptrain import events
@@ -37,6 +37,9 @@ class Report:
     over: bool = False
     timed_out: bool = False  # it has itself given up its wait
     thread: events.ThreadFailure | None = None
+    works: bool = False  # its CPU or GPU use still counts as progress
+    ended_calls: Mapping[str, float] | None = None  # of ctx methods that all ranks must call, told at its end
+    checked: str = ""  # the signals of life that were looked at, in words
 
     @property
     def operation(self) -> str:
@@ -44,6 +47,13 @@ class Report:
         if self.timed_out:
             return "a collective operation"
         return waits_in(self.stacks.main) if self.stacks is not None else ""
+
+    @property
+    def calls(self) -> Mapping[str, float] | None:
+        """How often the rank has called each ctx method that all ranks must call; None where that is not known."""
+        if self.finished:
+            return self.ended_calls
+        return self.stacks.calls if self.stacks is not None and not self.stacks.state else None
 
     @property
     def place(self) -> str:
@@ -92,6 +102,28 @@ def _is_library(file: str) -> bool:
     return _NOT_THE_USERS.search(file) is not None
 
 
+def judge(reports: Sequence[Report], limit_s: float | None, before: Mapping[int, events.Stacks]) -> Fault | None:
+    """The fault of a gang that is suspected to hang; None where the rank that the others wait for is at work.
+
+    `before` are the stacks of the inquiry before this one, which was answered with None. CPU use in a collective
+    operation may be a busy wait: it is work only if another operation has begun since then, or on the first look.
+    """
+    fault = missing(reports, limit_s)
+    found = next(report for report in reports if report.rank == fault.rank)
+    if limit_s is None or fault.kind is not Kind.HANG or not found.works or _waits_since(found, before):
+        return fault
+    return None
+
+
+def _waits_since(report: Report, before: Mapping[int, events.Stacks]) -> bool:
+    """Whether a rank is stopped, or is still in the collective operation in which it was before."""
+    stacks, last = report.stacks, before.get(report.rank)
+    if stacks is None or stacks.state in _STATES:
+        return stacks is not None
+    same = last is not None and stacks.sequence is not None and stacks.sequence == last.sequence
+    return bool(report.operation) and same and last is not None and waits_in(last.main) == report.operation
+
+
 def missing(reports: Sequence[Report], limit_s: float | None) -> Fault:
     """The fault of a gang that has stopped: the rank that is missing from the collective, not one that waits for it.
 
@@ -106,7 +138,8 @@ def missing(reports: Sequence[Report], limit_s: float | None) -> Fault:
     message = ", ".join(part for part in (_since(first, limit_s), first.place) if part)
     message += _those_that_wait(others) + _of_thread(first)
     trace = first.thread.traceback if first.thread is not None else ""
-    text = f"{message} (stacks: artifacts/{STACKS_FOLDER}/)"
+    checked = f"{first.checked}; " if first.checked and limit_s is not None else ""
+    text = f"{message} ({checked}stacks: artifacts/{STACKS_FOLDER}/)"
     return Fault(first.rank, Kind.HANG, time.time_ns(), text, traceback=trace)
 
 

@@ -10,7 +10,6 @@ from ddptrain.driver.cause import Kind
 from ddptrain.driver.rankwatch import RankWatch
 
 _SCHEDULER_LOST_S = 3.0  # without a connection to the scheduler, before the run is given up
-_SILENCE_S = 15.0  # without a word from a rank's worker, which speaks every 2 s: it is gone, or cut off
 _STOPPED_S = 3.0  # between two looks of ours: this process was suspended itself, and has heard nobody
 
 
@@ -26,8 +25,9 @@ class Loss:
 class Presence:
     """Looks, every fraction of a second, at what sends no message when it goes.
 
-    `worker_fault` tells of a worker that the driver itself has started, `connected` whether the scheduler is there;
-    `suspended` is told for how many seconds this process has slept.
+    `worker_fault` tells of a worker that the driver itself has started, `connected` whether the scheduler is there.
+    A worker that says nothing for `lost_after_s` is gone, or cut off. `suspended` is told for how many seconds this
+    process has slept.
     """
 
     def __init__(
@@ -36,11 +36,12 @@ class Presence:
         worker_fault: Callable[[], str | None],
         connected: Callable[[], bool],
         start_timeout_s: float,
+        lost_after_s: float,
         suspended: Callable[[float], None],
     ) -> None:
         self.ranks = ranks
         self.worker_fault, self.connected, self.suspended = worker_fault, connected, suspended
-        self.start_timeout_s = start_timeout_s
+        self.start_timeout_s, self.lost_after_s = start_timeout_s, lost_after_s
         self.connected_at = self.looked_at = time.monotonic()
 
     def losses(self, now: float, *, all_read: bool) -> Iterator[Loss]:
@@ -68,11 +69,11 @@ class Presence:
     def _silent(self, now: float) -> Iterator[Loss]:
         """A cut cable sends no message: workers that have said nothing for too long."""
         running = [watch for watch in self.ranks if watch.heard_at and not watch.over]
-        silent = [watch for watch in running if now - watch.heard_at > _SILENCE_S]
+        silent = [watch for watch in running if now - watch.heard_at > self.lost_after_s]
         alone = len(silent) < len(running) or len({watch.place.slot.host for watch in running}) == 1
         for watch in silent:
             host = f"host {watch.place.host}" if alone else "the cluster"
-            text = f"nothing was heard from {host} for {_SILENCE_S:.0f} s: is it down, or the network to it?"
+            text = f"nothing was heard from {host} for {self.lost_after_s:g} s: is it down, or the network to it?"
             yield Loss(watch, Kind.WORKER_LOST, text)
 
     def _not_begun(self, now: float) -> Iterator[Loss]:

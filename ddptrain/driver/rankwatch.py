@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddptrain import events
@@ -34,6 +34,7 @@ class RankWatch:
     heard_at: float = 0.0
     log_size: int = 0  # bytes, as its worker tells
     step: int | None = None  # the last that it has logged
+    calls: Mapping[str, float] | None = None  # of ctx methods that all ranks must call, told at its end
 
     def heard(self, event: events.Event) -> None:
         """Note what the rank has told of itself; of faults the attempt sees to more."""
@@ -42,8 +43,8 @@ class RankWatch:
                 self.started = event
             case events.Entered():
                 self.entered = True
-            case events.Finished():
-                self.finished = True
+            case events.Finished(calls=calls):
+                self.finished, self.calls = True, calls
             case events.Preempted():
                 self.preempted = True
             case events.Metrics(step=int(step)):

@@ -27,13 +27,13 @@ from ddptrain.driver.shipping import check_imports, ship
 from ddptrain.driver.signals import Signals
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.tracking import Tracking
-from ddptrain.driver.watchdog import Watchdog
+from ddptrain.driver.watchdog import Watchdog, alive_s
 from ddptrain.registry import workload_target
 from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
 from ddptrain.results.record import CodeRecord
 from ddptrain.results.verified import VerifiedCheckpoint, newest_verified
 from ddptrain.results.writer import RunWriter, utc_now
-from ddptrain.spec import RankSpec
+from ddptrain.spec import DIST_TIMEOUTS_S, RankSpec
 
 _PORTER_DEADLINE_S = 600.0
 
@@ -122,7 +122,8 @@ class Series:
         try:
             watchdog = Watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
             parts = (porter, self.telling, scene.gang.inbox, fault, watchdog, start_timeout_s)
-            return Attempt(scene.gang, specs, *parts).run()
+            lost_after_s = self.config.failure.lost_after_s
+            return Attempt(scene.gang, specs, *parts, lost_after_s).run()
         finally:
             porter.close(_PORTER_DEADLINE_S)
 
@@ -172,7 +173,7 @@ class Series:
         return there
 
     def _spec(self, number: int, place: Place, places: Sequence[Place]) -> RankSpec:
-        config = self.config
+        config, backend = self.config, self._dist_backend(places)
         return RankSpec(
             run_id=self.scene.writer.run_id,
             attempt=number,
@@ -185,10 +186,11 @@ class Series:
             **_workload(config),
             hosts=len({other.slot.host for other in places}),
             local_gpus=_gpus_beside(place, places) if config.cluster.gpus != 0 else (),
+            alive_s=alive_s(config.failure.hang_timeout_s, config.failure.lost_after_s),
             full_traceback=self.scene.full_traceback,
             params=dict(config.params),
-            dist_backend=self._dist_backend(places),
-            dist_timeout_s=config.dist.timeout_s,
+            dist_backend=backend,
+            dist_timeout_s=config.dist.timeout_s or DIST_TIMEOUTS_S[backend],
             grace_s=config.failure.grace_s,
             every_epochs=config.checkpoint.every_epochs,
             every_steps=config.checkpoint.every_steps,

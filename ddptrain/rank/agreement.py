@@ -11,6 +11,7 @@ import datetime as dt
 import math
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ddptrain.spec import RankSpec
@@ -53,6 +54,10 @@ class GangStore:
         """A key's value; waits for it, for the gang's time-out at most."""
         value: bytes = self._connection().get(self._prefix + key)
         return value
+
+    def wait(self, keys: Sequence[str]) -> None:
+        """Wait until all of these keys are set, for the gang's time-out at most."""
+        self._connection().wait([self._prefix + key for key in keys])
 
     def delete(self, key: str) -> None:
         """Forget a key."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddptrain import events
-from ddptrain.rank import checkpoint, randomstate
+from ddptrain.rank import randomstate
 from ddptrain.rank.agreement import Calls, Due, GangStore, Preempted
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.files import Files
+from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.plainnumbers import number, optional, whole
+from ddptrain.rank.resume import Resumed, loaded
 from ddptrain.rank.saver import Save, Saver, done_key, state_key
 from ddptrain.rank.snapshot import HostBuffers, plain_bytes
 from ddptrain.rank.tracked import Tracked
@@ -25,24 +26,11 @@ if TYPE_CHECKING:
     import torch
     import torch.utils.data
 
+    from ddptrain.rank.exchange import Exchange
     from ddptrain.rank.feeding import GangLoader
     from ddptrain.rank.showing import Showing
 
 __all__ = ["Preempted", "RankContext", "Resumed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """Where a resumed run goes on: `step` and `epoch` are those of the checkpoint, `data` the extra state saved.
-
-    `world_size` is how many ranks saved it; `rank_state` is this rank's own, None where there were more or fewer.
-    """
-
-    step: int
-    epoch: float | None
-    data: Mapping[str, Any]
-    rank_state: Any = None
-    world_size: int = 0
 
 
 class RankContext:
@@ -55,14 +43,19 @@ class RankContext:
         device: torch.device,
         calls: Calls | None = None,
         tracked: Tracked | None = None,
+        gang_calls: GangCalls | None = None,
     ) -> None:
-        """`calls` counts those of checkpoint, and may be told to end before there is a context, as may `tracked`."""
+        """`calls` counts those of checkpoint, and may be told to end before there is a context, as may `tracked`.
+
+        `gang_calls` counts those of all methods that every rank must call.
+        """
         self._spec = spec
         self._emitter = emitter
         self._files = Files(spec, emitter)
         self._tracked = tracked or Tracked(spec, emitter)
         self._calls = calls or Calls(spec, GangStore(spec))
         self._store = self._calls.store
+        self._gang_calls = gang_calls or GangCalls(spec, emitter)
         self._due = Due(spec, self._store)
         self._buffers = HostBuffers()
         self._saver = Saver(spec, emitter, self._store, self._tracked.checkpoint)
@@ -196,15 +189,17 @@ class RankContext:
     ) -> torch.nn.Module:
         """The model on this rank's device, in DDP; what is not said here, the configuration's `prepare` says.
 
-        `precision` is "fp32", or "bf16" for a forward pass under autocast; `ddp` are arguments of
-        DistributedDataParallel. The weights keep their names. Raises ValueError for another precision.
+        All ranks must call it. `precision` is "fp32", or "bf16" for a forward pass under autocast; `ddp` are arguments
+        of DistributedDataParallel. The weights keep their names. Raises ValueError for another precision.
         """
         from ddptrain.rank.preparing import prepared
 
         said = {"precision": precision, "compile": compile, "channels_last": channels_last}
         given = {name: value for name, value in said.items() if value is not None}
         self._tracked.model(model)
-        return prepared(model, self.device, {**self._spec.prepare, **given}, **ddp)
+        self._gang_calls.enter("prepare")
+        with self._gang_calls.waiting("prepare"):
+            return prepared(model, self.device, {**self._spec.prepare, **given}, **ddp)
 
     def loader(
         self,
@@ -240,22 +235,38 @@ class RankContext:
             yield epoch
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
-        """The mean of a number (or of a tensor's numbers) over all ranks, which all call this; each counts `weight`."""
-        from ddptrain.rank.preparing import mean
+        """The mean of a number (or of a tensor's numbers) over all ranks; each counts `weight`.
 
-        return mean(value, weight, self.device)
+        All ranks must call it: with `if ctx.rank == 0: ctx.mean(...)` the run fails.
+        """
+        return self._exchange.mean(value, weight)
 
     def all_finite(self, value: float | torch.Tensor) -> bool:
-        """Whether a loss is finite on all ranks, which all call this and get the same answer."""
-        from ddptrain.rank.preparing import all_finite
+        """Whether a loss is finite on all ranks; the same answer on all of them. All ranks must call it."""
+        return self._exchange.all_finite(value)
 
-        return all_finite(value, self.device)
+    @cached_property
+    def _exchange(self) -> Exchange:
+        from ddptrain.rank.exchange import Exchange
 
-    def rank_zero_first(self) -> AbstractContextManager[None]:
-        """For a block that downloads or prepares something: rank 0 runs it, then all others do."""
-        from ddptrain.rank.preparing import rank_zero_first
+        return Exchange(self._spec, self._gang_calls)
 
-        return rank_zero_first(self.rank)
+    @contextmanager
+    def rank_zero_first(self) -> Iterator[None]:
+        """For a block that downloads or prepares something: rank 0 runs it, then all others do.
+
+        All ranks must call it. An error of rank 0 ends the run, so that nobody waits for ever.
+        """
+        number = self._gang_calls.enter("rank_zero_first")
+        if self.rank != 0:
+            self._meet("rank_zero_first", number)
+        yield
+        if self.rank == 0:
+            self._meet("rank_zero_first", number)
+
+    def _meet(self, name: str, number: int) -> None:
+        if self.world_size > 1:
+            self._gang_calls.meet(name, number, self._store)
 
     def save_file(self, path: str, data: bytes | str | Path) -> None:
         """Hand over a file for artifacts/`path` in the run directory: bytes, text (UTF-8), or a Path to copy from.
@@ -278,7 +289,10 @@ class RankContext:
         rank_state: Any = None,
         **more: Any,
     ) -> bool:
-        """Save a checkpoint if one is due, and hand it over; every rank calls it equally often. Returns whether it was.
+        """Save a checkpoint if one is due, and hand it over. Returns whether it was.
+
+        All ranks must call it, equally often: rank 0 writes the files, and every rank adds its random state. With
+        `if ctx.rank == 0: ctx.checkpoint(...)` the run fails.
 
         It may be called after every step: due is the `last`, one whose `epoch` (from 1) is whole and divided by
         `checkpoint.every_epochs`, one at or after a multiple of `every_steps`, and one when `every_s` are over; with
@@ -291,6 +305,26 @@ class RankContext:
             OSError: a checkpoint before could not be written, `checkpoint.max_failures` times in a row.
             Preempted: the ranks were told to end, and this is the call with which all do; it has been saved.
         """
+        self._gang_calls.enter("checkpoint")
+        with self._gang_calls.waiting("checkpoint", int(step), self._waits_for_others):
+            return self._checkpoint(model, optimizer, step, epoch, metrics or {}, rank_state, more, last=last)
+
+    def _waits_for_others(self) -> bool:
+        """Whether a checkpoint waits for other ranks, and not for the disk of rank 0."""
+        return self.rank != 0 or self._saver.gathers
+
+    def _checkpoint(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        epoch: float | None,
+        metrics: Mapping[str, float | torch.Tensor],
+        rank_state: Any,
+        more: Mapping[str, Any],
+        *,
+        last: bool,
+    ) -> bool:
         call = self._calls.enter()
         self._calls.complete = last
         if self._saver.error is not None:
@@ -299,7 +333,7 @@ class RankContext:
         ends = self._calls.told_to_end and self._calls.is_last(call)
         if not (due or last or ends):
             return False
-        self._save(model, optimizer, int(step), optional("epoch", epoch), metrics or {}, rank_state, more)
+        self._save(model, optimizer, int(step), optional("epoch", epoch), metrics, rank_state, more)
         if not self._spec.asynchronous or ends:
             self._saver.wait()
         if ends and not last:
@@ -338,7 +372,8 @@ class RankContext:
             OSError: it could not be written.
         """
         if self.rank == 0:
-            return self._saver.wait(deadline_s, hurry=failed)
+            with self._gang_calls.waiting("checkpoint", self._due.step, self._waits_for_others):
+                return self._saver.wait(deadline_s, hurry=failed)
         if not failed:
             with suppress(RuntimeError):
                 self._store.set(done_key(self.rank), "")
@@ -349,52 +384,21 @@ class RankContext:
     ) -> Resumed | None:
         """Load the state to go on from into what it is given; None where there is nothing to resume.
 
+        All ranks must call it, and wait for each other here: with `if ctx.rank == 0: ctx.resume(...)` the run fails.
         `more` are objects with load_state_dict(), named as in checkpoint(). With as many ranks as before, this rank's
         random states are put back, too; else they are new ones.
         """
         self._calls.saves = True
-        if self.resume_folder is None:
+        self._meet("resume", self._gang_calls.enter("resume"))
+        if not self._spec.resume_from:
             return None
-        state = checkpoint.read(self.resume_folder, model, optimizer, self.device)
-        extra: dict[str, Any] = state["extra"]
-        for name, value in more.items():
-            if name in extra:
-                value.load_state_dict(extra[name])
-            else:
-                self._note(f"the checkpoint of step {state['step']} holds no {name!r}: it begins afresh")
-        self._due.step = state["step"]
-        self._first_epoch = int(state["epoch"] or 0) + 1
-        self._places = state.get("loaders") or []
+        resumed, self._places = loaded(self._spec, self.device, model, optimizer, more, self._note)
+        self._due.step = resumed.step
+        self._first_epoch = int(resumed.epoch or 0) + 1
         for loader, place in zip(self._loaders, self._places, strict=False):
             loader.load_state_dict(place)
-        ranks = state.get("ranks") or []
-        own = ranks[self.rank] if len(ranks) == self.world_size else None
-        data = {name: _on(self.device, value) for name, value in extra.items() if name not in more}
-        self._restore_random(ranks, own)
-        rank_state = own["rank_state"] if own else None
-        return Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or self.world_size)
-
-    def _restore_random(self, ranks: list[Any], own: Any) -> None:
-        if own:
-            randomstate.restore(own["random"], self.device)
-        elif ranks:
-            self._note(
-                f"the checkpoint is of {len(ranks)} ranks, this run has {self.world_size}: it goes on where they were, "
-                "with new random states"
-                if len(ranks) != self.world_size
-                else "the checkpoint lacks the random states of some ranks: those are new"
-            )
-            randomstate.reseed(ranks[0]["random"], self.rank)
+        return resumed
 
     def _note(self, text: str) -> None:
         if self.rank == 0:
             self._emitter.emit(events.Note(time.time_ns(), text))
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    """Plain data with its tensors on the device."""
-    if type(value) in (list, tuple, set):
-        return type(value)(_on(device, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _on(device, item) for key, item in value.items()}
-    return value.to(device) if hasattr(value, "to") else value

@@ -20,6 +20,7 @@ class Emitter:
         self._lock = threading.Lock()
         self._torn = False
         self._progress_at_ns = 0
+        self._done: float | None = None
 
     def emit(self, event: events.Event) -> None:
         """Append one event. Raises OSError if the disk is full, EventFormatError if the event is too long."""
@@ -33,9 +34,10 @@ class Emitter:
                 self._torn = bool(data)
 
     def progress(self, done: float, total: float | None, unit: str) -> None:
-        """Append a Progress event, at most ten a second; the last one (done == total) always goes."""
+        """Append a Progress event, at most ten a second; the last one (done == total) always goes, once."""
         now = time.time_ns()
-        if now - self._progress_at_ns < PROGRESS_INTERVAL_NS and done != total:
+        is_last = done == total != self._done
+        if now - self._progress_at_ns < PROGRESS_INTERVAL_NS and not is_last:
             return
-        self._progress_at_ns = now
+        self._progress_at_ns, self._done = now, done
         self.emit(events.Progress(now, done=done, total=total, unit=unit))

@@ -16,6 +16,7 @@ from ddptrain import events
 from ddptrain.rank import orders, procs
 from ddptrain.rank.agreement import Calls
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.orders import Orders
 from ddptrain.rank.stacks import Stacks
 from ddptrain.rank.tracked import Tracked
@@ -36,6 +37,7 @@ class Obeying:
     emitter: Emitter
     orders: Orders
     calls: Calls
+    gang_calls: GangCalls
     tracked: Tracked
     state: Callable[[], State]
     complete_saves: Callable[[], None]
@@ -47,7 +49,7 @@ class Obeying:
         self.orders.on(orders.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         self.orders.on(orders.PREEMPT, self._preempt)
         self.orders.on(orders.STOP, self._stop)
-        self.orders.on(orders.STACKS, Stacks(self.spec, self.emitter).tell)
+        self.orders.on(orders.STACKS, Stacks(self.spec, self.emitter, self.gang_calls).tell)
         self.orders.listen()
 
     def _notice(self, *_: object) -> None:

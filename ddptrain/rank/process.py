@@ -30,6 +30,7 @@ from ddptrain.rank.agreement import EXIT_PREEMPTED, Calls, GangStore, Preempted
 from ddptrain.rank.calling import as_json, bind
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.folding import folded
+from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.loading import load_function
 from ddptrain.rank.obeying import Obeying
 from ddptrain.rank.orders import Orders
@@ -125,6 +126,7 @@ class _Rank:
         self.failed = False
         self.preempted = False
         self.calls = Calls(spec, GangStore(spec))
+        self.gang_calls = GangCalls(spec, emitter)
         self.tracked = Tracked(spec, emitter)
         self.context: RankContext | None = None
 
@@ -169,7 +171,7 @@ class _Rank:
         return 0
 
     def _obey(self) -> None:
-        parts = (self.spec, self.emitter, self.orders, self.calls, self.tracked)
+        parts = (self.spec, self.emitter, self.orders, self.calls, self.gang_calls, self.tracked)
         Obeying(*parts, state=self._state, complete_saves=self._complete_saves).begin()
 
     def _set_up_torch(self) -> torch.device:
@@ -249,7 +251,7 @@ class _Rank:
         from ddptrain.rank.context import RankContext
 
         if self.context is None:
-            self.context = RankContext(self.spec, self.emitter, device, self.calls, self.tracked)
+            self.context = RankContext(self.spec, self.emitter, device, self.calls, self.tracked, self.gang_calls)
         return self.context
 
     def _work(self, work: Callable[[], None]) -> None:
@@ -331,7 +333,7 @@ class _Rank:
             distributed.barrier()
 
     def _finish(self) -> None:
-        self.emitter.emit(events.Finished(time.time_ns()))
+        self.emitter.emit(events.Finished(time.time_ns(), self.gang_calls.counts))
         self.finished = True
 
     def _exit_event(self, stop: SystemExit) -> None:

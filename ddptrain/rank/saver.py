@@ -71,6 +71,7 @@ class Saver:
         self._hurry = threading.Event()
         self._silent: set[int] = set()  # ranks that have once not come to a checkpoint: not waited for again
         self.error: BaseException | None = None
+        self.gathers = False  # it waits for what other ranks add to a checkpoint
 
     def start(self, save: Save) -> None:
         """Write `save` from now on; none other may be on its way."""
@@ -141,7 +142,11 @@ class Saver:
     def _gathered(self, save: Save) -> list[Any]:
         """What each rank adds, None for one that does not come. Raises _Dropped."""
         deadline = time.monotonic() + self._spec.dist_timeout_s
-        others = [self._awaited(rank, save, deadline) for rank in range(1, self._spec.world_size)]
+        self.gathers = True
+        try:
+            others = [self._awaited(rank, save, deadline) for rank in range(1, self._spec.world_size)]
+        finally:
+            self.gathers = False
         return [snapshot.from_bytes(save.own), *others]
 
     def _awaited(self, rank: int, save: Save, deadline: float) -> Any:
@@ -168,6 +173,6 @@ class Saver:
             self._silent.add(rank)
             text = (
                 f"rank {rank} did not call ctx.checkpoint for step {step}: its random state is not saved; "
-                "every rank is to call it"
+                "all ranks must call it"
             )
             self._emitter.emit(events.Note(time.time_ns(), text, "warning"))

@@ -21,6 +21,7 @@ from types import FrameType
 from ddptrain import events
 from ddptrain.rank import faults
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 
 _MOST_FRAMES = 200
@@ -29,7 +30,8 @@ _MOST_FRAMES = 200
 class Stacks:
     """A rank's stacks: told as an event, and handed over as a file."""
 
-    def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
+    def __init__(self, spec: RankSpec, emitter: Emitter, gang_calls: GangCalls) -> None:
+        self._gang_calls = gang_calls
         self._spec = spec
         self._emitter = emitter
         self._counter = itertools.count()
@@ -45,13 +47,18 @@ class Stacks:
     def _tell(self) -> None:
         frames = sys._current_frames()  # noqa: SLF001  # no other way is there
         main = frames.get(threading.main_thread().ident or 0)
-        self._emitter.emit(events.Stacks(time.time_ns(), main=_innermost_first(main), sequence=_sequence()))
+        self._emitter.emit(self._event(main))
         data = _text(self._spec, frames).encode("utf-8", "backslashreplace")
         staged = Path(self._spec.staging) / f"stacks-{next(self._counter)}"
         staged.write_bytes(data)
         path = stacks_path(self._spec.attempt, self._spec.rank)
         digest = hashlib.sha256(data).hexdigest()
         self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, len(data), digest))
+
+    def _event(self, main: FrameType | None) -> events.Stacks:
+        calls, wait = self._gang_calls.counts, self._gang_calls.wait
+        where = (wait.name, wait.step) if wait is not None else ("", None)
+        return events.Stacks(time.time_ns(), _innermost_first(main), _sequence(), "", calls, *where)
 
 
 def _innermost_first(frame: FrameType | None) -> tuple[str, ...]:

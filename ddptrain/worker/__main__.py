@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
+from ddptrain.spec import LOST_AFTER_S
 from ddptrain.worker import environment
 from ddptrain.worker.server import OwnRankServer
 
@@ -176,7 +177,7 @@ def _import_dask() -> None:
             "distributed.admin.tick.interval": "1s",  # 50 wake-ups a second otherwise
             "distributed.diagnostics.nvml": False,
             "distributed.comm.timeouts.connect": "15s",
-            "distributed.comm.timeouts.tcp": "15s",
+            "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
         }
     )
 

@@ -20,14 +20,15 @@ from ddptrain.sealing import open_spec
 from ddptrain.spec import GPU_RESOURCE, RankExit, RankSpec, key_prefix
 from ddptrain.worker import environment, spool, standin
 from ddptrain.worker.attach import attach, offered, rank_host
+from ddptrain.worker.gpu_use import gpu_percent
 from ddptrain.worker.host import RankHost, own_host, slot_resources
 from ddptrain.worker.memory import MemoryWatch
 from ddptrain.worker.server import RankServerLost
+from ddptrain.worker.tcp_timeouts import follow
 from ddptrain.worker.vitals import Vitals
 
 POLL_S = 0.02  # how soon the driver hears that a busy rank has printed something
 _IDLE_POLL_S = 0.1  # of one that has been silent for a while: each look costs the training some microseconds
-_ALIVE_S = 2.0  # without a word, before the driver is told that all is well
 _MEMORY_S = 1.0  # between two looks at how much memory is left
 _STACKS = "stacks"  # an order of rank/orders.py
 _NOTICE_BYTES = 12 * 1024  # of log or events in one message: the scheduler keeps the last thousand of a topic
@@ -107,14 +108,20 @@ class _RankTask:
                 told_to_leave = True
                 self._notify(leaving=True)
             self._look()
-            if time.monotonic() - self.told_at > _ALIVE_S:
-                self._notify(alive=True, cpu_s=self.vitals.cpu_s() if self.vitals is not None else 0.0)
+            if time.monotonic() - self.told_at > self.spec.alive_s:
+                self._notify(alive=True, **self._use())
         standin.hand_over_flight_record(self.spool, self.spec)
         standin.hand_over_error(self.spool, report["status"])
         self._tell_growth()
         ended = self._ended(report)
         self._notify(exit=ended.to_json())
         return ended.to_json()
+
+    def _use(self) -> dict[str, float]:
+        """How much CPU time the rank has used, and how busy its GPU is, where that is known."""
+        use = {"cpu_s": self.vitals.cpu_s() if self.vitals is not None else 0.0}
+        percent = gpu_percent(gpu) if (gpu := self.host.gpu_of(self.spec.slot)) and self.spec.use_gpu else None
+        return use if percent is None else {**use, "gpu_percent": percent}
 
     def _look(self) -> None:
         """See now and then how the process does: once it has been killed, nothing can be asked any more."""
@@ -170,13 +177,16 @@ class _RankTask:
         self.told_at = time.monotonic()
 
 
-async def describe_host(run_id: str, dask_worker: Worker) -> dict[str, str]:
+async def describe_host(run_id: str, dask_worker: Worker, lost_after_s: float | None = None) -> dict[str, str]:
     """For client.run: make the worker a host of the run's ranks, where it is none, and say where its spool is.
 
-    "token" is that of the file of this name in "scratch", by which a driver knows that it sees the same files.
-    Raises RankServerLost, ClusterError.
+    Its connections survive a cut of `lost_after_s` from now on (None leaves them as they are). "token" is that of the
+    file of this name in "scratch", by which a driver knows that it sees the same files. Raises RankServerLost,
+    ClusterError.
     """
     host = await attach(dask_worker, run_id)
+    if lost_after_s is not None:
+        follow(dask_worker, lost_after_s)
     return {
         "scratch": str(host.scratch),
         "token": host.token,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +51,18 @@ class Command:
     """`python -m ddptrain ...` under way in a session of its own; what takes too long is killed."""
 
     def __init__(
-        self, folder: Path, arguments: list[str], environment: dict[str, str], timeout_s: float, output: str
+        self,
+        folder: Path,
+        arguments: list[str],
+        environment: dict[str, str],
+        timeout_s: float,
+        output: str,
+        where: Sequence[str],
     ) -> None:
         self.out, self.err = folder / f"{output}.stdout", folder / f"{output}.stderr"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [*where, sys.executable, "-m", *arguments],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -100,10 +107,19 @@ class Arena:
         return folder
 
     def start(
-        self, folder: Path, mark: str, *arguments: str, timeout_s: float = 120, output: str = "command"
+        self,
+        folder: Path,
+        mark: str,
+        *arguments: str,
+        timeout_s: float = 180,
+        output: str = "command",
+        where: Sequence[str] = (),
     ) -> Command:
-        """Start a command in `folder`: a module's name and its arguments; its output is in files of that name."""
-        return Command(folder, list(arguments), self._environment(mark), timeout_s, output)
+        """Start a command in `folder`: a module's name and its arguments.
+
+        Its output is in files named `output`; `where` is what enters another host.
+        """
+        return Command(folder, list(arguments), self._environment(mark), timeout_s, output, where)
 
     def warm(self) -> ClusterUp:
         """The cluster that cases share; a new one where the last has suffered."""

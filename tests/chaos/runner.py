@@ -19,7 +19,8 @@ from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.verified import verify
 from tests.chaos import processes
 from tests.chaos.arena import Arena, ClusterUp, Command, Ended
-from tests.chaos.expect import Expected, expected, least_step, status_of
+from tests.chaos.expect import NO_FAILURE, Expected, expected, least_step, status_of
+from tests.chaos.hosts import Hosts
 from tests.chaos.table import STEPS, Case, Kind
 
 RUN = "run"
@@ -27,6 +28,8 @@ HANGS = ("hang", "stop", "other_stop", "thread")
 LEFT_S = 30.0
 _KEPT = 3  # checkpoint.keep's default
 _HANG_S = 1.5
+_QUIET_HANG_S = 3.0
+_QUIET_S = 5 * _QUIET_HANG_S  # of a validation that says nothing
 _START_S = 8.0  # of cases that hang before the training
 
 
@@ -96,6 +99,8 @@ def _write_config(folder: Path, case: Case | None) -> None:
         if case.kind.fault in HANGS:
             failure["hang_timeout_s"] = _HANG_S
             cluster["start_timeout_s"] = _START_S
+        if case.kind.fault == "validate":
+            failure["hang_timeout_s"] = _QUIET_HANG_S
         if case.kind.restart:
             failure["max_restarts"] = 1
     every = {"every_epochs": 1} if case is None or case.interval == 3 else {"every_epochs": None, "every_steps": 2}
@@ -118,10 +123,14 @@ class _CaseRun:
         self.mark = str(self.folder)
         self.run_dir = self.folder / "runs" / RUN
         self.cluster: ClusterUp | None = None
+        self.hosts: Hosts | None = None
 
     def do(self) -> None:
         """The fault, the looks, the resume."""
-        if self.kind.cluster != "embedded":
+        if self.kind.cluster == "hosts":
+            self.hosts = Hosts(self.folder)
+            self.cluster = self.hosts.cluster
+        elif self.kind.cluster != "embedded":
             self.cluster = self.arena.up() if self.kind.cluster == "own" else self.arena.warm()
         self._plan()
         ended = self._into_the_fault()
@@ -145,6 +154,8 @@ class _CaseRun:
         processes.kill(processes.marked(self.mark))
         if self.cluster is not None and self.kind.cluster == "own":
             self.arena.down(self.cluster)
+        if self.hosts is not None:
+            self.hosts.close()
         if not self.findings.problems:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -161,6 +172,7 @@ class _CaseRun:
                 "byte": int(self.case.share * self.case.saves * self.reference.checkpoint_bytes),
                 "settle_s": self.case.settle_s,
                 "home": least_step(self.case),
+                "quiet_s": _QUIET_S,
             }
             (self.folder / "fault.json").write_text(json.dumps(plan))
         if self.cluster is not None:
@@ -171,11 +183,22 @@ class _CaseRun:
         if self.kind.moment == "home":
             program = ["tests.chaos.saboteur", str(self.case.operation)]
         arguments = _train(self.cluster.name if self.cluster else None)
-        command = self.arena.start(self.folder, self.mark, *program, *arguments)
+        where = self.hosts.driver(self.folder) if self.hosts else ()
+        command = self.arena.start(self.folder, self.mark, *program, *arguments, where=where)
         (self.folder / "driver.pid").write_text(str(command.popen.pid))
         if self.kind.moment == "start":
             self._strike_at_start(command)
+        if self.hosts is not None:
+            self._cut(self.hosts, command)
         return command.wait()
+
+    def _cut(self, hosts: Hosts, command: Command) -> None:
+        """Cut the network once the stub has come to its moment."""
+        while command.popen.poll() is None:
+            if list(self.folder.glob("fired-*")):
+                hosts.cut()
+                return
+            time.sleep(0.02)
 
     def _strike_at_start(self, command: Command) -> None:
         """Faults from outside: of the driver after a random time, of a rank the moment it is there."""
@@ -211,7 +234,7 @@ class _CaseRun:
         check(ended.code is not None, "the command did not end in time")
         check(ended.code is None or ended.code in self.expected.codes, f"exit code {ended.code}, not {codes}")
         check("Traceback" not in _without_ranks(ended.stderr), "a traceback of ours on stderr")
-        if fired and not self.kind.restart and self.kind.fault not in ("no_space", "driver_stop"):
+        if fired and not self.kind.restart and self.kind.fault not in (*NO_FAILURE, "driver_stop"):
             self.findings.fault_to_end_s = (ended.at_ns - min(fired)) / 1e9
 
     def _look_at_left(self) -> None:

@@ -77,9 +77,19 @@ def strike() -> None:
         thread = threading.Thread(target=_fail, name="feeder")
         thread.start()
         thread.join()
+    if fault == "validate":
+        _work(PLAN["quiet_s"])
+        return
     if fault in ("hang", "thread"):
         time.sleep(10_000)
     _send(fault)
+
+
+def _work(seconds: float) -> None:
+    """Keep the CPU busy without a word, as a validation does."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.ones(64, 64) @ torch.ones(64, 64)
 
 
 def _send(fault: str) -> None:

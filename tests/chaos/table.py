@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tests.integration.netns import why_not
+
 STEPS = 12  # of the stub
 
 _RAISES = ("raise", "exit3")
@@ -41,7 +43,8 @@ class Kind:
     moment: str
     victim: str  # "0", "1", "both"; of faults that are no rank's: the rank that commits them
     restart: bool = False
-    cluster: str = "warm"  # "warm": up, and used again; "own": up, for this case; "embedded"
+    # "warm": up, and used again; "own": up, for this case; "embedded"; "hosts": on another host than the driver
+    cluster: str = "warm"
     resumes: int = 1  # commands that resume it at the same time
 
     @property
@@ -94,7 +97,16 @@ class Case:
 
 def kinds() -> list[Kind]:
     """All rows."""
-    return [*_of_ranks(), *_of_ours(), *_of_drivers()]
+    return [*_of_ranks(), *_of_ours(), *_of_drivers(), *_of_what_is_no_failure()]
+
+
+def _of_what_is_no_failure() -> Iterator[Kind]:
+    """What a run must survive: validation without a word, and, where hosts can be made here, a cut network."""
+    for victim in ("0", "1", "both"):
+        yield Kind("validate", "mid", victim)
+    if not why_not():
+        for moment in ("first", "mid", "end"):
+            yield Kind("cut", moment, "0", False, "hosts")
 
 
 def _of_ranks() -> Iterator[Kind]:

@@ -167,6 +167,85 @@ def test_exception_in_a_dataloaders_worker_is_told_as_if_it_were_the_ranks_own(t
     assert failure["traceback"].index("in __getitem__") < failure["traceback"].index("in load_batch")
 
 
+QUIET = """
+import os, time
+from pathlib import Path
+from torch import distributed
+import torch
+
+
+def work(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+
+
+def validate_on_all(ctx):
+    log(ctx)
+    work(float(os.environ["WORK_S"]))
+    distributed.barrier()
+
+
+def validate_on_one(ctx):
+    log(ctx)
+    if ctx.rank == 0:
+        work(float(os.environ["WORK_S"]))
+    distributed.barrier()
+
+
+def spin(ctx):
+    log(ctx)
+    while ctx.rank == 1:
+        pass
+    distributed.barrier()
+
+
+def log(ctx):
+    for step in range(5):
+        ctx.log({"loss": 1.0}, step=step)
+        ctx.progress(step, 5)
+        distributed.barrier()
+"""
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, run_cli: Cli, warm_cluster: str) -> Callable[..., Finished]:
+    (tmp_path / "quiet.py").write_text(QUIET)
+
+    def run(function: str, hang_timeout_s: float) -> Finished:
+        content = {
+            "workload": f"quiet:{function}",
+            "cluster": {"ranks": 2, "address": warm_cluster},
+            "failure": {"hang_timeout_s": hang_timeout_s},
+            "env": {"WORK_S": str(5 * hang_timeout_s), "OMP_NUM_THREADS": "1"},
+        }
+        (tmp_path / "quiet.yaml").write_text(json.dumps(content))
+        return run_cli("train", "quiet.yaml", "--run-id", "quiet")
+
+    return run
+
+
+@pytest.mark.parametrize("function", ["validate_on_all", "validate_on_one"])
+def test_silent_validation_of_five_times_the_limit_is_no_hang(
+    quiet: Callable[..., Finished], tmp_path: Path, function: str
+) -> None:
+    ended = quiet(function, 3.0)
+    assert ended.rc == 0, ended.stderr
+    assert not (tmp_path / "runs" / "quiet" / "artifacts" / "stacks").exists()
+
+
+def test_rank_that_spins_is_named_at_the_limit_with_the_signals_that_were_checked(
+    quiet: Callable[..., Finished], tmp_path: Path
+) -> None:
+    ended = quiet("spin", 1.5)
+    assert ended.rc == 5, ended.stderr
+    failure = json.loads((tmp_path / "runs" / "quiet" / "run.json").read_text())["failure"]
+    assert (failure["rank"], failure["kind"]) == (1, "hang")
+    for words in ("in spin while rank 0 waits for it in barrier", "last CPU use 0 s ago", "6 x hang_timeout_s"):
+        assert words in failure["message"], failure["message"]
+    assert "in spin" in stacks(tmp_path)[1]
+
+
 GROUPS = Path("/sys/fs/cgroup/memory")
 EATER = """
 from torch import distributed

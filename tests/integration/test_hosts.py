@@ -25,7 +25,10 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-CUT_S = 30.0  # from a cut cable to the word of it: 15 to 20 on a calm machine
+LOST_AFTER_S = 12.0
+CUT_S = 30.0  # from a cut cable to the word of it: 12 to 20 on a calm machine
+SURVIVED_S = 30.0  # a cut that is shorter than lost_after_s
+STEPS = 40
 ALONE_S = PATIENCE_S  # from a cut cable to the end of everything on the host that was cut off
 LINES = 5_000
 
@@ -33,6 +36,7 @@ WORKLOAD = f"""
 import itertools, json, os, time
 import psutil, torch
 import torch.distributed as dist
+from safetensors.torch import save
 
 
 def talk(ctx):
@@ -51,6 +55,23 @@ def talk(ctx):
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1000, 1000))
     model(torch.ones(4, 1000)).mean().backward()
     ctx.checkpoint(model=model, step=1, metrics={{"val/loss": 1.0}})
+
+
+def steady(ctx):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    until = time.monotonic() + {SURVIVED_S} + 10.0
+    for step in range(1, {STEPS} + 1):
+        optimizer.zero_grad()
+        model(torch.rand(4, 100)).mean().backward()
+        optimizer.step()
+        if ctx.rank == 0:
+            ctx.log({{"loss": 1.0}}, step=step)
+        ctx.checkpoint(model=model, optimizer=optimizer, step=step, metrics={{}})
+        if step == 3:
+            print("under way", flush=True)
+        time.sleep(max(0.0, until - time.monotonic()) / ({STEPS} + 1 - step))
+    ctx.save_file(f"weights-{{ctx.rank}}.safetensors", save(model.module.state_dict()))
 
 
 def hold(ctx):
@@ -111,12 +132,12 @@ class Cluster:
         logs = [host.log for host in self.network.hosts.values() if host.log.exists()]
         return "\n".join(log.read_text(errors="replace")[-800:] for log in logs)
 
-    def train(self, workload: str, run_id: str = "it") -> Running:
+    def train(self, workload: str, run_id: str = "it", **failure: float) -> Running:
         pem = {
             name: str(self.site / file) for name, file in zip(_TLS, ("cert.pem", "cert.pem", "key.pem"), strict=True)
         }
         cluster = {"address": self.address, "ranks": 4, **({"tls": pem} if self.tls else {})}
-        content = {"workload": f"work:{workload}", "cluster": cluster, "failure": {"grace_s": 1.0}}
+        content = {"workload": f"work:{workload}", "cluster": cluster, "failure": {"grace_s": 1.0, **failure}}
         config = self.site / f"{workload}.yaml"
         config.write_text(json.dumps({**content, "results": {"dir": str(self.home / "runs")}}))
         program = [*self.desk.enter(self.site), sys.executable, "-m", "ddptrain"]
@@ -182,7 +203,7 @@ def host_that_dies_is_told_with_its_name(cluster: Cluster) -> None:
 
 
 def cut_cable_of_a_host_is_told_with_its_name_and_all_ends(network: Network, cluster: Cluster) -> None:
-    running = cluster.train("hold", "cut")
+    running = cluster.train("hold", "cut", lost_after_s=LOST_AFTER_S)
     running.wait_for("[rank 3] under way")
     there, cut = sorted(cluster.workers, key=lambda host: host.name)
     network.cut(cut)
@@ -196,9 +217,35 @@ def cut_cable_of_a_host_is_told_with_its_name_and_all_ends(network: Network, clu
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("whose", ["driver", "scheduler"])
+def test_cut_of_thirty_seconds_between_driver_and_workers_is_survived(
+    network: Network, run_cli: Cli, whose: str
+) -> None:
+    """The ranks still reach each other. What they log and save meanwhile arrives once the network is back."""
+    cluster = Cluster(network, run_cli)
+    running = cluster.train("steady")
+    running.wait_for("[rank 0] under way")
+    host = cluster.desk if whose == "driver" else cluster.head
+    network.cut(host)
+    time.sleep(SURVIVED_S)
+    assert running.popen.poll() is None, running.stderr
+    network.join(host)
+    ended = running.finish()
+    assert ended.rc == 0, ended.stderr
+    root = cluster.home / "runs" / "it"
+    steps = [json.loads(line)["step"] for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    weights = [load_file(root / "checkpoints" / f"step-{STEPS}" / "model.safetensors")["weight"]]
+    weights += [load_file(root / "artifacts" / f"weights-{rank}.safetensors")["weight"] for rank in range(4)]
+    assert all((other == weights[0]).all() for other in weights)
+    assert len(cluster.record()["attempts"]) == 1
+    cluster.until(lambda: not any(cluster.ranks(host) for host in cluster.workers), "the end of the ranks")
+
+
+@pytest.mark.timeout(240)
 def test_cut_cable_of_the_driver_frees_the_slots_and_that_of_a_host_ends_all(network: Network, run_cli: Cli) -> None:
     cluster = Cluster(network, run_cli)
-    running = cluster.train("hold")
+    running = cluster.train("hold", lost_after_s=LOST_AFTER_S)
     running.wait_for("[rank 3] under way")
     network.cut(cluster.desk)
     cluster.until(lambda: running.popen.poll() is not None, "the end of the command", CUT_S + 15)

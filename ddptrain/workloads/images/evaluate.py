@@ -40,17 +40,20 @@ def evaluate(
     batches: Iterable[Batch],
     outputs: Tensor,
     keep: Keep | None = None,
+    seen: Callable[[], None] = lambda: None,
 ) -> Score:
     """The score of a model on the batches of all ranks, which all call this, however many batches each has.
 
     `pixels` makes of a batch's bytes what the model reads; `outputs`, on the device, is the model's output for each
-    class. Images that could not be had don't count. `keep` is given what is predicted.
+    class. Images that could not be had don't count. `keep` is given what is predicted; `seen` is called after each
+    batch, as a sign of life.
     """
     was_training = model.training
     model.eval()
     device = outputs.device
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
+        seen()
         if batch.n_counted == 0:
             continue
         ok = batch.ok.to(device, non_blocking=True)

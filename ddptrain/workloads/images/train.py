@@ -223,6 +223,10 @@ class _Trainer:
         self.step += 1
         self._part.steps += 1
         self._images += batch.n_counted
+        self._report()
+
+    def _report(self) -> None:
+        """Say how far training is; in validation, which does not change that, it is a sign of life."""
         self._ctx.progress(self._images, self._settings.epochs * self._images_per_epoch, unit="images")
 
     def _observe(self, batch: Batch, epoch: float, loss_sum: Tensor, logits: Tensor) -> None:
@@ -247,7 +251,9 @@ class _Trainer:
             return {}
         share_buffers(self._bare)
         table = Predictions(self._manifest.keys, self._model_config) if is_last else None
-        score = evaluate(self._bare, self._pixels, self._feeder.validate(), self._outputs, table.add if table else None)
+        keep = table.add if table else None
+        batches = self._feeder.validate()
+        score = evaluate(self._bare, self._pixels, batches, self._outputs, keep, self._report)
         self._check_bad()
         if table is not None and self._settings.predictions != "none":
             rows, form = table.rows(), self._settings.predictions

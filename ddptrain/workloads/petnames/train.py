@@ -53,7 +53,7 @@ def train(ctx: RankContext, **params: Any) -> None:
         ctx.log(logged, step=trainer.step, epoch=epoch)
         metrics = {"train/loss": ctx.mean(loss, trainer.n_targets)}
         if held_out is not None:
-            metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size)
+            metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size, trainer.report)
         if held_out is not None and ctx.rank == 0:
             ctx.log({"val/loss": metrics["val/loss"]}, step=trainer.step, epoch=epoch)
         said = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -194,6 +194,10 @@ class _Trainer:
         self._part.steps += 1
         self.n_targets += int(self._rows.n_targets[share.index].sum())
         self.samples += len(share.index)
+        self.report()
+
+    def report(self) -> None:
+        """Say how far training is; in validation, which does not change that, it is a sign of life."""
         self._ctx.progress(self.samples, self._settings.epochs * self.rows_per_epoch, unit=self.unit)
 
 

@@ -27,7 +27,7 @@ class FakeScheduler:
 
 async def watched(scheduler: Any, beat: Any, times: int) -> None:
     """Watch while `beat(number)` is called every eighth of the time to live."""
-    watch = asyncio.ensure_future(drop_the_silent(scheduler, TTL_S))
+    watch = asyncio.ensure_future(drop_the_silent(scheduler, lambda: TTL_S))
     for number in range(times):
         beat(number)
         await asyncio.sleep(TTL_S / 8)

@@ -291,3 +291,16 @@ def test_no_order_of_requests_gives_a_slot_twice(requests: list[tuple[str, int, 
             held[run] = count
     assert sum(held.values()) <= 7
     assert (len(there.book.holders) if there.plugins else 0) == sum(held.values())
+
+
+def test_scheduler_follows_the_longest_cut_that_a_run_on_it_wants_to_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[float] = []
+    monkeypatch.setattr(slots, "follow", lambda _, lost_after_s: followed.append(lost_after_s))
+    there = scheduler(a=3)
+    assert "lost_after_s" not in ask(there, "r0")
+    assert ask(there, "r1", lost_after_s=20.0)["lost_after_s"] == 20.0
+    assert ask(there, "r2", lost_after_s=90.0)["lost_after_s"] == 90.0
+    slots.release("r2", there)
+    assert there.book.lost_after_s == 20.0
+    assert ask(there, "r3", lost_after_s=5.0)["lost_after_s"] == 20.0
+    assert followed == [20.0, 90.0, 20.0]

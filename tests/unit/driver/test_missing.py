@@ -8,7 +8,7 @@ import pytest
 
 from ddptrain import events
 from ddptrain.driver.cause import Kind, ranks_in_words
-from ddptrain.driver.missing import Report, missing, users_frame, waits_in
+from ddptrain.driver.missing import Report, judge, missing, users_frame, waits_in
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
@@ -102,6 +102,56 @@ def test_rank_that_has_waited_in_vain_is_not_the_missing_one() -> None:
     fault = missing([late, report(1, LOADING, 6)], None)
     assert fault.rank == 1
     assert "a collective operation timed out, it is in train.py:41 in load_batch while rank 0 waits" in fault.message
+
+
+STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING, BACKWARD)}
+
+
+@pytest.mark.parametrize(
+    ("reports", "before", "hangs"),
+    [
+        # All idle: a hang, wherever they are.
+        ([report(0, ALL_REDUCE, 7), report(1, LOADING, 6)], {}, 1),
+        ([report(0, ALL_REDUCE, 7), report(1, ALL_REDUCE, 7)], {}, 0),
+        # The rank that the others wait for works, or evaluates by itself: no hang.
+        ([report(0, LOADING, 6, works=True), report(1, ALL_REDUCE, 7)], {}, None),
+        ([report(0, LOADING, 6, works=True), report(1, LOADING, 6, works=True)], {}, None),
+        # It does not, while the one that waits spins, as with NCCL.
+        ([report(0, ALL_REDUCE, 7, works=True), report(1, LOADING, 6)], {}, 1),
+        ([report(0, LOADING, 7, works=True), report(1, LOADING, 6)], {}, 1),
+        # All spin in collective operations: a hang once they have not gone on between two looks.
+        ([report(0, ALL_REDUCE, 7, works=True), report(1, BACKWARD, 7, works=True)], {}, None),
+        (
+            [report(0, ALL_REDUCE, 7, works=True), report(1, ALL_REDUCE, 7, works=True)],
+            {0: STACKS[ALL_REDUCE], 1: STACKS[ALL_REDUCE]},
+            0,
+        ),
+        (
+            [report(0, ALL_REDUCE, 9, works=True), report(1, ALL_REDUCE, 9, works=True)],
+            {0: STACKS[ALL_REDUCE], 1: STACKS[ALL_REDUCE]},
+            None,
+        ),
+        ([report(0, LOADING, 7, works=True), report(1, ALL_REDUCE, 7)], {0: STACKS[LOADING]}, None),
+        # A stopped process does not work, whatever was measured before.
+        ([report(0, LOADING, 7, works=True, state="stopped"), report(1, LOADING, 7, works=True)], {}, 0),
+        # It works, and did not answer: compiled code.
+        ([Report(0, 1.0, works=True), report(1, ALL_REDUCE, 7)], {}, None),
+    ],
+)
+def test_rank_that_others_wait_for_is_judged_by_whether_it_works(
+    reports: list[Report], before: dict[int, events.Stacks], hangs: int | None
+) -> None:
+    fault = judge(reports, 600.0, before)
+    assert (fault.rank if fault is not None else None) == hangs
+
+
+def test_wait_that_a_rank_has_given_up_is_never_excused_by_work() -> None:
+    assert judge([report(0, LOADING, 6, timed_out=True), report(1, LOADING, 6, works=True)], None, {}) is not None
+
+
+def test_message_names_the_signals_that_were_checked() -> None:
+    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, checked="last CPU use 9 s ago")], 600.0)
+    assert fault.message.endswith("waits for it in all_reduce (last CPU use 9 s ago; stacks: artifacts/stacks/)")
 
 
 def test_rank_that_has_returned_is_missing_where_all_others_wait() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
 from ddptrain import events
-from ddptrain.driver.watchdog import Stage, Watchdog
+from ddptrain.driver.watchdog import Stage, Watchdog, alive_s
 from ddptrain.spec import RankSpec
 from tests.unit.specs import make_spec
 
@@ -137,13 +139,113 @@ def test_silent_script_goes_on_as_long_as_it_uses_the_processor() -> None:
     assert scene.late() == (0, 1)
 
 
-def test_processor_is_no_sign_of_life_of_a_rank_that_reports_often() -> None:
+@dataclass(frozen=True)
+class Busy:
+    """A rank that has reported once and then uses the CPU or GPU for `busy_s`, without a word until `at_s`."""
+
+    busy_s: float
+    at_s: float
+    late: bool
+    works: bool
+    by: str = "cpu"
+    reports: bool = True
+
+
+BUSY = [
+    Busy(busy_s=0.0, at_s=9.0, late=False, works=True),  # not silent for long
+    Busy(busy_s=0.0, at_s=10.5, late=True, works=False),  # it sleeps
+    Busy(busy_s=50.0, at_s=9.0, late=False, works=True),
+    Busy(busy_s=50.0, at_s=10.5, late=True, works=True),  # silent: its stacks are asked for; busy: they decide
+    Busy(busy_s=50.0, at_s=50.0, late=True, works=True),  # five times the limit
+    Busy(busy_s=50.0, at_s=59.5, late=True, works=True),
+    Busy(busy_s=50.0, at_s=61.0, late=True, works=False),  # it has stopped working
+    Busy(busy_s=70.0, at_s=59.0, late=True, works=True),
+    Busy(busy_s=70.0, at_s=61.0, late=True, works=False),  # it works, but six times the limit are over
+    Busy(busy_s=50.0, at_s=50.0, late=True, works=True, by="gpu"),
+    Busy(busy_s=70.0, at_s=61.0, late=True, works=False, by="gpu"),
+    Busy(busy_s=50.0, at_s=50.0, late=False, works=True, reports=False),
+    Busy(busy_s=700.0, at_s=690.0, late=False, works=True, reports=False),  # a script that only prints its result
+    Busy(busy_s=0.0, at_s=11.0, late=True, works=False, reports=False),
+]
+
+
+@pytest.mark.parametrize("case", BUSY)
+def test_cpu_and_gpu_use_count_up_to_the_limit_also_after_a_rank_has_reported(case: Busy) -> None:
+    scene = Scene()
+    scene.enter()
+    began = scene.now
+    if case.reports:
+        scene.report(0, 1)
+    while scene.now < began + case.at_s:
+        scene.now += 0.5
+        if scene.now - began <= case.busy_s:
+            for rank in (0, 1):
+                scene.dog.cpu(rank, scene.now - began) if case.by == "cpu" else scene.dog.gpu(rank, 90.0)
+    assert bool(scene.late()) == case.late
+    assert scene.dog.works(scene.ranks[0], scene.now) == case.works
+
+
+def test_time_in_which_a_worker_was_cut_off_does_not_count() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    for rank in (0, 1):
+        scene.dog.notice(rank)
+    for _ in range(30):
+        scene.now += 1.0
+        scene.dog.notice(0)
+        scene.dog.heard(0, events.Progress(1, 1.0))
+        assert scene.late() == ()  # nobody knows what rank 1 does
+    scene.dog.notice(1)
+    assert scene.late() == ()
+    scene.now += 4.0
+    scene.dog.notice(0)
+    scene.dog.notice(1)
+    scene.now += 4.0
+    assert scene.late() == ()
+    scene.dog.notice(0)
+    scene.dog.notice(1)
+    scene.report(0)
+    scene.now += 3.0
+    assert scene.late() == (1,)
+
+
+def test_idle_gpu_is_no_sign_of_life() -> None:
     scene = Scene()
     scene.enter()
     scene.report(0, 1)
     scene.now += 10.5
-    scene.dog.cpu(0, 10.0)
+    scene.dog.gpu(0, 1.0)
+    scene.dog.gpu(1, 0.0)
     assert scene.late() == (0, 1)
+    assert not scene.dog.works(scene.ranks[0], scene.now)
+
+
+def test_signals_that_were_checked_are_named_with_what_they_said() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 4.0
+    scene.dog.cpu(0, 10.0)
+    scene.dog.gpu(1, 50.0)
+    scene.now += 7.0
+    words = [scene.dog.checked(rank, scene.now) for rank in scene.ranks]
+    assert words == [
+        "last event or printed line 11 s ago, last CPU use 7 s ago, GPU use not measured",
+        "last event or printed line 11 s ago, last CPU use 11 s ago, last GPU use 7 s ago",
+    ]
+    scene.now += 50.0
+    assert "CPU or GPU use alone counts for 6 x hang_timeout_s" in scene.dog.checked(scene.ranks[0], scene.now)
+
+
+@pytest.mark.parametrize(
+    ("hang_timeout_s", "lost_after_s", "expected"),
+    [(600.0, 60.0, 2.0), (2.0, 60.0, 0.5), (None, 60.0, 2.0), (600.0, 4.0, 1.0)],
+)
+def test_quiet_ranks_are_told_of_often_enough_for_both_limits(
+    hang_timeout_s: float | None, lost_after_s: float, expected: float
+) -> None:
+    assert alive_s(hang_timeout_s, lost_after_s) == expected
 
 
 def test_rank_that_reports_once_an_hour_is_judged_by_its_use_of_the_processor() -> None:

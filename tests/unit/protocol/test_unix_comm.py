@@ -109,12 +109,12 @@ def test_only_folders_for_sockets_are_removed(address: str, tmp_path: Path) -> N
 def test_folder_goes_with_a_scheduler_that_was_killed_and_stays_with_one_that_listens(folder: Path) -> None:
     address = f"unix://{unix_comm.scheduler_path(folder)}"
 
-    async def while_it_listens() -> None:
+    async def while_it_listens() -> Any:
         async with listener(unix_comm.scheduler_path(folder), []):
             unix_comm.remove_dead_socket_dir(address)
-            assert os.path.isdir(folder)
+            return await asked(unix_comm.scheduler_path(folder))
 
-    asyncio.run(while_it_listens())
+    assert asyncio.run(while_it_listens()) == "heard"
     unix_comm.remove_dead_socket_dir(address)
     assert not folder.exists()
 

@@ -20,7 +20,9 @@ from safetensors.torch import load_file
 
 from ddptrain import events
 from ddptrain.rank import checkpoint, saver
+from ddptrain.rank.agreement import GangStore
 from ddptrain.rank.context import Preempted
+from tests.unit.rank.stores import Gang
 from tests.unit.rank.test_context import Rank
 
 
@@ -154,7 +156,9 @@ def test_scheduler_and_sampler_come_back_and_random_numbers_go_on(rank: Rank, tm
 def test_other_ranks_than_before_are_told_and_get_new_random_states(rank: Rank, tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1, rank_state=1)
-    again = resumed_in(tmp_path / "again", rank, world_size=2)
+    gang = Gang()
+    GangStore(gang.spec(1, 2)).set("met/resume/1/1", "")  # the other rank has called it as well
+    again = resumed_in(tmp_path / "again", rank, world_size=2, master_addr="127.0.0.1", master_port=gang.store.port)
     found = again.context.resume(model=model)
     assert found is not None and (found.rank_state, found.world_size) == (None, 1)
     (note,) = again.events()

@@ -12,6 +12,7 @@ import pytest
 
 from ddptrain import events
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.stacks import Stacks, tell_of_threads
 from ddptrain.spec import STACKS_SIGNAL
 from tests.unit.specs import make_spec
@@ -27,7 +28,8 @@ def emitter(tmp_path: Path) -> Emitter:
 
 
 def test_stacks_of_all_threads_are_written_and_the_main_one_is_told(tmp_path: Path, emitter: Emitter) -> None:
-    stacks = Stacks(make_spec(rank=3, staging=str(tmp_path)), emitter)
+    spec = make_spec(rank=3, staging=str(tmp_path))
+    stacks = Stacks(spec, emitter, GangCalls(spec, emitter))
     try:
         asking = threading.Thread(target=stacks.tell, name="asking")
         asking.start()

@@ -322,6 +322,12 @@ def test_accuracy_of_an_epoch_is_that_of_all_images_of_all_ranks(runs: Path) -> 
     assert logged(ranks[0], "train/accuracy")[0] == pytest.approx(sum(correct) / len(manifest.train))
 
 
+def test_validation_reports_the_progress_again_as_a_sign_of_life(runs: Path) -> None:
+    for rank in ranks_of(runs, 2, STRAIGHT):
+        progressed = [done for done, *_ in rank["progressed"]]
+        assert len(progressed) > len({*progressed})
+
+
 def test_progress_ends_at_the_total(runs: Path) -> None:
     for rank in ranks_of(runs, 3, UNEVEN):
         done, total, unit = rank["progressed"][-1]

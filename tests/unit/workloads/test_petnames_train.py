@@ -159,7 +159,7 @@ def test_a_run_that_stopped_in_mid_epoch_goes_on_exactly_where_it_was(runs: Path
     straight, resumed = weights_of(runs, world_size, STRAIGHT), weights_of(runs, world_size, GOES_ON)
     assert all(torch.equal(weight, resumed[name]) for name, weight in straight.items())
     for rank, whole in enumerate(ranks_of(runs, world_size, STRAIGHT)):
-        assert len(stopped[rank]["progressed"]) == 7
+        assert len({done for done, *_ in stopped[rank]["progressed"]}) == 7
         assert stopped[rank]["rows"] + went_on[rank]["rows"] == whole["rows"]
         assert stopped[rank]["progressed"] + went_on[rank]["progressed"] == whole["progressed"]
         assert losses(stopped[rank]) + losses(went_on[rank]) == losses(whole)
@@ -191,6 +191,13 @@ def test_every_rank_logs_its_train_loss_and_rank_0_the_val_loss(runs: Path) -> N
     assert [sorted(entry["values"]) for entry in second["logged"]] == [["samples", "samples_per_s", "train/loss"]] * 2
     assert [list(entry["values"]) for entry in first["logged"]][1::2] == [["val/loss"]] * 2
     assert [entry["epoch"] for entry in second["logged"]] == [1, 2]
+
+
+def test_validation_reports_the_progress_again_as_a_sign_of_life(runs: Path) -> None:
+    for rank in ranks_of(runs, 2, STRAIGHT):
+        progressed = [done for done, *_ in rank["progressed"]]
+        validated = sum("val/loss" in entry["values"] for entry in ranks_of(runs, 2, STRAIGHT)[0]["logged"])
+        assert len(progressed) - len({*progressed}) >= validated > 0
 
 
 def test_progress_ends_at_the_total(runs: Path) -> None:

@@ -1,0 +1,77 @@
+"""What ctx.resume loads: the state of a checkpoint, put into the user's objects, and the random states of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddptrain.rank import checkpoint, randomstate
+from ddptrain.spec import RankSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a resumed run goes on: `step` and `epoch` are those of the checkpoint, `data` the extra state saved.
+
+    `world_size` is how many ranks saved it; `rank_state` is this rank's own, None where there were more or fewer.
+    """
+
+    step: int
+    epoch: float | None
+    data: Mapping[str, Any]
+    rank_state: Any = None
+    world_size: int = 0
+
+
+def loaded(
+    spec: RankSpec,
+    device: torch.device,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    more: Mapping[str, Any],
+    note: Callable[[str], None],
+) -> tuple[Resumed, list[dict[str, int]]]:
+    """Load the checkpoint of `spec` into what is given; return it, and where its loaders were."""
+    state = checkpoint.read(Path(spec.resume_from), model, optimizer, device)
+    extra: dict[str, Any] = state["extra"]
+    for name, value in more.items():
+        if name in extra:
+            value.load_state_dict(extra[name])
+        else:
+            note(f"the checkpoint of step {state['step']} holds no {name!r}: it begins afresh")
+    ranks = state.get("ranks") or []
+    own = ranks[spec.rank] if len(ranks) == spec.world_size else None
+    data = {name: _on(device, value) for name, value in extra.items() if name not in more}
+    _restore_random(spec, device, ranks, own, note)
+    rank_state = own["rank_state"] if own else None
+    resumed = Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or spec.world_size)
+    return resumed, state.get("loaders") or []
+
+
+def _restore_random(
+    spec: RankSpec, device: torch.device, ranks: list[Any], own: Any, note: Callable[[str], None]
+) -> None:
+    if own:
+        randomstate.restore(own["random"], device)
+    elif ranks:
+        note(
+            f"the checkpoint is of {len(ranks)} ranks, this run has {spec.world_size}: it goes on where they were, "
+            "with new random states"
+            if len(ranks) != spec.world_size
+            else "the checkpoint lacks the random states of some ranks: those are new"
+        )
+        randomstate.reseed(ranks[0]["random"], spec.rank)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """Plain data with its tensors on the device."""
+    if type(value) in (list, tuple, set):
+        return type(value)(_on(device, item) for item in value)
+    if isinstance(value, dict):
+        return {key: _on(device, item) for key, item in value.items()}
+    return value.to(device) if hasattr(value, "to") else value

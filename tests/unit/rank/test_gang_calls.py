@@ -1,0 +1,111 @@
+"""A rank counts the calls that all ranks must make, and says when it waits for others in one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddptrain import events
+from ddptrain.rank import gang_calls
+from ddptrain.rank.agreement import GangStore
+from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.gang_calls import GangCalls
+from ddptrain.rank.saver import state_key
+from ddptrain.rank.snapshot import plain_bytes
+from tests.conftest import PATIENCE_S
+from tests.unit.rank.stores import Gang
+from tests.unit.rank.test_context import Rank
+
+
+class Told:
+    """The calls of rank 0 of 2, and what it tells."""
+
+    def __init__(self, folder: Path, gang: Gang) -> None:
+        self.path = folder / "events"
+        self.file = self.path.open("ab", buffering=0)
+        self.calls = GangCalls(gang.spec(0, 2), Emitter(self.file.fileno()))
+
+    def events(self) -> list[events.Event]:
+        return [events.decode(line) for line in self.path.read_bytes().splitlines()]
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    monkeypatch.setattr(gang_calls, "FIRST_S", 0.05)
+    monkeypatch.setattr(gang_calls, "_LOOK_S", 0.01)
+    made = Told(tmp_path, Gang())
+    yield made
+    made.file.close()
+
+
+def test_wait_is_told_after_a_while_and_again_after_twice_that_time(told: Told) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    with told.calls.waiting("checkpoint", 40):
+        while len(told.events()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    first, second = told.events()[:2]
+    assert isinstance(first, events.Waiting) and isinstance(second, events.Waiting)
+    assert (first.call, first.step) == (second.call, second.step) == ("checkpoint", 40)
+    assert told.calls.wait is None
+
+
+def test_wait_for_a_disk_is_not_told(told: Told) -> None:
+    with told.calls.waiting("checkpoint", 40, lambda: False):
+        assert told.calls.wait is None
+        time.sleep(0.3)
+    assert told.events() == []
+
+
+def test_calls_are_counted_by_name(told: Told) -> None:
+    assert [told.calls.enter(name) for name in ("mean", "mean", "resume")] == [1, 2, 1]
+    assert told.calls.counts == {"mean": 2, "resume": 1}
+
+
+def test_ranks_meet_in_a_call_and_not_before_the_last_has_come(tmp_path: Path) -> None:
+    gang = Gang()
+    met: list[int] = []
+
+    def come(rank: int) -> None:
+        spec = gang.spec(rank, 2)
+        GangCalls(spec, Emitter(-1)).meet("resume", 1, GangStore(spec))
+        met.append(rank)
+
+    first = threading.Thread(target=come, args=(0,))
+    first.start()
+    store = GangStore(gang.spec(1, 2))
+    deadline = time.monotonic() + PATIENCE_S
+    while not store.has("met/resume/1/0") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert met == []
+    come(1)
+    first.join(PATIENCE_S)
+    assert sorted(met) == [0, 1]
+
+
+def test_checkpoint_of_a_rank_that_others_leave_alone_is_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gang_calls, "FIRST_S", 0.05)
+    monkeypatch.setattr(gang_calls, "_LOOK_S", 0.01)
+    gang = Gang()
+    rank = Rank(tmp_path, world_size=2, master_addr="127.0.0.1", master_port=gang.store.port, dist_timeout_s=20.0)
+    model = torch.nn.Linear(1, 1)
+    rank.context.checkpoint(model=model, step=1)
+    second = threading.Thread(target=lambda: rank.context.checkpoint(model=model, step=2))
+    second.start()  # it waits for the other rank's part of the first one
+    path, deadline = tmp_path / "events", time.monotonic() + PATIENCE_S
+    while b'"waiting"' not in path.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    waiting = events.decode(path.read_bytes().splitlines()[0])
+    assert isinstance(waiting, events.Waiting) and (waiting.call, waiting.step) == ("checkpoint", 2)
+    own = plain_bytes({"random": None, "rank_state": None})
+    for number in (1, 2):
+        GangStore(gang.spec(1, 2)).set(state_key(number, 1), own)
+    second.join(PATIENCE_S)
+    rank.context.close()
+    rank.file.close()
