@@ -1,25 +1,115 @@
-"""Which machine this is: host names may be equal, as in containers, and a machine may have started anew."""
+"""Identifies the host, the boot and the process-id namespace in which a process id or a loopback address is valid.
+
+Folders may be shared by several hosts, so the record of a cluster or a run is read on hosts that do not run it. The
+same pid is then another process, and 127.0.0.1 another machine.
+"""
 
 from __future__ import annotations
 
-import socket
-from functools import cache
+import functools
+import ipaddress
+import os
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
-@cache
+@dataclass(frozen=True, slots=True)
+class HostId:
+    """One boot of one host.
+
+    `pids` is the process-id namespace: containers on one machine have the same boot id, and may have the same name.
+    """
+
+    name: str = ""
+    machine: str = ""
+    boot: str = ""
+    pids: str = ""
+
+
+UNKNOWN_HOST = HostId()  # of a record that does not contain its host
+
+
+class Relation(StrEnum):
+    """How the host in a record relates to this host."""
+
+    SAME = "same"
+    RESTARTED = "restarted"
+    OTHER = "other"
+
+
+@functools.cache
+def this_host() -> HostId:
+    """The host on which this process runs."""
+    machine = next(filter(None, map(_line, _MACHINE_IDS)), "")
+    return HostId(
+        name=os.uname().nodename,
+        machine="" if machine == "uninitialized" else machine,
+        boot=_line(_BOOT_ID),
+        pids=_link(_PID_NAMESPACE),
+    )
+
+
 def boot_id() -> str:
     """What all processes of this kernel share until it is started again; "" where the system has none."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
+    return this_host().boot
 
 
 def is_this_host(host: str, boot: str) -> bool:
     """Whether a process that recorded these two is, or was, one of this kernel. `boot` "" means: not recorded."""
     if boot and boot_id():
         return boot == boot_id()
-    return host in ("", socket.gethostname())
+    return host in ("", this_host().name)
+
+
+def relation(recorded: HostId, here: HostId) -> Relation:
+    """Whether process ids of `recorded` are valid `here`, were valid before a restart, or belong to another host.
+
+    If this is not certain, the answer is OTHER: nothing is then deleted.
+    """
+    if recorded == UNKNOWN_HOST:
+        return Relation.SAME
+    if recorded.boot and recorded.boot == here.boot:
+        return Relation.SAME if recorded.pids == here.pids else Relation.OTHER
+    # Container images contain a machine id, so the name and the namespace must be the same as well.
+    is_same_machine = bool(recorded.machine) and (recorded.name, recorded.machine, recorded.pids) == (
+        here.name,
+        here.machine,
+        here.pids,
+    )
+    if not is_same_machine:
+        return Relation.OTHER
+    return Relation.RESTARTED if recorded.boot and here.boot else Relation.SAME
+
+
+def where_to_run(recorded: HostId, here: HostId) -> str:
+    """The host of a record and what to do, to be put behind "runs on"."""
+    if recorded.name != here.name:
+        return f"the host {recorded.name}, and this is {here.name}: run the command on {recorded.name}"
+    return f"another machine or container that is also called {here.name}: run the command there"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or a name means the machine that uses it, whichever that is."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 
 from ddptrain import __version__
-from ddptrain.clusters.host_id import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
 from ddptrain.errors import ClusterError
+from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
 
 FOLDER = "{folder}"
 _POLL_S = 0.02

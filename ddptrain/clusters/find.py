@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ddptrain import __version__, registry
 from ddptrain.clusters import state
-from ddptrain.clusters.host_id import Relation
 from ddptrain.clusters.security import own_security, security
 from ddptrain.errors import ClusterError
+from ddptrain.hosts import Relation
 
 if TYPE_CHECKING:
     from distributed import Security

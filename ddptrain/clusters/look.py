@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from ddptrain.clusters import state
 from ddptrain.clusters.find import of_deployment
-from ddptrain.clusters.host_id import Relation
 from ddptrain.clusters.scheduler import LOOKER
 from ddptrain.clusters.state import Deployment
+from ddptrain.hosts import Relation
 
 LOOK_TIMEOUT_S = 2.0
 _LEAVE_S = 0.3

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 
 from ddptrain import __version__
 from ddptrain.clusters.daemons import FOLDER, DaemonId, DaemonOrder
-from ddptrain.clusters.host_id import is_loopback
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
 from ddptrain.clusters.settings import slots_to_order
 from ddptrain.clusters.sshhost import Host, hosts_of
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.hosts import is_loopback
 from ddptrain.wording import counted
 
 if TYPE_CHECKING:

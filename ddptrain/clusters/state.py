@@ -18,10 +18,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddptrain import __version__
-from ddptrain.clusters.host_id import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
 from ddptrain.clusters.security import CERT_FILE, write_private
 from ddptrain.configtypes import NAME_PATTERN
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
 from ddptrain.wording import did_you_mean, shown
 
 _RECORD = "cluster.json"

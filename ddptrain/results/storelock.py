@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.hosts import this_host
 from ddptrain.results.errors import StoreError
 from ddptrain.results.lockfile import Changed, LockFile, LookedAtFile, Seen, open_lock_file
 from ddptrain.results.store import Store
@@ -238,11 +238,8 @@ def _elapsed_s() -> float:
 
 def _machine() -> str:
     """Names this machine, since it was started, and what its process ids count: containers often share a host name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    here = this_host()
+    return f"{here.boot} {here.pids}" if here.boot and here.pids else ""
 
 
 def _born(pid: int) -> float:

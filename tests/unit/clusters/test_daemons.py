@@ -17,8 +17,8 @@ import pytest
 
 from ddptrain.clusters import daemons
 from ddptrain.clusters.daemons import FOLDER, DaemonId, DaemonOrder
-from ddptrain.clusters.host_id import HostId, this_host
 from ddptrain.errors import ClusterError
+from ddptrain.hosts import HostId, this_host
 
 Start = Callable[..., DaemonId]
 SERVE = "import sys, time; print('serving', *sys.argv[1:], flush=True); time.sleep(600)"

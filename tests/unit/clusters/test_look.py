@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ddptrain.clusters import look, state
-from ddptrain.clusters.host_id import HostId, this_host
 from ddptrain.clusters.look import State
 from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.clusters.words import sections
+from ddptrain.hosts import HostId, this_host
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ddptrain.clusters import find, security, state
-from ddptrain.clusters.host_id import HostId, Relation, this_host
 from ddptrain.clusters.settings import TlsSettings
 from ddptrain.clusters.state import ClusterRecord
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.hosts import HostId, Relation, this_host
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 
 from ddptrain.cli.main import main
 from ddptrain.clusters import state
-from ddptrain.clusters.host_id import HostId
 from ddptrain.clusters.state import ClusterRecord
+from ddptrain.hosts import HostId
 
 
 @pytest.fixture(autouse=True)

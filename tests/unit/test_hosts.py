@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ddptrain.clusters.host_id import HostId, Relation, is_loopback, relation, this_host, where_to_run
+from ddptrain.hosts import HostId, Relation, is_loopback, relation, this_host, where_to_run
 
 HERE = HostId(name="login1", machine="m1", boot="b1", pids="pid:[1]")
 
