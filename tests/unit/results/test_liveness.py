@@ -65,8 +65,7 @@ def test_who_is_alive(state: LockState, is_here: bool, pulse: Pulse, quiet_s: fl
     ],
 )
 def test_a_host_is_known_by_its_boot(host: str, boot: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "boot_id", lambda: "this-boot")
-    monkeypatch.setattr("socket.gethostname", lambda: "this-host")
+    monkeypatch.setattr(hosts, "this_host", lambda: hosts.HostId("this-host", boot="this-boot"))
     assert hosts.is_this_host(host, boot) is expected
 
 
