@@ -20,14 +20,7 @@ from ddptrain import registry, signatures
 from ddptrain.config import ClusterConfig, ClusterFile, RunConfig, default_name
 from ddptrain.configcheck import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.errors import ConfigError, Problem
-from ddptrain.redact import (
-    LEFT_OUT,
-    hide_credentials,
-    hide_options,
-    holds_secret,
-    is_secret_name,
-    is_secret_option,
-)
+from ddptrain.redact import LEFT_OUT, hide_credentials, hide_secrets, holds_secret
 from ddptrain.wording import dotted, nearest, seen, shown
 from ddptrain.yamlsource import MAX_DEPTH, Located, Node, Place, parse_yaml, plain, read_text, scalar
 
@@ -346,23 +339,8 @@ def _is_text(value: str) -> bool:
 
 
 def without_secrets(config: RunConfig) -> RunConfig:
-    """The configuration with "<left out>" for secrets in `env`, `params` and options, and for credentials in URLs."""
-    data: dict[str, Any] = _hide(config.model_dump())
-    hidden = {name: LEFT_OUT if is_secret_name(name) else value for name, value in data["env"].items()}
-    for kept, tracker in zip(data["tracking"]["other"], config.tracking.other, strict=True):
-        kept["options"] = hide_options(tracker.options)
-    return RunConfig.model_validate({**data, "env": hidden})
-
-
-def _hide(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: LEFT_OUT if isinstance(below, str) and below and is_secret_option(key) else _hide(below)
-            for key, below in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_hide(below) for below in value]
-    return hide_credentials(value) if isinstance(value, str) else value
+    """The configuration with "<left out>" for secrets: in `env`, `params`, a script's arguments, options, addresses."""
+    return RunConfig.model_validate(hide_secrets(config.model_dump()))
 
 
 def dump_config(config: RunConfig) -> str:

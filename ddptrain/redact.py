@@ -1,58 +1,67 @@
-"""Keeps secrets out of what is written down: run directories, logs and error messages."""
+"""Keeps secrets out of what is written down or sent: run directories, messages, tasks, trackers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from ddptrain.secret_rules import KNOWN_FORMATS, is_secret_in_query, is_secret_name
 
 LEFT_OUT = "<left out>"
 
-_SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
-_SECRET_OPTION = re.compile(
-    r"(.*[_-])?((api|access)?key|token|secret|password|passwd|passphrase|credentials?|authorization|cookie"
-    r"|connection_string)",
-    re.IGNORECASE | re.DOTALL,
-)
-_USER_INFO = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
-_QUERY_PART = re.compile(r"([?&])([^=&#?\s]*)=([^&#\s]+)")
-_QUERY_SECRET = re.compile(r"key|token|secret|password|credential|signature", re.IGNORECASE)
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether an environment variable of that name is likely to hold a secret."""
-    return _SECRET_NAME.search(name) is not None
-
-
-def is_secret_option(name: str) -> bool:
-    """Whether a parameter of that name, as the `key` and `secret` of S3, holds a secret if it is text."""
-    return _SECRET_OPTION.fullmatch(name) is not None
+_ADDRESS = re.compile(r"(?<=://)(?:(?!://)\S)+")
+_QUERY_PART = re.compile(r"([?&;#])([^=&;#?\s]+)=(?!<left out>)([^&;#\s\"']+)")
+_ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_][\w.-]*)(\s?=\s?)(?!=|<left out>)(\"[^\"]*\"|'[^']*'|[^\s;&,'\"]+)")
+_IN_JSON = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)(\"[^\"]*\"|'[^']*'|[0-9]+)")
+_OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w.-]*)([\s,\"']+)(?!<left out>)([^\s,\"'-][^\s,\"']*)")
+_SHORTEST_SECRET = 4  # a shorter number is none, and a shorter text stands in many a word
 
 
 def holds_secret(path: Sequence[str | int]) -> bool:
     """Whether a configuration's value at that key, as ("env", "WANDB_API_KEY"), is probably secret."""
-    names = [part for part in path if isinstance(part, str)]
-    if path[:1] == ("env",):
-        return any(is_secret_name(name) for name in names)
-    return any(is_secret_option(name) for name in names)
+    return any(is_secret_name(part) for part in path if isinstance(part, str))
 
 
-def hide_options(value: Any, *, in_secret: bool = False) -> Any:
-    """The options of somebody's class, without texts and numbers at or below a name that says they are secret."""
+def hide_secrets(value: Any, *, in_secret: bool = False) -> Any:
+    """The data without texts and numbers at or below a name that says they are secret, and without secrets in texts.
+
+    A list of texts is read as the arguments of a program: `--password X`, `--token=X`.
+    """
     if isinstance(value, Mapping):
+        told = is_secret_name(str(value.get("name", "")))  # {name: DB_PASSWORD, value: X}, as Kubernetes has it
         return {
-            name: hide_options(below, in_secret=in_secret or is_secret_option(str(name)))
+            name: hide_secrets(below, in_secret=in_secret or is_secret_name(str(name)) or (told and name == "value"))
             for name, below in value.items()
         }
     if isinstance(value, list | tuple):
-        return [hide_options(below, in_secret=in_secret) for below in value]
-    if in_secret and value not in ("", None) and not isinstance(value, bool):
-        return LEFT_OUT
-    return hide_credentials(value) if isinstance(value, str) else value
+        if not in_secret and all(isinstance(below, str) for below in value):
+            return hide_arguments(value)
+        return [hide_secrets(below, in_secret=in_secret) for below in value]
+    if isinstance(value, str):
+        return LEFT_OUT if in_secret and value else hide_credentials(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return LEFT_OUT if in_secret and is_number and len(str(value)) >= _SHORTEST_SECRET else value
+
+
+def hide_arguments(arguments: Sequence[str]) -> list[str]:
+    """A program's arguments without the values of options that say they are secret."""
+    kept: list[str] = []
+    follows_secret = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if follows_secret and not argument.startswith("--"):
+            kept.append(LEFT_OUT)
+            follows_secret = False
+            continue
+        is_secret = not any(char.isspace() for char in name) and "://" not in name and is_secret_name(name)
+        follows_secret = is_secret and not equals and argument.startswith("-")
+        kept.append(f"{name}={LEFT_OUT}" if is_secret and equals else hide_credentials(argument))
+    return kept
 
 
 def secrets_in(value: Any, hidden: Any) -> Iterator[str]:
-    """The texts of `value` that hide_options() has changed to make `hidden`."""
+    """The texts of `value` that hide_secrets() has changed to make `hidden`."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from secrets_in(below, hidden[name])
@@ -63,12 +72,64 @@ def secrets_in(value: Any, hidden: Any) -> Iterator[str]:
         yield str(value)
 
 
+def known_secrets(*values: Any) -> list[str]:
+    """The secrets in the data that are long enough to be looked for in other texts, the longest first."""
+    found = {text for value in values for text in secrets_in(value, hide_secrets(value))}
+    return sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
+
+
+def hide_known(value: Any, secrets: Iterable[str]) -> Any:
+    """The data without these texts, wherever they stand."""
+    if isinstance(value, Mapping):
+        return {name: hide_known(below, secrets) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        kept = [hide_known(below, secrets) for below in value]
+        return kept if isinstance(value, list) else tuple(kept)
+    for secret in secrets if isinstance(value, str) else ():
+        value = value.replace(secret, LEFT_OUT)
+    return value
+
+
 def hide_credentials(text: str) -> str:
-    """The text without what stands before the @ of a URL, and without keys and tokens in a URL's query."""
-    if "://" not in text:
-        return text
-    return _QUERY_PART.sub(_hide_in_query, _USER_INFO.sub(LEFT_OUT, text))
+    """The text without the secrets in it: of URLs, assigned to a secret name, or of a known format."""
+    if "://" in text:
+        text = _QUERY_PART.sub(_hide_in_query, _ADDRESS.sub(_hide_user_info, text))
+    if "=" in text:
+        text = _ASSIGNED.sub(_hide_assigned, text)
+    if ":" in text:
+        text = _IN_JSON.sub(_hide_in_json, text)
+    if "-" in text:
+        text = _OPTION.sub(_hide_option, text)
+    return KNOWN_FORMATS.sub(LEFT_OUT, text)
+
+
+def _hide_user_info(address: re.Match[str]) -> str:
+    """What follows the :// without user and password; the password may hold "/", "?" and "@", though it must not."""
+    rest = address[0]
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    user_info, at, _ = authority.rpartition("@")
+    _, colon, password = (user_info if at else authority).partition(":")
+    if at and not colon:
+        return LEFT_OUT + rest[len(user_info) :]
+    if not colon or (not at and (not password or password.isdigit() or authority.startswith("["))):
+        return rest  # no user, but a port or nothing behind the host
+    end = re.split(r"[?#]", rest, maxsplit=1)[0].rfind("@")
+    end = rest.rfind("@") if end < 0 else end
+    return rest if end < 0 else LEFT_OUT + rest[end:]
 
 
 def _hide_in_query(part: re.Match[str]) -> str:
-    return f"{part[1]}{part[2]}={LEFT_OUT}" if _QUERY_SECRET.search(part[2]) else part[0]
+    return f"{part[1]}{part[2]}={LEFT_OUT}" if is_secret_in_query(part[2]) else part[0]
+
+
+def _hide_assigned(part: re.Match[str]) -> str:
+    # `key=` alone is in many a message the name of an object in a store.
+    return f"{part[1]}{part[2]}{LEFT_OUT}" if part[1] != "key" and is_secret_name(part[1]) else part[0]
+
+
+def _hide_in_json(part: re.Match[str]) -> str:
+    return f'{part[1]}{part[2]}{part[1]}{part[3]}"{LEFT_OUT}"' if is_secret_name(part[2]) else part[0]
+
+
+def _hide_option(part: re.Match[str]) -> str:
+    return f"{part[1]}{part[2]}{LEFT_OUT}" if is_secret_name(part[1]) else part[0]

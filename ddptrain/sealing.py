@@ -14,14 +14,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError
-from ddptrain.redact import hide_options
+from ddptrain.redact import hide_secrets
 from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 SEALED = "DDPTRAIN_SEALED_ENV"  # the one variable that stands for all
-_TRACKING = "=tracking"  # beside the variables, none of which can be called so
+_FIELD = "="  # and a field's name, beside the variables, none of which can be called so
+_SEALED_FIELDS = ("params", "args", "tracking")
 _INFO = b"ddptrain rank environment"
 _KEY_BYTES = 32
 _NONCE = bytes(12)  # a key is used once
@@ -89,35 +90,33 @@ def seal(env: Mapping[str, str], public: str, purpose: str) -> dict[str, str]:
 
 def has_secrets(spec: RankSpec) -> bool:
     """Whether nobody but its worker is to read all of a rank's order."""
-    return bool(spec.env) or _tells_too_much(spec)
+    return bool(spec.env) or bool(_with_secrets(spec))
 
 
-def _tells_too_much(spec: RankSpec) -> bool:
-    """Whether there are secrets among the options of its trackers."""
-    return _shown(spec) != spec.tracking
-
-
-def _shown(spec: RankSpec) -> dict[str, Any]:
-    """What its trackers are told, less these secrets."""
-    told = dict(spec.tracking)
-    if told:
-        told["trackers"] = [{**each, "options": hide_options(each.get("options"))} for each in told["trackers"]]
-    return told
+def _with_secrets(spec: RankSpec) -> dict[str, Any]:
+    """The fields that hold secrets, less these secrets: of `params`, of a script's `args`, of trackers' options."""
+    fields = {name: getattr(spec, name) for name in _SEALED_FIELDS}
+    hidden = {name: hide_secrets(value) for name, value in fields.items()}
+    return {name: type(fields[name])(value) for name, value in hidden.items() if value != _as_json(fields[name])}
 
 
 def seal_spec(spec: RankSpec, public: str) -> RankSpec:
-    """A rank's order as only the owner of `public` can read all of it: the environment, and options with secrets."""
-    if not _tells_too_much(spec):
-        return dataclasses.replace(spec, env=seal(spec.env, public, spec.key))
-    env = {**spec.env, _TRACKING: json.dumps(spec.tracking)}
-    return dataclasses.replace(spec, env=seal(env, public, spec.key), tracking=_shown(spec))
+    """A rank's order as only the owner of `public` can read all of it: the environment, and fields with secrets."""
+    hidden = _with_secrets(spec)
+    env = {**spec.env, **{_FIELD + name: json.dumps(getattr(spec, name)) for name in hidden}}
+    return dataclasses.replace(spec, env=seal(env, public, spec.key), **hidden)
 
 
 def open_spec(spec: RankSpec, opener: Opener) -> RankSpec:
     """The order as it was before it was sealed. Raises ClusterError where it was sealed for another worker."""
     env = opener.open(spec.env, spec.key)
-    told = env.pop(_TRACKING, None)
-    return dataclasses.replace(spec, env=env, tracking=spec.tracking if told is None else json.loads(told))
+    told = {name: env.pop(_FIELD + name) for name in _SEALED_FIELDS if _FIELD + name in env}
+    fields = {name: type(getattr(spec, name))(json.loads(text)) for name, text in told.items()}
+    return dataclasses.replace(spec, env=env, **fields)
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
 
 
 def _cipher(shared: bytes, sender: bytes) -> ChaCha20Poly1305:

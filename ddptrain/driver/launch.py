@@ -30,6 +30,7 @@ from ddptrain.driver.stopping import stop_requests
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.trackercheck import check_trackers
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.redact import known_secrets
 from ddptrain.registry import prepare_target, workload_target
 from ddptrain.results.claim import check_run_id
 from ddptrain.results.errors import ResultsError
@@ -131,8 +132,11 @@ def _kept(
 def _opened(config: RunConfig, folder: Path, choice: Choice | None, seen: DriverRecord | None) -> RunWriter:
     text = dump_config(resolved_config(config))
     if choice is not None and choice.folder is not None:
-        return RunWriter.reopen(folder, text, seen)
-    return RunWriter.create(folder.parent, folder.name, config.name, text, config.workload_name)
+        writer = RunWriter.reopen(folder, text, seen)
+    else:
+        writer = RunWriter.create(folder.parent, folder.name, config.name, text, config.workload_name)
+    writer.secrets = known_secrets(config.model_dump())
+    return writer
 
 
 def _prepared_by(config: RunConfig) -> str:

@@ -22,10 +22,11 @@ from ddptrain.codefolder import content_hash, kind_of, line_of, link_target
 from ddptrain.configfile import LoadedConfig
 from ddptrain.errors import UsageError
 from ddptrain.registry import workload_target
+from ddptrain.secret_rules import is_secret_file
 from ddptrain.signatures import find_source
 
 IGNORE_FILE = ".ddptrainignore"
-# Never code, or not to be on other machines; in gitignore's own syntax.
+# Never code; in gitignore's own syntax. Files that hold secrets stay here as well: see secret_rules.py.
 _LEFT_OUT = """
 .git/
 .hg/
@@ -39,13 +40,6 @@ __pycache__/
 .pytest_cache/
 .ruff_cache/
 .ipynb_checkpoints/
-.env
-.env.*
-.netrc
-*.pem
-*.key
-id_rsa*
-id_ed25519*
 """.splitlines()
 _GIT_TIMEOUT_S = 30.0
 _MB = 1_000_000
@@ -198,10 +192,10 @@ def pack(folder: Path, besides: Sequence[Path]) -> Package:
 
 
 def _files(folder: Path, besides: Sequence[Path]) -> Iterator[tuple[str, int]]:
-    ignored = pathspec.PathSpec.from_lines("gitignore", [*_LEFT_OUT, *_own_rules(folder)])
+    rules = pathspec.PathSpec.from_lines("gitignore", [*_LEFT_OUT, *_own_rules(folder)])
     apart = tuple(f"{name}/" for name in _names_apart(folder, besides))
     for name in _listed(folder):
-        if name.startswith(apart) or ignored.match_file(name) or not _can_travel(name):
+        if name.startswith(apart) or _is_ignored(name, rules) or not _can_travel(name):
             continue
         path = f"{folder}/{name}"
         try:
@@ -210,6 +204,12 @@ def _files(folder: Path, besides: Sequence[Path]) -> Iterator[tuple[str, int]]:
             continue  # deleted, and git has not been told
         if stat.S_ISREG(status.st_mode) or (stat.S_ISLNK(status.st_mode) and _stays_inside(folder, name)):
             yield name, status.st_size
+
+
+def _is_ignored(name: str, rules: pathspec.PathSpec) -> bool:
+    """Whether a file stays here; a rule of the user's, as `!public.pem`, takes a file along that looks secret."""
+    ignored = rules.check_file(name).include
+    return is_secret_file(name) if ignored is None else ignored
 
 
 def _names_apart(folder: Path, besides: Sequence[Path]) -> Iterator[str]:

@@ -143,9 +143,9 @@ class Series:
             dataclasses.replace(self._spec(number, place, places), resume_from=checkpoint, inputs=folder)
             for place, checkpoint, folder in zip(places, resume_from, inputs, strict=True)
         ]
-        if self.config.cluster.is_embedded:
-            return specs
-        return self.scene.gang.sealed(self._with_code(specs, places), places)
+        if not self.config.cluster.is_embedded:
+            specs = self._with_code(specs, places)
+        return self.scene.gang.sealed(specs, places)
 
     def _with_code(self, specs: list[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
         """The same where workers see the project's folder; for others, with the places to which its code was taken."""

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from ddptrain.redact import LEFT_OUT, hide_credentials, is_secret_name
+from ddptrain.redact import LEFT_OUT, hide_credentials
 from ddptrain.results.record import EnvironmentValue, GitRecord
+from ddptrain.secret_rules import is_secret_name
 
 _GIT_TIMEOUT_S = 1.0
 _PACKAGES = ("ddptrain", "torch", "distributed", "dask", "numpy", "safetensors")

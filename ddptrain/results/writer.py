@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Self
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.hosts import is_this_host
+from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results import artifacts
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
 from ddptrain.results.claim import claim, take_up
@@ -33,17 +34,19 @@ from ddptrain.results.verified import VerifiedCheckpoint, checkpoint_folders, re
 
 _METRICS_EVERY_S = 1.0
 _SETTLE_S = 1.0  # two hosts that do not see each other's lock: both see the heartbeat that was written last
+_OWN_FIELDS = frozenset({"event", "run_id", "run_dir", "status"})  # of an event: never a secret, whatever is one
 
 
 class RunWriter:
     """Writes one run's directory and holds its lock; a context manager of one process.
 
     The driver's threads may share it, and none waits for a checkpoint that comes home; one thread at a time
-    may bring files home.
+    may bring files home. Texts in `secrets` are left out of failures and events.
     """
 
     def __init__(self, layout: RunLayout, record: RunRecord, lock_descriptor: int) -> None:
         self.layout = layout
+        self.secrets: Sequence[str] = ()
         self._record = record
         self._lock = lock_descriptor
         self._folder = FolderIdentity.of(layout.root)
@@ -197,15 +200,24 @@ class RunWriter:
         """Change fields of run.json, named as in RunRecord; secrets in rank_environment are left out."""
         if "rank_environment" in changes:
             changes["rank_environment"] = without_secrets(changes["rank_environment"])
+        if failure := changes.get("failure"):
+            texts = {name: self._hidden(getattr(failure, name)) for name in ("message", "traceback")}
+            changes["failure"] = dataclasses.replace(failure, **texts)
         with self._mutex:
             self._record = dataclasses.replace(self._record, **changes)
             self._save()
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Append one line to events.jsonl, stamped with `time_s` unless it has one."""
+        kept = {
+            name: value if name in _OWN_FIELDS else hide_known(value, self.secrets) for name, value in event.items()
+        }
         with self._mutex:
             if self.loss is None:
-                self._events.append({"time_s": time.time(), **event})
+                self._events.append({"time_s": time.time(), **kept})
+
+    def _hidden(self, text: str) -> str:
+        return hide_credentials(str(hide_known(text, self.secrets)))
 
     def metrics(self, event: Metrics, rank: int) -> None:
         """Append one line to metrics.jsonl; run.json follows within a second, or with the next call."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ddptrain import events
-from ddptrain.redact import LEFT_OUT, hide_options, secrets_in
+from ddptrain.redact import hide_known, known_secrets
 from ddptrain.registry import TRACKER_PACKAGES, TRACKERS, tracker_target
 from ddptrain.spec import RankSpec
 from ddptrain.tracking.hub import Hub
@@ -24,7 +24,6 @@ from ddptrain.tracking.protocol import Facts, Tracker
 FOLDER = "tracking"  # below the staging folder, where the run directory is not to be seen
 _LENT = "lent"  # likewise
 _FORK_WAIT_S = 5.0
-_SHORTEST_SECRET = 4  # what is shorter stands in many a word
 
 _importing = threading.RLock()
 
@@ -43,18 +42,10 @@ def open_hub(spec: RankSpec, emit: Emit) -> Hub | None:
 
 def _without_secrets(emit: Emit, options: list[Any]) -> Emit:
     """Tells the same, less what the options of trackers hide: a tracker's exceptions may name them."""
-    found = {text for text in secrets_in(options, hide_options(options)) if len(text) >= _SHORTEST_SECRET}
-    secrets = sorted(found, key=len, reverse=True)
-
-    def hidden(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: hidden(below) for name, below in value.items()}
-        for secret in secrets if isinstance(value, str) else ():
-            value = value.replace(secret, LEFT_OUT)
-        return value
+    secrets = known_secrets(options)
 
     def told(event: events.Event) -> None:
-        fields = {field.name: hidden(getattr(event, field.name)) for field in dataclasses.fields(event)}
+        fields = {field.name: hide_known(getattr(event, field.name), secrets) for field in dataclasses.fields(event)}
         emit(dataclasses.replace(event, **fields))
 
     return told if secrets else emit

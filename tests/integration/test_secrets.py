@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,58 @@ def _arguments() -> list[str]:
         except OSError:
             continue
     return found
+
+
+SPY = """
+import sys
+from ddptrain.cli.main import main
+from ddptrain.driver.gang import Gang
+
+submit = Gang.submit
+
+def spied(self, spec, slot):
+    with open("orders.txt", "a") as file:
+        file.write(spec.to_json() + chr(10))
+    submit(self, spec, slot)
+
+Gang.submit = spied
+sys.exit(main(sys.argv[1:]))
+"""
+FAILING = """
+import os
+
+def fail(ctx, db_password, source_options, words):
+    assert os.environ["OWN_PASS"] == "env-5ecre7"
+    ctx.log({"train/loss": 1.0}, step=1)
+    raise RuntimeError(f"no way in with {db_password}, {source_options['account_key']} and {words[0]}")
+"""
+
+
+def test_secrets_of_params_and_environment_are_sealed_on_the_embedded_cluster_too(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(FAILING)
+    (tmp_path / "spy.py").write_text(SPY)
+    params = {
+        "db_password": "param-5ecre7",
+        "source_options": {"account_key": "option-5ecre7", "anon": False},
+        "words": ["s3://bucket/f?sig=sig-5ecre7", "plain"],
+    }
+    config = {"workload": "work:fail", "params": params, "env": {"OWN_PASS": "env-5ecre7", "PLAIN": "seen"}}
+    (tmp_path / "run.yaml").write_text(json.dumps({**config, "cluster": {"ranks": 2, "gpus": 0}}))
+    done = subprocess.run(
+        [sys.executable, "spy.py", "train", "run.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1, done.stderr
+    assert "no way in with" in done.stdout + done.stderr
+    orders = (tmp_path / "orders.txt").read_text()
+    assert len(orders.splitlines()) == 2
+    assert "5ecre7" not in orders
+    assert "seen" not in orders, "the whole environment is sealed"
+    (run,) = (tmp_path / "runs").iterdir()
+    record, kept = (run / "run.json").read_text(), (run / "config.yaml").read_text()
+    assert "no way in with <left out>, <left out> and" in record
+    assert "plain" in kept
+    for text in (record, kept, (run / "events.jsonl").read_text()):
+        assert "5ecre7" not in text
 
 
 def test_key_reaches_ranks_on_a_cluster_of_others_and_nobody_else(tmp_path: Path, run_cli: Cli) -> None:

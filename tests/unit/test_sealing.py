@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from ddptrain.errors import ClusterError
 from ddptrain.sealing import SEALED, Opener, has_secrets, open_spec, seal, seal_spec
+from ddptrain.spec import RankSpec
 from tests.unit.specs import make_spec
 
 ENV = {"WANDB_API_KEY": "k" * 40, "NAME": "münchen"}
@@ -50,6 +52,29 @@ def test_options_of_trackers_that_hold_secrets_are_sealed_with_the_environment(e
     assert "hush-hush" not in sealed.to_json()
     assert sealed.tracking["trackers"][0]["options"]["every"] == 3
     assert open_spec(sealed, worker) == spec
+
+
+@pytest.mark.parametrize("env", [{}, ENV])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"params": {"source_options": {"secret": "hush-hush", "anon": False}, "epochs": 3}},
+        {"params": {"url": "https://account.blob.core.windows.net/c?sv=1&sig=hush-hush", "layers": (1, 2)}},
+        {"params": {"clientSecret": "hush-hush"}, "args": ("--pwd=hush-hush",)},
+        {"script": "train.py", "args": ("--lr", "0.1", "--password", "hush-hush")},
+    ],
+)
+def test_params_and_arguments_that_hold_secrets_are_sealed(fields: dict[str, Any], env: dict[str, str]) -> None:
+    worker = Opener()
+    spec = make_spec(env=env, **fields)
+    assert has_secrets(spec)
+    sealed = seal_spec(spec, worker.public)
+    assert "hush-hush" not in sealed.to_json()
+    assert list(sealed.env) == [SEALED]
+    opened = open_spec(RankSpec.from_json(sealed.to_json()), worker)
+    assert json.loads(opened.to_json()) == json.loads(spec.to_json())
+    with pytest.raises(ClusterError, match="not sealed for this worker"):
+        open_spec(sealed, Opener())
 
 
 def test_order_without_secrets_is_not_sealed() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import UsageError
-from ddptrain.redact import is_secret_option
+from ddptrain.secret_rules import is_secret_name
 from ddptrain.wording import did_you_mean, shown
 from ddptrain.workloads.images.awsprofile import Credentials, Profile, read_profile, static
 from ddptrain.workloads.images.store import Location, StoreUnreachable
@@ -93,7 +93,7 @@ def _check_value(name: str, value: object) -> None:
     if name == "verify" and not isinstance(value, bool | str):
         raise _wrong(name, "must be true, false, or the path of a file of certificates")
     if name not in {*_FLAGS, "verify"} and not isinstance(value, str):
-        kept = "" if is_secret_option(name) else f", not {shown(repr(value), 40)}"
+        kept = "" if is_secret_name(name) else f", not {shown(repr(value), 40)}"
         raise _wrong(name, f"must be text{kept}; put it in quotes")
 
 

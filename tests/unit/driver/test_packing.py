@@ -51,6 +51,32 @@ def test_git_knows_what_belongs_to_the_project(project: Path) -> None:
     assert names(project) == [".gitignore", "new.py"]
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+SECRET = words(""".envrc prod.env conf/prod.env id_ecdsa keys/id_ecdsa_sk .git-credentials .npmrc .pypirc .aws/config
+deep/.aws/credentials store.p12 store.pfx CERT.PEM Server.Key .ENV""")
+HARMLESS = words("environment.yaml id_map.json keys.py secrets.py tokenizer.json environ.py .editorconfig")
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_files_that_hold_secrets_stay_here_and_what_looks_alike_goes_along(project: Path, with_git: bool) -> None:
+    for name in [*SECRET, *HARMLESS]:
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("x")
+    if with_git:
+        subprocess.run(["git", "init", "-q", str(project)], check=True)
+        subprocess.run(["git", "-C", str(project), "add", "-f", *SECRET], check=True)
+    assert {*names(project)} & {*SECRET, *HARMLESS} == {*HARMLESS}
+
+
+def test_own_rule_takes_a_file_along_that_looks_secret(project: Path) -> None:
+    (project / "public.pem").write_text("x")
+    (project / ".ddptrainignore").write_text("!public.pem\n.ddptrainignore\n")
+    assert names(project) == ["data/names.txt", "public.pem", "train.py"]
+
+
 def test_own_rules_leave_more_out(project: Path) -> None:
     (project / ".ddptrainignore").write_text("# big\n*.txt\n.ddptrainignore\n")
     assert names(project) == ["train.py"]

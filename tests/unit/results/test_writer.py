@@ -50,6 +50,19 @@ def test_a_new_run_has_its_files_and_says_that_it_runs(tmp_path: Path) -> None:
     assert not lock.is_held(writer.layout.lock_file)
 
 
+def test_secrets_of_the_run_are_left_out_of_its_failure_and_events(tmp_path: Path) -> None:
+    with make(tmp_path) as writer:
+        writer.secrets = ["hunter2"]
+        writer.event({"event": "rank_failed", "message": "no hunter2 here", "more": {"trace": ["hunter2"]}})
+        failure = FailureRecord(message="hunter2 is wrong", traceback="open('s3://me:other@bucket/hunter2')")
+        writer.finish(RunStatus.FAILED, 1, failure)
+    record, (event,) = read(writer), writer.layout.events_jsonl.read_text().splitlines()
+    assert record["failure"]["message"] == "<left out> is wrong"
+    assert record["failure"]["traceback"] == "open('s3://<left out>@bucket/<left out>')"
+    assert json.loads(event)["message"] == "no <left out> here"
+    assert "hunter2" not in event
+
+
 def test_a_run_id_can_be_chosen_once(tmp_path: Path) -> None:
     with make(tmp_path, "mine") as writer:
         writer.finish(RunStatus.SUCCEEDED, 0)
