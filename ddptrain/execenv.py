@@ -1,14 +1,46 @@
-"""Environment variables that only a program's start can apply: a process that is forked can't take them over."""
+"""What only a program's start can apply: variables of the environment, and where Python looks for modules."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 
 # Read by the C library or the interpreter when a program starts.
 _PREFIXES = ("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OPENBLAS_", "MKL_", "KMP_", "GOMP_")
 _IGNORED = frozenset({"PYTHONUNBUFFERED", "OPENBLAS_NUM_THREADS"})
+_PATH = "PYTHONPATH"
 
 
 def exec_only(environ: Mapping[str, str]) -> dict[str, str]:
     """The part of `environ` that a fork can't apply any more."""
-    return {name: value for name, value in environ.items() if name.startswith(_PREFIXES) and name not in _IGNORED}
+    kept = without_working_directory(environ)
+    return {name: value for name, value in kept.items() if name.startswith(_PREFIXES) and name not in _IGNORED}
+
+
+def names_working_directory(environ: Mapping[str, str]) -> bool:
+    """Whether PYTHONPATH has an empty entry, as in `:/lib`: Python takes it for the working directory."""
+    return "" in environ.get(_PATH, "x").split(os.pathsep) and environ[_PATH] != ""
+
+
+def without_working_directory(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without empty entries in PYTHONPATH: a program that starts with it doesn't import from there."""
+    kept = dict(environ)
+    if names_working_directory(environ):
+        named = os.pathsep.join(filter(None, kept.pop(_PATH).split(os.pathsep)))
+        kept |= {_PATH: named} if named else {}
+    return kept
+
+
+def leave_working_directory() -> None:
+    """Take the working directory off this process's import path, unless PYTHONPATH names it.
+
+    It is there because of `python -m`, or of an empty entry in PYTHONPATH: before the standard library. An entry behind
+    it comes from an installed package, such as an editable one.
+    """
+    here = os.getcwd()
+    named = {os.path.abspath(entry) for entry in os.environ.get(_PATH, "").split(os.pathsep) if entry}
+    library = os.path.dirname(os.__file__)
+    before = sys.path.index(library) if library in sys.path else len(sys.path)
+    implied = {"", here} - named
+    sys.path[:] = [*(entry for entry in sys.path[:before] if entry not in implied), *sys.path[before:]]

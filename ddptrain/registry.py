@@ -75,6 +75,11 @@ TRACKERS = {
 TRACKER_PACKAGES = {"wandb": "wandb", "tensorboard": "ddptrain[tensorboard]"}
 
 
+def is_built_in(workload: object) -> bool:
+    """Whether a configuration's workload is one of ours, which needs no code of the user's."""
+    return isinstance(workload, str) and workload in BUILT_IN
+
+
 def workload_target(name: str) -> str:
     """The module:attr of the workload's function, which is not imported.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathspec import PathSpec
@@ -129,7 +129,7 @@ secrets.json secrets.toml secrets.yaml secrets.yml .secrets kubeconfig
 
 
 @cache
-def _secret_files() -> PathSpec:
+def _secret_files() -> PathSpec[Any]:
     from pathspec import PathSpec
 
     return PathSpec.from_lines("gitignore", _FILES_LEFT_OUT.split())

@@ -131,9 +131,7 @@ def _start(arguments: Sequence[str], output: IO[bytes], stdin: int) -> tuple[sub
 
 
 def _program() -> list[str]:
-    # The working directory is on the path of `python -m ddptrain`, and not on that of the script `ddptrain`.
-    looks_here = "" in sys.path or os.getcwd() in sys.path
-    return [sys.executable, *([] if looks_here else ["-P"]), "-m", "ddptrain"]
+    return [sys.executable, "-P", "-m", "ddptrain"]
 
 
 def _read_line(descriptor: int, deadline_s: float) -> bytes:

@@ -30,8 +30,9 @@ from ddptrain.driver.stopping import stop_requests
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.trackercheck import check_trackers
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.execenv import without_working_directory
 from ddptrain.redact import known_secrets
-from ddptrain.registry import prepare_target, workload_target
+from ddptrain.registry import is_built_in, prepare_target, workload_target
 from ddptrain.results.claim import check_run_id
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id
@@ -189,7 +190,8 @@ class _Run:
     def _cluster(self) -> Cluster:
         if self.machine is not None:
             scratch = self.writer.layout.scratch_dir
-            return EmbeddedCluster(self.machine.ranks, self.machine.gpus, scratch, os.environ)
+            environ = without_working_directory(os.environ) if is_built_in(self.config.workload) else os.environ
+            return EmbeddedCluster(self.machine.ranks, self.machine.gpus, scratch, environ)
         if self.config.cluster.is_attached:
             return AttachedCluster(self.config.cluster)
         from ddptrain.clusters.forrun import RunCluster
@@ -213,7 +215,7 @@ class _Run:
             stack.callback(self.cluster.close)
             stack.callback(self.inputs.close)
             self.cluster.begin()  # first of all: everything below imports while torch is being imported there
-            self.inputs.begin(self.config.params, {**os.environ, **self.config.env})
+            self.inputs.begin(self.config.params, without_working_directory({**os.environ, **self.config.env}))
             self._greet()
             # All of Dask, before anything may be interrupted.
             from ddptrain.driver.connect import connected

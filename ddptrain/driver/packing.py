@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pathspec
 
@@ -206,7 +207,7 @@ def _files(folder: Path, besides: Sequence[Path]) -> Iterator[tuple[str, int]]:
             yield name, status.st_size
 
 
-def _is_ignored(name: str, rules: pathspec.PathSpec) -> bool:
+def _is_ignored(name: str, rules: pathspec.PathSpec[Any]) -> bool:
     """Whether a file stays here; a rule of the user's, as `!public.pem`, takes a file along that looks secret."""
     ignored = rules.check_file(name).include
     return is_secret_file(name) if ignored is None else ignored

@@ -28,7 +28,7 @@ from ddptrain.driver.signals import Signals
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.watchdog import Watchdog, alive_s
-from ddptrain.registry import workload_target
+from ddptrain.registry import is_built_in, workload_target
 from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
 from ddptrain.results.record import CodeRecord
 from ddptrain.results.verified import VerifiedCheckpoint, newest_verified
@@ -200,7 +200,7 @@ class Series:
             max_failures=config.checkpoint.max_failures,
             max_restarts=config.failure.max_restarts,
             workdir=os.getcwd(),
-            sys_path=search_path(self.scene.loaded),
+            **_import_path(self.scene.loaded),
             master_addr=places[0].slot.host,
             shared=place.shared,
             use_gpu=config.cluster.gpus != 0,
@@ -234,6 +234,17 @@ def _gpus_beside(place: Place, places: Sequence[Place]) -> tuple[str, ...]:
     """The devices of all ranks on a place's host, in the order of their local ranks; none where one has none."""
     beside = sorted((each for each in places if each.slot.host == place.slot.host), key=lambda each: each.local_rank)
     return tuple(each.gpu for each in beside) if all(each.gpu for each in beside) else ()
+
+
+def _import_path(loaded: LoadedConfig) -> dict[str, Any]:
+    """Where ranks look for modules besides where all programs do, as fields of their specs.
+
+    A built-in workload needs nothing of the user's folders, where anybody may have put a `pydantic.py`.
+    """
+    if not is_built_in(loaded.config.workload):
+        return {"sys_path": search_path(loaded)}
+    own_trackers = any(":" in tracker.name for tracker in loaded.config.tracking.other)
+    return {"built_in": True, "sys_path": search_path(loaded) if own_trackers else ()}
 
 
 def search_path(loaded: LoadedConfig) -> tuple[str, ...]:

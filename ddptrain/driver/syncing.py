@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ddptrain.driver.wandbkey import BASE_URL, KEY, TOKEN_FILE, access_to
 from ddptrain.errors import RunLocked, UsageError
+from ddptrain.execenv import without_working_directory
 from ddptrain.redact import hide_credentials
 from ddptrain.results import lock, wandblog
 from ddptrain.results.borrowed import Borrowed
@@ -339,11 +340,11 @@ def _run_wandb(logs: Sequence[Path], env: Mapping[str, str], cwd: Path, timeout_
 
     `cwd` is an empty folder: from its own, wandb takes settings, the server among them, and Python takes modules.
     """
-    command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", *map(str, logs)]
+    command = [sys.executable, "-P", "-m", "wandb", "sync", "--include-online", "--include-synced", *map(str, logs)]
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=dict(env),
+        env=without_working_directory(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

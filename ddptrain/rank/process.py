@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain import errorfile, events
+from ddptrain.execenv import names_working_directory
 from ddptrain.rank import current, faults, procs, scripts
 from ddptrain.rank.agreement import EXIT_PREEMPTED, Calls, GangStore, Preempted
 from ddptrain.rank.calling import as_json, bind
@@ -102,10 +103,11 @@ def _enter_environment(spec: RankSpec) -> None:
     os.environ.update(spec.env)
     os.chdir(spec.workdir)
     # A script sees its own folder first, and no other; scripts.run sees to it.
-    for entry in reversed(spec.sys_path if not spec.script else ()):
-        if entry in sys.path:
-            sys.path.remove(entry)
-        sys.path.insert(0, entry)
+    entries = [*(spec.sys_path if not spec.script else ())]
+    if names_working_directory(spec.env) and spec.workdir not in entries:
+        entries.append(spec.workdir)
+    kept = [entry for entry in sys.path if entry not in entries]
+    sys.path[:] = [*kept, *entries] if spec.built_in else [*entries, *kept]
     importlib.invalidate_caches()
     sys.argv = [spec.workload]
     random.seed()

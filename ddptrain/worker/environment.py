@@ -11,6 +11,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddptrain.execenv import without_working_directory
 from ddptrain.spec import ERROR_FILE, RankSpec
 from ddptrain.worker.standin import FLIGHT_RECORD
 
@@ -27,7 +28,7 @@ def tuned_defaults() -> dict[str, str]:
 
 def server_environment(environ: Mapping[str, str], nanny: Mapping[str, object] | None = None) -> dict[str, str]:
     """The rank server's: the user's, our defaults below it, and one BLAS thread, for it must fork with no other."""
-    env = {**tuned_defaults(), **without_nanny(environ, nanny or {})}
+    env = without_working_directory({**tuned_defaults(), **without_nanny(environ, nanny or {})})
     env.setdefault("OPENBLAS_NUM_THREADS", "1")
     return env
 
@@ -67,6 +68,8 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
     if "nccl" in spec.dist_backend:
         tuned |= _flight_recorder(place.staging)
     env = {**tuned, **chosen, **_contract(spec, gpu, place.staging)}
+    if spec.built_in:
+        env = without_working_directory(env)
     report = {
         name: {"value": env[name], "source": "user" if name in chosen else "ddptrain"}
         for name in (*tuned, *_THREAD_VARIABLES)

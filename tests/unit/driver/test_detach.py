@@ -104,10 +104,3 @@ def test_ctrl_c_before_the_run_has_begun_ends_the_driver(monkeypatch: pytest.Mon
         start_detached(["train"])
     pressing.join()
     assert psutil.Process().children() == before
-
-
-def test_working_directory_is_looked_in_only_where_this_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", ["/lib"])
-    assert "-P" in detach._program()
-    monkeypatch.setattr(sys, "path", ["/lib", os.getcwd()])
-    assert "-P" not in detach._program()
