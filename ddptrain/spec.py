@@ -66,8 +66,8 @@ class RankSpec(_Message):
     The worker fills in, from `slot` and what it knows of its host: `gpu`, the one device that the rank sees (an entry
     for CUDA_VISIBLE_DEVICES; None on the CPU), `staging`, `cpu_threads`, the rest of `env`, and `environment` (what of
     it was tuned, and by whom). `shared` says that driver and worker see the same file system; without `use_gpu` the
-    rank trains on the CPU, whatever its slot has. `sys_path` is where modules are looked for first; for a `built_in` workload it
-    comes last, and is empty unless the user has written a tracker.
+    rank trains on the CPU, whatever its slot has. `sys_path` is where modules are looked for first; for a
+    `built_in` workload it comes last, and is empty unless the user has written a tracker.
 
     A rank is a function (`workload`, with `params`) or a program (`script`, as it was typed, or `module`, with
     `args`), which makes its own process group and sees `local_gpus`, the devices of all of the run's ranks on its host
