@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddptrain.sanitize import sanitized
+
 Section = tuple[str, list[tuple[str, str]]]  # a title, and names with their values
 
 
 def clean(text: str) -> str:
-    """The text without what would move a terminal's cursor or change its colours."""
-    kept = text.replace("\t", "    ")
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in kept)
+    """The text with a mark for what would move a terminal's cursor or mislead its reader."""
+    return sanitized(text.replace("\t", "    "), mark="\N{REPLACEMENT CHARACTER}")
 
 
 def on_a_line(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli.options import checked
-from ddptrain.cli.printing import write
+from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
     from ddptrain.clusters.look import View
@@ -101,7 +101,7 @@ def list_(json: Json = False) -> None:
 
         write([plain_table([HEADER, *(row(view) for view in views)])])
     else:
-        typer.echo("no clusters; ddptrain cluster up starts one", err=True)
+        say("no clusters; ddptrain cluster up starts one")
 
 
 @app.command(short_help="Show a cluster, and who uses it.")
@@ -182,9 +182,9 @@ def down(
     if json:
         _print_json({"ended": ended, "failed": {each: str(error) for each, error in failed.items()}})
     for each in ended if not json else ():
-        typer.echo(f"cluster {each} is down")
+        write([f"cluster {each} is down"])
     if not names:
-        typer.echo("no clusters", err=True)
+        say("no clusters")
     _raise_all(list(failed.values()))
 
 
@@ -200,7 +200,7 @@ def _nothing_to_end(name: str, known: Sequence[str]) -> str:
 def _raise_all(errors: Sequence[Exception]) -> None:
     """Tell every error but the first, and raise that one."""
     for error in errors[1:]:
-        typer.echo(f"ddptrain: error: {error}", err=True)
+        say(f"ddptrain: error: {error}")
     if errors:
         raise errors[0]
 
@@ -236,4 +236,4 @@ def _print_json(data: object) -> None:
 
 
 def _tell(text: str) -> None:
-    typer.echo(f"ddptrain: {text}", err=True)
+    say(f"ddptrain: {text}")

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ddptrain.cli.printing import say, write
+
 
 def generate(
     run: Annotated[
@@ -33,10 +35,9 @@ def generate(
     run_dir = open_runs_dir(place).find(name, Need.MODEL).layout.root
     made = generate_names(run_dir, count, prefix, temperature, seed, keep_known)
     if as_json:
-        typer.echo(json.dumps({"run_id": run_dir.name, **dataclasses.asdict(made)}))
+        write([json.dumps({"run_id": run_dir.name, **dataclasses.asdict(made)})])
     else:
-        for name in made.names:
-            typer.echo(name)
+        write(made.names)
     remarks = [
         f"the seed was {made.seed}" if seed is None else "",
         _replaced(made.dropped_known),
@@ -46,7 +47,7 @@ def generate(
         else "",
     ]
     for remark in filter(None, remarks):
-        typer.echo(f"generate: {remark}", err=True)
+        say(f"generate: {remark}")
 
 
 def _replaced(number: int) -> str:

@@ -21,6 +21,7 @@ from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.generate import generate
 from ddptrain.cli.init import init
 from ddptrain.cli.predict import predict
+from ddptrain.cli.printing import say
 from ddptrain.cli.results import app as results
 from ddptrain.cli.run import SCRIPT_SETTINGS, run
 from ddptrain.cli.schema import schema
@@ -173,7 +174,7 @@ def _crash_dir() -> Path | None:
 
 def _say(text: object) -> None:
     with suppress(OSError, ValueError):  # nobody listens: the exit code has to do
-        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+        say(f"{PROGRAM}: {text}")
 
 
 def _flush() -> None:

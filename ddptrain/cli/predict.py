@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.printing import write
+from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.predict import Result
@@ -81,7 +81,7 @@ def predict(
     else:
         write(_text(results, max(map(len, saved.names))))
     if count.failed:
-        typer.echo(f"predict: {count.failed:,} of {count.all:,} could not be classified", err=True)
+        say(f"predict: {count.failed:,} of {count.all:,} could not be classified")
     return _SOME_FAILED if count.failed else 0
 
 
@@ -156,7 +156,7 @@ def _text(results: Iterable[Result], width: int) -> Iterator[str]:
     width = min(width, _WIDEST_NAME)
     for result in results:
         if result.error:
-            typer.echo(f"predict: {on_a_line(result.file)}: {clean(result.error)}", err=True)
+            say(f"predict: {on_a_line(result.file)}: {clean(result.error)}")
         for place, one in enumerate(result.predictions):
             cells = f"{100 * one.probability:5.1f} %  {on_a_line(one.name):{width}}"
             yield f"{cells}    {on_a_line(result.file)}" if place == 0 else f"  {cells}".rstrip()

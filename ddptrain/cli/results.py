@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.printing import write
+from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
     from ddptrain.results.chart import Style
@@ -127,8 +127,8 @@ def plot(
     if json:
         _print_json({"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)})
         return
-    charts = [] if no_terminal else [terminal_charts(drawing, _chart_style()), ""]
-    write([*charts, f"picture: {picture}"])
+    write([] if no_terminal else [terminal_charts(drawing, _chart_style()), ""], colours=True)
+    write([f"picture: {picture}"])
 
 
 @app.command(short_help="Send what was recorded offline to Weights & Biases.")
@@ -182,7 +182,7 @@ def _list(runs_dir: str, *, as_json: bool) -> None:
     if as_json:
         _print_json([view.as_dict() for view in views])
     elif not views:
-        typer.echo(f"no runs in {runs_dir}", err=True)
+        say(f"no runs in {runs_dir}")
     elif sys.stdout.isatty():
         from rich.console import Console
 

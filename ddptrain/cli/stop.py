@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli.printing import say, write
+
 if TYPE_CHECKING:
     from ddptrain.driver.stopping import Going
     from ddptrain.results.find import RunView
@@ -31,15 +33,16 @@ def stop(
     import json
 
     from ddptrain.driver.stopping import is_going, stop_run
+    from ddptrain.tables import on_a_line
 
     going = _going(runs_dir, run)
     was_going = is_going(going.look())
-    ended = stop_run(going, now=now, by=_who(), tell=lambda text: typer.echo(f"ddptrain: {text}", err=True))
+    ended = stop_run(going, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
     if as_json:
         record = ended.record
-        typer.echo(json.dumps({"run_id": ended.run_id, "status": str(ended.status), "exit_code": record.exit_code}))
+        write([json.dumps({"run_id": ended.run_id, "status": str(ended.status), "exit_code": record.exit_code})])
     else:
-        typer.echo(_words(ended, was_going=was_going))
+        write([on_a_line(_words(ended, was_going=was_going))])
 
 
 def _going(runs_dir: str, run: str) -> Going:

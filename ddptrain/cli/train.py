@@ -24,6 +24,7 @@ from ddptrain.cli.options import (
     checked,
     field_options,
 )
+from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
     from ddptrain.configfile import LoadedConfig
@@ -85,7 +86,7 @@ def start(
     if dry_run:
         from ddptrain.driver.dry_run import check_cluster
 
-        check_cluster(loaded.config.cluster, lambda text: typer.echo(f"ddptrain: {text}", err=True))
+        check_cluster(loaded.config.cluster, lambda text: say(f"ddptrain: {text}"))
         typer.echo(dump_config(resolved_config(loaded.config)), nl=False)
         return
     from ddptrain.driver.launch import LaunchOptions
@@ -114,14 +115,14 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     command = str(ctx.command.name)
     begun = start_detached([command, "--output", Output.PLAIN.value, *_typed(ctx, leave_out={"detach", "output"})])
     if isinstance(begun, EndedEarly):
-        typer.echo(begun.said, err=True, nl=False)
+        say(begun.said.rstrip("\n"))
         return begun.exit_code
     if as_json:
-        typer.echo(json.dumps({"event": "run_detached", **dataclasses.asdict(begun)}))
+        write([json.dumps({"event": "run_detached", **dataclasses.asdict(begun)})])
         return 0
     if begun.done:
-        typer.echo(f"ddptrain: {begun.reason}", err=True)
-        typer.echo(begun.run_id)
+        say(f"ddptrain: {begun.reason}")
+        write([begun.run_id])
         return 0
     run = begun.run_id if runs_dir == "runs" else shlex.quote(begun.run_dir)
     told = [
@@ -130,8 +131,8 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
         f"follow it with ddptrain results logs {run} --follow, stop it with ddptrain stop {run}",
     ]
     for line in told:
-        typer.echo(f"ddptrain: {line}", err=True)
-    typer.echo(begun.run_id)
+        say(f"ddptrain: {line}")
+    write([begun.run_id])
     return 0
 
 

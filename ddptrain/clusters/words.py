@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from ddptrain.clusters.look import RunView, State, View, WorkerView
-from ddptrain.tables import Section, clean
+from ddptrain.tables import Section, clean, on_a_line
 from ddptrain.wording import counted
 
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
@@ -29,7 +29,7 @@ def row(view: View) -> tuple[str, ...]:
     runs = ", ".join(run.run_id for run in view.runs)
     where = record.address if is_up else view.reason
     cells = (view.name, str(view.state), record.backend, *slots, _time(record.started_at), where, runs)
-    return tuple(clean(cell) for cell in cells)
+    return tuple(on_a_line(cell) for cell in cells)
 
 
 def sections(view: View) -> list[Section]:

@@ -12,6 +12,7 @@ from ddptrain.results.curves import Curve, Panel, Plot
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.files import write_whole
 from ddptrain.results.record import BestRecord
+from ddptrain.tables import on_a_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +78,7 @@ def _draw_panel(axis: Axes, panel: Panel, best: BestRecord | None, x_name: str) 
 
 def _literal(text: str) -> str:
     """The text as it stands: between dollars matplotlib would read a formula."""
-    return text.replace("$", r"\$")
+    return on_a_line(text).replace("$", r"\$")
 
 
 def _mark_best(axis: Axes, best: BestRecord, colour: str) -> None:
@@ -98,10 +99,12 @@ def terminal_charts(plot: Plot, style: Style) -> str:
     """The same as text, a chart for each quantity."""
     x_label = _X_LABELS[plot.x_name]
     return "\n\n".join(
-        draw_chart(panel.quantity, x_label, [_line(curve) for curve in panel.curves], style) for panel in plot.panels
+        draw_chart(on_a_line(panel.quantity), x_label, [_line(curve) for curve in panel.curves], style)
+        for panel in plot.panels
     )
 
 
 def _line(curve: Curve) -> Line:
     last = next((value for value in reversed(curve.main[1]) if value == value), None)
-    return Line(curve.label if last is None else f"{curve.label}: {last:.4g}", *curve.main)
+    label = on_a_line(curve.label)
+    return Line(label if last is None else f"{label}: {last:.4g}", *curve.main)

@@ -12,7 +12,7 @@ from ddptrain.results.layout import TRACKING
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.results.tracked import made_by_trackers, to_type, wandb_parts
 from ddptrain.spec import describe_status
-from ddptrain.tables import Section, clean, plain_table
+from ddptrain.tables import Section, clean, on_a_line, plain_table
 from ddptrain.wandbparts import waiting
 from ddptrain.wording import counted, shown
 
@@ -39,17 +39,14 @@ _KIB = 1024.0
 
 def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
     """A row a run, as in HEADER."""
-    return [
-        (
-            view.run_id,
-            view.shown_status,
-            _time(view.record.started_at),
-            duration(view.duration_s),
-            str(view.record.world_size or "-"),
-            _result(view),
-        )
-        for view in views
-    ]
+    return [tuple(on_a_line(cell) for cell in _row(view)) for view in views]
+
+
+def _row(view: RunView) -> tuple[str, ...]:
+    record = view.record
+    ranks = str(record.world_size or "-")
+    started, took = _time(record.started_at), duration(view.duration_s)
+    return (view.run_id, view.shown_status, started, took, ranks, _result(view))
 
 
 def _result(view: RunView) -> str:
@@ -220,7 +217,7 @@ def print_table(views: Sequence[RunView], console: Console) -> None:
         table.add_column(title, no_wrap=title != HEADER[-1], overflow="fold")
     for run_id, status, *rest in found:
         style = _STATUS_STYLE.get(RunStatus(status), "") if status in set(RunStatus) else ""
-        table.add_row(Text(clean(run_id)), Text(clean(status), style), *(Text(cell) for cell in rest))
+        table.add_row(Text(run_id), Text(status, style), *(Text(cell) for cell in rest))
     console.print(table)
 
 

@@ -48,7 +48,7 @@ class LiveRenderer:
             case told.Closing(summary, _):
                 self._bars.status = ""
                 self.refresh(time.monotonic())
-                self._stdout.write(format_own(summary, on_terminal=True, colour=self._colour))
+                self._stdout.write(format_own(summary, self._colour))
                 self._drawn = []  # the bars stay as they are, above the summary
             case _:
                 pass

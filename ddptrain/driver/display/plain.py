@@ -36,7 +36,7 @@ class PlainRenderer:
                 self._status = text
                 self._say(text)
             case told.Closing(summary, _):
-                self._stdout.write(format_own(summary, self._on_terminal, self._colour))
+                self._stdout.write(format_own(summary, self._colour))
             case _:
                 pass  # bars and numbers: for those who look at a live display, or read JSON
 
@@ -45,7 +45,7 @@ class PlainRenderer:
 
     def _say(self, text: str) -> None:
         lines = format_notice(text).splitlines()
-        self._stderr.write(format_own(lines, self._stderr.is_terminal, colour=False))
+        self._stderr.write(format_own(lines, colour=False))
 
 
 def format_lines(rank: int, lines: Sequence[Line], colour: bool, on_terminal: bool) -> str:
@@ -58,9 +58,9 @@ def format_lines(rank: int, lines: Sequence[Line], colour: bool, on_terminal: bo
     return "".join([f"{prefix}{line.text}\n" for line in lines])
 
 
-def format_own(lines: Sequence[str], on_terminal: bool, colour: bool) -> str:
-    """The lines as text; on a terminal without anything that could garble it."""
-    return "".join(f"{harmless(line, colour) if on_terminal else line}\n" for line in lines)
+def format_own(lines: Sequence[str], colour: bool) -> str:
+    """The lines as text, without anything that could garble a terminal."""
+    return "".join(f"{harmless(line, colour)}\n" for line in lines)
 
 
 def format_notice(text: str) -> str:

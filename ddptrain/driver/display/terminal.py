@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import unicodedata
 from collections.abc import Mapping
 
 from ddptrain.errors import UsageError
+from ddptrain.sanitize import sanitized
 
 MODES = ("auto", "live", "plain", "json")
 RESET = "\x1b[0m"
 CYAN, YELLOW, RED, GREEN, DIM = "36", "33", "31", "32", "2"
 RANK_COLOURS = (CYAN, YELLOW, "35", GREEN, "34", "96", "93", "95", "92", "94")  # no red: it stands for errors
-
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-_CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movements, modes
-    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # OSC: titles, links
-    r"|\x1b[PX^_][^\x1b]*\x1b\\"  # strings for devices
-    r"|\x1b\[[0-?]*[ -/]*"  # CSI that the line's end cuts off
-    r"|\x1b[ -/]*[0-~]?"  # every other escape sequence
-    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]"  # control characters but the tab
-)
 
 
 def choose_mode(mode: str, is_terminal: bool, environ: Mapping[str, str]) -> str:
@@ -57,15 +47,9 @@ def rank_colour(rank: int) -> str:
 
 
 def harmless(text: str, colour: bool) -> str:
-    """The text without control sequences, which could move the cursor; colours stay if `colour`."""
-    if text.isprintable():
-        return text
-    text = _CONTROL.sub(_keep_colour if colour else "", text)
+    """A line without control sequences, which could move the cursor; colours stay if `colour`, and end with it."""
+    text = sanitized(text, colours=colour)
     return text + RESET if "\x1b" in text else text
-
-
-def _keep_colour(match: re.Match[str]) -> str:
-    return match[0] if _COLOUR.fullmatch(match[0]) else ""
 
 
 def cells(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddptrain.driver.display.plain import format_own
 from ddptrain.driver.display.terminal import (
     cells,
     choose_mode,
@@ -87,3 +88,7 @@ def test_wide_and_combining_characters_are_measured_and_cropped() -> None:
 
 def test_size_is_that_of_the_environment_where_there_is_no_terminal() -> None:
     assert terminal_size(-1, {"COLUMNS": "100", "LINES": "x"}) == (100, 24)
+
+
+def test_our_own_lines_may_quote_others_and_are_made_safe_in_a_pipe_too() -> None:
+    assert format_own(["run x failed on host\x1b[2J\x1b]0;t\x07\u202e"], colour=False) == "run x failed on host\n"
