@@ -76,6 +76,21 @@ def plain(node: Node) -> Any:
     return node.value
 
 
+def plain_yaml(data: bytes, name: str) -> Any:
+    """What the text of somebody's YAML file holds, as bare dicts, lists and scalars; None where it is empty.
+
+    Never more than `MAX_BYTES` of text, `MAX_DEPTH` levels and `MAX_NODES` values, aliases counted in full. Raises:
+    ConfigError where there is more, or where it can't be read.
+    """
+    where = shown(name, 300)
+    if len(data) > MAX_BYTES:
+        raise _too_large(where, len(data))
+    document = parse_yaml(_decode(data, where), lambda line, column: Place(0, line, column, f"{where}:{line}"))
+    if document.problems:
+        raise ConfigError([located.problem for located in document.problems[:1]])
+    return plain(document.root) if document.root is not None else None
+
+
 def read_text(path: Path) -> str:
     """The text of a file, without a byte order mark. Line ends stay as they are.
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddptrain.config import RunConfig
 from ddptrain.configfile import resolved_config, without_secrets
-from ddptrain.errors import RunLocked, UsageError
+from ddptrain.errors import ConfigError, RunLocked, UsageError
 from ddptrain.results import lock
 from ddptrain.results.files import is_own_folder, read_bytes
 from ddptrain.results.find import RunView, find_run, list_runs, load_run
@@ -20,6 +18,7 @@ from ddptrain.results.origin import where_of
 from ddptrain.results.record import DriverRecord, RunStatus
 from ddptrain.results.tracked import to_type
 from ddptrain.wording import shown
+from ddptrain.yamlsource import plain_yaml
 
 AUTO = "auto"
 _COMPARED = ("workload", "params")
@@ -149,8 +148,8 @@ def _how_it_ended(view: RunView) -> str:
 def _changes(layout: RunLayout, config: RunConfig) -> Iterator[str]:
     """What differs in what decides the weights: "params.epochs 20 (now 30)". Secrets are not compared."""
     try:
-        before = yaml.safe_load(read_bytes(layout.config_yaml))
-    except (OSError, ValueError, yaml.YAMLError):
+        before = plain_yaml(read_bytes(layout.config_yaml), str(layout.config_yaml))
+    except (OSError, ConfigError):
         yield "a config.yaml that can't be read"
         return
     now = without_secrets(resolved_config(config)).model_dump(mode="json")

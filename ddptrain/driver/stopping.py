@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddptrain.errors import ClusterError
+from ddptrain.errors import ClusterError, ConfigError
 from ddptrain.results import lock
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.files import read_bytes, require_own_folder, write_whole
@@ -185,9 +185,10 @@ def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now:
 
 def _grace_s(layout: RunLayout) -> float:
     """failure.grace_s as the run was given it."""
-    import yaml
+    from ddptrain.yamlsource import plain_yaml
 
     try:
-        return float(yaml.safe_load(read_bytes(layout.config_yaml))["failure"]["grace_s"])
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        text = read_bytes(layout.config_yaml)
+        return float(plain_yaml(text, str(layout.config_yaml))["failure"]["grace_s"])
+    except (OSError, ConfigError, ValueError, LookupError, TypeError):
         return _DEFAULT_GRACE_S

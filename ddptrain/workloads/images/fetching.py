@@ -27,6 +27,8 @@ _PAUSE_S = 1.0  # after the first failure; more after the next
 _POLL_S = 0.2
 _LEFT_S = 3600.0  # without a byte: nobody writes to it any more
 _CHUNK_BYTES = 1 << 20
+_MOST_BYTES = 32 << 30  # no weights of an image classifier are larger: it is another file, or never ends
+_DEADLINE_S = 4 * 3600.0  # for all tries together; a server that sends a byte now and then never times out
 _PASSES = {407, 408, 425, 429}  # a proxy's word, or one of a server that is busy
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.")
 
@@ -57,8 +59,10 @@ def fetch_file(
 ) -> Path:
     """`path`, which holds what the URL does: downloaded, unless it is there.
 
-    Whoever else wants it waits. With `check_name` the content's SHA-256 must begin as the name says, as in
-    resnet50-11ad3fa6.pth. `progress` is called all the while. Raises: CannotFetch; NotReached.
+    Whoever else wants it waits. At most 32 GiB are fetched, within 4 hours. With `check_name` the content's SHA-256
+    must begin as the name says, as in resnet50-11ad3fa6.pth. `progress` is called all the while.
+
+    Raises: CannotFetch; NotReached.
     """
     if path.exists():
         return path
@@ -91,10 +95,11 @@ def _alone(lock: Path, progress: Progress) -> Iterator[None]:
 def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progress, digest: str) -> None:
     """Writes it beside, then renames: nobody sees a part of it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    deadline = time.monotonic() + _DEADLINE_S
     try:
         for attempt in range(1, _TRIES + 1):
             try:
-                found = _write(url, beside, options, progress)
+                found = _write(url, beside, options, progress, deadline)
                 break
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
@@ -117,29 +122,48 @@ def _sweep(path: Path) -> None:
                 left.unlink()
 
 
-def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progress) -> str:
+def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progress, deadline: float) -> str:
     """What the URL holds, into a file; returns its SHA-256 in hex."""
     digest = hashlib.sha256()
     with beside.open("wb") as file:
-        for chunk in _chunks(url, options, progress):
+        for chunk in _chunks(url, options, progress, deadline):
             digest.update(chunk)
             file.write(chunk)
     return digest.hexdigest()
 
 
-def _chunks(url: str, options: Mapping[str, Any], progress: Progress) -> Iterator[bytes]:
+def _chunks(url: str, options: Mapping[str, Any], progress: Progress, deadline: float) -> Iterator[bytes]:
     if urlsplit(url).scheme.lower() not in ("http", "https"):
         yield _whole(url, options)
         return
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-        total = int(answer.headers.get("Content-Length") or 0)
-        done = 0
-        while chunk := answer.read(_CHUNK_BYTES):
+        total, done = _announced(answer.headers.get("Content-Length")), 0
+        _refuse_too_large(url, total)
+        while chunk := answer.read1(_CHUNK_BYTES):  # one read of the socket: read() waits until it has them all
             yield chunk
             done += len(chunk)
+            _refuse_too_large(url, done)
             progress(done / 1e6, total / 1e6 if total else None)
+            if time.monotonic() > deadline:
+                raise NotReached(
+                    f"can't fetch {hide_credentials(url)}: after {_DEADLINE_S:g} s there are {done:,} bytes of "
+                    f"{f'{total:,}' if total else 'an unknown number'}: is the server too slow?"
+                )
     if total and done != total:
         raise ConnectionError(f"it ended after {done:,} of {total:,} bytes")
+
+
+def _announced(length: str | None) -> int:
+    """The Content-Length; 0 where there is none, or where it is no number."""
+    text = (length or "").strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+
+
+def _refuse_too_large(url: str, size_bytes: int) -> None:
+    if size_bytes > _MOST_BYTES:
+        raise CannotFetch(
+            f"can't fetch {hide_credentials(url)}: it has more than {_MOST_BYTES:,} bytes; is it the right file?"
+        )
 
 
 def _whole(url: str, options: Mapping[str, Any]) -> bytes:

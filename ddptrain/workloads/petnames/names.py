@@ -8,11 +8,12 @@ import importlib.resources
 import io
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
@@ -21,6 +22,8 @@ from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
 if TYPE_CHECKING:
     from ddptrain.workloads.petnames.params import PetnamesParams
 
+_DEADLINE_S = 600.0  # for all of it; fsspec's own is for a request, and a large file takes many
+_PART_BYTES = 1 << 20
 MAX_SOURCE_BYTES = 256 * 2**20  # a list of names is small: anything larger is the wrong file
 _FORMATS = {".json": "json", ".txt": "text", ".text": "text", ".csv": "csv"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zip"}
@@ -179,7 +182,12 @@ def _read(source: str, options: Mapping[str, Any]) -> str:
 
     try:
         with fsspec.open(source, mode="rb", compression="infer", **options) as file:
-            content: bytes = file.read(MAX_SOURCE_BYTES + 1)
+            content = _limited(file)
+    except _TooSlow:
+        raise UsageError(
+            f"params.names {hide_credentials(source)!r} could not be read within {_DEADLINE_S:g} s: "
+            "is the server too slow?"
+        ) from None
     except Exception as error:  # every fsspec backend raises errors of its own kind
         raise UsageError(
             f"can't read params.names {hide_credentials(source)!r}: "
@@ -194,6 +202,22 @@ def _read(source: str, options: Mapping[str, Any]) -> str:
         raise UsageError(
             f"params.names {hide_credentials(source)!r} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
         ) from None
+
+
+def _limited(file: IO[bytes]) -> bytes:
+    """All of it, or a byte more than is taken. Raises _TooSlow."""
+    deadline = time.monotonic() + _DEADLINE_S
+    parts, size = [], 0
+    while size <= MAX_SOURCE_BYTES and (part := file.read(min(_PART_BYTES, MAX_SOURCE_BYTES + 1 - size))):
+        parts.append(part)
+        size += len(part)
+        if time.monotonic() > deadline:
+            raise _TooSlow
+    return b"".join(parts)
+
+
+class _TooSlow(Exception):
+    """The deadline is over, and there is more to read."""
 
 
 def _parse(text: str, kind: str, column: str | None, source: str) -> Sequence[object]:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ def test_auto_takes_the_newest_that_did_not_succeed(tmp_path: Path) -> None:
 def test_auto_says_what_had_failed(tmp_path: Path) -> None:
     ended(tmp_path, "one", RunStatus.FAILED)
     assert auto(tmp_path)[1] == "going on with run one, which failed (killed by SIGKILL)"
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, "[" * 10_000, "a: " + "x" * (2 << 20), "a: !!python/name:os.system", "a: *b"])
+def test_configuration_of_a_run_that_is_a_bomb_is_not_read(tmp_path: Path, text: str) -> None:
+    ended(tmp_path, "one", RunStatus.FAILED)
+    (tmp_path / "one" / "config.yaml").write_text(text)
+    began = time.process_time()
+    assert auto(tmp_path) == (
+        None,
+        "starting afresh: run one failed (killed by SIGKILL), but had a config.yaml that can't be read",
+    )
+    assert time.process_time() - began < 5.0
 
 
 def test_auto_starts_afresh_after_a_success(tmp_path: Path) -> None:

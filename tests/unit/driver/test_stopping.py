@@ -23,6 +23,7 @@ from ddptrain.driver.verdict import Verdict
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.find import RunView, load_run
+from ddptrain.results.layout import RunLayout
 from ddptrain.results.record import RunStatus
 from ddptrain.results.writer import RunWriter
 
@@ -195,3 +196,17 @@ def test_request_that_cannot_be_written_says_what_to_do_instead(writer: RunWrite
     gone = replace(going(writer), desk=replace(writer.layout, root=tmp_path / "gone"))
     with pytest.raises(ResultsError, match=rf"; or send SIGINT twice to process {os.getpid()} on "):
         stop_run(gone, now=True, by="", tell=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("text", "grace_s"),
+    [
+        ("failure: {grace_s: 7}", 7.0),
+        ("a: &a [1, 1]\nb: &b [*a, *c]", 30.0),
+        ("failure: " + "[" * 9_000, 30.0),
+        ("", 30.0),
+    ],
+)
+def test_grace_comes_from_the_runs_configuration_if_that_can_be_read(tmp_path: Path, text: str, grace_s: float) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert stopping._grace_s(RunLayout(tmp_path)) == grace_s

@@ -77,6 +77,15 @@ def test_runs_are_listed_newest_first_and_other_folders_are_not(tmp_path: Path) 
         list_runs(tmp_path / "file")
 
 
+def test_record_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    with (tmp_path / "big" / "run.json").open("wb") as file:
+        file.truncate(1 << 40)  # without taking room on the disk
+    view = load_run(tmp_path / "big")
+    assert view.status == "unreadable"
+    assert "File too large" in view.problem
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"run_id": 3}', "\0" * 100])
 def test_a_damaged_run_is_listed_as_unreadable(tmp_path: Path, text: str) -> None:
     put(tmp_path, "good")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -24,10 +25,15 @@ CONTENT = b"weights" * 100_000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()[:8]
 
 
+ENDLESS = ("/drip", "/flood")
+LENGTHS = {"/word": "many", "/minus": "-5", "/huge": str(10**15), "/long": "9" * 5000}
+
+
 class Web(ThreadingHTTPServer):
     """Serves CONTENT at any path; /missing is not there, /flaky fails once, /short and /broken always."""
 
     asked: list[str]
+    over: threading.Event
 
     @property
     def url(self) -> str:
@@ -43,11 +49,21 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(404 if self.path == "/missing" else 503)
         elif self.path == "/flaky" and self.server.asked.count(self.path) == 1:
             self.send_error(503)
+        elif self.path in ENDLESS:
+            self.endless()
         else:
             self.send_response(200)
-            self.send_header("Content-Length", str(len(CONTENT)))
+            self.send_header("Content-Length", LENGTHS.get(self.path, str(len(CONTENT))))
             self.end_headers()
             self.wfile.write(CONTENT[:1000] if self.path == "/short" else CONTENT)
+
+    def endless(self) -> None:
+        """A byte now and then, or as many as are taken, until the client goes."""
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while not self.server.over.wait(0.01 if self.path == "/drip" else 0.0):
+                self.wfile.write(b"x" if self.path == "/drip" else CONTENT)
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -57,10 +73,11 @@ class Handler(BaseHTTPRequestHandler):
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setattr(fetching, "_PAUSE_S", 0.0)
     with Web(("127.0.0.1", 0), Handler) as server:
-        server.asked = []
+        server.asked, server.over = [], threading.Event()
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
+        server.over.set()
         server.shutdown()
         thread.join()
 
@@ -97,6 +114,28 @@ def test_what_cannot_be_had_leaves_nothing_behind(web: Web, tmp_path: Path, path
     with pytest.raises(CannotFetch, match=said):
         fetched(f"{web.url}{path}", tmp_path / "a")
     assert len(web.asked) == asked
+    assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
+
+
+@pytest.mark.parametrize("path", ["/word", "/minus", "/long"])
+def test_length_that_is_no_number_is_as_none(web: Web, tmp_path: Path, path: str) -> None:
+    assert fetched(f"{web.url}{path}", tmp_path / "a").read_bytes() == CONTENT
+
+
+def test_file_that_is_too_large_is_refused_before_it_is_fetched(web: Web, tmp_path: Path) -> None:
+    with pytest.raises(CannotFetch, match=r"more than 34,359,738,368 bytes; is it the right file"):
+        fetched(f"{web.url}/huge", tmp_path / "a")
+    assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
+
+
+def test_file_that_never_ends_is_cut_off(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "_MOST_BYTES", 2_000_000)
+    with pytest.raises(CannotFetch, match="more than 2,000,000 bytes"):
+        fetched(f"{web.url}/flood", tmp_path / "a")
+    monkeypatch.setattr(fetching, "_DEADLINE_S", 0.2)
+    with pytest.raises(NotReached, match=r"after 0.2 s there are .* bytes of an unknown number"):
+        fetched(f"{web.url}/drip", tmp_path / "a")
+    assert web.asked == ["/flood", "/drip"], "it is not tried again"
     assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
 
 

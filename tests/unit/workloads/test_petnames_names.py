@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.errors import UsageError
+from ddptrain.workloads.petnames import names as source_of_names
 from ddptrain.workloads.petnames.alphabet import SYMBOLS, decode, display, encode, foreign_characters, normalise
 from ddptrain.workloads.petnames.names import check, clean_names, load_names, split_names
 
@@ -94,6 +95,16 @@ def test_other_file_systems_take_their_options() -> None:
     with fsspec.open("memory://bucket/names.txt", "w") as file:
         file.write("luna")
     assert load_names("memory://bucket/names.txt", options={"skip_instance_cache": True}).names == ("luna",)
+
+
+def test_source_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    with fsspec.open("memory://slow/names.txt", "w") as file:
+        file.write("Rex\n" * 1000)
+    monkeypatch.setattr(source_of_names, "_DEADLINE_S", -1.0)
+    with pytest.raises(UsageError, match=r"slow/names.txt' could not be read within -1 s: is the server too slow"):
+        source_of_names._read("memory://slow/names.txt", {})
 
 
 @pytest.mark.parametrize(
