@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -53,6 +55,13 @@ def found(traps: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in traps.iterdir()}
 
 
+def small(folder: Path) -> dict[str, Any]:
+    """Params of a training that is soon over; a list of the user's own is looked at by a process of its own."""
+    names = ["".join(letters) for letters in itertools.product("bdl", "aeu", "nrx", "aio")]
+    (folder / "names.txt").write_text("\n".join(names))
+    return {"names": "names.txt", "epochs": 1, "hidden_size": 8}
+
+
 # An empty entry is the working directory; an empty variable is none.
 PATHS = [None, f":{Path(__file__).parent}:"]
 SCRIPT = str(Path(sys.executable).with_name("ddptrain"))
@@ -62,9 +71,13 @@ SCRIPT = str(Path(sys.executable).with_name("ddptrain"))
 def test_training_of_names_imports_nothing_from_the_working_directory(
     tmp_path: Path, run_cli: Cli, traps: Path, path: str | None
 ) -> None:
-    settings = {"epochs": 1, "context": "window", "hidden_size": 8}
     tracking = {"wandb": {"mode": "process"}, "tensorboard": {"mode": "rank0"}}
-    config = {"workload": "petnames", "cluster": {"ranks": 2, "gpus": 0}, "params": settings, "tracking": tracking}
+    config = {
+        "workload": "petnames",
+        "cluster": {"ranks": 2, "gpus": 0},
+        "params": small(tmp_path),
+        "tracking": tracking,
+    }
     (tmp_path / "run.yml").write_text(json.dumps(config))
     env = {"WANDB_MODE": "offline"} | ({"PYTHONPATH": path} if path is not None else {})
     trained = run_cli("train", "run.yml", env=env)
@@ -96,7 +109,7 @@ def test_tracker_of_the_user_is_found_and_nothing_else_is(tmp_path: Path, run_cl
     config = {
         "workload": "petnames",
         "cluster": {"ranks": 1, "gpus": 0},
-        "params": {"epochs": 1, "context": "window", "hidden_size": 8},
+        "params": small(tmp_path),
         "tracking": {"other": [{"name": "mine:Sink"}]},
     }
     (tmp_path / "run.yml").write_text(json.dumps(config))
@@ -111,7 +124,7 @@ def test_sync_imports_nothing_from_the_working_directory(tmp_path: Path, run_cli
     config = {
         "workload": "petnames",
         "cluster": {"ranks": 1, "gpus": 0},
-        "params": {"epochs": 1, "context": "window", "hidden_size": 8},
+        "params": small(tmp_path),
         "tracking": {"wandb": {"mode": "rank0"}},
     }
     (tmp_path / "run.yml").write_text(json.dumps(config))
