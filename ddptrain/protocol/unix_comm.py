@@ -1,6 +1,6 @@
 """Dask communication over unix domain sockets that only this user can open.
 
-    folder = make_socket_dir()                  # /tmp/ddptrain-k3x9, mode 0700
+    folder = make_socket_dir()                  # /tmp/ddptrain-sockets-k3x9, mode 0700
     Scheduler(protocol=SCHEME, host=scheduler_path(folder), port=0)
     Client(f"unix://{scheduler_path(folder)}")
 
@@ -13,6 +13,7 @@ Dask finds this module by the entry point `distributed.comm.backends`. Source of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -33,6 +34,7 @@ from tornado.netutil import add_accept_handler
 SCHEME = "unix"
 PREFIX = f"{SCHEME}://"
 _HOST = "127.0.0.1"  # the host of every such address: processes that talk by IP (gloo, TCPStore) use it
+_FOLDER = "ddptrain-sockets-"
 _SCHEDULER = "scheduler"
 _BACKLOG = 1024
 _MOST_PATH_BYTES = 60  # of the folder that holds ours: the kernel takes 107 bytes for the whole path
@@ -40,11 +42,18 @@ _numbers = itertools.count(1)
 
 
 def make_socket_dir() -> Path:
-    """Make a folder for the sockets of one cluster, mode 0700. Raises OSError."""
-    parent = tempfile.gettempdir()
-    if ":" in parent or len(os.fsencode(parent)) > _MOST_PATH_BYTES:
-        parent = "/tmp"  # noqa: S108 - mkdtemp makes a folder of our own in it
-    return Path(tempfile.mkdtemp(prefix="ddptrain-", dir=parent))
+    """Make a folder for the sockets of one cluster, mode 0700; delete those of schedulers that were killed.
+
+    Raises: OSError
+    """
+    parent = Path(tempfile.gettempdir())
+    if ":" in str(parent) or len(os.fsencode(parent)) > _MOST_PATH_BYTES:
+        parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder of our own in it
+    for scheduler in parent.glob(f"{_FOLDER}*/{_SCHEDULER}"):
+        with contextlib.suppress(OSError):
+            if scheduler.parent.lstat().st_uid == os.geteuid():
+                remove_dead_socket_dir(f"{PREFIX}{scheduler}")
+    return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
 
 
 def scheduler_path(folder: Path) -> str:
@@ -65,7 +74,7 @@ def is_unix(address: str) -> bool:
 def remove_socket_dir(address: str) -> None:
     """Delete the folder for sockets that an address lies in; any other address or folder stays as it is."""
     folder = _path(address.removeprefix(PREFIX)).parent
-    if is_unix(address) and folder.name.startswith("ddptrain-") and not folder.is_symlink():
+    if is_unix(address) and folder.name.startswith(_FOLDER) and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
 
 

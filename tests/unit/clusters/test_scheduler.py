@@ -66,7 +66,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
     yield start
     for each in started:
-        each.process.kill()
+        each.process.terminate()
         each.process.wait(END_S)
 
 

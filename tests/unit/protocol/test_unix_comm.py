@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -70,8 +71,8 @@ def test_folder_of_a_cluster_is_private_and_its_paths_fit_the_kernel(
 
 
 def test_worker_gets_a_new_path_beside_its_scheduler() -> None:
-    first, second = (Path(unix_comm.worker_path("unix:///tmp/ddptrain-x/scheduler")) for _ in range(2))
-    assert first.parent == second.parent == Path("/tmp/ddptrain-x") and first != second
+    first, second = (Path(unix_comm.worker_path("unix:///tmp/ddptrain-sockets-x/scheduler")) for _ in range(2))
+    assert first.parent == second.parent == Path("/tmp/ddptrain-sockets-x") and first != second
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o711])
@@ -117,6 +118,23 @@ def test_folder_goes_with_a_scheduler_that_was_killed_and_stays_with_one_that_li
     assert asyncio.run(while_it_listens()) == "heard"
     unix_comm.remove_dead_socket_dir(address)
     assert not folder.exists()
+
+
+def test_next_cluster_deletes_the_folder_of_a_scheduler_that_was_killed(folder: Path) -> None:
+    """And nothing else: neither that of a scheduler that listens, nor one that has not begun to."""
+    killed, begins = unix_comm.make_socket_dir(), unix_comm.make_socket_dir()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(unix_comm.scheduler_path(killed))
+
+    async def while_another_listens() -> Any:
+        async with listener(unix_comm.scheduler_path(folder), []):
+            made = await asyncio.to_thread(unix_comm.make_socket_dir)
+            unix_comm.remove_socket_dir(f"unix://{made}/scheduler")
+            return await asked(unix_comm.scheduler_path(folder))
+
+    assert asyncio.run(while_another_listens()) == "heard"
+    assert not killed.exists() and begins.exists()
+    unix_comm.remove_socket_dir(f"unix://{begins}/scheduler")
 
 
 @needs_root
