@@ -2,7 +2,7 @@
 
 import sys
 
-from ddptrain.execenv import leave_working_directory
+from ddptrain.protocol.exec_env import leave_working_directory
 
 
 def main() -> int:

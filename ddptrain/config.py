@@ -31,7 +31,7 @@ from ddptrain.configtypes import (
     Word,
     wrong_field,
 )
-from ddptrain.spec import LOST_AFTER_S
+from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.trackingconfig import TrackingConfig
 from ddptrain.wording import did_you_mean, seen
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters.lifewatch import drop_the_silent
 from ddptrain.clusters.security import CERT_FILE, own_security, write_private
-from ddptrain.spec import LOST_AFTER_S
+from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
 if TYPE_CHECKING:
     from distributed import Scheduler

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from ddptrain import events
 from ddptrain.driver import cause, graces
 from ddptrain.driver.cause import Fault, Kind
 from ddptrain.driver.gang import Gang, Place
@@ -35,8 +34,9 @@ from ddptrain.driver.telling import Telling
 from ddptrain.driver.verdict import was_sent
 from ddptrain.driver.watchdog import Watchdog
 from ddptrain.errors import DdptrainError, ExitCode
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import STACKS_FOLDER, RankExit, RankSpec, describe_status
 from ddptrain.results.errors import UnsafePath
-from ddptrain.spec import STACKS_FOLDER, RankExit, RankSpec, describe_status
 from ddptrain.worker.spool import rank_spool
 
 _TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection

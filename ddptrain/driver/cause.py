@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ddptrain import events
 from ddptrain.errors import ExitCode
-from ddptrain.spec import RankExit
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankExit
 
 
 class Kind(StrEnum):

@@ -22,7 +22,7 @@ from distributed.versions import VersionMismatchWarning
 from ddptrain.clusters.find import Target
 from ddptrain.driver import peer
 from ddptrain.errors import ClusterError
-from ddptrain.spec import LOST_AFTER_S
+from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker.tcp_timeouts import tcp_timeout
 
 _TRY_S = 3.0  # the first attempt: then it is worth asking why, and each later one may take twice as long

@@ -19,8 +19,8 @@ from ddptrain.driver import asking
 from ddptrain.driver.inbox import Inbox, Notice, TaskFailed, WorkerLost
 from ddptrain.driver.reservation import Queue, Watchers, Wish
 from ddptrain.errors import ClusterError
-from ddptrain.sealing import has_secrets, seal_spec
-from ddptrain.spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
+from ddptrain.protocol.encryption import has_secrets, seal_spec
+from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddptrain.spec import RankSpec
+from ddptrain.protocol.rank_spec import RankSpec
 
 SETTLE_S = 0.15  # after the first fault: an earlier one of another rank may still be on its way
 VICTIM_SETTLE_S = 1.5  # after a fault of which another must be the cause

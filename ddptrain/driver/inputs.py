@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
+from ddptrain.protocol.rank_spec import describe_status
 from ddptrain.results.errors import naming
 from ddptrain.results.files import make_folder, write_whole
-from ddptrain.spec import describe_status
 
 if TYPE_CHECKING:
     from ddptrain.driver.gang import Gang, Place

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ddptrain import events
 from ddptrain.driver import cause
 from ddptrain.driver.cause import Fault
 from ddptrain.driver.missing import Report, judge
 from ddptrain.driver.rankwatch import RankWatch
 from ddptrain.driver.uncalled import uncalled
 from ddptrain.driver.watchdog import Hang, Watchdog
-from ddptrain.spec import STACKS_FOLDER, RankSpec
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import STACKS_FOLDER, RankSpec
 
 _ANSWERS_S = 5.0  # for every rank to answer, or its worker in its place
 _STACKS = "stacks"  # an order of rank/orders.py

@@ -30,7 +30,7 @@ from ddptrain.driver.stopping import stop_requests
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.trackercheck import check_trackers
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
-from ddptrain.execenv import without_working_directory
+from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.redact import known_secrets
 from ddptrain.registry import is_built_in, prepare_target, workload_target
 from ddptrain.results.claim import check_run_id

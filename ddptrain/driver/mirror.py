@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ddptrain import events
+from ddptrain.protocol import events
 from ddptrain.results import files
 from ddptrain.worker.spool import READ_LIMIT_BYTES, RankSpool, read_chunk
 

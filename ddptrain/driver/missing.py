@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddptrain import events
 from ddptrain.driver.cause import Fault, Kind, ranks_in_words, returned_early, thread_in_words
-from ddptrain.spec import STACKS_FOLDER
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<function>.*)")
 _NOT_THE_USERS = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|/ddptrain/(rank|worker)/|^<frozen ")

@@ -19,9 +19,9 @@ from typing import Any
 
 import pathspec
 
-from ddptrain.codefolder import content_hash, kind_of, line_of, link_target
 from ddptrain.configfile import LoadedConfig
 from ddptrain.errors import UsageError
+from ddptrain.protocol.code_digest import content_hash, kind_of, line_of, link_target
 from ddptrain.registry import workload_target
 from ddptrain.secret_rules import is_secret_file
 from ddptrain.signatures import find_source

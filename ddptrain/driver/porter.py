@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain import events
 from ddptrain.driver.inbox import BroughtHome, Delayed, Inbox, NotBroughtHome
 from ddptrain.driver.mirror import Fetch
+from ddptrain.protocol import events
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, FileDamaged, ResultsError, UnsafePath
 from ddptrain.results.layout import ARTIFACTS, TRACKING, safe_relative

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddptrain import events
 from ddptrain.driver import cause
 from ddptrain.driver.cause import Fault
 from ddptrain.driver.gang import Place
 from ddptrain.driver.mirror import SpoolMirror
 from ddptrain.errors import DdptrainError
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankExit, RankSpec
 from ddptrain.results.record import RankRecord
-from ddptrain.spec import RankExit, RankSpec
 
 
 @dataclass

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.clusters.protocol import Cluster
-from ddptrain.codefolder import moved
 from ddptrain.config import RunConfig
 from ddptrain.configfile import LoadedConfig, search_folders
 from ddptrain.driver import verdict as verdicts
@@ -28,12 +27,13 @@ from ddptrain.driver.signals import Signals
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.watchdog import Watchdog, alive_s
+from ddptrain.protocol.code_digest import moved
+from ddptrain.protocol.rank_spec import DIST_TIMEOUTS_S, RankSpec
 from ddptrain.registry import is_built_in, workload_target
 from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
 from ddptrain.results.record import CodeRecord
 from ddptrain.results.verified import VerifiedCheckpoint, newest_verified
 from ddptrain.results.writer import RunWriter, utc_now
-from ddptrain.spec import DIST_TIMEOUTS_S, RankSpec
 
 _PORTER_DEADLINE_S = 600.0
 

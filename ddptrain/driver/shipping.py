@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.codefolder import identity
 from ddptrain.driver.gang import Gang, Place
 from ddptrain.driver.packing import Package
 from ddptrain.errors import ClusterError
+from ddptrain.protocol.code_digest import identity
 from ddptrain.worker import codetasks, task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 

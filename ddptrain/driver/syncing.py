@@ -23,7 +23,8 @@ from pathlib import Path
 
 from ddptrain.driver.wandbkey import BASE_URL, KEY, TOKEN_FILE, access_to
 from ddptrain.errors import RunLocked, UsageError
-from ddptrain.execenv import without_working_directory
+from ddptrain.protocol.exec_env import without_working_directory
+from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, LINKS, SYNC_STATE, SYNCED, UNSENT, Part, links_in, waiting
 from ddptrain.redact import hide_credentials
 from ddptrain.results import lock, wandblog
 from ddptrain.results.borrowed import Borrowed
@@ -36,7 +37,6 @@ from ddptrain.results.record import RunStatus
 from ddptrain.results.store import Store
 from ddptrain.results.storelock import StoreLock
 from ddptrain.results.tracked import RECORDED, wandb_parts
-from ddptrain.wandbparts import CHECKPOINT_TYPE, LINKS, SYNC_STATE, SYNCED, UNSENT, Part, links_in, waiting
 from ddptrain.wording import counted
 
 _LOCK = ".sync.lock"

@@ -8,10 +8,10 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ddptrain import events
 from ddptrain.config import CheckpointConfig
 from ddptrain.driver.cause import Fault, Kind, thread_in_words
 from ddptrain.driver.display import Display
+from ddptrain.protocol import events
 from ddptrain.results.record import EnvironmentValue, RankRecord, plain
 from ddptrain.results.writer import RunWriter
 from ddptrain.wording import nearest, shown

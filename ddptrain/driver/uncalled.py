@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from ddptrain import events
 from ddptrain.driver.cause import Fault, Kind, ranks_in_words
 from ddptrain.driver.missing import Report
+from ddptrain.protocol import events
 
 
 def uncalled(reports: Sequence[Report], before: Mapping[int, events.Stacks]) -> Fault | None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from ddptrain import events
-from ddptrain.spec import STACKS_FOLDER, RankSpec
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import STACKS_FOLDER, RankSpec
 
 BUSY_LIMIT = 6  # times timeout_s: how long a rank that reports may use CPU or GPU without an event or a line
 _LONGEST_EXCUSE_S = 3_600.0

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddptrain.events import StagedFile
+from ddptrain.protocol.events import StagedFile
 from ddptrain.rank.snapshot import SAFETENSORS_TYPES, Snapshot, unwrapped
 from ddptrain.workloads.versions import versioned
 

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from ddptrain.execenv import exec_only
+from ddptrain.protocol.exec_env import exec_only
 from ddptrain.rank import procs
 
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddptrain import events
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank import randomstate
 from ddptrain.rank.agreement import Calls, Due, GangStore, Preempted
 from ddptrain.rank.emitter import Emitter
@@ -20,7 +21,6 @@ from ddptrain.rank.resume import Resumed, loaded
 from ddptrain.rank.saver import Save, Saver, done_key, state_key
 from ddptrain.rank.snapshot import HostBuffers, plain_bytes
 from ddptrain.rank.tracked import Tracked
-from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from ddptrain import events
+from ddptrain.protocol import events
 
 PROGRESS_INTERVAL_NS = 100_000_000  # 10 a second are enough for a person's eye
 

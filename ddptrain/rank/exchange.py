@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.gang_calls import GangCalls
-from ddptrain.spec import RankSpec
 
 _CODES = {"mean": 1.0, "all_finite": 2.0}  # so that ranks notice when they are in different calls
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from ddptrain import events
+from ddptrain.protocol import events
 
 # What a rank that merely lost its peer says, in gloo's, NCCL's, the store's and the socket layer's words.
 _LOST_PEER_WORDS = (

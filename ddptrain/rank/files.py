@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from ddptrain import events
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank import checkpoint
 from ddptrain.rank.emitter import Emitter
-from ddptrain.spec import RankSpec
 
 
 def stays_below(path: str) -> bool:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ddptrain import events
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.agreement import GangStore
 from ddptrain.rank.emitter import Emitter
-from ddptrain.spec import RankSpec
 
 FIRST_S = 2.0  # in a call, before the driver is told
 _LONGEST_S = 60.0  # from one word to the next; each takes twice as long as the one before

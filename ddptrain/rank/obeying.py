@@ -12,15 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddptrain import events
-from ddptrain.rank import orders, procs
+from ddptrain.protocol import commands as orders
+from ddptrain.protocol import events
+from ddptrain.protocol.commands import Orders
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.rank import procs
 from ddptrain.rank.agreement import Calls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.gang_calls import GangCalls
-from ddptrain.rank.orders import Orders
 from ddptrain.rank.stacks import Stacks
 from ddptrain.rank.tracked import Tracked
-from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     from ddptrain.tracking.protocol import State

@@ -24,8 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain import errorfile, events
-from ddptrain.execenv import names_working_directory
+from ddptrain.protocol import error_file, events
+from ddptrain.protocol.commands import Orders
+from ddptrain.protocol.exec_env import names_working_directory
+from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current, faults, procs, scripts
 from ddptrain.rank.agreement import EXIT_PREEMPTED, Calls, GangStore, Preempted
 from ddptrain.rank.calling import as_json, bind
@@ -34,10 +36,8 @@ from ddptrain.rank.folding import folded
 from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.loading import load_function
 from ddptrain.rank.obeying import Obeying
-from ddptrain.rank.orders import Orders
 from ddptrain.rank.stacks import tell_of_threads
 from ddptrain.rank.tracked import Tracked
-from ddptrain.spec import ERROR_FILE, RankSpec
 
 if TYPE_CHECKING:
     import torch
@@ -364,7 +364,7 @@ class _Rank:
 
     def _recorded(self) -> events.Failure | None:
         """What a script has written as its error, as torch elastic's record() does."""
-        return errorfile.take(Path(self.spec.staging) / ERROR_FILE) if self.spec.is_script else None
+        return error_file.take(Path(self.spec.staging) / ERROR_FILE) if self.spec.is_script else None
 
     def _fail(self, failure: events.Failure) -> None:
         self.failed = True

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank import checkpoint, randomstate
-from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     import torch

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain import events
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank import checkpoint, snapshot
 from ddptrain.rank.agreement import GangStore
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.snapshot import Snapshot
-from ddptrain.spec import RankSpec
 
 _POLL_S = 0.01
 _LONGEST_PAUSE_S = 60.0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddptrain.spec import RankSpec
+from ddptrain.protocol.rank_spec import RankSpec
 
 
 def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:

@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddptrain import socketfolder
-from ddptrain.rank import children, orders, procs
+from ddptrain.protocol import commands, socket_dir
+from ddptrain.rank import children, procs
 
 MAX_MESSAGE_BYTES = 64 * 1024
 ORPHAN_GRACE_S = 2.0  # how long ranks may take to end once their worker is gone
@@ -185,7 +185,7 @@ class RankServer:
         """Whether nobody is about to come; the shared folder is removed then, so that nobody can."""
         if self.folder is None:
             return True
-        with socketfolder.locked(self.folder) as folder:
+        with socket_dir.locked(self.folder) as folder:
             if self._accept():
                 return False
             folder.remove()
@@ -309,7 +309,7 @@ class RankServer:
             owner.report(report="exited", id=child_id, pid=0, status=-signal.SIGTERM, time_ns=time.time_ns())
         for child in self.children.values():
             if (child.owner, child.id) == (owner, child_id):
-                self._tell(owner, child_id, orders.STOP)
+                self._tell(owner, child_id, commands.STOP)
                 kill_at = time.monotonic() + grace_s
                 child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
                 procs.signal_group(child.pid, signal.SIGTERM)

@@ -18,11 +18,11 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from ddptrain import events
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.rank import faults
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.gang_calls import GangCalls
-from ddptrain.spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 
 _MOST_FRAMES = 200
 

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain import events
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.files import Files
-from ddptrain.spec import RankSpec
 from ddptrain.tracking.items import Checkpoint, Image, Item, Model, Numbers, Table
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from ddptrain.events import FileSaved
+from ddptrain.protocol.events import FileSaved
 from ddptrain.results.errors import FileDamaged, UnsafePath, naming
 from ddptrain.results.files import sync_folder
 from ddptrain.results.layout import INCOMING, safe_relative

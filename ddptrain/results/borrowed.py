@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, LINKS, STATE_FILES, Part
 from ddptrain.results import restore, wandblog
 from ddptrain.results.errors import naming
 from ddptrain.results.layout import RunLayout, step_of
 from ddptrain.results.store import Store, is_plain
 from ddptrain.results.tracked import OF_NO_USE, RECORDED
-from ddptrain.wandbparts import CHECKPOINT_TYPE, LINKS, STATE_FILES, Part
 
 _STAGED = f"{RECORDED}/data/artifacts/staging"
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ddptrain.events import CheckpointSaved
+from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.files import sync_folder, write_whole
 from ddptrain.results.layout import BEST, INCOMING, LATEST, step_name

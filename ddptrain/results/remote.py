@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.protocol.wandb_parts import LINKS
 from ddptrain.results import restore
 from ddptrain.results.errors import StoreError, naming
 from ddptrain.results.files import write_whole
@@ -26,7 +27,6 @@ from ddptrain.results.store import Store, Stored, is_plain, is_url, refused
 from ddptrain.results.storelock import LOCK, Claim, StoreLock, claim_from
 from ddptrain.results.tracked import RECORDED
 from ddptrain.results.uploads import Uploads
-from ddptrain.wandbparts import LINKS
 
 AUTO = "auto"
 _MARKS = ".fetched.json"  # of a reader's copy: path -> the mark of the file that was fetched

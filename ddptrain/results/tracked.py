@@ -6,9 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
+from ddptrain.protocol.wandb_parts import SENDING, Part, links_in, parts_below, parts_in
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.record import RunRecord
-from ddptrain.wandbparts import SENDING, Part, links_in, parts_below, parts_in
 
 WANDB = "wandb"
 RECORDED = f"{TRACKING}/{WANDB}"  # in the run directory: what W&B keeps there

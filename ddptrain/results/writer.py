@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
-from ddptrain.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.hosts import is_this_host
+from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results import artifacts
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged

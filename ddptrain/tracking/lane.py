@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ddptrain import events
+from ddptrain.protocol import events
 from ddptrain.tracking.items import Checkpoint, Item, Model
 from ddptrain.tracking.loans import Loan
 from ddptrain.tracking.protocol import Facts, State, Tracker

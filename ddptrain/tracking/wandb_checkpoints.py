@@ -7,11 +7,11 @@ from pathlib import Path
 
 import wandb
 
+from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, checkpoint_folder
 from ddptrain.tracking import items
 from ddptrain.tracking.loans import link
 from ddptrain.tracking.wandb_media import artifact_name
 from ddptrain.tracking.wandb_uploads import Uploads
-from ddptrain.wandbparts import CHECKPOINT_TYPE, checkpoint_folder
 
 
 class Checkpoints:

@@ -18,9 +18,9 @@ from typing import Any
 
 import wandb
 
+from ddptrain.protocol.wandb_parts import OPEN, SENT, UNSENT
 from ddptrain.redact import hide_credentials
 from ddptrain.tracking.wandb_uploads import Uploads
-from ddptrain.wandbparts import OPEN, SENT, UNSENT
 
 FLUSH_S = 0.25  # to the file, from where nothing is lost when the rank is killed
 _KEY = "WANDB_API_KEY"

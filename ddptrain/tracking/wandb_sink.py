@@ -17,6 +17,7 @@ from typing import Any
 
 import wandb
 
+from ddptrain.protocol.wandb_parts import SENDING
 from ddptrain.tracking import items, wandb_media, wandb_session
 from ddptrain.tracking.protocol import Facts, State
 from ddptrain.tracking.wandb_best import Bests
@@ -24,7 +25,6 @@ from ddptrain.tracking.wandb_checkpoints import Checkpoints
 from ddptrain.tracking.wandb_plan import Plan
 from ddptrain.tracking.wandb_rows import ATTEMPT, STEP, Row, Thinner, goal_of
 from ddptrain.tracking.wandb_staging import one_of_each
-from ddptrain.wandbparts import SENDING
 
 _GATHER_S = 0.5  # for more values of the same step
 _DISK_EVERY_S = 10.0

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
-from ddptrain.spec import LOST_AFTER_S
+from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker import environment
 from ddptrain.worker.server import OwnRankServer
 
@@ -211,7 +211,7 @@ async def _live(options: argparse.Namespace, address: str, host: RankHost, resou
 
     from distributed import Worker
 
-    from ddptrain.spec import WORKER_METRIC
+    from ddptrain.protocol.rank_spec import WORKER_METRIC
     from ddptrain.worker.host import MOST_SLOTS
 
     worker = Worker(

@@ -17,9 +17,9 @@ import dask
 from distributed import Worker, WorkerPlugin
 
 from ddptrain import __version__
-from ddptrain.execenv import exec_only
 from ddptrain.gpus import visible_gpus
-from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
+from ddptrain.protocol.exec_env import exec_only
+from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
 from ddptrain.worker import codecache, environment
 from ddptrain.worker.host import RankHost, own_host
 from ddptrain.worker.server import RankServerLost, SharedRankServer

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import platformdirs
 
-from ddptrain.codefolder import content_hash, looks
 from ddptrain.errors import ClusterError
+from ddptrain.protocol.code_digest import content_hash, looks
 
 LIMIT_BYTES = 2_000_000_000
 _INCOMING = ".incoming-"

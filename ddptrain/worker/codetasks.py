@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distributed import Worker
 
-from ddptrain.codefolder import identity
+from ddptrain.protocol.code_digest import identity
 from ddptrain.worker.attach import rank_host
 from ddptrain.worker.codecache import CodeCache
 

@@ -11,8 +11,8 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddptrain.execenv import without_working_directory
-from ddptrain.spec import ERROR_FILE, RankSpec
+from ddptrain.protocol.exec_env import without_working_directory
+from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.worker.standin import FLIGHT_RECORD
 
 # glibc gives pages back to the kernel after every training step and faults them in again for the next: a third of a

@@ -16,8 +16,8 @@ from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
-from ddptrain.sealing import Opener
-from ddptrain.spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
+from ddptrain.protocol.encryption import Opener
+from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
 from ddptrain.worker import environment
 from ddptrain.worker.server import RankServer
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddptrain import socketfolder
 from ddptrain.errors import ClusterError
-from ddptrain.spec import describe_status
+from ddptrain.protocol import socket_dir
+from ddptrain.protocol.rank_spec import describe_status
 
 _MAX_REPORT_BYTES = 64 * 1024
 _WITHOUT_STORE_S = 2.0  # for a rank to end: a checkpoint that is being written is still completed
@@ -248,7 +248,7 @@ class SharedRankServer(RankServer):
             control = _join(folder, env)
         except OSError as error:
             raise RankServerLost(f"the rank server in {folder} can't be reached: {error}") from error
-        super().__init__(control, folder / socketfolder.LOG_FILE)
+        super().__init__(control, folder / socket_dir.LOG_FILE)
 
     def _on_end(self) -> None:
         super()._on_end()
@@ -257,7 +257,7 @@ class SharedRankServer(RankServer):
 
 
 def _join(folder: Path, env: Mapping[str, str]) -> socket.socket:
-    with socketfolder.locked(folder) as place:
+    with socket_dir.locked(folder) as place:
         if (link := place.connect()) is not None:
             return link
         try:
@@ -267,8 +267,8 @@ def _join(folder: Path, env: Mapping[str, str]) -> socket.socket:
             raise
 
 
-def _start_shared(place: socketfolder.SocketFolder, env: Mapping[str, str]) -> socket.socket:
-    with place.listen() as listener, (place.path / socketfolder.LOG_FILE).open("ab") as log:
+def _start_shared(place: socket_dir.SocketFolder, env: Mapping[str, str]) -> socket.socket:
+    with place.listen() as listener, (place.path / socket_dir.LOG_FILE).open("ab") as log:
         link = place.connect()  # before the server runs, for one with no connection ends
         assert link is not None
         words = ["shared", str(listener.fileno()), str(place.path)]
@@ -284,7 +284,7 @@ def _start_shared(place: socketfolder.SocketFolder, env: Mapping[str, str]) -> s
 
 def _sweep(folder: Path) -> None:
     """Remove what a server that died has left, unless another one is there already."""
-    with socketfolder.locked(folder) as place:
+    with socket_dir.locked(folder) as place:
         while (link := place.connect()) is not None:
             with link:
                 if _is_served(link):

@@ -15,8 +15,8 @@ import threading
 import time
 from pathlib import Path
 
-from ddptrain import errorfile, events
-from ddptrain.spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
+from ddptrain.protocol import error_file, events
+from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.worker.spool import RankSpool
 from ddptrain.worker.vitals import Vitals, catches
 
@@ -95,7 +95,7 @@ def hand_over_flight_record(spool: RankSpool, spec: RankSpec) -> None:
 
 def hand_over_error(spool: RankSpool, status: int) -> None:
     """Tell of the error that a script has written down before it ended without another word."""
-    if status != 0 and (failure := errorfile.take(spool.staging / ERROR_FILE)) is not None:
+    if status != 0 and (failure := error_file.take(spool.staging / ERROR_FILE)) is not None:
         _announce(spool, dataclasses.replace(failure, exit_code=status if status > 0 else None))
 
 

@@ -16,8 +16,8 @@ from dask.system import cpu_count
 from distributed import Worker, get_worker
 
 from ddptrain.errors import ClusterError
-from ddptrain.sealing import open_spec
-from ddptrain.spec import GPU_RESOURCE, RankExit, RankSpec, key_prefix
+from ddptrain.protocol.encryption import open_spec
+from ddptrain.protocol.rank_spec import GPU_RESOURCE, RankExit, RankSpec, key_prefix
 from ddptrain.worker import environment, spool, standin
 from ddptrain.worker.attach import attach, offered, rank_host
 from ddptrain.worker.gpu_use import gpu_percent

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from distributed import Worker
 
-from ddptrain.spec import attached_plugin
+from ddptrain.protocol.rank_spec import attached_plugin
 from ddptrain.worker import task
 from ddptrain.worker.server import RankServerLost
 from tests.conftest import PATIENCE_S

@@ -18,11 +18,11 @@ import pytest
 
 from ddptrain.driver.syncing import Sent, sync_run
 from ddptrain.errors import UsageError
+from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, UNSENT, Part, parts_below, waiting
 from ddptrain.results import lock, wandblog
 from ddptrain.results.find import load_run
 from ddptrain.results.record import RunStatus
 from ddptrain.results.writer import RunWriter
-from ddptrain.wandbparts import CHECKPOINT_TYPE, OPEN, UNSENT, Part, parts_below, waiting
 from tests.conftest import Cli
 from tests.integration.wandb_backend import Backend, wandb_backend
 

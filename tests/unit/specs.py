@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ddptrain.spec import RankSpec
+from ddptrain.protocol.rank_spec import RankSpec
 
 _SPEC = RankSpec(
     run_id="r-1",

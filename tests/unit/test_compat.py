@@ -16,8 +16,8 @@ import pytest
 
 from ddptrain.compat.dask_pytorch_ddp import data, dispatch, failures, job, outbox, rankside, results
 from ddptrain.errors import TrainingFailed
+from ddptrain.protocol.rank_spec import RankExit
 from ddptrain.results.errors import UnsafePath
-from ddptrain.spec import RankExit
 from tests.unit.specs import make_spec
 
 

@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from ddptrain import events
 from ddptrain.config import RunConfig
 from ddptrain.configfile import load_config
 from ddptrain.driver.porter import _plain_name
 from ddptrain.errors import ConfigError
-from ddptrain.rank.orders import Orders
+from ddptrain.protocol import events
+from ddptrain.protocol.commands import Orders
 from ddptrain.results import render
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath

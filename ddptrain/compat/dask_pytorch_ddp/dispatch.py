@@ -20,8 +20,8 @@ from ddptrain.compat.dask_pytorch_ddp import gangwatch, job
 from ddptrain.driver.gang import Gang, Place
 from ddptrain.driver.reservation import Watchers, Wish
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec
 from ddptrain.results.layout import new_run_id
-from ddptrain.spec import SLOT_RESOURCE, RankSpec
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.dispatch import dispatch_with_ddp

@@ -17,7 +17,7 @@ from distributed import Worker, get_worker
 
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
 from ddptrain.compat.dask_pytorch_ddp.rankside import ERROR, VALUE, answered
-from ddptrain.spec import RankExit, RankSpec
+from ddptrain.protocol.rank_spec import RankExit, RankSpec
 from ddptrain.worker import spool, task
 from ddptrain.worker.attach import rank_host
 

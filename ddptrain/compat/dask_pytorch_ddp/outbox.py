@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed import Worker
 
-from ddptrain.spec import attached_plugin, key_prefix
+from ddptrain.protocol.rank_spec import attached_plugin, key_prefix
 from ddptrain.worker.spool import read_chunk
 
 VARIABLE = "DDPTRAIN_RESULTS"  # in the environment of a job's ranks: where their results wait

@@ -17,7 +17,7 @@ from distributed import Client, Future, get_client, get_worker, wait
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
 from ddptrain.driver import asking
 from ddptrain.errors import ClusterError
-from ddptrain.events import FileSaved
+from ddptrain.protocol.events import FileSaved
 from ddptrain.results.artifacts import adopt
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.layout import INCOMING, safe_relative

@@ -25,7 +25,7 @@ from ddptrain.driver.display.live import LiveRenderer
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
 from ddptrain.driver.display.stream import Stream
 from ddptrain.driver.display.tail import READ_BYTES, LogTail
-from ddptrain.events import Metrics, Progress
+from ddptrain.protocol.events import Metrics, Progress
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # at least this long between two looks, so that a rank's lines come in batches

@@ -11,7 +11,7 @@ from typing import Any
 from ddptrain.driver.display import messages as told
 from ddptrain.driver.display.lines import Line
 from ddptrain.driver.display.stream import Stream
-from ddptrain.events import Progress
+from ddptrain.protocol.events import Progress
 
 PROGRESS_EVERY_S = 1.0
 _ENDED, _PARTIAL = "}", ', "partial": true}'

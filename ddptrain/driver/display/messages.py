@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddptrain.driver.display.lines import Line
-from ddptrain.events import Metrics, Progress
+from ddptrain.protocol.events import Metrics, Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ddptrain.events import Progress
+from ddptrain.protocol.events import Progress
 
 SMOOTHING_S = 5.0  # progress of this long ago still counts 1/e in the rate
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ddptrain.cli.main import app as ddptrain
 from ddptrain.cli.results import app
 from ddptrain.errors import RunNotFound
-from ddptrain.events import Metrics
+from ddptrain.protocol.events import Metrics
 from ddptrain.results.record import FailureRecord, RunStatus
 from ddptrain.results.writer import RunWriter
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ddptrain import events
 from ddptrain.driver import cause
 from ddptrain.driver.cause import Fault, Kind
 from ddptrain.errors import ExitCode
-from ddptrain.spec import RankExit
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankExit
 
 
 def fault(rank: int, time_ns: int, *, victim: bool = False, kind: Kind = Kind.EXCEPTION, message: str = "") -> Fault:

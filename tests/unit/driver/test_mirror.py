@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain import events
 from ddptrain.driver.mirror import SpoolMirror
+from ddptrain.protocol import events
 from ddptrain.results.errors import ResultsError
 from ddptrain.worker.spool import RankSpool, read_chunk
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ddptrain import events
 from ddptrain.driver.cause import Kind, ranks_in_words
 from ddptrain.driver.missing import Report, judge, missing, users_frame, waits_in
+from ddptrain.protocol import events
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.codefolder import content_hash, identity, moved
 from ddptrain.driver.packing import Package, pack, project_folder
 from ddptrain.errors import UsageError
+from ddptrain.protocol.code_digest import content_hash, identity, moved
 
 
 @pytest.fixture

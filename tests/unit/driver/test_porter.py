@@ -14,7 +14,7 @@ import pytest
 from ddptrain.driver import porter as porter_module
 from ddptrain.driver.inbox import BroughtHome, Delayed, Inbox, NotBroughtHome
 from ddptrain.driver.porter import Porter
-from ddptrain.events import CheckpointSaved, FileSaved
+from ddptrain.protocol.events import CheckpointSaved, FileSaved
 from ddptrain.results import checkpoints
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.writer import RunWriter

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from ddptrain import events
 from ddptrain.driver.cause import Fault, Kind
 from ddptrain.driver.telling import Telling, metric_problem
+from ddptrain.protocol import events
 from ddptrain.results.record import AttemptRecord, RankRecord
 from ddptrain.results.writer import RunWriter
 

@@ -15,7 +15,7 @@ from ddptrain.driver.gang import Place
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.wandbkey import find_access
-from ddptrain.events import Tracked
+from ddptrain.protocol.events import Tracked
 from ddptrain.results.origin import Origin
 from ddptrain.results.writer import RunWriter
 

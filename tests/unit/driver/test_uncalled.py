@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ddptrain import events
 from ddptrain.driver.cause import Kind
 from ddptrain.driver.missing import Report
 from ddptrain.driver.uncalled import uncalled
+from ddptrain.protocol import events
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 BACKWARD = (f"{TORCH}/autograd/graph.py:841 _engine_run_backward", "/u/train.py:7 main")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from ddptrain import events
 from ddptrain.driver.watchdog import Stage, Watchdog, alive_s
-from ddptrain.spec import RankSpec
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankSpec
 from tests.unit.specs import make_spec
 
 

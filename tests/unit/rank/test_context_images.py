@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddptrain import events
+from ddptrain.protocol import events
 from ddptrain.rank.images import png
 from ddptrain.tracking import items
 from tests.unit.rank.test_context import Rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch._utils import ExceptionWrapper
 
-from ddptrain import events
+from ddptrain.protocol import events
 from ddptrain.rank import faults
 
 

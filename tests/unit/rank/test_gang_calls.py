@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddptrain import events
+from ddptrain.protocol import events
 from ddptrain.rank import gang_calls
 from ddptrain.rank.agreement import GangStore
 from ddptrain.rank.emitter import Emitter

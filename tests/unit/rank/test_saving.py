@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddptrain import events
+from ddptrain.protocol import events
 from ddptrain.rank import checkpoint, saver
 from ddptrain.rank.agreement import GangStore
 from ddptrain.rank.context import Preempted

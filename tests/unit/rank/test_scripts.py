@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.scripts import find_script
-from ddptrain.spec import RankSpec
 from tests.unit.specs import make_spec
 
 RUN = """
 import sys
 from ddptrain.rank.scripts import run
-from ddptrain.spec import RankSpec
+from ddptrain.protocol.rank_spec import RankSpec
 run(RankSpec.from_json(sys.argv[1]))
 """
 TELL = """

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain import events
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import STACKS_SIGNAL
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.stacks import Stacks, tell_of_threads
-from ddptrain.spec import STACKS_SIGNAL
 from tests.unit.specs import make_spec
 
 

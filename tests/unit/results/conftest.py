@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.events import CheckpointSaved, FileSaved, StagedFile
+from ddptrain.protocol.events import CheckpointSaved, FileSaved, StagedFile
 from ddptrain.results.writer import RunWriter
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]

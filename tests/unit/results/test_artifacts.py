@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.events import FileSaved
+from ddptrain.protocol.events import FileSaved
 from ddptrain.results.errors import FileDamaged, UnsafePath
 from ddptrain.results.writer import RunWriter
 

@@ -12,6 +12,7 @@ import pytest
 
 from ddptrain.driver import syncing
 from ddptrain.driver.syncing import Sent, sync_run
+from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, SENT, waiting
 from ddptrain.results import wandblog
 from ddptrain.results.borrowed import Borrowed
 from ddptrain.results.checkpoints import CheckpointPolicy
@@ -24,7 +25,6 @@ from ddptrain.results.storelock import LOCK, Claim
 from ddptrain.results.tracked import wandb_parts
 from ddptrain.results.uploads import Uploads
 from ddptrain.results.writer import RunWriter
-from ddptrain.wandbparts import CHECKPOINT_TYPE, OPEN, SENT, waiting
 from tests.unit.results.conftest import Stage
 from tests.unit.results.stores import WatchedFs, watched_store
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.events import CheckpointSaved, StagedFile
+from ddptrain.protocol.events import CheckpointSaved, StagedFile
 from ddptrain.results import checkpoints, staging
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath

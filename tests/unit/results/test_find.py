@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.events import CheckpointSaved
+from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.find import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run
 from ddptrain.results.layout import RunLayout

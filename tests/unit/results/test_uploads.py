@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import DdptrainError, RunLocked, RunNotFound
-from ddptrain.events import CheckpointSaved
+from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results import restore, uploads
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, StoreError

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
-from ddptrain.events import Metrics
+from ddptrain.protocol.events import Metrics
 from ddptrain.results import heartbeat, lock
 from ddptrain.results import writer as writer_module
 from ddptrain.results.checkpoints import CheckpointPolicy

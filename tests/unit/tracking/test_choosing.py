@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddptrain import events, registry
+from ddptrain import registry
 from ddptrain.config import RunConfig
 from ddptrain.driver.trackercheck import check_trackers
 from ddptrain.errors import UsageError
+from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.tracked import Tracked
 from ddptrain.tracking.choosing import load, open_hub

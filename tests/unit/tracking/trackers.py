@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddptrain import events
+from ddptrain.protocol import events
 from ddptrain.tracking.hub import Hub
 from ddptrain.tracking.items import Item, Numbers
 from ddptrain.tracking.lane import Wanted

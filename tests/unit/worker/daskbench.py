@@ -16,7 +16,7 @@ from typing import Any, Self
 import psutil
 from distributed import Client, Future, Security
 
-from ddptrain.spec import SLOT_RESOURCE, RankExit, attached_plugin
+from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankExit, attached_plugin
 from ddptrain.worker import task
 from tests.conftest import PATIENCE_S
 from tests.unit.specs import make_spec

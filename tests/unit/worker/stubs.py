@@ -20,7 +20,7 @@ warmup = types.ModuleType("ddptrain.rank.warmup")
 warmup.import_everything = lambda: exec({at_import!r})
 process = types.ModuleType("ddptrain.rank.process")
 def read_spec(fd):
-    from ddptrain.spec import RankSpec
+    from ddptrain.protocol.rank_spec import RankSpec
     with open(fd, encoding="utf-8", closefd=False) as file:
         return RankSpec.from_json(file.read())
 def run_rank(spec, log_fd, events_fd, orders_fd):

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from ddptrain.spec import RankSpec
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import environment
 from tests.unit.specs import make_spec
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain import events
-from ddptrain.spec import STACKS_DUMP, STACKS_SIGNAL
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL
 from ddptrain.worker import standin
 from ddptrain.worker.spool import RankSpool
 from ddptrain.worker.vitals import Vitals, catches

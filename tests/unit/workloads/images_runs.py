@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from ddptrain.events import CheckpointSaved
+from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.rank.checkpoint import write
 from ddptrain.rank.snapshot import HostBuffers
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf

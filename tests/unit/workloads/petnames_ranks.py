@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddptrain import events
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.context import Preempted, RankContext
 from ddptrain.rank.emitter import Emitter
-from ddptrain.spec import RankSpec
 from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.petnames.data import Share
 from tests.unit.specs import make_spec

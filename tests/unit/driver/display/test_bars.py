@@ -7,7 +7,7 @@ import pytest
 from ddptrain.driver.display import messages as told
 from ddptrain.driver.display.bars import ASCII_GLYPHS, UNICODE_GLYPHS, Bars, Glyphs
 from ddptrain.driver.display.terminal import cells
-from ddptrain.events import Metrics, Progress
+from ddptrain.protocol.events import Metrics, Progress
 
 
 def drawn(bars: Bars, columns: int = 120, rows: int = 24) -> list[str]:

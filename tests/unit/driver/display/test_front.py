@@ -18,7 +18,7 @@ import pytest
 from ddptrain.driver.display import Display, front, open_display
 from ddptrain.driver.display.plain import PlainRenderer
 from ddptrain.errors import UsageError
-from ddptrain.events import Metrics, Progress
+from ddptrain.protocol.events import Metrics, Progress
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.driver.display import Display, open_display
-from ddptrain.events import Metrics, Progress
+from ddptrain.protocol.events import Metrics, Progress
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -164,7 +164,7 @@ DEMO = """
 import sys, time
 from pathlib import Path
 from ddptrain.driver.display import open_display
-from ddptrain.events import Metrics, Progress
+from ddptrain.protocol.events import Metrics, Progress
 logs = Path(sys.argv[1])
 ranks = int(sys.argv[2])
 display = open_display("auto", logs, ranks, "run-1")

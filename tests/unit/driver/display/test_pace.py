@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ddptrain.driver.display.pace import Pace
-from ddptrain.events import Progress
+from ddptrain.protocol.events import Progress
 
 
 def pace_of(*points: tuple[float, float], total: float | None = 100.0) -> Pace:

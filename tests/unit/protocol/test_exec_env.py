@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ddptrain.execenv import (
+from ddptrain.protocol.exec_env import (
     exec_only,
     leave_working_directory,
     names_working_directory,

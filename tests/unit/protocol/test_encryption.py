@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ClusterError
-from ddptrain.sealing import SEALED, Opener, has_secrets, open_spec, seal, seal_spec
-from ddptrain.spec import RankSpec
+from ddptrain.protocol.encryption import SEALED, Opener, has_secrets, open_spec, seal, seal_spec
+from ddptrain.protocol.rank_spec import RankSpec
 from tests.unit.specs import make_spec
 
 ENV = {"WANDB_API_KEY": "k" * 40, "NAME": "münchen"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain import events
+from ddptrain.protocol import events
 
 EXAMPLES: list[events.Event] = [
     events.Started(1, pid=2, host="h", device="cpu", environment={"A": {"value": "1", "source": "user"}}),

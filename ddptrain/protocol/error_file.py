@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from ddptrain import events
+from ddptrain.protocol import events
 
 _MAX_BYTES = 1 << 20
 _MOST = 100_000  # characters of a traceback

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.redact import hide_secrets
-from ddptrain.spec import RankSpec
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
