@@ -18,7 +18,7 @@ from ddptrain.errors import ConfigError, UsageError
 from ddptrain.launched import Run, error_of
 
 if TYPE_CHECKING:
-    from ddptrain.config import RunConfig
+    from ddptrain.config.models import RunConfig
 
 __all__ = ["Run", "launch"]
 
@@ -142,7 +142,7 @@ def _plain(value: Any) -> Any:
 
 def _check(path: str, data: Mapping[str, Any] | None, folder: Path, changes: Sequence[str]) -> None:
     """Raise ConfigError here, where it has its problems, and not as a text of another process."""
-    from ddptrain.configfile import load_config, load_mapping
+    from ddptrain.config.load import load_config, load_mapping
 
     try:
         if data is None:

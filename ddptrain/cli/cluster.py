@@ -68,7 +68,7 @@ def up(
 
     from ddptrain.clusters import manage
     from ddptrain.clusters.interrupts import interruptible
-    from ddptrain.configfile import load_cluster
+    from ddptrain.config.load import load_cluster
 
     options = {
         "--name": ("name", name),
@@ -189,7 +189,7 @@ def down(
 
 
 def _nothing_to_end(name: str, known: Sequence[str]) -> str:
-    from ddptrain.wording import nearest, shown
+    from ddptrain.config.wording import nearest, shown
 
     near = nearest(name, known)
     return (

@@ -51,7 +51,7 @@ def generate(
 
 
 def _replaced(number: int) -> str:
-    from ddptrain.wording import counted
+    from ddptrain.config.wording import counted
 
     was = "was" if number == 1 else "were"
     return f"{counted(number, 'name')} that the list already holds {was} replaced" if number else ""

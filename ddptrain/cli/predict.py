@@ -100,8 +100,8 @@ class _Count:
 
 
 def _source_options(given: Iterable[str]) -> dict[str, object]:
+    from ddptrain.config.yaml import scalar
     from ddptrain.redact import LEFT_OUT
-    from ddptrain.yamlsource import scalar
 
     options: dict[str, object] = {}
     for option in given:

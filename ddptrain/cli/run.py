@@ -26,7 +26,7 @@ from ddptrain.cli.options import (
 from ddptrain.cli.train import start
 
 if TYPE_CHECKING:
-    from ddptrain.configfile import LoadedConfig
+    from ddptrain.config.load import LoadedConfig
 
 # What follows the script is its own, be it an option of ours or not.
 SCRIPT_SETTINGS = {"allow_interspersed_args": False}
@@ -95,7 +95,7 @@ def _own(args: list[str]) -> list[str]:
 def _load(workload: dict[str, Any], overrides: list[str], options: dict[str, str]) -> LoadedConfig:
     from pathlib import Path
 
-    from ddptrain.configfile import load_mapping
+    from ddptrain.config.load import load_mapping
 
     load = partial(load_mapping, {"workload": workload}, Path.cwd(), source="ddptrain run")
     return checked(lambda changes: load(overrides=changes), overrides, options)

@@ -27,7 +27,7 @@ from ddptrain.cli.options import (
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
-    from ddptrain.configfile import LoadedConfig
+    from ddptrain.config.load import LoadedConfig
 
 
 def train(
@@ -81,7 +81,7 @@ def start(
     ready_fd: int | None,
 ) -> None:
     """Run a configuration as the options of `train` and `run` say. Raises typer.Exit with the exit code."""
-    from ddptrain.configfile import dump_config, resolved_config
+    from ddptrain.config.load import dump_config, resolved_config
 
     if dry_run:
         from ddptrain.driver.dry_run import check_cluster
@@ -157,7 +157,7 @@ def _typed(ctx: typer.Context, leave_out: Container[str]) -> list[str]:
 
 def _load(config: str, overrides: list[str], options: dict[str, str]) -> LoadedConfig:
     """The configuration with the command line's changes, all checked the same way; errors name the option typed."""
-    from ddptrain.configfile import load_config
+    from ddptrain.config.load import load_config
 
     return checked(partial(load_config, config), overrides, options)
 
@@ -166,7 +166,7 @@ def _ordered(config: str, options: dict[str, str]) -> LoadedConfig:
     """The configuration as a program has ordered it (see ddptrain.launch), which may keep all secrets to itself."""
     from pathlib import Path
 
-    from ddptrain.configfile import load_config, load_mapping
+    from ddptrain.config.load import load_config, load_mapping
     from ddptrain.driver.order import take_order
 
     order = take_order()

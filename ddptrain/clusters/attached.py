@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddptrain.clusters import find
 from ddptrain.clusters.find import Target
-from ddptrain.config import ClusterConfig
+from ddptrain.config.models import ClusterConfig
 
 
 class AttachedCluster:

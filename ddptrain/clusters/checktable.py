@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddptrain.wording import counted, shown
+from ddptrain.config.wording import counted, shown
 
 _WIDTH = 90  # 100 with what the display puts before each line
 _INDENT = "  "

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddptrain import __version__, registry
+from ddptrain import __version__
 from ddptrain.clusters import state
 from ddptrain.clusters.security import own_security, security
+from ddptrain.config import registry
 from ddptrain.errors import ClusterError
 from ddptrain.hosts import Relation
 
 if TYPE_CHECKING:
     from distributed import Security
 
-    from ddptrain.clusters.settings import TlsSettings
+    from ddptrain.config.clusters import TlsSettings
 
 _OUR_WORKERS = frozenset({"local", "ssh", "slurm"})  # backends whose workers are started by this very version
 

@@ -7,7 +7,7 @@ import secrets
 from ddptrain.clusters import find, manage
 from ddptrain.clusters.find import Target
 from ddptrain.clusters.protocol import Tell
-from ddptrain.config import ClusterConfig
+from ddptrain.config.models import ClusterConfig
 from ddptrain.errors import ClusterError
 
 # A driver that is killed can't end its cluster: it ends by itself then.

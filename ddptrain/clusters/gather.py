@@ -15,8 +15,8 @@ from ddptrain.clusters.interrupts import deferred
 from ddptrain.clusters.look import View, WorkerView
 from ddptrain.clusters.protocol import Provider, Tell
 from ddptrain.clusters.state import Deployment
+from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError
-from ddptrain.wording import counted
 from ddptrain.worker import task
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from ddptrain.clusters.find import Target
 from ddptrain.clusters.foreign import write_ended, write_json
 from ddptrain.clusters.idlewatch import IdleWatch
 from ddptrain.clusters.scheduler import SCHEDULER_FILE
+from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE
-from ddptrain.wording import did_you_mean, shown
 
 ORDER_FILE = "order.json"
 SOCKET_FILE = "keeper.sock"

@@ -16,8 +16,8 @@ from ddptrain.clusters.daemons import DaemonId, DaemonOrder
 from ddptrain.clusters.find import of_deployment
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.scheduler import LOOKER, SCHEDULER_FILE
-from ddptrain.clusters.settings import slots_to_order
 from ddptrain.clusters.state import Deployment
+from ddptrain.config.clusters import slots_to_order
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
 

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from ddptrain import registry
 from ddptrain.clusters import find, look, state
 from ddptrain.clusters.interrupts import deferred
 from ddptrain.clusters.look import State, View
 from ddptrain.clusters.protocol import Provider, Tell
 from ddptrain.clusters.security import make_tls
 from ddptrain.clusters.state import ClusterRecord, Deployment
+from ddptrain.config import registry
+from ddptrain.config.wording import counted, did_you_mean, shown
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
-from ddptrain.wording import counted, did_you_mean, shown
 
 if TYPE_CHECKING:
-    from ddptrain.config import ClusterConfig
+    from ddptrain.config.models import ClusterConfig
 
 _EXPOSED = (
     "the scheduler at {address} asks nobody for a certificate: everyone who can reach its port, or that of a worker, "

@@ -17,8 +17,8 @@ from ddptrain.clusters.daemons import DaemonId, DaemonOrder
 from ddptrain.clusters.foreign import dask_logs, spare_runs
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.saturn_api import CLOSED, NotTaken, Saturn
-from ddptrain.clusters.settings import SaturnSettings
 from ddptrain.clusters.state import Deployment
+from ddptrain.config.clusters import SaturnSettings
 from ddptrain.errors import ClusterError, UsageError
 
 _WATCH = "idle-watch"

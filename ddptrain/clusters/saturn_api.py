@@ -18,9 +18,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
+from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.wording import did_you_mean, shown
 
 if TYPE_CHECKING:
     from distributed import Security

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
-from ddptrain.clusters.settings import slots_to_order
 from ddptrain.clusters.slurmscript import JobPlan, scheduler_lines, script, worker_lines
 from ddptrain.clusters.state import Deployment
+from ddptrain.config.clusters import slots_to_order
 from ddptrain.errors import ClusterError, UsageError
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from ddptrain import __version__
 from ddptrain.clusters.daemons import FOLDER, DaemonId, DaemonOrder
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
-from ddptrain.clusters.settings import slots_to_order
 from ddptrain.clusters.sshhost import Host, hosts_of
 from ddptrain.clusters.state import Deployment
+from ddptrain.config.clusters import slots_to_order
+from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.hosts import is_loopback
-from ddptrain.wording import counted
 
 if TYPE_CHECKING:
     from distributed import Client

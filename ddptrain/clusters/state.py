@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 from ddptrain import __version__
 from ddptrain.clusters.security import CERT_FILE, write_private
-from ddptrain.configtypes import NAME_PATTERN
+from ddptrain.config.types import NAME_PATTERN
+from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
-from ddptrain.wording import did_you_mean, shown
 
 _RECORD = "cluster.json"
 _SCHEDULER = "scheduler.json"

@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from ddptrain.clusters.look import RunView, State, View, WorkerView
+from ddptrain.config.wording import counted
 from ddptrain.tables import Section, clean, on_a_line
-from ddptrain.wording import counted
 
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
 

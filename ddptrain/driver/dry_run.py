@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from ddptrain.clusters.attached import AttachedCluster
-from ddptrain.config import ClusterConfig
+from ddptrain.config.models import ClusterConfig
 from ddptrain.driver.machine import offer
 
 _APPEAR_S = 5.0  # for a scheduler of others to appear; a run waits for cluster.start_timeout_s

@@ -16,8 +16,9 @@ from ddptrain.clusters import state
 from ddptrain.clusters.attached import AttachedCluster
 from ddptrain.clusters.embedded import EmbeddedCluster
 from ddptrain.clusters.protocol import Cluster
-from ddptrain.config import RankRange, RunConfig
-from ddptrain.configfile import LoadedConfig, dump_config, resolved_config
+from ddptrain.config.load import LoadedConfig, dump_config, resolved_config
+from ddptrain.config.models import RankRange, RunConfig
+from ddptrain.config.registry import is_built_in, prepare_target, workload_target
 from ddptrain.driver import summary
 from ddptrain.driver import verdict as verdicts
 from ddptrain.driver.detach import tell_begun, tell_done
@@ -32,7 +33,6 @@ from ddptrain.driver.trackercheck import check_trackers
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.redact import known_secrets
-from ddptrain.registry import is_built_in, prepare_target, workload_target
 from ddptrain.results.claim import check_run_id
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id

@@ -19,12 +19,12 @@ from typing import Any
 
 import pathspec
 
-from ddptrain.configfile import LoadedConfig
+from ddptrain.config.load import LoadedConfig
+from ddptrain.config.params import find_source
+from ddptrain.config.registry import workload_target
 from ddptrain.errors import UsageError
 from ddptrain.protocol.code_digest import content_hash, kind_of, line_of, link_target
-from ddptrain.registry import workload_target
 from ddptrain.secret_rules import is_secret_file
-from ddptrain.signatures import find_source
 
 IGNORE_FILE = ".ddptrainignore"
 # Never code; in gitignore's own syntax. Files that hold secrets stay here as well: see secret_rules.py.

@@ -11,8 +11,8 @@ import struct
 import time
 from contextlib import suppress
 
+from ddptrain.config.wording import shown
 from ddptrain.errors import ClusterError
-from ddptrain.wording import shown
 
 SILENT = "somebody takes the connection there, and says nothing"
 _GREETING_S = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddptrain.config import FailureConfig
+from ddptrain.config.models import FailureConfig
 from ddptrain.driver.cause import Fault, Kind
 from ddptrain.driver.rankwatch import Outcome
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config import RunConfig
-from ddptrain.configfile import resolved_config, without_secrets
+from ddptrain.config.load import resolved_config, without_secrets
+from ddptrain.config.models import RunConfig
+from ddptrain.config.wording import shown
+from ddptrain.config.yaml import plain_yaml
 from ddptrain.errors import ConfigError, RunLocked, UsageError
 from ddptrain.results import lock
 from ddptrain.results.files import is_own_folder, read_bytes
@@ -17,8 +19,6 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.origin import where_of
 from ddptrain.results.record import DriverRecord, RunStatus
 from ddptrain.results.tracked import to_type
-from ddptrain.wording import shown
-from ddptrain.yamlsource import plain_yaml
 
 AUTO = "auto"
 _COMPARED = ("workload", "params")

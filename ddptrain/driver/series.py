@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.clusters.protocol import Cluster
-from ddptrain.config import RunConfig
-from ddptrain.configfile import LoadedConfig, search_folders
+from ddptrain.config.load import LoadedConfig, search_folders
+from ddptrain.config.models import RunConfig
+from ddptrain.config.registry import is_built_in, workload_target
 from ddptrain.driver import verdict as verdicts
 from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.display import Display
@@ -29,7 +30,6 @@ from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.watchdog import Watchdog, alive_s
 from ddptrain.protocol.code_digest import moved
 from ddptrain.protocol.rank_spec import DIST_TIMEOUTS_S, RankSpec
-from ddptrain.registry import is_built_in, workload_target
 from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
 from ddptrain.results.record import CodeRecord
 from ddptrain.results.verified import VerifiedCheckpoint, newest_verified

@@ -185,7 +185,7 @@ def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now:
 
 def _grace_s(layout: RunLayout) -> float:
     """failure.grace_s as the run was given it."""
-    from ddptrain.yamlsource import plain_yaml
+    from ddptrain.config.yaml import plain_yaml
 
     try:
         text = read_bytes(layout.config_yaml)

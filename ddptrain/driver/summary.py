@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.config.wording import counted
 from ddptrain.results.record import plain
 from ddptrain.results.writer import RunWriter
-from ddptrain.wording import counted
 
 if TYPE_CHECKING:
     from ddptrain.driver.verdict import Verdict

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddptrain.config.wording import counted
 from ddptrain.driver.wandbkey import BASE_URL, KEY, TOKEN_FILE, access_to
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.protocol.exec_env import without_working_directory
@@ -37,7 +38,6 @@ from ddptrain.results.record import RunStatus
 from ddptrain.results.store import Store
 from ddptrain.results.storelock import StoreLock
 from ddptrain.results.tracked import RECORDED, wandb_parts
-from ddptrain.wording import counted
 
 _LOCK = ".sync.lock"
 _STAGED = "/artifacts/staging/"  # where wandb's copies of artifacts are, below its data folder

@@ -8,13 +8,13 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ddptrain.config import CheckpointConfig
+from ddptrain.config.models import CheckpointConfig
+from ddptrain.config.wording import nearest, shown
 from ddptrain.driver.cause import Fault, Kind, thread_in_words
 from ddptrain.driver.display import Display
 from ddptrain.protocol import events
 from ddptrain.results.record import EnvironmentValue, RankRecord, plain
 from ddptrain.results.writer import RunWriter
-from ddptrain.wording import nearest, shown
 
 _MOST_RETURNED = 1 << 16  # characters
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from ddptrain.config import RunConfig
+from ddptrain.config.models import RunConfig
+from ddptrain.config.registry import TRACKER_PACKAGES, TRACKERS
 from ddptrain.errors import UsageError
-from ddptrain.registry import TRACKER_PACKAGES, TRACKERS
 
 
 def check_trackers(config: RunConfig) -> None:

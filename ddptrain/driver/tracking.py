@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddptrain.config import RunConfig
-from ddptrain.configfile import resolved_config, without_secrets
+from ddptrain.config.load import resolved_config, without_secrets
+from ddptrain.config.models import RunConfig
 from ddptrain.driver.gang import Place
 from ddptrain.driver.wandbkey import BASE_URL, KEY, find_access
 from ddptrain.redact import hide_credentials

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.registry import takes_context
+from ddptrain.config.registry import takes_context
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -111,7 +111,7 @@ def _fields(model: Any) -> tuple[list[str], set[str], bool]:
 
 
 def _wrong_names(names: list[str], optional: set[str], params: Mapping[str, Any], *, is_open: bool) -> Iterator[str]:
-    from ddptrain.wording import did_you_mean
+    from ddptrain.config.wording import did_you_mean
 
     for key in params if not is_open else ():
         if key not in names:
@@ -155,9 +155,9 @@ def _one_value(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
 
 def _explained(error: Any, value: Any, path: tuple[str, ...]) -> Iterator[str]:
     """pydantic's error in the words of the configuration's own."""
-    from ddptrain.config import RunConfig
-    from ddptrain.configcheck import Schema, explain
-    from ddptrain.yamlsource import Node, Place
+    from ddptrain.config.models import RunConfig
+    from ddptrain.config.problems import Schema, explain
+    from ddptrain.config.yaml import Node, Place
 
     place = Place(0, 0, 0, "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ddptrain.wording import counted
+from ddptrain.config.wording import counted
 
 _OURS = Path(__file__).parents[1]
 _FRAME = r'  File "[^"\n]*", line [^\n]*\n(?:    [^\n]*\n|  \[Previous line repeated[^\n]*\n)*'

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ddptrain.config.wording import shown
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.files import sync_folder, write_whole
 from ddptrain.results.layout import BEST, INCOMING, LATEST, step_name
 from ddptrain.results.record import BestRecord, plain
 from ddptrain.results.staging import Parcel, bring_home
-from ddptrain.wording import shown
 
 MANIFEST = "checkpoint.json"
 _MANIFEST_SCHEMA = 1

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from ddptrain.config.wording import shown
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.results import lock
 from ddptrain.results.errors import naming
@@ -14,7 +15,6 @@ from ddptrain.results.find import RunView, load_run
 from ddptrain.results.heartbeat import WATCH_S
 from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
 from ddptrain.results.record import DriverRecord
-from ddptrain.wording import shown
 
 # What a driver creates before run.json. It may be killed in between, and be started again with the same run id.
 _BEFORE_RECORD = re.compile(

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import UsageError
 from ddptrain.results.find import RunView
 from ddptrain.results.metrics import Series, read_series
-from ddptrain.wording import did_you_mean, shown
 
 Points = tuple[list[float], list[float]]
 _MOST_POINTS = 2000

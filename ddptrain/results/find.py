@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ddptrain.config.wording import nearest, shown
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results import liveness
 from ddptrain.results.checkpoints import MANIFEST
@@ -21,7 +22,6 @@ from ddptrain.results.liveness import Liveness
 from ddptrain.results.origin import origin_of, where_of
 from ddptrain.results.record import FailureRecord, RecordError, RunRecord, RunStatus
 from ddptrain.results.tracked import made_by_trackers
-from ddptrain.wording import nearest, shown
 
 DRIVER_GONE = "the driver is gone (killed?)"
 _MOST_LISTED = 10

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
+from ddptrain.config.wording import shown
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.origin import origin_of, where_of
-from ddptrain.wording import shown
 
 LATEST = "latest"
 BEST = "best"

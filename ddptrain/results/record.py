@@ -16,8 +16,8 @@ from functools import cache
 from types import UnionType
 from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
+from ddptrain.config.wording import shown
 from ddptrain.hosts import boot_id
-from ddptrain.wording import shown
 
 SCHEMA = 1
 

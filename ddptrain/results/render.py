@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ddptrain.config.wording import counted, shown
 from ddptrain.protocol.rank_spec import describe_status
 from ddptrain.protocol.wandb_parts import waiting
 from ddptrain.results.find import RunView, moment
@@ -14,7 +15,6 @@ from ddptrain.results.layout import TRACKING
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.results.tracked import made_by_trackers, to_type, wandb_parts
 from ddptrain.tables import Section, clean, on_a_line, plain_table
-from ddptrain.wording import counted, shown
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from ddptrain.config.registry import TRACKER_PACKAGES, TRACKERS, tracker_target
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.redact import hide_known, known_secrets
-from ddptrain.registry import TRACKER_PACKAGES, TRACKERS, tracker_target
 from ddptrain.tracking.hub import Hub
 from ddptrain.tracking.items import Checkpoint, Item, Model
 from ddptrain.tracking.lane import Emit, Wanted

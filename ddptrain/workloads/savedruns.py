@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
+from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
-from ddptrain.wording import shown
 from ddptrain.workloads.versions import versioned
 
 Model = TypeVar("Model", bound=torch.nn.Module)

@@ -13,7 +13,7 @@ import pytest
 import ddptrain
 from ddptrain import api, launched
 from ddptrain.api import launch
-from ddptrain.config import RunConfig
+from ddptrain.config.models import RunConfig
 from ddptrain.errors import (
     ClusterError,
     ConfigError,

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.config import RunConfig
-from ddptrain.configfile import dump_config, load_config, without_secrets
-from ddptrain.configtypes import NAME_PATTERN
+from ddptrain.config.load import dump_config, load_config, without_secrets
+from ddptrain.config.models import RunConfig
+from ddptrain.config.types import NAME_PATTERN
 from ddptrain.errors import ConfigError
 
 Refuse = Callable[[str | bytes], str]

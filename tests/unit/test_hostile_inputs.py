@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from ddptrain.config import RunConfig
-from ddptrain.configfile import load_config
+from ddptrain.config.load import load_config
+from ddptrain.config.models import RunConfig
 from ddptrain.driver.porter import _plain_name
 from ddptrain.errors import ConfigError
 from ddptrain.protocol import events

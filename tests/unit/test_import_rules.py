@@ -42,7 +42,7 @@ DOORS = {
     ("api.py", "ddptrain.driver"),  # runs from Python: what the command does, without its process
     ("launched.py", "ddptrain.driver"),
     ("launched.py", "ddptrain.results"),
-    ("config.py", "ddptrain.clusters.settings"),
+    ("config.py", "ddptrain.config.clusters"),
     ("run_handle.py", "ddptrain.driver"),
     ("run_handle.py", "ddptrain.results"),
 }

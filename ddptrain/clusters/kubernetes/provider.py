@@ -27,8 +27,8 @@ from ddptrain.clusters.kubernetes.pods import (
 from ddptrain.clusters.kubernetes.workers import resize
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls, write_private
-from ddptrain.clusters.settings import KubernetesSettings
 from ddptrain.clusters.state import Deployment
+from ddptrain.config.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, UsageError
 
 _POLL_S = 0.3

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddptrain.wording import shown
+from ddptrain.config.wording import shown
 from ddptrain.workloads.images.badimages import BadImages
 from ddptrain.workloads.images.crew import Crew, Died
 from ddptrain.workloads.images.pipeline import Answer, Order

@@ -10,8 +10,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import UsageError
-from ddptrain.wording import did_you_mean, shown
 
 Credentials = dict[str, Any]  # as obstore's S3Credential
 _FRESH = timedelta(minutes=5)  # how long credentials that are renewed elsewhere are used without asking again

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ddptrain.config.wording import shown
 from ddptrain.errors import TrainingFailed
-from ddptrain.wording import shown
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.manifest import Manifest

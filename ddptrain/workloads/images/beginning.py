@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import nn
 
-from ddptrain.wording import shown
+from ddptrain.config.wording import shown
 from ddptrain.workloads.images.fetching import CannotFetch, NotReached, Progress, fetch_file
 from ddptrain.workloads.images.labels import matches
 from ddptrain.workloads.images.models import MEAN, STD, build, describe, wrong_size

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from ddptrain.config.wording import counted
 from ddptrain.errors import TrainingFailed
-from ddptrain.wording import counted
 from ddptrain.workloads.images.decodeprocess import Setup
 from ddptrain.workloads.images.decoder import AHEAD, Decoder
 from ddptrain.workloads.images.pipeline import Answer, Order, Pipeline

@@ -11,9 +11,9 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
+from ddptrain.config.wording import shown
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.redact import hide_credentials
-from ddptrain.wording import shown
 from ddptrain.workloads.images.listing import SUFFIXES
 from ddptrain.workloads.images.store import Location, StoreMissing, open_store
 

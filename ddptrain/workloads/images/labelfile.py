@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddptrain.config.wording import seen, shown
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.wording import seen, shown
 from ddptrain.workloads.images.labels import Label, Labels
 
 MAX_BYTES = 4 << 20

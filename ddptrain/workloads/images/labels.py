@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
-from ddptrain.wording import shown
 
 _ID = re.compile(r"(n[0-9]{8})(?:[-_. ]+(.*))?", re.DOTALL)
 _SEPARATORS = re.compile(r"[\s_-]+")

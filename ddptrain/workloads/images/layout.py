@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
-from ddptrain.wording import shown
 
 TRAIN = "train"
 VALIDATION = ("val", "valid", "validation")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self
 
+from ddptrain.config.wording import counted, nearest, shown
 from ddptrain.errors import UsageError
-from ddptrain.wording import counted, nearest, shown
 from ddptrain.workloads.images.layout import Layout, check_classes_agree, detect, is_split_folder
 from ddptrain.workloads.images.manifest import FILE, Manifest, is_plain_key
 from ddptrain.workloads.images.namedfiles import check_weights, checked_labels, is_weights_name

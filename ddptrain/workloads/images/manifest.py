@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
-from ddptrain.wording import shown
 from ddptrain.workloads.images.layout import is_split_folder
 from ddptrain.workloads.images.store import UNKNOWN_SIZE, Location
 

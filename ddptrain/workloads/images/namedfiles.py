@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
-from ddptrain.wording import shown
 from ddptrain.workloads.images.catalogue import N_OUTPUTS
 from ddptrain.workloads.images.fetching import is_url
 from ddptrain.workloads.images.labelfile import read_labels

@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import UsageError
 from ddptrain.secret_rules import is_secret_name
-from ddptrain.wording import did_you_mean, shown
 from ddptrain.workloads.images.awsprofile import Credentials, Profile, read_profile, static
 from ddptrain.workloads.images.store import Location, StoreUnreachable
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ddptrain.configtypes import FilledText, wrong_field
-from ddptrain.wording import did_you_mean, nearest, seen
+from ddptrain.config.types import FilledText, wrong_field
+from ddptrain.config.wording import did_you_mean, nearest, seen
 from ddptrain.workloads.images.catalogue import SMALL_CNN, architectures, weight_names
 from ddptrain.workloads.images.store import BUILTIN
 

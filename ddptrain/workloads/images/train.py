@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from ddptrain.config.wording import counted, shown
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import Preempted
-from ddptrain.wording import counted, shown
 from ddptrain.workloads.dealing import Part
 from ddptrain.workloads.images.beginning import begin_with_weights, built_model, described_model
 from ddptrain.workloads.images.evaluate import evaluate, share_buffers

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddptrain.wording import did_you_mean, shown
+from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.workloads.images.models import outline
 from ddptrain.workloads.images.namedfiles import BadWeights, is_safetensors
 from ddptrain.workloads.versions import versioned

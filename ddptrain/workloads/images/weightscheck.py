@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddptrain.config.wording import shown
 from ddptrain.redact import hide_credentials
-from ddptrain.wording import shown
 from ddptrain.workloads.images.beginning import weights_file
 from ddptrain.workloads.images.models import describe, outline
 from ddptrain.workloads.images.namedfiles import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from ddptrain.wording import counted
+from ddptrain.config.wording import counted
 from ddptrain.workloads.dealing import Part
 from ddptrain.workloads.petnames.data import Rows, Share, make_rows, plan_epoch
 from ddptrain.workloads.petnames.evaluate import mean_nll

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from ddptrain import registry
 from ddptrain.cli.main import main
 from ddptrain.clusters import manage, state
 from ddptrain.clusters.look import State, View
 from ddptrain.clusters.protocol import Tell
 from ddptrain.clusters.state import ClusterRecord, Deployment
-from ddptrain.config import ClusterConfig
+from ddptrain.config import registry
+from ddptrain.config.models import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
 
 Call = Callable[..., tuple[int, str, str]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.cli.main import main
-from ddptrain.configfile import load_config
+from ddptrain.config.load import load_config
 
 
 def test_files_are_written_and_make_a_valid_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ from ddptrain.clusters.kubernetes.api import Kubernetes, connected
 from ddptrain.clusters.kubernetes.pods import trouble_of
 from ddptrain.clusters.kubernetes.provider import KubernetesProvider
 from ddptrain.clusters.security import make_tls
-from ddptrain.clusters.settings import KubernetesSettings
 from ddptrain.clusters.state import ClusterRecord, Deployment
+from ddptrain.config.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
 
 needs_dask_kubernetes = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from ddptrain.clusters.daemons import DaemonId, DaemonOrder
 from ddptrain.clusters.localhost import LocalProvider
 from ddptrain.clusters.security import make_tls
 from ddptrain.clusters.state import ClusterRecord, Deployment
-from ddptrain.config import ClusterConfig, RankRange
+from ddptrain.config.models import ClusterConfig, RankRange
 from ddptrain.errors import ClusterError
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from ddptrain import registry
 from ddptrain.clusters import daemons, gather, look, manage, state
 from ddptrain.clusters.daemons import DaemonOrder
 from ddptrain.clusters.interrupts import interruptible
 from ddptrain.clusters.protocol import Tell
-from ddptrain.clusters.settings import SshSettings
 from ddptrain.clusters.state import ClusterRecord, Deployment
-from ddptrain.config import ClusterConfig
+from ddptrain.config import registry
+from ddptrain.config.clusters import SshSettings
+from ddptrain.config.models import ClusterConfig
 from ddptrain.errors import ClusterError, Interrupted, UsageError
 from ddptrain.hosts import HostId, this_host
 

@@ -19,7 +19,7 @@ from ddptrain.clusters import saturn, saturn_api, security, state
 from ddptrain.clusters.saturn import SaturnProvider
 from ddptrain.clusters.saturn_api import NotTaken, Saturn
 from ddptrain.clusters.state import ClusterRecord, Deployment
-from ddptrain.config import ClusterConfig
+from ddptrain.config.models import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
 
 pytest.importorskip("dask_saturn", reason='dask-saturn is not installed: pip install "ddptrain[saturn]"')

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from ddptrain.clusters import state
-from ddptrain.clusters.settings import SlurmSettings
 from ddptrain.clusters.slurm import SlurmProvider
 from ddptrain.clusters.slurmscript import JobPlan, script, worker_lines
 from ddptrain.clusters.state import ClusterRecord, Deployment
-from ddptrain.config import ClusterConfig
+from ddptrain.config.clusters import SlurmSettings
+from ddptrain.config.models import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
 
 Fake = Callable[[str, str], Path]

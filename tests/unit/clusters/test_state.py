@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ddptrain.clusters import find, security, state
-from ddptrain.clusters.settings import TlsSettings
 from ddptrain.clusters.state import ClusterRecord
+from ddptrain.config.clusters import TlsSettings
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.hosts import HostId, Relation, this_host
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ddptrain.config import ClusterConfig
+from ddptrain.config.models import ClusterConfig
 from ddptrain.driver import machine
 from ddptrain.driver.machine import Offer
 from ddptrain.errors import ClusterError

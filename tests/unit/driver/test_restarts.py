@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config import FailureConfig
+from ddptrain.config.models import FailureConfig
 from ddptrain.driver.cause import Fault, Kind
 from ddptrain.driver.rankwatch import Outcome
 from ddptrain.driver.restarts import Again, Enough, Restarts

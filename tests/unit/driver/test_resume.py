@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config import RunConfig
-from ddptrain.configfile import dump_config, resolved_config
+from ddptrain.config.load import dump_config, resolved_config
+from ddptrain.config.models import RunConfig
 from ddptrain.driver.resume import Choice, choose
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
 from ddptrain.results import lock

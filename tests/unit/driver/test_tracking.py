@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.slots import Slot
-from ddptrain.config import RunConfig
+from ddptrain.config.models import RunConfig
 from ddptrain.driver.gang import Place
 from ddptrain.driver.telling import Telling
 from ddptrain.driver.tracking import Tracking

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddptrain import registry
-from ddptrain.config import RunConfig
+from ddptrain.config import registry
+from ddptrain.config.models import RunConfig
+from ddptrain.config.tracking import TrackingConfig
 from ddptrain.driver.trackercheck import check_trackers
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events
@@ -22,7 +23,6 @@ from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.tracked import Tracked
 from ddptrain.tracking.choosing import load, open_hub
 from ddptrain.tracking.items import Checkpoint, Model, Numbers
-from ddptrain.trackingconfig import TrackingConfig
 from tests.unit.specs import make_spec
 
 MODULE = """

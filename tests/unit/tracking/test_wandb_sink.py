@@ -19,6 +19,7 @@ import pytest
 import torch
 import wandb
 
+from ddptrain.config.tracking import WandbSettings
 from ddptrain.protocol.wandb_parts import parts_below
 from ddptrain.results import wandblog
 from ddptrain.tracking import items, wandb_session
@@ -29,7 +30,6 @@ from ddptrain.tracking.wandb_session import Wanted, settings_for
 from ddptrain.tracking.wandb_sink import WandbTracker, WentOffline
 from ddptrain.tracking.wandb_staging import one_of_each
 from ddptrain.tracking.wandb_uploads import Uploads
-from ddptrain.trackingconfig import WandbSettings
 
 CONFIG = {"params": {"epochs": 2}, "checkpoint": {"metric": "val/loss", "mode": "min"}}
 

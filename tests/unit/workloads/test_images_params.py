@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.configfile import load_config
+from ddptrain.config.load import load_config
 from ddptrain.errors import ConfigError
 from ddptrain.workloads.images import params as module
 from ddptrain.workloads.images.catalogue import architectures, weight_names

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from ddptrain.configtypes import FilledText, Line, Ranks, Strict, SystemText, VariableName
+from ddptrain.config.types import FilledText, Line, Ranks, Strict, SystemText, VariableName
 
 
 def _no_option(host: str) -> str:

@@ -16,13 +16,14 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ddptrain import registry, signatures
-from ddptrain.config import ClusterConfig, ClusterFile, RunConfig, default_name
-from ddptrain.configcheck import MAX_PROBLEMS, Schema, explain, place_of
+from ddptrain.config import params as config_params
+from ddptrain.config import registry
+from ddptrain.config.models import ClusterConfig, ClusterFile, RunConfig, default_name
+from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
+from ddptrain.config.wording import dotted, nearest, seen, shown
+from ddptrain.config.yaml import MAX_DEPTH, Located, Node, Place, parse_yaml, plain, read_text, scalar
 from ddptrain.errors import ConfigError, Problem
 from ddptrain.redact import LEFT_OUT, hide_credentials, hide_secrets, holds_secret
-from ddptrain.wording import dotted, nearest, seen, shown
-from ddptrain.yamlsource import MAX_DEPTH, Located, Node, Place, parse_yaml, plain, read_text, scalar
 
 _MAX_NEIGHBOURS = 1000
 _LAUNCHED = "the configuration"
@@ -205,10 +206,10 @@ def _params_model(workload: str, path: Path, root: Node, problems: list[Located]
 def _model_of_function(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
     """What the source of a user's own function says about its params; one that is not there is a problem."""
     module, _, name = registry.workload_target(workload).partition(":")
-    found = signatures.find_source(module, [*search_folders(path), *sys.path])
+    found = config_params.find_source(module, [*search_folders(path), *sys.path])
     if found is None:
         return None
-    names = signatures.names_in(found)
+    names = config_params.names_in(found)
     if names is not None and (first := name.partition(".")[0]) not in names:
         place = place_of(root, ("workload",))
         message = f"{shown(str(found.path), 300)} has no {first}, got {seen(workload)}"
@@ -216,7 +217,7 @@ def _model_of_function(workload: str, path: Path, root: Node, problems: list[Loc
         hint = f"did you mean {module}:{match}?" if match else "name a function that it has"
         problems.append(Located(place, Problem(place.text, "workload", message, hint)))
         return None
-    return signatures.params_model(found, name)
+    return config_params.params_model(found, name)
 
 
 def _fill(model: type[BaseModel], params: dict[str, Any]) -> BaseModel:
@@ -280,7 +281,7 @@ def _malformed(place: Place, key: str, message: str, hint: str) -> Located:
 
 def shipped_configs() -> dict[str, Path]:
     """The examples that come with ddptrain, by name: from the package, or from the checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for folder in (package / "configs", package.parent / "configs"):
         if folder.is_dir():
             return {path.stem: path for path in sorted(folder.glob("*.yaml"))}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.configfile import load_config
+from ddptrain.config.load import load_config
 from ddptrain.errors import ConfigError
 
 MODULE = "mine_for_signatures"

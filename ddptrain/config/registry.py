@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import ConfigError, Problem, UsageError
-from ddptrain.wording import did_you_mean, shown
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddptrain import registry
-from ddptrain.config import RunConfig
+from ddptrain.config import registry
+from ddptrain.config.models import RunConfig
 
 
 def config_schema() -> dict[str, Any]:

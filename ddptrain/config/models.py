@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from ddptrain import registry
-from ddptrain.clusters.settings import (
+from ddptrain.config import registry
+from ddptrain.config.clusters import (
     KubernetesSettings,
     SaturnSettings,
     SlurmSettings,
     SshSettings,
     TlsSettings,
 )
-from ddptrain.configtypes import (
+from ddptrain.config.tracking import TrackingConfig
+from ddptrain.config.types import (
     MODULE_PATTERN,
     MOST_RANKS,
     NAME_PATTERN,
@@ -31,9 +32,8 @@ from ddptrain.configtypes import (
     Word,
     wrong_field,
 )
+from ddptrain.config.wording import did_you_mean, seen
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
-from ddptrain.trackingconfig import TrackingConfig
-from ddptrain.wording import did_you_mean, seen
 
 
 def slug(text: str) -> str:

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ddptrain.configtypes import FilledText, Seconds, Strict, wrong_field
-from ddptrain.registry import TRACKERS, known_tracker, trackers
-from ddptrain.wording import did_you_mean, seen
+from ddptrain.config.registry import TRACKERS, known_tracker, trackers
+from ddptrain.config.types import FilledText, Seconds, Strict, wrong_field
+from ddptrain.config.wording import did_you_mean, seen
 
 _FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits no longer."
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from ddptrain.config.wording import PathKey, dotted, shown
 from ddptrain.errors import ConfigError, Problem
-from ddptrain.wording import PathKey, dotted, shown
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000

@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
-from ddptrain.config import ClusterConfig, RunConfig, default_name, slug
-from ddptrain.configschema import config_schema
+from ddptrain.config.models import ClusterConfig, RunConfig, default_name, slug
+from ddptrain.config.schema import config_schema
 
 
 def models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -115,7 +115,7 @@ def test_every_reference_of_the_schema_leads_somewhere() -> None:
 
 def test_loading_a_configuration_imports_neither_torch_nor_dask() -> None:
     code = (
-        "import sys, ddptrain.configfile as c, ddptrain.registry as r\n"
+        "import sys, ddptrain.config.load as c, ddptrain.config.registry as r\n"
         "r.params_model('petnames')\n"
         "print([m for m in ('torch', 'distributed', 'dask', 'typer', 'rich', 'numpy') if m in sys.modules])"
     )

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from ddptrain.registry import takes_context
+from ddptrain.config.registry import takes_context
 
 _MAX_BYTES = 1 << 20
 _SIMPLE: Mapping[str, Any] = types.MappingProxyType(

@@ -10,11 +10,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ddptrain.config import slug
-from ddptrain.configtypes import MODULE_PATTERN, NAME_PATTERN
+from ddptrain.config.models import slug
+from ddptrain.config.types import MODULE_PATTERN, NAME_PATTERN
+from ddptrain.config.wording import PathKey, did_you_mean, dotted, nearest, seen
+from ddptrain.config.yaml import Located, Node, Place, scalar
 from ddptrain.errors import Problem
-from ddptrain.wording import PathKey, did_you_mean, dotted, nearest, seen
-from ddptrain.yamlsource import Located, Node, Place, scalar
 
 _NUMBER = "a number"
 _WHOLE = "a whole number"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddptrain import registry
-from ddptrain.config import ClusterConfig
+from ddptrain.config import registry
+from ddptrain.config.models import ClusterConfig
 from ddptrain.errors import ConfigError, UsageError
 
 

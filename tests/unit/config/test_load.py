@@ -11,9 +11,9 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ddptrain import configfile, registry
-from ddptrain.config import RunConfig
-from ddptrain.configfile import (
+from ddptrain.config import load as config_load
+from ddptrain.config import registry
+from ddptrain.config.load import (
     dump_config,
     load_cluster,
     load_config,
@@ -21,8 +21,9 @@ from ddptrain.configfile import (
     shipped_configs,
     without_secrets,
 )
+from ddptrain.config.models import RunConfig
+from ddptrain.config.tracking import TrackingConfig
 from ddptrain.errors import ConfigError
-from ddptrain.trackingconfig import TrackingConfig
 
 Load = Callable[..., RunConfig]
 Refuse = Callable[..., list[str]]
@@ -311,7 +312,7 @@ def test_a_bare_name_is_a_shipped_example(tmp_path: Path, monkeypatch: pytest.Mo
     package = tmp_path / "package"
     (package / "configs").mkdir(parents=True)
     (package / "configs" / "toys.yaml").write_text("workload: toy\n")
-    monkeypatch.setattr(configfile, "__file__", str(package / "configfile.py"))
+    monkeypatch.setattr(config_load, "__file__", str(package / "config" / "load.py"))
     monkeypatch.chdir(tmp_path)
     assert shipped_configs() == {"toys": package / "configs" / "toys.yaml"}
     assert load_config("toys").path == package / "configs" / "toys.yaml"
