@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader
 from torchvision.transforms.functional import pil_to_tensor
 
 from ddptrain.errors import UsageError
+from ddptrain.storage.base import Location, StoreUnreachable
 from ddptrain.workloads.images.dataset import ImageFolder
 from ddptrain.workloads.images.feeding import Feeder
 from ddptrain.workloads.images.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.store import Location, StoreUnreachable
 from tests.conftest import PATIENCE_S
 from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
 from tests.integration.images_on_s3 import ImageBucket, images_on_s3

@@ -14,11 +14,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ExitCode
-from ddptrain.workloads.images import listing
-from ddptrain.workloads.images.listing import list_images, prepare
-from ddptrain.workloads.images.manifest import Manifest
-from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.store import (
+from ddptrain.storage.base import (
     Location,
     NotFound,
     StoreError,
@@ -28,6 +24,10 @@ from ddptrain.workloads.images.store import (
     Transient,
     open_store,
 )
+from ddptrain.workloads.images import listing
+from ddptrain.workloads.images.listing import list_images, prepare
+from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.params import ImagesParams
 from tests.conftest import PATIENCE_S, Cli
 from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
 from tests.integration.images_on_s3 import CLASSES, ImageBucket, draw, draw_folder, images_on_s3
@@ -53,7 +53,7 @@ SEEN = """
 import hashlib, os
 import torch
 from ddptrain.workloads.images.manifest import Manifest
-from ddptrain.workloads.images.store import open_store
+from ddptrain.storage.base import open_store
 from ddptrain.workloads.images.params import ImagesParams
 
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddptrain.config.wording import shown
+from ddptrain.storage.base import StoreUnreachable
 from ddptrain.workloads.images.badimages import BadImages
 from ddptrain.workloads.images.crew import Crew, Died
 from ddptrain.workloads.images.pipeline import Answer, Order
 from ddptrain.workloads.images.plan import Share
 from ddptrain.workloads.images.reading import Wanted
-from ddptrain.workloads.images.store import StoreUnreachable
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.manifest import Manifest

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddptrain.config.wording import shown
-from ddptrain.workloads.images.fetching import CannotFetch, NotReached, Progress, fetch_file
+from ddptrain.storage.download import CannotFetch, NotReached, Progress, fetch_file
 from ddptrain.workloads.images.labels import matches
 from ddptrain.workloads.images.models import MEAN, STD, build, describe, wrong_size
 from ddptrain.workloads.images.namedfiles import (

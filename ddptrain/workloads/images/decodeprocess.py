@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ddptrain.storage.base import Location
 from ddptrain.workloads.images.cache import Cache
 from ddptrain.workloads.images.decoding import Augment
 from ddptrain.workloads.images.pipeline import Answer, Order, Pipeline
 from ddptrain.workloads.images.reading import Reader, Readers, Tries, Wanted
-from ddptrain.workloads.images.store import Location
 
 _MOST_TOLD = 64  # answers in a line
 _LOOK_S = 2.0

@@ -24,9 +24,9 @@ from ddptrain.workloads.images.decoder import AHEAD
 from ddptrain.workloads.images.plan import plan_epoch, plan_validation
 
 if TYPE_CHECKING:
+    from ddptrain.storage.base import Location
     from ddptrain.workloads.images.manifest import Manifest
     from ddptrain.workloads.images.params import CacheParams, ImagesParams
-    from ddptrain.workloads.images.store import Location
 
 __all__ = ["Batch", "DecodeProcessLost", "Feeder", "TooManyBadImages", "check_bad"]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ddptrain.errors import DdptrainError, ExitCode, UsageError
+from ddptrain.storage.base import Location, StoreError
 from ddptrain.workloads.images.listing import list_images
-from ddptrain.workloads.images.store import Location, StoreError
 
 ByClass = dict[str, list[tuple[str, int, str]]]  # key, size in bytes, version
 _PROGRAM = (

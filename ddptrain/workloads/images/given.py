@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from ddptrain.config.wording import shown
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.redact import hide_credentials
+from ddptrain.storage.base import Location, StoreMissing, open_store
 from ddptrain.workloads.images.listing import SUFFIXES
-from ddptrain.workloads.images.store import Location, StoreMissing, open_store
 
 _SUFFIXES = tuple(sorted(SUFFIXES))
 _PATTERN = re.compile(r"[*?\[]")

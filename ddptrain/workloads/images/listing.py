@@ -14,12 +14,12 @@ from typing import Self
 
 from ddptrain.config.wording import counted, nearest, shown
 from ddptrain.errors import UsageError
+from ddptrain.storage.base import Listed, Location, open_store
 from ddptrain.workloads.images.layout import Layout, check_classes_agree, detect, is_split_folder
 from ddptrain.workloads.images.manifest import FILE, Manifest, is_plain_key
 from ddptrain.workloads.images.namedfiles import check_weights, checked_labels, is_weights_name
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.split import sample, split
-from ddptrain.workloads.images.store import Listed, Location, open_store
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 # A store that does not answer is given up after the sum of the two; a page of a listing takes well below a second.

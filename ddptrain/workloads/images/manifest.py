@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
+from ddptrain.storage.base import UNKNOWN_SIZE, Location
 from ddptrain.workloads.images.layout import is_split_folder
-from ddptrain.workloads.images.store import UNKNOWN_SIZE, Location
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.params import ImagesParams

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
+from ddptrain.storage.base import fetch
+from ddptrain.storage.download import is_url
 from ddptrain.workloads.images.catalogue import N_OUTPUTS
-from ddptrain.workloads.images.fetching import is_url
 from ddptrain.workloads.images.labelfile import read_labels
 from ddptrain.workloads.images.labels import Labels, match
 from ddptrain.workloads.images.params import WEIGHTS_NAME
-from ddptrain.workloads.images.store import fetch
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.params import ImagesParams

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from ddptrain.errors import DdptrainError
-from ddptrain.workloads.images.store import StoreMissing, StoreUnreachable, Transient
+from ddptrain.storage.base import StoreMissing, StoreUnreachable, Transient
 
 # Errors after which another try may help: a folder that was there may be mounted again.
 PASSES = (Transient, StoreUnreachable, StoreMissing)

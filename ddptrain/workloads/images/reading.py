@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddptrain.errors import DdptrainError
+from ddptrain.storage.base import Location, NotFound, StoreMissing, open_store
 from ddptrain.workloads.images.cache import Cache
 from ddptrain.workloads.images.presence import PASSES, Presence
-from ddptrain.workloads.images.store import Location, NotFound, StoreMissing, open_store
 
 REQUESTS = 32
 _OF_A_PROCESS = {"_store", "_pool", "_pid", "_lock", "_presence"}

@@ -18,10 +18,10 @@ from typing import Any
 
 from PIL import Image
 
+from ddptrain.storage.base import Location, open_store
 from ddptrain.worker.environment import MALLOC_DEFAULTS
 from ddptrain.workloads.images.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.store import Location, open_store
 from tests.bench.measure import Experiment, Figures, Goal, NotHere, Row, Source, Variants
 from tests.bench.stage import DDPTRAIN, BenchError, Stage
 from tests.integration.faultproxy import FaultProxy, fault_proxy

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from ddptrain.workloads.images.drawings import SHAPES, Drawings
+from ddptrain.storage.base import NotFound
+from ddptrain.storage.synthetic import SHAPES, Drawings
 from ddptrain.workloads.images.evaluate import _sums
 from ddptrain.workloads.images.models import describe
 from ddptrain.workloads.images.predictions import (
@@ -21,7 +22,6 @@ from ddptrain.workloads.images.predictions import (
     example_words,
     table_file,
 )
-from ddptrain.workloads.images.store import NotFound
 
 CONFIG = describe("small_cnn", 8, ["cat", "dog"], outputs=[2, 0], output_names=["n0 dog", "n1 car", "n2 cat"])
 

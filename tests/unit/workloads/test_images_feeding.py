@@ -10,12 +10,12 @@ import psutil
 import pytest
 import torch
 
+from ddptrain.storage.base import Location, StoreUnreachable
 from ddptrain.workloads.images import assembly, feeding
 from ddptrain.workloads.images.decoding import decode_eval
 from ddptrain.workloads.images.feeding import Batch, Feeder, TooManyBadImages, check_bad
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.store import Location, StoreUnreachable
 from tests.integration.images_on_s3 import draw, draw_folder
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import UsageError
+from ddptrain.storage.base import Location, StoreMissing
 from ddptrain.workloads.images.catalogue import N_OUTPUTS
 from ddptrain.workloads.images.listing import chosen_classes, list_images, prepare
 from ddptrain.workloads.images.manifest import FILE, DamagedManifest, Manifest
-from ddptrain.workloads.images.store import Location, StoreMissing
 
 CLASSES = ["n02085620-Chihuahua", "n02088364-beagle", "n02099601-golden_retriever"]
 

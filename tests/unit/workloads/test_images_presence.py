@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ddptrain.storage.base import Location, NotFound, StoreUnreachable, Transient
 from ddptrain.workloads.images.reading import Reader, ReadFault, Tries, Wanted
-from ddptrain.workloads.images.store import Location, NotFound, StoreUnreachable, Transient
 
 S3 = Location("s3://bucket/dogs")
 REFUSED = "s3://bucket/dogs/a: no connection (Connection refused)"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ddptrain.storage.base import Location, NotFound, StoreForbidden, Transient
 from ddptrain.workloads.images.cache import Cache
 from ddptrain.workloads.images.reading import Reader, ReadFault, Tries, Wanted
-from ddptrain.workloads.images.store import Location, NotFound, StoreForbidden, Transient
 
 S3 = Location("s3://bucket/dogs")
 QUICK = Tries(deadline_s=60, first_wait_s=0.001, longest_wait_s=0.01)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import RankContext
-from ddptrain.workloads.images import beginning, fetching
+from ddptrain.storage import download
+from ddptrain.workloads.images import beginning
 from ddptrain.workloads.images.beginning import begin_with_weights, described_model, weights_file
 from ddptrain.workloads.images.listing import prepare
 from ddptrain.workloads.images.manifest import FILE
@@ -216,7 +217,7 @@ class Handler(SimpleHTTPRequestHandler):
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Web]:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    monkeypatch.setattr(fetching, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(download, "_PAUSE_S", 0.0)
     with Web(("127.0.0.1", 0), Handler) as server:
         server.asked, server.files = [], {}
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))

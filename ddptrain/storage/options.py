@@ -16,8 +16,8 @@ from typing import Any
 from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import UsageError
 from ddptrain.secret_rules import is_secret_name
-from ddptrain.workloads.images.awsprofile import Credentials, Profile, read_profile, static
-from ddptrain.workloads.images.store import Location, StoreUnreachable
+from ddptrain.storage.aws_profile import Credentials, Profile, read_profile, static
+from ddptrain.storage.base import Location, StoreUnreachable
 
 # Ours -> obstore's, where a value is simply handed on; the others have a line of their own below.
 _PLAIN = {

@@ -8,8 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.objectoptions import settings_for
-from ddptrain.workloads.images.store import (
+from ddptrain.storage.base import (
     OBJECT_STORES,
     Listed,
     Location,
@@ -22,6 +21,7 @@ from ddptrain.workloads.images.store import (
     StoreUnreachable,
     Transient,
 )
+from ddptrain.storage.options import settings_for
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.workloads.images.store import Location, StoreError, StoreUnreachable, Transient, open_store
+from ddptrain.storage.base import Location, StoreError, StoreUnreachable, Transient, open_store
 
 _TRIES = 3
 _TIMEOUT_S = 30.0  # without a byte

@@ -19,11 +19,8 @@ import fsspec
 import pytest
 
 from ddptrain.errors import ExitCode, UsageError
-from ddptrain.workloads.images import objectoptions
-from ddptrain.workloads.images.objectoptions import Settings, region_of, settings_for
-from ddptrain.workloads.images.objectstore import get_error, listing_error
-from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.store import (
+from ddptrain.storage import options as storage_options
+from ddptrain.storage.base import (
     Location,
     NotFound,
     StoreError,
@@ -34,6 +31,9 @@ from ddptrain.workloads.images.store import (
     fetch,
     open_store,
 )
+from ddptrain.storage.object_store import get_error, listing_error
+from ddptrain.storage.options import Settings, region_of, settings_for
+from ddptrain.workloads.images.params import ImagesParams
 
 HARD_NAMES = ("x y/a b.jpg", "ü/é+1.jpg", "p%20q/100%.jpg", "h#s/q?m.jpg", "br[1]/~t*{}.jpg", "犬/犬.jpg")
 
@@ -341,7 +341,7 @@ def test_the_region_of_a_bucket_is_asked_of_aws_once(monkeypatch: pytest.MonkeyP
 
 def test_an_aws_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    monkeypatch.setattr(objectoptions, "_asked_region", lambda bucket, timeout_s: str(go.wait(100)))
+    monkeypatch.setattr(storage_options, "_asked_region", lambda bucket, timeout_s: str(go.wait(100)))
     began = time.monotonic()
     with pytest.raises(StoreUnreachable, match=r"s3://silent can't be listed: AWS did not answer within 0\.1 s"):
         region_of("silent", 0.1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from PIL import Image, ImageDraw
 
-from ddptrain.workloads.images.store import UNKNOWN_SIZE, Listed, NotFound
+from ddptrain.storage.base import UNKNOWN_SIZE, Listed, NotFound
 
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 EACH = 100

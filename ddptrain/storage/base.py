@@ -155,16 +155,16 @@ def open_store(
     Raises: UsageError for options that are unknown; StoreError.
     """
     if location.protocol == BUILTIN:
-        from ddptrain.workloads.images.drawings import Drawings
+        from ddptrain.storage.synthetic import Drawings
 
         return Drawings()
     if location.protocol == "file":
         return _Folder(location)
     if location.protocol in OBJECT_STORES:
-        from ddptrain.workloads.images.objectstore import open_object_store
+        from ddptrain.storage.object_store import open_object_store
 
         return open_object_store(location, Patience(timeout_s, connect_timeout_s, retries, patience_s))
-    from ddptrain.workloads.images.anystore import open_any_store
+    from ddptrain.storage.fsspec_store import open_any_store
 
     return open_any_store(location, timeout_s, connect_timeout_s)
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddptrain.workloads.images import beginning, fetching
-from ddptrain.workloads.images.fetching import CannotFetch, NotReached, fetch_file
+from ddptrain.storage import download
+from ddptrain.storage.download import CannotFetch, NotReached, fetch_file
+from ddptrain.workloads.images import beginning
 from ddptrain.workloads.images.namedfiles import BadWeights, weights_path
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.weights import Named
@@ -71,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(fetching, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(download, "_PAUSE_S", 0.0)
     with Web(("127.0.0.1", 0), Handler) as server:
         server.asked, server.over = [], threading.Event()
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
@@ -129,10 +130,10 @@ def test_file_that_is_too_large_is_refused_before_it_is_fetched(web: Web, tmp_pa
 
 
 def test_file_that_never_ends_is_cut_off(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_MOST_BYTES", 2_000_000)
+    monkeypatch.setattr(download, "_MOST_BYTES", 2_000_000)
     with pytest.raises(CannotFetch, match="more than 2,000,000 bytes"):
         fetched(f"{web.url}/flood", tmp_path / "a")
-    monkeypatch.setattr(fetching, "_DEADLINE_S", 0.2)
+    monkeypatch.setattr(download, "_DEADLINE_S", 0.2)
     with pytest.raises(NotReached, match=r"after 0.2 s there are .* bytes of an unknown number"):
         fetched(f"{web.url}/drip", tmp_path / "a")
     assert web.asked == ["/flood", "/drip"], "it is not tried again"
@@ -170,7 +171,7 @@ def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
     url = "http://127.0.0.1:9/models/resnet18-f37072fd.pth"
     monkeypatch.setattr(beginning, "named", lambda *_: Named(url, (0.5,) * 3, (0.5,) * 3, 224))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(fetching, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(download, "_PAUSE_S", 0.0)
     settings = ImagesParams(architecture="resnet18", weights="DEFAULT")
     with pytest.raises(BadWeights) as caught:
         beginning.weights_file(settings, "DEFAULT", lambda *_: None, lambda _: None)

@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.workloads.images.store import (
+from ddptrain.storage.base import (
     UNKNOWN_SIZE,
     Listed,
     Location,
