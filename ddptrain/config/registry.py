@@ -68,7 +68,7 @@ BACKENDS = {
 
 # Tracker -> its class, which only ranks import.
 TRACKERS = {
-    "wandb": "ddptrain.tracking.wandb_sink:WandbTracker",
+    "wandb": "ddptrain.tracking.wandb.sink:WandbTracker",
     "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
 }
 # Tracker -> what to install where its package, which has the tracker's name, is missing.

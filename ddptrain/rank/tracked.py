@@ -20,7 +20,7 @@ from ddptrain.rank.files import Files
 from ddptrain.tracking.items import Checkpoint, Image, Item, Model, Numbers, Table
 
 if TYPE_CHECKING:
-    from ddptrain.tracking.hub import Hub
+    from ddptrain.tracking.manager import Hub
     from ddptrain.tracking.protocol import State
 
 _LEAST_S = 0.5  # for trackers to finish, however late it is
@@ -46,7 +46,7 @@ class Tracked:
         if not self._spec.tracking:
             return
         try:
-            from ddptrain.tracking.choosing import open_hub
+            from ddptrain.tracking.factory import open_hub
 
             self.hub = open_hub(self._spec, self._emitter.emit)
         except Exception as error:  # as no thread could be started
@@ -151,7 +151,7 @@ class Tracked:
 
     def _carry_home(self) -> None:
         """Hand over what trackers have written where the run directory is not to be seen from here."""
-        from ddptrain.tracking.choosing import tracking_folder
+        from ddptrain.tracking.factory import tracking_folder
 
         folder = tracking_folder(self._spec)
         if self._carried or self._spec.tracking.get("folder") or not folder.is_dir():

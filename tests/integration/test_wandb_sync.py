@@ -35,7 +35,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from ddptrain.results.wandblog import records
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb_sink import WandbTracker
+from ddptrain.tracking.wandb.sink import WandbTracker
 
 
 def rows_on_disk():

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.protocol import events
-from ddptrain.tracking.hub import Hub
 from ddptrain.tracking.items import Item, Numbers
-from ddptrain.tracking.lane import Wanted
+from ddptrain.tracking.manager import Hub
 from ddptrain.tracking.protocol import Facts, State, Tracker
+from ddptrain.tracking.tracker_thread import Wanted
 
 
 def facts(folder: Path, **changes: Any) -> Facts:

@@ -16,10 +16,10 @@ from ddptrain.config.registry import TRACKER_PACKAGES, TRACKERS, tracker_target
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.redact import hide_known, known_secrets
-from ddptrain.tracking.hub import Hub
 from ddptrain.tracking.items import Checkpoint, Item, Model
-from ddptrain.tracking.lane import Emit, Wanted
+from ddptrain.tracking.manager import Hub
 from ddptrain.tracking.protocol import Facts, Tracker
+from ddptrain.tracking.tracker_thread import Emit, Wanted
 
 FOLDER = "tracking"  # below the staging folder, where the run directory is not to be seen
 _LENT = "lent"  # likewise

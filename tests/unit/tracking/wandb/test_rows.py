@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from ddptrain.tracking.wandb_best import Bests
-from ddptrain.tracking.wandb_rows import Row, Thinner, goal_of
+from ddptrain.tracking.wandb.best import Bests
+from ddptrain.tracking.wandb.rows import Row, Thinner, goal_of
 
 
 def test_every_tenth_step_goes_and_every_value_of_an_epochs_end() -> None:

@@ -20,7 +20,7 @@ import wandb
 
 from ddptrain.protocol.wandb_parts import OPEN, SENT, UNSENT
 from ddptrain.redact import hide_credentials
-from ddptrain.tracking.wandb_uploads import Uploads
+from ddptrain.tracking.wandb.uploads import Uploads
 
 FLUSH_S = 0.25  # to the file, from where nothing is lost when the rank is killed
 _KEY = "WANDB_API_KEY"

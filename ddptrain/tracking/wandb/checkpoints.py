@@ -9,9 +9,9 @@ import wandb
 
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, checkpoint_folder
 from ddptrain.tracking import items
-from ddptrain.tracking.loans import link
-from ddptrain.tracking.wandb_media import artifact_name
-from ddptrain.tracking.wandb_uploads import Uploads
+from ddptrain.tracking.temp_files import link
+from ddptrain.tracking.wandb.media import artifact_name
+from ddptrain.tracking.wandb.uploads import Uploads
 
 
 class Checkpoints:

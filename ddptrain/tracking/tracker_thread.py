@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ddptrain.protocol import events
 from ddptrain.tracking.items import Checkpoint, Item, Model
-from ddptrain.tracking.loans import Loan
 from ddptrain.tracking.protocol import Facts, State, Tracker
+from ddptrain.tracking.temp_files import Loan
 
 _PAUSE_S = 0.1  # between two looks: what is logged in between costs the training thread no wake-up
 _PATIENCE_S = 0.25

@@ -21,7 +21,7 @@ from ddptrain.errors import UsageError
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.tracked import Tracked
-from ddptrain.tracking.choosing import load, open_hub
+from ddptrain.tracking.factory import load, open_hub
 from ddptrain.tracking.items import Checkpoint, Model, Numbers
 from tests.unit.specs import make_spec
 

@@ -22,14 +22,15 @@ import wandb
 from ddptrain.config.tracking import WandbSettings
 from ddptrain.protocol.wandb_parts import parts_below
 from ddptrain.results import wandblog
-from ddptrain.tracking import items, wandb_session
+from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb_checkpoints import Checkpoints
-from ddptrain.tracking.wandb_plan import Plan
-from ddptrain.tracking.wandb_session import Wanted, settings_for
-from ddptrain.tracking.wandb_sink import WandbTracker, WentOffline
-from ddptrain.tracking.wandb_staging import one_of_each
-from ddptrain.tracking.wandb_uploads import Uploads
+from ddptrain.tracking.wandb import run as wandb_run
+from ddptrain.tracking.wandb.checkpoints import Checkpoints
+from ddptrain.tracking.wandb.plan import Plan
+from ddptrain.tracking.wandb.run import Wanted, settings_for
+from ddptrain.tracking.wandb.sink import WandbTracker, WentOffline
+from ddptrain.tracking.wandb.staging import one_of_each
+from ddptrain.tracking.wandb.uploads import Uploads
 
 CONFIG = {"params": {"epochs": 2}, "checkpoint": {"metric": "val/loss", "mode": "min"}}
 
@@ -42,7 +43,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     yield
-    wandb_session.close_core()
+    wandb_run.close_core()
     for name in set(os.environ) - set(before):
         del os.environ[name]
 
@@ -147,9 +148,9 @@ def test_process_that_ends_while_it_opens_a_run_does_not_say_that_the_run_has_fi
     monkeypatch.setattr(atexit, "register", noted)
     monkeypatch.setattr(atexit, "unregister", forgotten)
     monkeypatch.setattr(wandb, "init", opened)
-    wandb_session.prepare(tmp_path / "wandb")
-    run = wandb_session.open_run(Wanted("offline", "r1", tmp_path / "wandb"), Uploads())
-    assert wandb_session.finish(run, "failed", 60.0)
+    wandb_run.prepare(tmp_path / "wandb")
+    run = wandb_run.open_run(Wanted("offline", "r1", tmp_path / "wandb"), Uploads())
+    assert wandb_run.finish(run, "failed", 60.0)
     assert while_opening == [False]
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import wandb
 
-from ddptrain.tracking import wandb_session
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb_meeting import Meeting
-from ddptrain.tracking.wandb_session import Wanted
-from ddptrain.tracking.wandb_uploads import Uploads
+from ddptrain.tracking.wandb import run as wandb_run
+from ddptrain.tracking.wandb.rendezvous import Meeting
+from ddptrain.tracking.wandb.run import Wanted
+from ddptrain.tracking.wandb.uploads import Uploads
 
 _FINISH_SHARE = 0.8  # of the time for the end is wandb's: the rest is for what waits, and for a word about it
 _GRACE_S = 15.0  # beyond the time that rank 0 has to open the run: it may begin later than the others
@@ -49,7 +49,7 @@ class Plan:
                 return run, ""
         if self.mode == "shared":
             self.mode = "process"
-        return wandb_session.open_run(self._wanted("offline"), self.uploads), trouble
+        return wandb_run.open_run(self._wanted("offline"), self.uploads), trouble
 
     def _open_online(self) -> tuple[wandb.Run | None, str]:
         meeting = Meeting(self._facts.attempt, self._environ) if self._meets else None
@@ -58,9 +58,9 @@ class Plan:
             return None, problem
         run, trouble, wish = None, "", "shared" if self.mode == "shared" else "online"
         try:
-            run = wandb_session.open_run(self._wanted(wish), self.uploads)
+            run = wandb_run.open_run(self._wanted(wish), self.uploads)
         except (Exception, SystemExit) as error:  # wandb may leave with the exit code of its own process
-            trouble = f"W&B has opened no run online ({wandb_session.reason_of(error)})"
+            trouble = f"W&B has opened no run online ({wandb_run.reason_of(error)})"
         if meeting is not None and primary:
             meeting.tell(is_open=run is not None)  # who does not hear of it goes on offline
         return run, trouble

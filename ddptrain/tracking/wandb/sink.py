@@ -18,13 +18,15 @@ from typing import Any
 import wandb
 
 from ddptrain.protocol.wandb_parts import SENDING
-from ddptrain.tracking import items, wandb_media, wandb_session
+from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts, State
-from ddptrain.tracking.wandb_best import Bests
-from ddptrain.tracking.wandb_checkpoints import Checkpoints
-from ddptrain.tracking.wandb_plan import Plan
-from ddptrain.tracking.wandb_rows import ATTEMPT, STEP, Row, Thinner, goal_of
-from ddptrain.tracking.wandb_staging import one_of_each
+from ddptrain.tracking.wandb import media
+from ddptrain.tracking.wandb import run as wandb_run
+from ddptrain.tracking.wandb.best import Bests
+from ddptrain.tracking.wandb.checkpoints import Checkpoints
+from ddptrain.tracking.wandb.plan import Plan
+from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, Row, Thinner, goal_of
+from ddptrain.tracking.wandb.staging import one_of_each
 
 _GATHER_S = 0.5  # for more values of the same step
 _DISK_EVERY_S = 10.0
@@ -60,7 +62,7 @@ class WandbTracker:
         self._facts = facts
         self._plan = Plan(self._options, facts, os.environ)
         self._plan.folder.mkdir(parents=True, exist_ok=True)
-        wandb_session.prepare(self._plan.folder)
+        wandb_run.prepare(self._plan.folder)
         self._run, self._trouble = self._plan.open()
         self._bests = Bests()
         keep = int((facts.config.get("checkpoint") or {}).get("keep") or 3)
@@ -120,7 +122,7 @@ class WandbTracker:
             case items.Numbers():
                 self._numbers(item)
             case items.Image() if self._options.get("images", True):
-                self._add(item.step, {item.name: wandb_media.picture(item)}, None, item.time_ns / 1e9)
+                self._add(item.step, {item.name: media.picture(item)}, None, item.time_ns / 1e9)
                 self._flush()  # while its file is there
             case items.Table() if self._options.get("tables", True):
                 self._table(item)
@@ -218,7 +220,7 @@ class WandbTracker:
         self._rows_to_look -= 1
         if self._rows_to_look > 0:
             return {}
-        found = wandb_media.histograms(self._model, what)
+        found = media.histograms(self._model, what)
         self._rows_to_look = _WATCH_EVERY if found else 1  # gradients are there only for part of a step
         return {f"{self._prefix}{name}": value for name, value in found.items()}
 
@@ -232,9 +234,9 @@ class WandbTracker:
             )
         suffix = f"_rank_{self._facts.rank}" if self._facts.rank else ""
         offline = self._opened.offline
-        with one_of_each(wandb_media.pictures(item, most)) if offline else nullcontext():
-            artifact = wandb_media.table_artifact(item, most, self._facts.run_id, suffix)
-            self._add(item.step, {item.name: wandb_media.table(item, most)}, None, item.time_ns / 1e9)
+        with one_of_each(media.pictures(item, most)) if offline else nullcontext():
+            artifact = media.table_artifact(item, most, self._facts.run_id, suffix)
+            self._add(item.step, {item.name: media.table(item, most)}, None, item.time_ns / 1e9)
             self._flush()
         self._opened.log_artifact(artifact)
 
@@ -267,7 +269,7 @@ class WandbTracker:
             try:
                 self._last_words(run)
             finally:
-                complete = wandb_session.finish(run, state, self._plan.wandb_timeout_s + _TO_SPARE_S)
+                complete = wandb_run.finish(run, state, self._plan.wandb_timeout_s + _TO_SPARE_S)
                 self._checkpoints.close()
         if not complete:
             self._facts.tell(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.tracking import lane
-from ddptrain.tracking.hub import Hub
+from ddptrain.tracking import tracker_thread
 from ddptrain.tracking.items import Checkpoint, Image, Numbers
+from ddptrain.tracking.manager import Hub
 from tests.unit.tracking.trackers import Failing, Hanging, House, Recorder, numbers
 
 
@@ -136,7 +136,7 @@ def test_time_for_the_end_can_be_shortened_while_it_is_waited_for(house: House) 
 
 
 def test_tracker_with_much_to_do_still_comes_to_its_finish(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "_DRAIN_SHARE", 0.01)
+    monkeypatch.setattr(tracker_thread, "_DRAIN_SHARE", 0.01)
 
     class Slow(Recorder):
         def log(self, item: object) -> None:

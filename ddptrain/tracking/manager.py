@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddptrain.tracking.items import Checkpoint, Image, Item, Table
-from ddptrain.tracking.lane import Emit, Lane, Wanted
-from ddptrain.tracking.loans import Lending, Loan
 from ddptrain.tracking.protocol import State
+from ddptrain.tracking.temp_files import Lending, Loan
+from ddptrain.tracking.tracker_thread import Emit, Lane, Wanted
 
 
 class Hub:
