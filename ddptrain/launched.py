@@ -26,7 +26,7 @@ from ddptrain.errors import (
 
 if TYPE_CHECKING:
     from ddptrain.driver.stopping import Going
-    from ddptrain.results.find import RunView
+    from ddptrain.results.lookup import RunView
     from ddptrain.results.record import FailureRecord
 
 _LOOK_S = 0.1
@@ -58,7 +58,7 @@ class Run:
         self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None, log_from: int = 0
     ) -> None:
         """Runs come from `launch` or `find`. `run_dir` is a folder or, of a run in an object store, its address."""
-        from ddptrain.results.remote import StoreRuns, open_runs_dir
+        from ddptrain.results.remote.runs import StoreRuns, open_runs_dir
 
         self.id = run_id
         self.where = run_dir
@@ -72,7 +72,7 @@ class Run:
     @classmethod
     def find(cls, run: str = "latest", runs_dir: str | os.PathLike[str] = "runs") -> Self:
         """A run that is there: by its id, the start of one, `latest`, or its directory. Raises RunNotFound."""
-        from ddptrain.results.remote import open_runs_dir, split_run
+        from ddptrain.results.remote.runs import open_runs_dir, split_run
 
         place, name = split_run(run, os.fspath(runs_dir))
         view = open_runs_dir(place).find(name)
@@ -114,7 +114,7 @@ class Run:
         A line is {"time_s", "step", "epoch", "rank", "attempt", name: number, ...}.
         """
         from ddptrain.results.metrics import MetricsReader, counting
-        from ddptrain.results.runsdir import Need
+        from ddptrain.results.run_store import Need
 
         view = self._view(Need.METRICS)
         lines = counting(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
@@ -147,8 +147,8 @@ class Run:
     def best(self) -> Path | None:
         """The folder of the best checkpoint (the newest, where no metric decides); None where there is none."""
         from ddptrain.errors import RunNotFound
-        from ddptrain.results.find import find_checkpoint
-        from ddptrain.results.runsdir import Need
+        from ddptrain.results.lookup import find_checkpoint
+        from ddptrain.results.run_store import Need
 
         try:
             return find_checkpoint(self._view(Need.MODEL).layout, "best")
@@ -157,7 +157,7 @@ class Run:
 
     def logs(self, rank: int = 0) -> str:
         """What a rank has printed so far."""
-        from ddptrain.results.runsdir import Need
+        from ddptrain.results.run_store import Need
 
         log = self._view(Need.LOGS, rank).layout.log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
@@ -195,7 +195,7 @@ class Run:
     # --- how that is done ---
 
     def _view(self, *need: Any) -> RunView:
-        from ddptrain.results.find import load_run
+        from ddptrain.results.lookup import load_run
 
         if not self._is_stored:
             return load_run(self._desk)

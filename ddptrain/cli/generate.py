@@ -27,8 +27,8 @@ def generate(
     import dataclasses
     import json
 
-    from ddptrain.results.remote import open_runs_dir, split_run
-    from ddptrain.results.runsdir import Need
+    from ddptrain.results.remote.runs import open_runs_dir, split_run
+    from ddptrain.results.run_store import Need
     from ddptrain.workloads.petnames.generate import generate_names
 
     place, name = split_run(run, runs_dir)

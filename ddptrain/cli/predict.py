@@ -55,8 +55,8 @@ def predict(
 
     What can't be read is told, and the rest is done: then the exit code is 1.
     """
-    from ddptrain.results.remote import open_runs_dir, split_run
-    from ddptrain.results.runsdir import Need
+    from ddptrain.results.remote.runs import open_runs_dir, split_run
+    from ddptrain.results.run_store import Need
     from ddptrain.workloads.images.given import images_of
 
     if as_json and as_csv:

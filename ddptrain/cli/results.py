@@ -13,9 +13,9 @@ import typer
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
-    from ddptrain.results.chart import Style
-    from ddptrain.results.find import RunView
-    from ddptrain.results.remote import RunsDir as Runs
+    from ddptrain.results.lookup import RunView
+    from ddptrain.results.remote.runs import RunsDir as Runs
+    from ddptrain.results.show.chart import Style
 
 app = typer.Typer(name="results", help="List runs; show one, its logs, its curves.", no_args_is_help=False)
 
@@ -51,7 +51,7 @@ def list_(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> N
 @app.command(short_help="Show everything about a run.")
 def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = False) -> None:
     """Show everything about a run: how it went, what failed, its ranks, metrics, checkpoints and files."""
-    from ddptrain.results.render import print_sections, sections
+    from ddptrain.results.show.render import print_sections, sections
     from ddptrain.tables import plain_sections
 
     view = _view(ctx, runs_dir, run)
@@ -77,8 +77,8 @@ def logs(
     runs_dir: RunsDir = None,
 ) -> None:
     """Print what the ranks printed."""
-    from ddptrain.results.runsdir import Need
-    from ddptrain.results.tail import follow_logs, show_logs
+    from ddptrain.results.run_store import Need
+    from ddptrain.results.show.tail import follow_logs, show_logs
 
     runs, name = _place(ctx, runs_dir, run)
     view = runs.find(name, Need.LOGS, rank)
@@ -112,10 +112,10 @@ def plot(
     json: Json = False,
 ) -> None:
     """Draw the loss curves of a run, as a picture and in the terminal."""
-    from ddptrain.results.curves import plot_data, plot_of
     from ddptrain.results.files import is_own_folder
-    from ddptrain.results.plot import save_picture, terminal_charts
-    from ddptrain.results.runsdir import Need
+    from ddptrain.results.run_store import Need
+    from ddptrain.results.show.curves import plot_data, plot_of
+    from ddptrain.results.show.plot import save_picture, terminal_charts
 
     runs, name = _place(ctx, runs_dir, run)
     view = runs.find(name, Need.METRICS)
@@ -151,7 +151,7 @@ def sync(
 
     from ddptrain.driver.syncing import Sent, sync_runs
     from ddptrain.errors import ExitCode, UsageError
-    from ddptrain.results.remote import open_runs_dir
+    from ddptrain.results.remote.runs import open_runs_dir
 
     if (run is None) != every:
         raise UsageError("say which run, as latest, or --all, and not both")
@@ -174,8 +174,8 @@ def sync(
 
 
 def _list(runs_dir: str, *, as_json: bool) -> None:
-    from ddptrain.results.remote import open_runs_dir
-    from ddptrain.results.render import HEADER, print_table, rows
+    from ddptrain.results.remote.runs import open_runs_dir
+    from ddptrain.results.show.render import HEADER, print_table, rows
     from ddptrain.tables import plain_table
 
     views = open_runs_dir(runs_dir).list()
@@ -198,7 +198,7 @@ def _folder(ctx: typer.Context, runs_dir: str | None) -> str:
 
 def _place(ctx: typer.Context, runs_dir: str | None, run: str) -> tuple[Runs, str]:
     """Where the run is to be looked for, and under which name."""
-    from ddptrain.results.remote import open_runs_dir, split_run
+    from ddptrain.results.remote.runs import open_runs_dir, split_run
 
     place, name = split_run(run, _folder(ctx, runs_dir))
     return open_runs_dir(place), name
@@ -241,7 +241,7 @@ def _wait_for_reader() -> Callable[[float], None]:
 def _chart_style() -> Style:
     import shutil
 
-    from ddptrain.results.chart import Style
+    from ddptrain.results.show.chart import Style
 
     is_terminal = sys.stdout.isatty()
     can_show = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

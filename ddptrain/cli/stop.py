@@ -10,7 +10,7 @@ from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
     from ddptrain.driver.stopping import Going
-    from ddptrain.results.find import RunView
+    from ddptrain.results.lookup import RunView
 
 _STORE_EVERY_S = 2.0
 
@@ -54,11 +54,11 @@ def _going(runs_dir: str, run: str) -> Going:
 
     from ddptrain.driver.stopping import Going, is_going
     from ddptrain.errors import UsageError
-    from ddptrain.results.find import load_run
-    from ddptrain.results.heartbeat import WATCH_S
     from ddptrain.results.layout import RunLayout
+    from ddptrain.results.lookup import load_run
+    from ddptrain.results.ownership.driver_heartbeat import WATCH_S
     from ddptrain.results.record import RunStatus
-    from ddptrain.results.remote import StoreRuns, open_runs_dir, split_run
+    from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
 
     place, name = split_run(run, runs_dir)
     runs = open_runs_dir(place)

@@ -33,12 +33,12 @@ from ddptrain.driver.trackercheck import check_trackers
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.redact import known_secrets
-from ddptrain.results.claim import check_run_id
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id
+from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.record import DriverRecord, RunStatus
-from ddptrain.results.remote import RunsDir, open_runs_dir
-from ddptrain.results.runsdir import Keeping, LocalRuns
+from ddptrain.results.remote.runs import RunsDir, open_runs_dir
+from ddptrain.results.run_store import Keeping, LocalRuns
 from ddptrain.results.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from ddptrain.driver.gang import Gang, Place
     from ddptrain.driver.reservation import Watchers, Wish
     from ddptrain.driver.resume import Choice
-    from ddptrain.results.find import RunView
-    from ddptrain.results.verified import VerifiedCheckpoint
+    from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
+    from ddptrain.results.lookup import RunView
 
 _KEEP_S = 900.0  # for what is still to be uploaded when a run ends
 
@@ -253,7 +253,7 @@ class _Run:
         """What the first attempt goes on from; said, where the run is not new."""
         if self.choice is None or self.choice.folder is None:
             return None
-        from ddptrain.results.verified import newest_verified
+        from ddptrain.results.checkpoint_verification import newest_verified
 
         found = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         whence = f"from {found.words}" if found else "from the start: it has no checkpoint"

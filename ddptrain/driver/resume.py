@@ -12,13 +12,13 @@ from ddptrain.config.models import RunConfig
 from ddptrain.config.wording import shown
 from ddptrain.config.yaml import plain_yaml
 from ddptrain.errors import ConfigError, RunLocked, UsageError
-from ddptrain.results import lock
 from ddptrain.results.files import is_own_folder, read_bytes
-from ddptrain.results.find import RunView, find_run, list_runs, load_run
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.origin import where_of
+from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
+from ddptrain.results.ownership import lock
 from ddptrain.results.record import DriverRecord, RunStatus
-from ddptrain.results.tracked import to_type
+from ddptrain.results.remote.local_copy import where_of
+from ddptrain.results.tracking.record import to_type
 
 AUTO = "auto"
 _COMPARED = ("workload", "params")

@@ -30,9 +30,9 @@ from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.watchdog import Watchdog, alive_s
 from ddptrain.protocol.code_digest import moved
 from ddptrain.protocol.rank_spec import DIST_TIMEOUTS_S, RankSpec
+from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.checkpoints import MANIFEST, CheckpointPolicy
 from ddptrain.results.record import CodeRecord
-from ddptrain.results.verified import VerifiedCheckpoint, newest_verified
 from ddptrain.results.writer import RunWriter, utc_now
 
 _PORTER_DEADLINE_S = 600.0

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, ConfigError
-from ddptrain.results import lock
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.files import read_bytes, require_own_folder, write_whole
-from ddptrain.results.find import RunView
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
+from ddptrain.results.ownership import lock
 from ddptrain.results.record import DriverRecord, RunStatus
 
 if TYPE_CHECKING:

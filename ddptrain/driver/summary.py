@@ -11,8 +11,8 @@ from ddptrain.results.writer import RunWriter
 
 if TYPE_CHECKING:
     from ddptrain.driver.verdict import Verdict
-    from ddptrain.results.find import RunView
     from ddptrain.results.layout import RunLayout
+    from ddptrain.results.lookup import RunView
     from ddptrain.results.record import FailureRecord
 
 

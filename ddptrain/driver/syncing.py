@@ -27,17 +27,18 @@ from ddptrain.errors import RunLocked, UsageError
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, LINKS, SYNC_STATE, SYNCED, UNSENT, Part, links_in, waiting
 from ddptrain.redact import hide_credentials
-from ddptrain.results import lock, wandblog
-from ddptrain.results.borrowed import Borrowed
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.files import append, is_own_folder, make_folder, write_whole
-from ddptrain.results.find import RunView, load_run
-from ddptrain.results.heartbeat import WATCH_S
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.ownership import lock
+from ddptrain.results.ownership.driver_heartbeat import WATCH_S
 from ddptrain.results.record import RunStatus
-from ddptrain.results.store import Store
-from ddptrain.results.storelock import StoreLock
-from ddptrain.results.tracked import RECORDED, wandb_parts
+from ddptrain.results.remote.lock import StoreLock
+from ddptrain.results.remote.store import Store
+from ddptrain.results.tracking import wandb_log
+from ddptrain.results.tracking.foreign_runs import Borrowed
+from ddptrain.results.tracking.record import RECORDED, wandb_parts
 
 _LOCK = ".sync.lock"
 _STAGED = "/artifacts/staging/"  # where wandb's copies of artifacts are, below its data folder
@@ -224,7 +225,7 @@ def _send(view: RunView, parts: Sequence[Part], env: Mapping[str, str], deadline
         ready: dict[Part, _Ready] = {}
         known = wandb_parts(view.layout, view.record)
         for number, part in enumerate(parts):
-            if wandblog.is_empty(part.log):
+            if wandb_log.is_empty(part.log):
                 _mark(part)
                 continue
             family = [each for each in known if each.target == part.target]
@@ -275,7 +276,7 @@ def _made_ready(part: Part, family: Sequence[Part], view: RunView, scratch: Path
     Of a run that was moved, wandb passes artifacts over silently. A part that was overtaken by a later attempt does not
     say how the run has ended; one of a run that ranks share becomes a run of its rank.
     """
-    places = {file: _place(file, view) for file in wandblog.staged_files(part.log)}
+    places = {file: _place(file, view) for file in wandb_log.staged_files(part.log)}
     overtaken = family[-1] != part and any(each.sent for each in family)
     if stray := _stray(part):
         return _Ready(part.log, f"{stray} is a link, and what it leads to is not of this run: take it away")
@@ -290,12 +291,12 @@ def _made_ready(part: Part, family: Sequence[Part], view: RunView, scratch: Path
     for entry in {*part.folder.iterdir()} - left:  # the steps of an online part have gone to the attempt after it
         (folder / entry.name).symlink_to(entry)
     new = folder / f"run-{part.target}.wandb"
-    own = wandblog.OwnRun(part.target, part.rank, view.run_id) if part.rank else None
-    wandblog.rewritten(part.log, new, places.get, view.record.exit_code if overtaken else None, own)
+    own = wandb_log.OwnRun(part.target, part.rank, view.run_id) if part.rank else None
+    wandb_log.rewritten(part.log, new, places.get, view.record.exit_code if overtaken else None, own)
     return _Ready(new, left_out=len({Path(file.path).parent for file in missing}))
 
 
-def _place(file: wandblog.StagedFile, view: RunView) -> Path | None:
+def _place(file: wandb_log.StagedFile, view: RunView) -> Path | None:
     """Where a file of an artifact is by now; a log names no others than those that were put there to be sent."""
     if file.artifact_type == CHECKPOINT_TYPE:
         *_, folder, name = ("", *Path(file.path).parts)

@@ -12,9 +12,9 @@ from ddptrain.config.models import RunConfig
 from ddptrain.driver.gang import Place
 from ddptrain.driver.wandbkey import BASE_URL, KEY, find_access
 from ddptrain.redact import hide_credentials
+from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
 from ddptrain.results.metrics import AllSeries
-from ddptrain.results.tracked import to_type
-from ddptrain.results.verified import VerifiedCheckpoint
+from ddptrain.results.tracking.record import to_type
 from ddptrain.results.writer import RunWriter
 
 WANDB = "wandb"

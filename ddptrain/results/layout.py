@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from ddptrain.config.wording import shown
 from ddptrain.results.errors import UnsafePath
-from ddptrain.results.origin import origin_of, where_of
+from ddptrain.results.remote.local_copy import origin_of, where_of
 
 LATEST = "latest"
 BEST = "best"

@@ -20,17 +20,17 @@ from ddptrain.hosts import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results import artifacts
+from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
-from ddptrain.results.claim import claim, take_up
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_whole
-from ddptrain.results.heartbeat import Heartbeat
-from ddptrain.results.latest import LatestMetrics
+from ddptrain.results.latest_metrics import LatestMetrics
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.metrics import AllSeries, read_series
+from ddptrain.results.ownership.claim import claim, take_up
+from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
 from ddptrain.results.record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus
-from ddptrain.results.verified import VerifiedCheckpoint, checkpoint_folders, read_manifest
 
 _METRICS_EVERY_S = 1.0
 _SETTLE_S = 1.0  # two hosts that do not see each other's lock: both see the heartbeat that was written last

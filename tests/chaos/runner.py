@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddptrain.results.checkpoint_verification import verify
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.verified import verify
 from tests.chaos import processes
 from tests.chaos.arena import Arena, ClusterUp, Command, Ended
 from tests.chaos.expect import NO_FAILURE, Expected, expected, least_step, status_of

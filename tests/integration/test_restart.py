@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from ddptrain.results.heartbeat import Heartbeat
+from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
 from tests.integration.test_train import UpCluster, up_cluster
 

@@ -17,11 +17,11 @@ import pytest
 from s3fs import S3FileSystem
 
 from ddptrain.errors import DdptrainError, RunLocked
-from ddptrain.results import storelock
-from ddptrain.results.lockfile import ConditionalFile, Unconditional
-from ddptrain.results.store import Store
-from ddptrain.results.storelock import LOCK, Claim, StoreLock, claim_from
-from ddptrain.results.uploads import Uploads
+from ddptrain.results.remote import lock as remote_lock
+from ddptrain.results.remote.lock import LOCK, Claim, StoreLock, claim_from
+from ddptrain.results.remote.lock_file import ConditionalFile, Unconditional
+from ddptrain.results.remote.store import Store
+from ddptrain.results.remote.upload import Uploads
 from tests.integration.s3server import s3_server
 from tests.integration.seaweed import seaweed
 
@@ -31,8 +31,8 @@ ACQUISITIONS = 1000
 _OWNER = """
 import os, sys, threading
 from ddptrain.errors import RunLocked
-from ddptrain.results.store import Store
-from ddptrain.results.storelock import StoreLock
+from ddptrain.results.remote.store import Store
+from ddptrain.results.remote.lock import StoreLock
 
 url, inside, share, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 taken, refused, doubles = [], [], []
@@ -132,7 +132,7 @@ def test_lease_of_an_owner_that_has_died_ends_by_the_clock_of_the_store(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_claim(store, machine="another boot pid:[1]", time_s=time.time() + 3600.0)
-    monkeypatch.setattr(storelock, "STALE_S", 4.0)
+    monkeypatch.setattr(remote_lock, "STALE_S", 4.0)
     heir = StoreLock(store)
     with pytest.raises(RunLocked):
         heir.take(contested=True)
@@ -164,11 +164,11 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
         assert uploads.flush(PATIENCE_S) == ""
         assert store.read("notes") == b"first"
         # Meanwhile, by the store's clock, the lease has ended, and another driver has taken the run.
-        monkeypatch.setattr(storelock, "STALE_S", -1.0)
+        monkeypatch.setattr(remote_lock, "STALE_S", -1.0)
         heir = StoreLock(store)
         heir.take(contested=True)
-        elapsed_s = storelock._elapsed_s()
-        monkeypatch.setattr(storelock, "_elapsed_s", lambda: elapsed_s + 200.0)
+        elapsed_s = remote_lock._elapsed_s()
+        monkeypatch.setattr(remote_lock, "_elapsed_s", lambda: elapsed_s + 200.0)
         (root / "notes").write_text("second, too late")
         assert "is held by process" in uploads.flush(PATIENCE_S)
     assert [type(error) for error in lost] == [RunLocked]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ddptrain.driver.syncing import Sent, sync_run
-from ddptrain.results import wandblog
-from ddptrain.results.find import load_run
+from ddptrain.results.lookup import load_run
 from ddptrain.results.record import RunStatus
+from ddptrain.results.tracking import wandb_log
 from ddptrain.results.writer import RunWriter
 from tests.conftest import Cli
 from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend
@@ -47,7 +47,7 @@ def attack(folder: Path, server: str) -> Path:
         row = wire.HistoryRecord(item=[wire.HistoryItem(key="loss", value_json="1.0")])
         records = [wire.Record(num=1, run=run), wire.Record(num=2, history=row)]
         records.append(wire.Record(num=3, exit=wire.RunExitRecord(exit_code=0)))
-        wandblog.write(part / "run-w1.wandb", (each.SerializeToString() for each in records))
+        wandb_log.write(part / "run-w1.wandb", (each.SerializeToString() for each in records))
         lines = "\n".join(f"{name} = {server}" for name in ("base_url", "http_proxy", "https_proxy"))
         for place in (writer.layout.root, writer.layout.tracking_dir, part, part / "files"):
             (place / "wandb").mkdir(exist_ok=True)

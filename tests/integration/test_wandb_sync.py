@@ -19,9 +19,10 @@ import pytest
 from ddptrain.driver.syncing import Sent, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, UNSENT, Part, parts_below, waiting
-from ddptrain.results import lock, wandblog
-from ddptrain.results.find import load_run
+from ddptrain.results.lookup import load_run
+from ddptrain.results.ownership import lock
 from ddptrain.results.record import RunStatus
+from ddptrain.results.tracking import wandb_log
 from ddptrain.results.writer import RunWriter
 from tests.conftest import Cli
 from tests.integration.wandb_backend import Backend, wandb_backend
@@ -32,7 +33,7 @@ import os, signal, sys, time
 from pathlib import Path
 import PIL.Image
 from wandb.proto.wandb_internal_pb2 import Record
-from ddptrain.results.wandblog import records
+from ddptrain.results.tracking.wandb_log import records
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb.sink import WandbTracker
@@ -199,7 +200,7 @@ def test_part_that_was_overtaken_does_not_say_how_the_run_has_ended(run: Path, b
     first.folder.rename(run.parent / "first")
     assert sync(run, backend.environment).sent == 1  # the second attempt was online, say
     (run.parent / "first").rename(first.folder)
-    wandblog.rewritten(last.log, first.log, lambda file: Path(file.path), 1)  # one that has come to its end
+    wandb_log.rewritten(last.log, first.log, lambda file: Path(file.path), 1)  # one that has come to its end
     assert sync(run, backend.environment).sent == 1
     assert backend.run.exits == [0, 0]
     assert backend.run.state == "finished"
@@ -256,8 +257,8 @@ def _adds(part: Part, **record: Any) -> None:
     from wandb.proto import wandb_internal_pb2
 
     added = wandb_internal_pb2.Record(**record)  # type: ignore[attr-defined]
-    *known, last = wandblog.records(part.log)
-    wandblog.write(part.log, iter([*known, added.SerializeToString(), last]))
+    *known, last = wandb_log.records(part.log)
+    wandb_log.write(part.log, iter([*known, added.SerializeToString(), last]))
 
 
 def _artifact(kind: str, **manifest: Any) -> dict[str, Any]:

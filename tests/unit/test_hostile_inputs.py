@@ -27,13 +27,13 @@ from ddptrain.driver.porter import _plain_name
 from ddptrain.errors import ConfigError
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Orders
-from ddptrain.results import render
+from ddptrain.results.checkpoint_verification import newest_verified, read_manifest, verify
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
-from ddptrain.results.find import load_run
 from ddptrain.results.layout import RunLayout, safe_relative, step_name, step_of, valid_run_id
+from ddptrain.results.lookup import load_run
 from ddptrain.results.record import FailureRecord, RecordError, RunRecord
-from ddptrain.results.verified import newest_verified, read_manifest, verify
+from ddptrain.results.show import render
 from ddptrain.results.writer import RunWriter
 
 _TESTS = 8

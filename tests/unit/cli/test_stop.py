@@ -11,7 +11,7 @@ import pytest
 
 from ddptrain.cli.main import main
 from ddptrain.results.record import DriverRecord, FailureRecord, RunRecord, RunStatus
-from ddptrain.results.storelock import LOCK, Claim
+from ddptrain.results.remote.lock import LOCK, Claim
 
 RUNNING = RunRecord(run_id="a-run", driver=DriverRecord(7, "far"))
 

@@ -16,10 +16,10 @@ from ddptrain.config.load import dump_config, resolved_config
 from ddptrain.config.models import RunConfig
 from ddptrain.driver.resume import Choice, choose
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
-from ddptrain.results import lock
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.find import load_run
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import load_run
+from ddptrain.results.ownership import lock
 from ddptrain.results.record import DriverRecord, FailureRecord, RunStatus
 from ddptrain.results.writer import RunWriter
 

@@ -22,8 +22,8 @@ from ddptrain.driver.stopping import Going, StopRequest, stop_requests, stop_run
 from ddptrain.driver.verdict import Verdict
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.find import RunView, load_run
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.record import RunStatus
 from ddptrain.results.writer import RunWriter
 

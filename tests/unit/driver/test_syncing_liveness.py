@@ -13,9 +13,9 @@ from ddptrain.driver import syncing
 from ddptrain.driver.syncing import Sent, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.find import load_run
-from ddptrain.results.heartbeat import Heartbeat
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import load_run
+from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.record import DriverRecord, RunStatus
 from ddptrain.results.writer import RunWriter
 

@@ -16,7 +16,7 @@ from ddptrain.driver.telling import Telling
 from ddptrain.driver.tracking import Tracking
 from ddptrain.driver.wandbkey import find_access
 from ddptrain.protocol.events import Tracked
-from ddptrain.results.origin import Origin
+from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.writer import RunWriter
 
 KEY = "k" * 40

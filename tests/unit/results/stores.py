@@ -8,7 +8,7 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ddptrain.results.store import Store
+from ddptrain.results.remote.store import Store
 
 _WRITES = ("pipe_file", "put_file", "rm_file")
 

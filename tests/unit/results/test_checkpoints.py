@@ -12,9 +12,9 @@ import pytest
 
 from ddptrain.protocol.events import CheckpointSaved, StagedFile
 from ddptrain.results import checkpoints, staging
+from ddptrain.results.checkpoint_verification import newest_verified, read_manifest
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
-from ddptrain.results.verified import newest_verified, read_manifest
 from ddptrain.results.writer import RunWriter
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]

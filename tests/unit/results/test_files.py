@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.results import files, lock
+from ddptrain.results import files
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.files import JsonLines, write_whole
 from ddptrain.results.metrics import MetricsReader
+from ddptrain.results.ownership import lock
 
 NOBODY = 65534
 

@@ -16,14 +16,14 @@ import pytest
 
 from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
 from ddptrain.protocol.events import Metrics
-from ddptrain.results import heartbeat, lock
 from ddptrain.results import writer as writer_module
+from ddptrain.results.checkpoint_verification import newest_verified
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.find import load_run
-from ddptrain.results.origin import Origin
+from ddptrain.results.lookup import load_run
+from ddptrain.results.ownership import driver_heartbeat, lock
 from ddptrain.results.record import DriverRecord, EnvironmentValue, FailureRecord, RunRecord, RunStatus
-from ddptrain.results.verified import newest_verified
+from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.writer import RunWriter
 from tests.unit.results.conftest import Stage
 
@@ -136,11 +136,11 @@ def test_a_run_whose_folder_was_exchanged_writes_nothing_there(tmp_path: Path) -
 
 
 def test_a_driver_whose_run_was_taken_over_writes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_EVERY_S", 0.01)
+    monkeypatch.setattr(driver_heartbeat, "BEAT_EVERY_S", 0.01)
     lost = threading.Event()
     with make(tmp_path, "mine") as writer:
         writer.keep_heartbeat(lambda error: lost.set())
-        other = heartbeat.Heartbeat(writer.layout.heartbeat_file)
+        other = driver_heartbeat.Heartbeat(writer.layout.heartbeat_file)
         assert lost.wait(30)
         before = {path: path.read_bytes() for path in writer.layout.root.glob("*.json*")}
         writer.event({"event": "late"})
@@ -164,11 +164,11 @@ def test_a_run_of_another_host_is_not_taken_up_while_its_heart_beats(
     with make(tmp_path, "mine") as writer:
         writer.finish(RunStatus.FAILED, 1)
     elsewhere(writer)
-    theirs = heartbeat.Heartbeat(writer.layout.heartbeat_file)
+    theirs = driver_heartbeat.Heartbeat(writer.layout.heartbeat_file)
     with pytest.raises(RunLocked, match="running on another host: process 1 on another-host still writes to it"):
         RunWriter.reopen(writer.layout.root, "")
     os.utime(writer.layout.heartbeat_file, (1, 1))
-    monkeypatch.setattr("ddptrain.results.claim.WATCH_S", 0.3)
+    monkeypatch.setattr("ddptrain.results.ownership.claim.WATCH_S", 0.3)
     with RunWriter.reopen(writer.layout.root, "") as again:
         assert again.record.driver == DriverRecord.of_this_process()
         with pytest.raises(RunLocked, match="taken over"):
@@ -191,14 +191,14 @@ def test_of_two_hosts_that_take_up_a_run_at_the_same_moment_one_gets_it(
     with make(tmp_path, "mine") as writer:
         writer.finish(RunStatus.FAILED, 1)
     elsewhere(writer)
-    heartbeat.Heartbeat(writer.layout.heartbeat_file)
+    driver_heartbeat.Heartbeat(writer.layout.heartbeat_file)
     os.utime(writer.layout.heartbeat_file, (1, 1))
-    monkeypatch.setattr("ddptrain.results.claim.WATCH_S", 0.0)
-    other: list[heartbeat.Heartbeat] = []
+    monkeypatch.setattr("ddptrain.results.ownership.claim.WATCH_S", 0.0)
+    other: list[driver_heartbeat.Heartbeat] = []
 
     def another_host_is_later(seconds: float) -> None:  # while this one waits to see that; it does not see our lock
         if seconds == writer_module._SETTLE_S:
-            other.append(heartbeat.Heartbeat(writer.layout.heartbeat_file))
+            other.append(driver_heartbeat.Heartbeat(writer.layout.heartbeat_file))
 
     monkeypatch.setattr("ddptrain.results.writer.time.sleep", another_host_is_later)
     with pytest.raises(RunLocked, match="taken over"):

@@ -21,7 +21,7 @@ import wandb
 
 from ddptrain.config.tracking import WandbSettings
 from ddptrain.protocol.wandb_parts import parts_below
-from ddptrain.results import wandblog
+from ddptrain.results.tracking import wandb_log
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb import run as wandb_run
@@ -78,7 +78,7 @@ def numbers(step: int, **values: float) -> items.Numbers:
 
 def read_back(folder: Path) -> list[Any]:
     """The records of the parts in a folder, in order."""
-    return [wandblog._parsed(data) for part in parts_below(folder) for data in wandblog.records(part.log)]
+    return [wandb_log._parsed(data) for part in parts_below(folder) for data in wandb_log.records(part.log)]
 
 
 def rows(records: list[Any]) -> list[dict[str, str]]:
@@ -192,7 +192,7 @@ def staged_copies(folder: Path, picture: Path) -> list[Path]:
 
 
 def staged(folder: Path) -> list[str]:
-    return [file.path for part in parts_below(folder / "wandb") for file in wandblog.staged_files(part.log)]
+    return [file.path for part in parts_below(folder / "wandb") for file in wandb_log.staged_files(part.log)]
 
 
 def test_resumed_attempt_goes_on_in_the_same_run_and_knows_the_best_value(tmp_path: Path) -> None:

@@ -1,0 +1,262 @@
+"""Finds runs by id, prefix, `latest` or folder, and says how they really stand; never writes, never raises
+for a bad run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ddptrain.config.wording import nearest, shown
+from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.results.checkpoints import MANIFEST
+from ddptrain.results.files import read_bytes
+from ddptrain.results.layout import LATEST, RunLayout, step_name, step_of
+from ddptrain.results.ownership import liveness
+from ddptrain.results.ownership.liveness import Liveness
+from ddptrain.results.record import FailureRecord, RecordError, RunRecord, RunStatus
+from ddptrain.results.remote.local_copy import origin_of, where_of
+from ddptrain.results.tracking.record import made_by_trackers
+
+DRIVER_GONE = "the driver is gone (killed?)"
+_MOST_LISTED = 10
+_ID_TIME = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run as it stands: `record` holds the true status; `problem` says why an unreadable run.json is."""
+
+    layout: RunLayout
+    record: RunRecord
+    problem: str = ""
+
+    @property
+    def run_id(self) -> str:
+        """The name of its folder in the runs folder."""
+        return self.record.run_id
+
+    @property
+    def status(self) -> str:
+        """One of RunStatus, or a word of a newer version."""
+        return self.record.status
+
+    @property
+    def shown_status(self) -> str:
+        """The same for people: a run that has no ranks yet is waiting."""
+        return RunStatus.WAITING if self.is_running and self.record.waiting else self.status
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its driver is at work."""
+        return self.record.status == RunStatus.RUNNING
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds from start to end, or until now; of all parts of a run that was resumed, not of the time between."""
+        if self.record.duration_s is not None:
+            return self.record.duration_s
+        began = moment(self.record.resumed_at or self.record.started_at)
+        ended = moment(self.record.ended_at)
+        if began is None or (ended is None and not self.is_running):
+            return None
+        return max(0.0, self.record.earlier_s) + max(0.0, ((ended or datetime.now(UTC)) - began).total_seconds())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record for --json, with where it is, what is in it, and why it can't be read."""
+        duration_s = self.duration_s
+        return {
+            **self.record.as_dict(),
+            "tracking": made_by_trackers(self.layout, self.record),
+            "duration_s": None if duration_s is None else round(duration_s, 3),
+            "run_dir": self.layout.where,
+            "problem": self.problem or None,
+        }
+
+
+def moment(text: str | None) -> datetime | None:
+    """The time that run.json writes so; None for none, and for what is no time."""
+    try:
+        parsed = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
+
+
+def list_runs(runs_dir: Path) -> list[RunView]:
+    """Every run of the folder, newest first; none where there is no folder. Raises UsageError if it can't be
+    listed.
+    """
+    try:
+        folders = [path for path in runs_dir.iterdir() if _is_run(path)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(f"cannot list runs in {runs_dir}: {error.strerror}; choose another with --runs-dir") from error
+    return sorted((load_run(folder) for folder in folders), key=_age, reverse=True)
+
+
+def find_run(runs_dir: Path, run: str) -> Path:
+    """The directory of a run: by id, unambiguous prefix of one, `latest`, or path.
+
+    Raises:
+        RunNotFound: none, or more than one, answers to it; says what there is.
+    """
+    if "\0" in run:
+        raise RunNotFound("a run's name can't hold a NUL character")
+    if "/" not in run and run not in ("", ".", ".."):
+        if run == LATEST:
+            return _latest(runs_dir)
+        if _is_run(runs_dir / run):
+            return runs_dir / run
+        matches = sorted(name for name in _names(runs_dir) if name.startswith(run))
+        if len(matches) == 1:
+            return runs_dir / matches[0]
+        if matches:
+            raise RunNotFound(f'"{shown(run)}" fits {len(matches)} runs: {_some(matches)}; give more of the name')
+    if run and _is_run(Path(run)):
+        return Path(os.path.abspath(run))
+    raise RunNotFound(_nothing_found(runs_dir, run))
+
+
+def _latest(runs_dir: Path) -> Path:
+    runs = list_runs(runs_dir)
+    if not runs:
+        raise RunNotFound(
+            f"there is no run in {where_of(runs_dir)} yet; start one with ddptrain train, or say where with --runs-dir"
+        )
+    return runs[0].layout.root
+
+
+def _nothing_found(runs_dir: Path, run: str) -> str:
+    names = _names(runs_dir)
+    what = f'no run "{shown(run)}" in {where_of(runs_dir)}'
+    if os.path.isdir(run):
+        what += f', and the folder "{shown(run)}" holds no run.json'
+    if not names:
+        return f"{what}, which has no runs; say where they are with --runs-dir"
+    match = nearest(run, names)
+    newest = [view.run_id for view in list_runs(runs_dir)]
+    return f"{what}; " + (f"did you mean {match}?" if match else f"there are: {_some(newest)}")
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _names(runs_dir: Path) -> list[str]:
+    try:
+        return [path.name for path in runs_dir.iterdir() if _is_run(path)]
+    except OSError:
+        return []
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return RunLayout(folder).run_json.is_file()
+    except OSError:  # not ours to look into, or a name that the system can't hold
+        return False
+
+
+def _age(view: RunView) -> tuple[datetime, str]:
+    started = moment(view.record.started_at)
+    return started or datetime.fromtimestamp(liveness.changed_at(view.layout), UTC), view.run_id
+
+
+def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunView:
+    """The run in that directory as it truly stands; an unreadable one is a view that says so.
+
+    `is_ours` and `watch_s` are for commands that act on the answer: see liveness.look.
+    """
+    layout = RunLayout(path)
+    try:
+        record = _read(layout)
+        if record.status == RunStatus.RUNNING and (origin := origin_of(path)) and origin.alive is not None:
+            return RunView(layout, record if origin.alive else _abandoned(layout, record))
+        if record.status == RunStatus.RUNNING:
+            alive = liveness.look(layout, record.driver, is_ours=is_ours, watch_s=watch_s)
+            record = record if alive is Liveness.RUNNING else _read(layout)  # it may just have ended
+            if record.status == RunStatus.RUNNING:
+                return RunView(layout, _seen_as(alive, layout, record))
+        return RunView(layout, record)
+    except (OSError, RecordError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        problem = f"cannot read {layout.run_json}: {cause}"
+        return RunView(layout, _unreadable(layout), problem)
+
+
+def _read(layout: RunLayout) -> RunRecord:
+    return RunRecord.from_json(read_bytes(layout.run_json))
+
+
+def _seen_as(alive: Liveness, layout: RunLayout, record: RunRecord) -> RunRecord:
+    """A record that says running, given what was found out about its driver."""
+    if alive is Liveness.RUNNING:
+        return record
+    return _abandoned(layout, record) if alive is Liveness.GONE else _out_of_sight(layout, record)
+
+
+def _abandoned(layout: RunLayout, record: RunRecord) -> RunRecord:
+    failure = FailureRecord(host=record.driver.host, kind="driver", message=DRIVER_GONE)
+    return dataclasses.replace(
+        record, status=RunStatus.FAILED, failure=failure, ended_at=_iso(liveness.changed_at(layout))
+    )
+
+
+def _out_of_sight(layout: RunLayout, record: RunRecord) -> RunRecord:
+    since = f"unknown since {_iso(liveness.changed_at(layout))}"
+    message = f"{since}: its driver is on {record.driver.host}, and no file has changed since"
+    failure = FailureRecord(host=record.driver.host, kind="driver", message=message)
+    return dataclasses.replace(record, status=RunStatus.UNKNOWN, failure=failure)
+
+
+def _unreadable(layout: RunLayout) -> RunRecord:
+    named = _ID_TIME.search(layout.root.name)
+    started = ""
+    if named:
+        try:
+            started = _iso(datetime.strptime(named[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp())
+        except ValueError:
+            started = ""
+    return RunRecord(run_id=layout.root.name, status=RunStatus.UNREADABLE, started_at=started)
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def find_checkpoint(layout: RunLayout, which: str = LATEST) -> Path:
+    """The folder of a checkpoint: `latest`, `best`, or a name such as step-100.
+
+    A pointer that is missing or leads nowhere gives way to the newest checkpoint there is.
+
+    Raises:
+        RunNotFound: the run has no such checkpoint.
+    """
+    folders = {
+        step: layout.checkpoints_dir / step_name(step)
+        for path in (layout.checkpoints_dir.iterdir() if layout.checkpoints_dir.is_dir() else ())
+        if (step := step_of(path.name)) is not None and (path / MANIFEST).is_file()
+    }
+    if not folders:
+        raise RunNotFound(f"run {layout.root.name} has no checkpoint")
+    step = step_of(which)
+    if step is not None and step not in folders:
+        there = ", ".join(folders[known].name for known in sorted(folders))
+        raise RunNotFound(f"run {layout.root.name} has no checkpoint {which}; it has {there}")
+    if step is None:
+        step = _pointed_at(layout.checkpoints_dir / which)
+    return folders[step] if step in folders else folders[max(folders)]
+
+
+def _pointed_at(pointer: Path) -> int | None:
+    try:
+        return step_of(read_bytes(pointer).decode(errors="replace").strip())
+    except OSError:
+        return None

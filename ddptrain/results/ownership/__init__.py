@@ -1,0 +1,1 @@
+"""Which driver has a run: claim, lock and heartbeat."""

@@ -1,0 +1,120 @@
+"""How a driver gets a run's directory for itself: a new one, or one of a run that has ended."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ddptrain.config.wording import shown
+from ddptrain.errors import RunLocked, UsageError
+from ddptrain.results.errors import naming
+from ddptrain.results.files import require_own_folder
+from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
+from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.ownership import lock
+from ddptrain.results.ownership.driver_heartbeat import WATCH_S
+from ddptrain.results.record import DriverRecord
+
+# What a driver creates before run.json. It may be killed in between, and be started again with the same run id.
+_BEFORE_RECORD = re.compile(
+    r"run\.lock|config\.yaml|logs|checkpoints|artifacts|(events|metrics)\.jsonl|\.heartbeat|\..+\.tmp"
+)
+
+
+def check_run_id(run_id: str) -> None:
+    """Raise UsageError for what can't be the name of a run's folder."""
+    if not valid_run_id(run_id):
+        raise UsageError(
+            f'"{shown(run_id)}" is no run id: take up to 128 letters, digits, dots, dashes and underscores, '
+            "not a word with a meaning of its own such as latest"
+        )
+
+
+def claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int]:
+    """A folder without a run, and its lock, which this process now holds. Raises UsageError, RunLocked."""
+    if run_id is not None:
+        check_run_id(run_id)
+    _make_runs_dir(runs_dir)
+    while True:
+        layout = RunLayout(runs_dir / (run_id or new_run_id(name)))
+        with naming(layout.root):
+            try:
+                layout.root.mkdir(mode=0o755)
+            except FileExistsError:
+                if run_id is None:
+                    continue
+                _refuse_unless_free(layout)
+        require_own_folder(layout.root)
+        descriptor = lock.take(layout.lock_file)
+        try:
+            _refuse_unless_free(layout)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return layout, descriptor
+
+
+def take_up(folder: Path, seen: DriverRecord | None) -> tuple[RunView, int]:
+    """A run that has ended, as it stood, and its lock, which this process now holds. May take WATCH_S.
+
+    `seen` is the run's driver when the run was chosen.
+
+    Raises:
+        RunLocked: another process is running it, or has done so since it was chosen.
+        ResultsError, UsageError: its run.json can't be read, or the directory can't be written.
+    """
+    layout = RunLayout(folder)
+    require_own_folder(layout.root)
+    descriptor = lock.take(layout.lock_file)
+    try:
+        # Of a run in an object store, this is the working folder: whose the run is, the lock in the store has decided.
+        view = load_run(layout.root, is_ours=True, watch_s=WATCH_S if layout.is_original else 0.0)
+        _refuse_unless_ended(view, seen)
+        with naming(layout.stop_json):
+            layout.stop_json.unlink(missing_ok=True)  # the driver before was asked, this one is not
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return view, descriptor
+
+
+def _make_runs_dir(runs_dir: Path) -> None:
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UsageError(
+            f"cannot keep runs in {runs_dir}: it is not a folder; choose another with --runs-dir"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the folder {runs_dir}: {error.strerror}; choose another with --runs-dir"
+        ) from error
+
+
+def _refuse_unless_free(layout: RunLayout) -> None:
+    """Raise where there is a run, or anything but what a driver has created that was killed before run.json."""
+    try:
+        names = os.listdir(layout.root)
+    except NotADirectoryError:
+        names = [layout.root.name]
+    taken = bool(names) and not (layout.lock_file.name in names and all(map(_BEFORE_RECORD.fullmatch, names)))
+    if taken and not layout.run_json.exists():
+        raise UsageError(f"{layout.root} exists and is not a run's folder; choose another --run-id")
+    if taken and lock.is_held(layout.lock_file):
+        raise RunLocked(f"run {layout.root.name} is running; wait for it, or choose another --run-id")
+    if taken:
+        raise UsageError(f"run {layout.root.name} exists already in {layout.root.parent}; choose another --run-id")
+
+
+def _refuse_unless_ended(view: RunView, seen: DriverRecord | None) -> None:
+    driver = view.record.driver
+    if view.problem:
+        raise UsageError(f"run {view.run_id} can't be resumed: {view.problem}")
+    if view.is_running and view.layout.is_original:
+        raise RunLocked(
+            f"run {view.run_id} is running on another host: {driver.words} still writes to it; wait for it to end, or "
+            f"stop it with ddptrain stop {view.run_id}"
+        )
+    if seen is not None and driver != seen:
+        raise RunLocked(f"run {view.run_id} was resumed by {driver.words} in the meantime; run the command again")

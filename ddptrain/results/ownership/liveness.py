@@ -1,0 +1,78 @@
+"""The one decision whether the driver of a run is alive; commands that show, resume, sync or stop runs all use it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from ddptrain.hosts import is_this_host
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.ownership import driver_heartbeat, lock
+from ddptrain.results.ownership.driver_heartbeat import Pulse
+from ddptrain.results.ownership.lock import LockState
+from ddptrain.results.record import DriverRecord
+
+# Of a run without a heartbeat: run.json is rewritten every second while metrics come, but an epoch may be long.
+QUIET_AFTER_S = 600.0
+
+
+class Liveness(Enum):
+    """Whether a driver is at work on a run whose run.json says running."""
+
+    RUNNING = "running"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What can be seen of a driver from this host.
+
+    is_here: the driver was started on this host, since it was booted last.
+    quiet_s: seconds since any file of the run changed.
+    """
+
+    lock: LockState
+    is_here: bool
+    pulse: Pulse
+    quiet_s: float
+
+
+def decide(signs: Signs) -> Liveness:
+    """A held lock decides, and a free one of this host; else the heartbeat, and without one how old the files are."""
+    if signs.lock is LockState.HELD:
+        return Liveness.RUNNING
+    if signs.lock is LockState.FREE and signs.is_here:
+        return Liveness.GONE
+    if signs.pulse is not Pulse.NONE:
+        return Liveness.RUNNING if signs.pulse is Pulse.BEATING else Liveness.GONE
+    return Liveness.RUNNING if signs.quiet_s <= QUIET_AFTER_S else Liveness.UNKNOWN
+
+
+def look(layout: RunLayout, driver: DriverRecord, *, is_ours: bool = False, watch_s: float = 0.0) -> Liveness:
+    """Look for the signs of a run's driver, and decide.
+
+    is_ours: this process holds the lock, so the driver does not, or its file system does not show locks.
+    watch_s: how long to watch a heartbeat before it is called silent; for commands that act on the answer.
+    """
+    is_here = is_this_host(driver.host, driver.boot_id)
+    held = LockState.FREE if is_ours else lock.look(layout.lock_file)
+    settled = held is LockState.HELD or (held is LockState.FREE and is_here)
+    pulse = Pulse.NONE if settled else driver_heartbeat.look(layout.heartbeat_file, watch_s)
+    return decide(Signs(held, is_here, pulse, max(0.0, time.time() - changed_at(layout))))
+
+
+def changed_at(layout: RunLayout) -> float:
+    """When a file that the run writes last changed, in seconds since 1970."""
+    return max(_times((layout.run_json, layout.events_jsonl, layout.metrics_jsonl, *layout.logs().values())), default=0)
+
+
+def _times(paths: Iterable[Path]) -> Iterable[float]:
+    for path in paths:
+        try:
+            yield path.lstat().st_mtime
+        except OSError:
+            continue

@@ -1,0 +1,279 @@
+"""Runs in an object store: readers get copies of what they need, a driver gets a working folder that is uploaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.protocol.wandb_parts import LINKS
+from ddptrain.results.errors import StoreError, naming
+from ddptrain.results.files import write_whole
+from ddptrain.results.layout import valid_run_id
+from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
+from ddptrain.results.record import RecordError, RunRecord, RunStatus
+from ddptrain.results.remote import restore
+from ddptrain.results.remote.local_copy import Origin, origin_of
+from ddptrain.results.remote.lock import LOCK, Claim, StoreLock, claim_from
+from ddptrain.results.remote.store import Store, Stored, is_plain, is_url, refused
+from ddptrain.results.remote.upload import Uploads
+from ddptrain.results.run_store import LocalRuns, Need
+from ddptrain.results.tracking.record import RECORDED
+
+AUTO = "auto"
+_MARKS = ".fetched.json"  # of a reader's copy: path -> the mark of the file that was fetched
+_FOLLOW_EVERY_S = 3.0
+
+
+def open_runs_dir(place: str) -> LocalRuns | StoreRuns:
+    """The runs of a folder, or of an object store where it is an address such as s3://bucket/runs.
+
+    Raises:
+        UsageError: the store can't be used: a package, its bucket, or the right to it is missing.
+        StoreError: it can't be reached.
+    """
+    if not is_url(place):
+        return LocalRuns(Path(place))
+    store = Store.open(place)
+    store.check()
+    return StoreRuns(store)
+
+
+class StoreRuns:
+    """Runs in an object store.
+
+    work: a folder a run that a driver of this machine writes. copies: what readers have fetched.
+    """
+
+    def __init__(self, store: Store) -> None:
+        from platformdirs import user_cache_path, user_state_path
+
+        self.store = store
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", store.url)[-40:].strip("-")
+        name = f"{slug}-{hashlib.sha256(store.url.encode()).hexdigest()[:8]}"
+        self.work = user_state_path("ddptrain", appauthor=False) / "runs" / name
+        self.copies = user_cache_path("ddptrain", appauthor=False) / "runs" / name
+
+    @property
+    def folder(self) -> Path:
+        """Where a driver makes the folder of a new run."""
+        return _private(self.work)
+
+    def list(self) -> list[RunView]:
+        """Every run, newest first."""
+        self._refresh()
+        return list_runs(self.copies)
+
+    def find(self, run: str, need: Need = Need.NOTHING, rank: int | None = None) -> RunView:
+        """The run of that name, with a copy of what is needed of it. Raises RunNotFound."""
+        if not (valid_run_id(run) and self._copy_records([run])):
+            self._refresh()
+        folder = find_run(self.copies, run)
+        if folder.parent == self.copies:
+            self._copy_files(folder, need, rank)
+        return load_run(folder)
+
+    def follow(self, view: RunView, rank: int | None) -> Callable[[], bool] | None:
+        """Each call fetches what has come, now and then, and tells whether the run is on."""
+        folder, fetched_at = view.layout.root, float("-inf")
+        if folder.parent != self.copies:
+            return None
+
+        def is_running() -> bool:
+            nonlocal fetched_at
+            if time.monotonic() - fetched_at >= _FOLLOW_EVERY_S:
+                self._copy_records([folder.name])
+                running = load_run(folder).is_running
+                self._grow_logs(folder, rank)
+                fetched_at = time.monotonic()
+                return running
+            return True
+
+        return is_running
+
+    def candidates(self, name: str, which: str, run_id: str | None = None) -> Path:
+        """The folder in which to choose the run to resume: with the records, and the configuration that matters."""
+        self._refresh()
+        if which != AUTO:
+            chosen = [find_run(self.copies, which)]
+        elif run_id is not None:
+            chosen = [self.copies / run_id] if (self.copies / run_id).is_dir() else []
+        else:
+            chosen = [view.layout.root for view in list_runs(self.copies) if view.record.name == name][:1]
+        names = [folder.name for folder in chosen if folder.parent == self.copies]
+        for path, data in self.store.read_all([f"{name}/config.yaml" for name in names]).items():
+            _write_changed(self.copies / path, data)
+        return self.copies
+
+    @contextmanager
+    def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[Uploads]:
+        """Holds the run's lock for the block; yields what uploads its working folder, which a resumed run has got.
+
+        Raises:
+            RunLocked: another driver holds it.
+            UsageError: the id is taken, or the store can't be written.
+            ResultsError: what is needed can't be read, or written here.
+        """
+        run = self.store.below(run_id)
+        if not resumed and run.read("run.json") is not None:
+            raise UsageError(f"run {run_id} exists already in {self.store.url}; choose another --run-id")
+        lock = StoreLock(run)
+        try:
+            before = lock.take(contested=resumed)
+        except StoreError as error:
+            raise refused(error) from error
+        uploads = Uploads(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token, max_failures)
+        if lock.weakness:
+            uploads.warn(
+                f"{self.store.url} cannot keep two drivers apart that start at the same moment: conditional writes "
+                f"cannot be used there ({lock.weakness})"
+            )
+        try:
+            lock.keep(uploads.lose)
+            if resumed:
+                self._bring_here(run, uploads, before)
+                Origin(run.url, lock.claim.token).mark(uploads.root)
+            with uploads:
+                yield uploads
+        finally:
+            lock.release(forget=not resumed and not uploads.begun)
+
+    def _bring_here(self, run: Store, uploads: Uploads, before: Claim | None) -> None:
+        """Make the working folder what the store holds, unless it is what was uploaded last, or is newer."""
+        folder = uploads.root
+        origin = origin_of(folder)
+        if origin is not None and before is not None and origin.token == before.token:
+            return
+        if folder.exists():
+            aside = folder.with_name(f"{folder.name}.before-{secrets.token_hex(4)}")
+            with naming(folder):
+                folder.rename(aside)
+            uploads.warn(f"{run.url} has been written from elsewhere since; what was here is kept in {aside}")
+        _private(self.work)
+        with naming(folder):
+            folder.mkdir(mode=0o700)
+        try:
+            restore.bring(run, folder, uploads.warn)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    # Copies for readers.
+
+    def _refresh(self) -> None:
+        names = [name for name in self.store.folders() if valid_run_id(name)]
+        there = self._copy_records(names)
+        _private(self.copies)
+        Origin(self.store.url).mark(self.copies)
+        for folder in self.copies.iterdir():
+            if folder.is_dir() and folder.name not in there:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _copy_records(self, names: Iterable[str]) -> set[str]:
+        """Copy run.json of each; the names of those that have one."""
+        records = self.store.read_all([f"{name}/run.json" for name in names])
+        running = [PurePosixPath(path).parent.name for path, data in records.items() if _is_running(data)]
+        claims = self.store.read_all([f"{name}/{LOCK}" for name in running])
+        for path, data in records.items():
+            name = PurePosixPath(path).parent.name
+            folder = _private(self.copies / name)
+            _write_changed(folder / "run.json", data)
+            claim = claim_from(claims.get(f"{name}/{LOCK}"))
+            known = origin_of(folder)
+            alive = claim is not None and claim.is_held(claim.age_s)
+            Origin(f"{self.store.url}/{name}", alive=alive, files=known.files if known else {}).mark(folder)
+        return {PurePosixPath(path).parent.name for path in records}
+
+    def _copy_files(self, folder: Path, need: Need, rank: int | None) -> None:
+        run = self.store.below(folder.name)
+        there = {path: file for path, file in run.files().items() if is_plain(path)}
+        origin = origin_of(folder)
+        assert origin is not None
+        listed = {path: file.size_bytes for path, file in there.items() if path.startswith(("logs/", "artifacts/"))}
+        Origin(origin.url, alive=origin.alive, files=listed).mark(folder)
+        if need is Need.MODEL:
+            restore.copy_model(run, folder, there)
+        _fetch_changed(run, folder, {path: file for path, file in there.items() if _is_needed(path, need, rank)})
+
+    def _grow_logs(self, folder: Path, rank: int | None) -> None:
+        run = self.store.below(folder.name)
+        for path, file in run.files("logs").items():
+            target = folder / path
+            if not (is_plain(path) and _is_needed(path, Need.LOGS, rank)):
+                continue
+            have = target.stat().st_size if target.exists() else 0
+            if file.size_bytes < have:  # another driver has begun it anew
+                run.fetch(path, target)
+            elif file.size_bytes > have:
+                data = run.read_from(path, have)
+                target.parent.mkdir(exist_ok=True)
+                with target.open("ab") as log:
+                    log.write(data)
+
+
+def _is_needed(path: str, need: Need, rank: int | None) -> bool:
+    if path == f"{RECORDED}/{LINKS}":
+        return True
+    if need is Need.LOGS:
+        return path.startswith("logs/") and (rank is None or path == f"logs/rank-{rank}.log")
+    if need is Need.METRICS:
+        return path == "metrics.jsonl"
+    return need is Need.MODEL and path.startswith("artifacts/") and path.endswith(".json")
+
+
+def _fetch_changed(run: Store, folder: Path, files: Mapping[str, Stored]) -> None:
+    """Fetch those that have changed since they were fetched last."""
+    marks: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        marks = dict(json.loads((folder / _MARKS).read_bytes()))
+    for path, file in files.items():
+        target = folder / path
+        here = target.stat().st_size if target.is_file() else -1
+        if here != file.size_bytes or not file.mark or marks.get(path) != file.mark:
+            run.fetch(path, target)
+            marks[path] = file.mark
+            write_whole(folder / _MARKS, json.dumps(marks).encode())
+
+
+def _is_running(data: bytes) -> bool:
+    try:
+        return RunRecord.from_json(data).status == RunStatus.RUNNING
+    except RecordError:
+        return False
+
+
+def _write_changed(path: Path, data: bytes) -> None:
+    try:
+        if path.read_bytes() == data:
+            return
+    except OSError:
+        pass
+    write_whole(path, data)
+
+
+def _private(folder: Path) -> Path:
+    """The folder, made where it is missing, for this user only."""
+    with naming(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def split_run(run: str, place: str) -> tuple[str, str]:
+    """Where to look for RUN, and its name there: a run may be given by its address. Raises RunNotFound."""
+    if not is_url(run):
+        return place, run
+    parent, _, name = run.rstrip("/").rpartition("/")
+    if not name or not is_url(f"{parent}/") or parent.endswith(":/"):
+        raise RunNotFound(f"{run} is no run's address; give one like s3://bucket/runs/petnames-20250101-120000-ab12")
+    return parent, name
+
+
+RunsDir = LocalRuns | StoreRuns

@@ -1,0 +1,149 @@
+"""Turns a run's metrics into curves to draw: which to show, against what, one of each rank and their mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.errors import UsageError
+from ddptrain.results.lookup import RunView
+from ddptrain.results.metrics import Series, read_series
+
+Points = tuple[list[float], list[float]]
+_MOST_POINTS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric: the points of each rank, and their mean where ranks differ, else what the one or every rank
+    has.
+    """
+
+    name: str
+    ranks: dict[int, Points]
+    main: Points
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether `main` is a mean over ranks that differ."""
+        return len(self.ranks) > 1
+
+    @property
+    def label(self) -> str:
+        """The metric's name, for a legend."""
+        return f"{self.name}, mean of {len(self.ranks)} ranks" if self.is_mean else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves that share an axis: the same quantity of different data, such as train/loss and val/loss."""
+
+    quantity: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Everything to draw; `x_name` is step, epoch or time_s."""
+
+    run_id: str
+    status: str
+    x_name: str
+    panels: tuple[Panel, ...]
+
+
+def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
+    """The curves of the named metrics; of none named, the losses, or everything where there is no loss.
+
+    Raises:
+        UsageError: the run has logged no such metric, or none at all.
+    """
+    series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+    names = _chosen_names(view, sorted({name for name, _ in series}), metrics)
+    series = {key: one for key, one in series.items() if key[0] in names}
+    x_name = _x_name(list(series.values()))
+    panels: dict[str, list[Curve]] = {}
+    for name in names:
+        panels.setdefault(PurePosixPath(name).name, []).append(_curve(name, series, x_name))
+    drawn = tuple(Panel(quantity, tuple(curves)) for quantity, curves in panels.items())
+    return Plot(view.run_id, view.status, x_name, drawn)
+
+
+def _chosen_names(view: RunView, known: list[str], wanted: Sequence[str]) -> list[str]:
+    if not known:
+        later = "; it is under way: try again in a while" if view.is_running else ""
+        raise UsageError(f"run {view.run_id} has logged no metrics{later}")
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f'run {view.run_id} has no metric "{shown(name)}"; {did_you_mean(name, known)}')
+    losses = [name for name in known if "loss" in PurePosixPath(name).name]
+    return list(dict.fromkeys(wanted)) or losses or known
+
+
+def _x_name(series: Sequence[Series]) -> str:
+    for name in ("step", "epoch"):
+        if all(None not in getattr(one, name) for one in series):
+            return name
+    return "time_s"
+
+
+def _curve(name: str, series: dict[tuple[str, int], Series], x_name: str) -> Curve:
+    start = min((one.time_s[0] for one in series.values()), default=0.0)
+    ranks = {rank: _points(one, x_name, start) for (metric, rank), one in sorted(series.items()) if metric == name}
+    first = next(iter(ranks.values()))
+    if all(_equal(points, first) for points in ranks.values()):
+        return Curve(name, {next(iter(ranks)): first}, first)
+    return Curve(name, ranks, _thinned(_mean(list(ranks.values()))))
+
+
+def _points(series: Series, x_name: str, start: float) -> Points:
+    if x_name == "time_s":
+        x = [time_s - start for time_s in series.time_s]
+    else:
+        x = [value for value in getattr(series, x_name) if value is not None]
+    return _thinned((x, series.value))
+
+
+def _equal(one: Points, other: Points) -> bool:
+    return one[0] == other[0] and all(
+        a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one[1], other[1], strict=True)
+    )
+
+
+def _thinned(points: Points) -> Points:
+    """At most _MOST_POINTS points: neighbours become their mean, as a picture has no room for more."""
+    size = math.ceil(len(points[0]) / _MOST_POINTS)
+    if size <= 1:
+        return points
+    starts = range(0, len(points[0]), size)
+    x, y = points
+    return [_mean_of(x[at : at + size]) for at in starts], [_mean_of(y[at : at + size]) for at in starts]
+
+
+def _mean_of(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _mean(ranks: Sequence[Points]) -> Points:
+    """The mean over the ranks that have a value at an x, in the order of x."""
+    at: dict[float, list[float]] = {}
+    for x, y in ranks:
+        for place, value in zip(x, y, strict=True):
+            at.setdefault(place, []).append(value)
+    places = sorted(at)
+    return places, [_mean_of(at[place]) for place in places]
+
+
+def plot_data(plot: Plot) -> list[dict[str, object]]:
+    """The curves as plain data, for --json: each metric of each rank, and the mean."""
+    data: list[dict[str, object]] = []
+    for curve in (curve for panel in plot.panels for curve in panel.curves):
+        rows: list[tuple[int | str, Points]] = [*curve.ranks.items()]
+        if curve.is_mean:
+            rows.append(("mean", curve.main))
+        data += [{"name": curve.name, "rank": rank, "x": x, "y": y} for rank, (x, y) in rows]
+    return data

@@ -1,0 +1,110 @@
+"""Draws a run's curves: as a picture in a file, and as text."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddptrain.errors import UsageError
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.files import write_whole
+from ddptrain.results.record import BestRecord
+from ddptrain.results.show.chart import Line, Style, draw_chart
+from ddptrain.results.show.curves import Curve, Panel, Plot
+from ddptrain.tables import on_a_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = ("png", "svg", "pdf")
+_COLOURS = ("#1f6fb4", "#d9570f", "#2a8c46", "#8a4fb8", "#b8860b", "#5b6770")
+_FEW_POINTS = 40
+_X_LABELS = {"step": "step", "epoch": "epoch", "time_s": "seconds"}
+
+
+def save_picture(plot: Plot, out: Path, best: BestRecord | None = None) -> None:
+    """Write the picture to `out`, a panel for each quantity; a faint line a rank under the mean over ranks.
+
+    Raises:
+        UsageError: the file can't be written, or its ending is of no format that can be drawn.
+    """
+    kind = out.suffix.lower().removeprefix(".") or "png"
+    if kind not in FORMATS:
+        raise UsageError(f"cannot draw a .{kind} file; give --out a name that ends in .{', .'.join(FORMATS)}")
+    # Not through pyplot, which keeps figures alive and picks a backend for the whole process.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 3.8 * len(plot.panels)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(_literal(f"{plot.run_id}  ·  {plot.status}"), fontsize=12)
+    axes = figure.subplots(len(plot.panels), 1, squeeze=False, sharex=True)[:, 0]
+    for axis, panel in zip(axes, plot.panels, strict=True):
+        _draw_panel(axis, panel, best, plot.x_name)
+    axes[-1].set_xlabel(_X_LABELS[plot.x_name])
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind)
+    try:
+        write_whole(out, buffer.getvalue())
+    except ResultsError as error:
+        cause = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
+        raise UsageError(f"cannot write {out}: {cause}; choose another file with --out") from error
+
+
+def _draw_panel(axis: Axes, panel: Panel, best: BestRecord | None, x_name: str) -> None:
+    for index, curve in enumerate(panel.curves):
+        colour = _COLOURS[index % len(_COLOURS)]
+        if curve.is_mean:
+            for points in curve.ranks.values():
+                axis.plot(*points, color=colour, alpha=0.28, linewidth=0.9)
+        marker = "o" if len(curve.main[0]) <= _FEW_POINTS else ""
+        axis.plot(
+            *curve.main,
+            color=colour,
+            linewidth=1.9,
+            marker=marker,
+            markersize=3.5,
+            label=_literal(curve.label),
+        )
+        if best is not None and best.metric == curve.name and x_name == "step":
+            _mark_best(axis, best, colour)
+    axis.set_ylabel(_literal(panel.quantity))
+    axis.grid(visible=True, color="#d8dce0", linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(x=0.02)
+    axis.legend(frameon=False, fontsize=9)
+
+
+def _literal(text: str) -> str:
+    """The text as it stands: between dollars matplotlib would read a formula."""
+    return on_a_line(text).replace("$", r"\$")
+
+
+def _mark_best(axis: Axes, best: BestRecord, colour: str) -> None:
+    axis.plot(
+        [best.step],
+        [best.value],
+        linestyle="",
+        marker="*",
+        markersize=13,
+        color=colour,
+        markeredgecolor="white",
+        zorder=5,
+        label=f"best: {best.value:.4g} at step {best.step}",
+    )
+
+
+def terminal_charts(plot: Plot, style: Style) -> str:
+    """The same as text, a chart for each quantity."""
+    x_label = _X_LABELS[plot.x_name]
+    return "\n\n".join(
+        draw_chart(on_a_line(panel.quantity), x_label, [_line(curve) for curve in panel.curves], style)
+        for panel in plot.panels
+    )
+
+
+def _line(curve: Curve) -> Line:
+    last = next((value for value in reversed(curve.main[1]) if value == value), None)
+    label = on_a_line(curve.label)
+    return Line(label if last is None else f"{label}: {last:.4g}", *curve.main)

@@ -1,0 +1,238 @@
+"""Runs in words: a table of them, and everything about one, for a terminal (rich) or a pipe (plain text)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ddptrain.config.wording import counted, shown
+from ddptrain.protocol.rank_spec import describe_status
+from ddptrain.protocol.wandb_parts import waiting
+from ddptrain.results.layout import TRACKING
+from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
+from ddptrain.results.tracking.record import made_by_trackers, to_type, wandb_parts
+from ddptrain.tables import Section, clean, on_a_line, plain_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HEADER = ("RUN", "STATUS", "STARTED (UTC)", "DURATION", "RANKS", "RESULT")
+_STATUS_STYLE = {
+    RunStatus.RUNNING: "cyan",
+    RunStatus.WAITING: "cyan",
+    RunStatus.SUCCEEDED: "green",
+    RunStatus.FAILED: "red",
+    RunStatus.UNREADABLE: "red",
+    RunStatus.PREEMPTED: "yellow",
+    RunStatus.CANCELLED: "yellow",
+    RunStatus.UNKNOWN: "yellow",
+}
+_RESULT_WIDTH = 60
+_MAX_FILES = 8  # of a folder that are told one by one
+_LEAST_RESULT = 12  # characters of a row's last cell in a line, which may take several
+_RETURNED_WIDTH = 2_000
+_KIB = 1024.0
+
+
+def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
+    """A row a run, as in HEADER."""
+    return [tuple(on_a_line(cell) for cell in _row(view)) for view in views]
+
+
+def _row(view: RunView) -> tuple[str, ...]:
+    record = view.record
+    ranks = str(record.world_size or "-")
+    started, took = _time(record.started_at), duration(view.duration_s)
+    return (view.run_id, view.shown_status, started, took, ranks, _result(view))
+
+
+def _result(view: RunView) -> str:
+    """What a run came to, in a few words: why it failed, its best checkpoint, or its last loss."""
+    record = view.record
+    if view.problem:
+        return _short(view.problem)
+    if record.failure is not None:
+        rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
+        return _short(f"{rank}{record.failure.type or ''} {record.failure.message}".strip())
+    if record.best is not None:
+        return f"best {record.best.metric} {number(record.best.value)} at step {record.best.step}"
+    losses = [name for name in record.last_metrics if "loss" in name]
+    name = next((name for name in ("val/loss", *losses, *record.last_metrics) if name in record.last_metrics), None)
+    return "" if name is None else f"{name} {number(record.last_metrics[name])}"
+
+
+def _short(text: str) -> str:
+    line = clean(text).split("\n")[0]
+    return line if len(line) <= _RESULT_WIDTH else line[: _RESULT_WIDTH - 3] + "..."
+
+
+def sections(view: RunView) -> list[Section]:
+    """Everything about one run, as titled lists of names and values; empty ones are left out."""
+    record = view.record
+    git = "" if record.git is None else record.git.commit + (" with changes" if record.git.dirty else "")
+    best = record.best
+    about = [
+        ("status", view.shown_status),
+        ("problem", view.problem),
+        ("exit code", "" if record.exit_code is None else str(record.exit_code)),
+        ("directory", view.layout.where),
+        ("workload", record.workload),
+        ("started", _time(record.started_at)),
+        ("ended", _time(record.ended_at) if record.ended_at else ""),
+        ("duration", _duration(view)),
+        ("ranks", str(record.world_size or "")),
+        ("driver", f"process {record.driver.pid} on {record.driver.host}" if record.driver.host else ""),
+        ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
+        ("driver's log", view.layout.told(view.layout.driver_log) if view.layout.driver_log.exists() else ""),
+        ("git", git),
+        ("best", f"{best.metric} {number(best.value)} at step {best.step}" if best else ""),
+        ("checkpoints", ", ".join(record.checkpoints)),
+        ("result", "" if record.result is None else shown(json.dumps(record.result), _RETURNED_WIDTH)),
+    ]
+    environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
+    all_sections = [
+        (view.run_id, about),
+        ("failure", _failure(record.failure)),
+        *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
+        ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),
+        ("tracking", _tracking(view)),
+        ("artifacts", _artifacts(view.layout.artifacts())),
+        ("environment of the ranks", environment),
+        ("versions", sorted(record.versions.items())),
+    ]
+    filled = ((title, [(clean(name), clean(value)) for name, value in lines if value]) for title, lines in all_sections)
+    return [(clean(title), lines) for title, lines in filled if lines]
+
+
+def _duration(view: RunView) -> str:
+    total_s, earlier_s = view.duration_s, view.record.earlier_s
+    last = f", {duration(max(0.0, total_s - earlier_s))} of it since it was resumed" if total_s and earlier_s else ""
+    return duration(total_s) + last
+
+
+def _failure(failure: FailureRecord | None) -> list[tuple[str, str]]:
+    if failure is None:
+        return []
+    rank = "" if failure.rank is None else str(failure.rank)
+    lines = [("rank", rank), ("host", failure.host), ("kind", failure.kind), ("type", failure.type)]
+    return [
+        *lines,
+        ("message", failure.message),
+        ("log", failure.log),
+        ("traceback", failure.traceback.rstrip()),
+    ]
+
+
+def _artifacts(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Each file, but one line for a folder of many, as that of the pictures of a long run."""
+    below: dict[str, list[str]] = {}
+    for path in sizes:
+        below.setdefault(path.rpartition("/")[0], []).append(path)
+    lines = []
+    for folder, paths in below.items():
+        if folder and len(paths) > _MAX_FILES:
+            lines.append((f"{folder}/", f"{counted(len(paths), 'file')}, {size(sum(sizes[path] for path in paths))}"))
+        else:
+            lines += [(path, size(sizes[path])) for path in paths]
+    return sorted(lines)
+
+
+def _below_run(run_id: str, folder: str) -> str:
+    """A tracker's folder as the run directory has it, wherever that was; one that is elsewhere stays as it is."""
+    _, found, rest = folder.rpartition(f"/{run_id}/{TRACKING}/")
+    return f"{TRACKING}/{rest}" if found else folder
+
+
+def _tracking(view: RunView) -> list[tuple[str, str]]:
+    """Where each tracker has it: its address, or what is on the disk; and how W&B's gets to the server."""
+    lines = []
+    seen = set()
+    for tracker, found in made_by_trackers(view.layout, view.record).items():
+        url = found.get("url")
+        if url in seen:
+            continue  # a run that ranks share
+        seen |= {url} - {None}
+        place = " ".join(filter(None, (found.get("mode"), _below_run(view.run_id, found.get("folder", "")))))
+        lines.append((tracker, url or place or ", ".join(found.values())))
+    if not view.is_running and waiting(wandb_parts(view.layout, view.record)):
+        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {to_type(view.layout)}"))
+    return lines
+
+
+def _attempt(attempt: AttemptRecord, count: int) -> Section:
+    title = "ranks" if count == 1 else f"attempt {attempt.attempt} ({attempt.outcome or 'under way'})"
+    return title, [(f"rank {rank.rank}", _rank(rank)) for rank in attempt.ranks]
+
+
+def _rank(rank: RankRecord) -> str:
+    where = rank.host + (f", process {rank.pid}" if rank.pid is not None else "")
+    gpu = f", GPU {rank.gpu}" if rank.gpu is not None else ""
+    return where + gpu + (f", {describe_status(rank.exit)}" if rank.exit is not None else "")
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, or "-" for none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """As "42.1 s", "3m 05s" or "2h 07m"; "-" for none."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def size(size_bytes: int) -> str:
+    """As "999 B" or "2.1 MiB"."""
+    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= _KIB and len(units) > 1:
+        value /= _KIB
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _time(text: str) -> str:
+    parsed = moment(text)
+    return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else "-"
+
+
+def print_table(views: Sequence[RunView], console: Console) -> None:
+    """The table on a terminal; where that is too narrow its lines are broken, and nothing is cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    found = rows(views)
+    columns = [*zip(HEADER, *found, strict=True)]
+    if sum(2 + max(map(len, column)) for column in columns[:-1]) + _LEAST_RESULT > console.width:
+        console.print(Text(plain_table([HEADER, *found])), soft_wrap=True)
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in HEADER:
+        table.add_column(title, no_wrap=title != HEADER[-1], overflow="fold")
+    for run_id, status, *rest in found:
+        style = _STATUS_STYLE.get(RunStatus(status), "") if status in set(RunStatus) else ""
+        table.add_row(Text(run_id), Text(status, style), *(Text(cell) for cell in rest))
+    console.print(table)
+
+
+def print_sections(parts: Sequence[Section], console: Console) -> None:
+    """The sections on a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    for title, lines in parts:
+        console.print(Text(title, "bold"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, style="dim")
+        table.add_column(overflow="fold")
+        for name, value in lines:
+            style = _STATUS_STYLE.get(RunStatus(value), "") if name == "status" and value in set(RunStatus) else ""
+            table.add_row(Text(f"  {name}"), Text(value, style))
+        console.print(table)
+        console.print()

@@ -1,0 +1,174 @@
+"""Shows the logs of a run: whole lines, as they would stand on a terminal, and what comes while it is under
+way.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ddptrain.errors import RunNotFound
+from ddptrain.results.errors import naming
+from ddptrain.results.files import open_to_read
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView, load_run
+
+_BLOCK_BYTES = 1 << 16
+# A line longer than this is shown in pieces: a rank that never ends its line must not fill the memory.
+_LONGEST_LINE_BYTES = 1 << 20
+_POLL_S = 0.1
+_STATUS_EVERY_S = 0.5
+
+
+def final_text(line: str) -> str:
+    """What a terminal shows of a line once its carriage returns have been carried out."""
+    shown = ""
+    for part in line.split("\r"):
+        # With escape codes in it, the rest of what was there is as good as gone: progress bars clear it.
+        shown = part if "\x1b" in part else part + shown[len(part) :]
+    return shown
+
+
+class LogCursor:
+    """Reads one growing log; keeps the bytes of a line that has not ended."""
+
+    def __init__(self, path: Path, lines: int | None = None) -> None:
+        self._path = path
+        self._partial = b""
+        self._offset = 0 if lines is None else _start_of_last(path, lines)
+
+    def read(self) -> Iterator[str]:
+        """The lines that have ended since the last time; none while there is no file."""
+        with naming(self._path, "read"):
+            try:
+                descriptor = open_to_read(self._path)
+            except FileNotFoundError:
+                return
+        with os.fdopen(descriptor, "rb") as file:
+            if file.seek(0, 2) < self._offset:
+                self._offset = 0  # cut short, or written anew
+            file.seek(self._offset)
+            while block := file.read(_BLOCK_BYTES):
+                self._offset += len(block)
+                *whole, self._partial = (self._partial + block).split(b"\n")
+                yield from (_decoded(line) for line in whole)
+                if len(self._partial) > _LONGEST_LINE_BYTES:
+                    yield from self.rest()
+
+    def rest(self) -> Iterator[str]:
+        """The last line, where it has not ended."""
+        if self._partial:
+            yield _decoded(self._partial)
+            self._partial = b""
+
+
+def _decoded(line: bytes) -> str:
+    return final_text(line.decode("utf-8", "replace"))
+
+
+def _start_of_last(path: Path, lines: int) -> int:
+    """Where the last `lines` lines of a file start, a last one that has not ended included."""
+    with naming(path, "read"):
+        try:
+            descriptor = open_to_read(path)
+        except FileNotFoundError:
+            return 0
+    with os.fdopen(descriptor, "rb") as file:
+        end = file.seek(0, 2)
+        position = end - 1 if lines > 0 else 0  # the last byte ends the last line, or is part of it
+        while position > 0:
+            start = max(0, position - _BLOCK_BYTES)
+            file.seek(start)
+            block = file.read(position - start)
+            at = len(block)
+            while (at := block.rfind(b"\n", 0, at)) >= 0:
+                lines -= 1
+                if lines == 0:
+                    return start + at + 1
+            position = start
+        return 0 if lines > 0 else end
+
+
+def show_logs(view: RunView, rank: int | None = None, lines: int | None = None) -> Iterator[str]:
+    """The lines of every rank, or of one; of each the last `lines`, if given, with their rank when there are
+    several.
+
+    Raises:
+        RunNotFound: the run has no log of that rank.
+    """
+    logs = _chosen(view.layout, rank)
+    if rank is not None and not logs:
+        raise RunNotFound(_no_log(view, rank))
+    prefixed = _is_prefixed(view, rank)
+    for number, path in logs.items():
+        cursor = LogCursor(path, lines)
+        prefix = f"[rank {number}] " if prefixed else ""
+        yield from (prefix + line for line in cursor.read())
+        yield from (prefix + line for line in cursor.rest())
+
+
+def follow_logs(
+    view: RunView,
+    rank: int | None = None,
+    lines: int | None = None,
+    *,
+    is_running: Callable[[], bool] | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> Iterator[str]:
+    """The same, and then every line as it comes, until the run is over and its last line is shown.
+
+    Raises:
+        RunNotFound: the run is over and has no log of that rank.
+    """
+    still_running = is_running or _StatusWatch(view.layout)
+    prefixed = _is_prefixed(view, rank)
+    cursors: dict[int, LogCursor] = {}
+    running = True
+    while running:
+        running = still_running()  # asked before the last read, so that nothing printed before the end is missed
+        for number, path in _chosen(view.layout, rank).items():
+            # Only what was there at the start is shortened: a log that appears later is new in all its lines.
+            cursors.setdefault(number, LogCursor(path, lines))
+        lines = None
+        for number, cursor in cursors.items():
+            prefix = f"[rank {number}] " if prefixed else ""
+            yield from (prefix + line for line in cursor.read())
+            if not running:
+                yield from (prefix + line for line in cursor.rest())
+        if running:
+            wait(_POLL_S)
+    if rank is not None and not cursors:
+        raise RunNotFound(_no_log(view, rank))
+
+
+class _StatusWatch:
+    """Says whether the run is under way, without reading run.json at every poll."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
+        self._asked_at = float("-inf")
+        self._running = True
+
+    def __call__(self) -> bool:
+        if time.monotonic() - self._asked_at >= _STATUS_EVERY_S:
+            self._running = load_run(self._layout.root).is_running
+            self._asked_at = time.monotonic()
+        return self._running
+
+
+def _chosen(layout: RunLayout, rank: int | None) -> dict[int, Path]:
+    return {number: path for number, path in layout.logs().items() if rank in (None, number)}
+
+
+def _is_prefixed(view: RunView, rank: int | None) -> bool:
+    several = max(view.record.world_size, len(view.layout.logs())) > 1
+    return rank is None and (several or view.record.world_size == 0)  # 0: that is not known before the ranks start
+
+
+def _no_log(view: RunView, rank: int) -> str:
+    there = ", ".join(str(number) for number in view.layout.logs())
+    return f"run {view.run_id} has no log of rank {rank}; " + (
+        f"it has logs of ranks {there}" if there else "it has no logs"
+    )

@@ -1,0 +1,1 @@
+"""What trackers have made of a run."""

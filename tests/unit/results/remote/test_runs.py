@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.errors import RunLocked, RunNotFound, UsageError
+from ddptrain.results.errors import StoreError
+from ddptrain.results.remote.lock import LOCK, Claim
+from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
+from ddptrain.results.remote.store import Store
+from ddptrain.results.run_store import LocalRuns, Need
+from ddptrain.results.show.tail import follow_logs
+from ddptrain.results.writer import RunWriter
+from tests.unit.results.stores import watched_store
+
+WEAK = (
+    "{} cannot keep two drivers apart that start at the same moment: conditional writes cannot be used there "
+    "(memory has none)"
+)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[StoreRuns]:
+    """An empty store, seen from a machine whose folders are below tmp_path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        yield StoreRuns(watched_store()[0])
+
+
+def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: Any) -> Store:
+    run = runs.store.below(run_id)
+    record = {
+        "run_id": run_id,
+        "name": "n",
+        "status": status,
+        "started_at": "2025-01-01T00:00:00Z",
+        "world_size": 1,
+    } | fields
+    run.write("run.json", json.dumps(record).encode())
+    run.write("config.yaml", b"name: n\n")
+    run.write("logs/rank-0.log", b"one\ntwo\n")
+    run.write("artifacts/names.json", b"[1]")
+    run.write("artifacts/large.bin", b"x" * 5000)
+    return run
+
+
+def hold(run: Store, **changes: Any) -> None:
+    claim = dataclasses.replace(Claim.of_this_process(), **{"host": "elsewhere", **changes})
+    run.write(LOCK, json.dumps(dataclasses.asdict(claim)).encode())
+
+
+def files_of(view_root: Path) -> set[str]:
+    return {path.relative_to(view_root).as_posix() for path in view_root.rglob("*") if path.is_file()}
+
+
+def test_runs_are_listed_by_their_records_alone(runs: StoreRuns) -> None:
+    assert runs.list() == []
+    put_run(runs, "a-1")
+    put_run(runs, "b-2", status="failed")
+    runs.store.write("no-run/x", b"1")
+    runs.store.write("..odd/run.json", b"{}")
+    views = runs.list()
+    assert {view.run_id: view.status for view in views} == {"a-1": "succeeded", "b-2": "failed"}
+    assert views[0].as_dict()["run_dir"] == f"{runs.store.url}/{views[0].run_id}"
+    assert files_of(views[0].layout.root) == {"run.json", ".store.json"}
+    for path in runs.store.files("a-1"):
+        runs.store.remove(path)
+    assert [view.run_id for view in runs.list()] == ["b-2"]
+
+
+def test_run_is_under_way_while_its_lock_is_fresh(runs: StoreRuns) -> None:
+    run = put_run(runs, "a-1", status="running", driver={"host": "elsewhere", "pid": 1})
+    assert runs.find("a-1").status == "failed"
+    hold(run)
+    assert runs.find("a").status == "running"
+    hold(run, time_s=time.time() - 1000)
+    (view,) = runs.list()
+    assert view.record.failure is not None and "the driver is gone" in view.record.failure.message
+
+
+def test_what_is_needed_is_fetched_and_the_rest_is_known_by_name(runs: StoreRuns) -> None:
+    put_run(runs, "a-1")
+    view = runs.find("a-1")
+    assert view.layout.artifacts() == {"large.bin": 5000, "names.json": 3}
+    assert [view.layout.told(path) for path in view.layout.logs().values()] == [f"{runs.store.url}/a-1/logs/rank-0.log"]
+    assert not list(view.layout.root.glob("logs/*"))
+    runs.find("a-1", Need.LOGS)
+    assert view.layout.log(0).read_text() == "one\ntwo\n"
+    runs.store.write("a-1/logs/rank-0.log", b"new\nnew\n")
+    assert runs.find("a-1", Need.LOGS).layout.log(0).read_text() == "new\nnew\n"
+
+
+def test_unknown_run_is_told_with_the_address(runs: StoreRuns) -> None:
+    put_run(runs, "a-1")
+    with pytest.raises(RunNotFound, match=rf'^no run "b" in {runs.store.url}; there are: a-1$'):
+        runs.find("b")
+
+
+def test_growing_log_is_followed_to_the_end(runs: StoreRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddptrain.results.remote.runs._FOLLOW_EVERY_S", 0.0)
+    run = put_run(runs, "a-1", status="running")
+    hold(run)
+    view = runs.find("a-1", Need.LOGS)
+    lines = follow_logs(view, is_running=runs.follow(view, None), wait=lambda seconds: None)
+    assert [next(lines), next(lines)] == ["one", "two"]
+    run.write("logs/rank-0.log", b"one\ntwo\nthree\n")
+    assert next(lines) == "three"
+    run.write("logs/rank-0.log", b"one\ntwo\nthree\nend")
+    put = json.loads(run.read("run.json") or b"")
+    run.write("run.json", json.dumps({**put, "status": "succeeded"}).encode())
+    assert list(lines) == ["end"]
+
+
+def test_run_id_that_is_taken_is_refused(runs: StoreRuns) -> None:
+    put_run(runs, "a-1")
+    with (
+        pytest.raises(UsageError, match="run a-1 exists already in memory://"),
+        runs.keeping("a-1", resumed=False, max_failures=1),
+    ):
+        pass
+
+
+def test_store_that_takes_nothing_is_told_before_anything_is_made(runs: StoreRuns) -> None:
+    runs.store.fs.fails = lambda path: PermissionError("Forbidden")
+    with (
+        pytest.raises(UsageError, match=r"Forbidden; check the credentials"),
+        runs.keeping("a-1", resumed=False, max_failures=1),
+    ):
+        pass
+    runs.store.fs.fails = lambda path: OSError("away")
+    with pytest.raises(StoreError, match="away"), runs.keeping("a-1", resumed=False, max_failures=1):
+        pass
+    assert not (runs.work / "a-1").exists()
+
+
+def test_run_that_another_driver_is_at_is_refused(runs: StoreRuns) -> None:
+    hold(put_run(runs, "a-1", status="running"))
+    with pytest.raises(RunLocked), runs.keeping("a-1", resumed=True, max_failures=1):
+        pass
+
+
+def test_run_that_was_never_begun_leaves_nothing(runs: StoreRuns) -> None:
+    with runs.keeping("a-1", resumed=False, max_failures=1):
+        assert list(runs.store.files()) == [f"a-1/{LOCK}"]
+    assert not runs.store.files()
+
+
+def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(runs: StoreRuns) -> None:
+    with runs.keeping("a-1", resumed=False, max_failures=1) as keeping:
+        with RunWriter.create(runs.folder, "a-1", "n", "name: n\n", "w") as writer:
+            keeping.begin()
+            assert keeping.flush(60) == ""
+            token = json.loads(runs.store.read(f"a-1/{LOCK}") or b"")["token"]
+            assert runs.folder.stat().st_mode & 0o777 == 0o700
+            writer.layout.log(0).write_text("not uploaded\n")
+            runs.store.fs.fails = lambda path: OSError("away")
+            assert "not all in memory://" in keeping.flush(0.1)
+        keeping.close(0.1)
+    runs.store.fs.fails = lambda path: None
+    hold(runs.store.below("a-1"), token=token, released=True)
+    with runs.keeping("a-1", resumed=True, max_failures=1) as keeping:
+        assert (keeping.root / "logs/rank-0.log").read_text() == "not uploaded\n"
+        said: list[str] = []
+        keeping.listen(said.append, lambda error: None)
+        assert said == [WEAK.format(runs.store.url)]
+
+
+def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoreRuns) -> None:
+    put_run(runs, "a-1", status="failed")
+    stale = runs.folder / "a-1"
+    stale.mkdir()
+    (stale / "mine").write_text("not lost")
+    said: list[str] = []
+    with runs.keeping("a-1", resumed=True, max_failures=1) as keeping:
+        keeping.listen(said.append, lambda error: None)
+        assert (keeping.root / "logs/rank-0.log").read_text() == "one\ntwo\n"
+    (aside,) = runs.work.glob("a-1.before-*")
+    assert (aside / "mine").read_text() == "not lost"
+    assert said[1:] == [f"{runs.store.url}/a-1 has been written from elsewhere since; what was here is kept in {aside}"]
+
+
+def test_place_without_a_scheme_is_a_folder() -> None:
+    assert open_runs_dir("some/runs") == LocalRuns(Path("some/runs"))
+
+
+def test_run_may_be_given_by_its_address() -> None:
+    assert split_run("s3://bucket/deep/runs/a-1/", "runs") == ("s3://bucket/deep/runs", "a-1")
+    assert split_run("runs/a-1", "s3://bucket") == ("s3://bucket", "runs/a-1")
+    for text in ("s3://", "s3://bucket"):
+        with pytest.raises(RunNotFound, match="is no run's address"):
+            split_run(text, "runs")

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddptrain.errors import DdptrainError, RunLocked, RunNotFound
+from ddptrain.protocol.events import CheckpointSaved
+from ddptrain.results.checkpoint_verification import verify
+from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.errors import CheckpointDamaged, StoreError
+from ddptrain.results.record import RunStatus
+from ddptrain.results.remote import restore
+from ddptrain.results.remote import upload as remote_upload
+from ddptrain.results.remote.store import Store
+from ddptrain.results.remote.upload import Uploads
+from ddptrain.results.writer import RunWriter
+from tests.unit.results.stores import WatchedFs, watched_store
+
+Stage = Callable[..., tuple[CheckpointSaved, Path]]
+POLICY = CheckpointPolicy(keep=1, metric="val/loss")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_upload, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(remote_upload, "_FLUSH_PAUSE_S", 0.02)
+    monkeypatch.setattr(remote_upload, "_LAST_S", 60.0)
+    monkeypatch.setattr(remote_upload, "_PARTING_S", 60.0)
+    monkeypatch.setattr(remote_upload, "_PAUSES_S", (0.02,))
+
+
+class Kept:
+    """A run under way, its store, and what its uploads have said."""
+
+    def __init__(self, writer: RunWriter, stage: Stage) -> None:
+        self.writer, self.stage = writer, stage
+        self.store, self.fs = watched_store()
+        self.uploads = Uploads(self.store, writer.layout.root, "token", max_failures=2)
+        self.warnings: list[str] = []
+        self.losses: list[DdptrainError] = []
+        self.uploads.listen(self.warnings.append, self.losses.append)
+
+    def save(self, step: int, loss: float | None = None, content: bytes = b"w" * 1000) -> Path:
+        metrics = {} if loss is None else {"val/loss": loss}
+        event, folder = self.stage(step, metrics, {"model.safetensors": content, "state.pt": b""})
+        return self.writer.adopt_checkpoint(0, event, folder, POLICY)
+
+    def there(self) -> set[str]:
+        return set(self.store.files())
+
+    def order(self) -> list[str]:
+        return [write.replace(f"{self.store.root}/", "") for write in self.fs.writes]
+
+
+@pytest.fixture
+def kept(writer: RunWriter, stage: Stage) -> Iterator[Kept]:
+    made = Kept(writer, stage)
+    yield made
+    if writer.layout.root.exists():
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    made.uploads.close(0.1)
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept: Kept) -> None:
+    kept.save(1, 1.0)
+    kept.writer.layout.log(0).write_text("hello\n")
+    (kept.writer.layout.artifacts_dir / ".odd").write_text("kept, too")
+    kept.uploads.begin()
+    assert kept.uploads.flush(60) == ""
+    order = kept.order()
+    step = [path for path in order if "step-1" in path]
+    assert step[-1] == "checkpoints/step-1/checkpoint.json" and len(step) == 3
+    assert order.index("checkpoints/latest") > order.index(step[-1]) and order[-1] == "run.json"
+    expected = {"run.json", "config.yaml", "events.jsonl", "metrics.jsonl", "logs/rank-0.log", "artifacts/.odd"}
+    assert kept.there() == {*expected, *step, "checkpoints/latest", "checkpoints/best"}
+
+
+def test_what_w_and_b_keeps_for_itself_alone_is_not_uploaded(kept: Kept) -> None:
+    for name in ("run-1/run-1.wandb", "cache/obj/1", "sending-rank-0/checkpoints/step-1/model.safetensors"):
+        path = kept.writer.layout.tracking_dir / "wandb" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"1")
+    kept.uploads.begin()
+    assert kept.uploads.flush(60) == ""
+    assert {path for path in kept.there() if path.startswith("tracking/")} == {"tracking/wandb/run-1/run-1.wandb"}
+
+
+def test_end_in_the_store_is_the_end_on_the_disk_and_the_working_folder_goes(kept: Kept) -> None:
+    kept.uploads.begin()
+    kept.save(1)
+    kept.writer.finish(RunStatus.SUCCEEDED, 0)
+    assert kept.uploads.flush(60) == ""
+    assert json.loads(kept.store.read("run.json") or b"")["status"] == "succeeded"
+    kept.uploads.close(60)
+    assert not kept.writer.layout.root.exists() and not kept.warnings
+
+
+def test_old_checkpoint_goes_after_the_new_one_is_there_and_never_the_last(kept: Kept) -> None:
+    kept.save(1)
+    kept.uploads.begin()
+    kept.uploads.flush(60)
+    kept.fs.fails = lambda path: OSError("away") if "step-2/checkpoint.json" in path else None
+    kept.save(2)
+    wait_until(lambda: kept.losses)
+    assert {path for path in kept.there() if path.endswith("checkpoint.json")} == {"checkpoints/step-1/checkpoint.json"}
+    assert kept.store.read("checkpoints/latest") == b"step-1\n"
+    kept.fs.fails = lambda path: None
+    assert kept.uploads.flush(60) == ""
+    assert {path for path in kept.there() if "step-" in path} == {
+        f"checkpoints/step-2/{name}" for name in ("checkpoint.json", "model.safetensors", "state.pt")
+    }
+    assert kept.store.read("checkpoints/latest") == b"step-2\n"
+
+
+def test_step_saved_again_never_damages_the_one_that_is_there(kept: Kept, tmp_path: Path) -> None:
+    kept.save(1, content=b"old")
+    kept.uploads.begin()
+    kept.uploads.flush(60)
+    kept.fs.fails = lambda path: OSError("away") if path.endswith("checkpoint.json") else None
+    kept.save(1, content=b"new")
+    wait_until(lambda: kept.losses)
+    restore.bring(kept.store, tmp_path / "other", pytest.fail)
+    assert (tmp_path / "other/checkpoints/step-1/model.safetensors").read_bytes() == b"old"
+    kept.fs.fails = lambda path: None
+    assert kept.uploads.flush(60) == ""
+    restore.bring(kept.store, tmp_path / "another", pytest.fail)
+    assert (tmp_path / "another/checkpoints/step-1/model.safetensors").read_bytes() == b"new"
+    assert "checkpoints/step-1/model.safetensors" not in kept.there()
+
+
+def test_checkpoint_that_is_dropped_while_it_is_uploaded_comes_whole(kept: Kept) -> None:
+    dropped = kept.save(1)
+
+    def drop(path: str) -> None:
+        if path.endswith("step-1/model.safetensors"):
+            shutil.rmtree(dropped, ignore_errors=True)
+
+    kept.fs.fails = drop
+    kept.uploads.begin()
+    wait_until(lambda: kept.store.read("checkpoints/step-1/checkpoint.json"))
+    kept.uploads.flush(0.2)
+    assert "checkpoints/step-1/state.pt" in kept.there()  # nothing newer is there: it stays
+
+
+def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept: Kept) -> None:
+    kept.uploads.begin()
+    kept.uploads.flush(60)
+    kept.fs.fails = lambda path: OSError("the store is away")
+    kept.save(1)
+    wait_until(lambda: kept.losses)
+    wait_until(lambda: len(kept.warnings) == 2)
+    assert "the store is away (failure 1 of 2; again in 0.02 s)" in kept.warnings[0]
+    (loss,) = kept.losses
+    assert isinstance(loss, StoreError) and loss.exit_code == 4
+    assert f"given up after 2 failures, all is kept in {kept.writer.layout.root}" in str(loss)
+    problem = kept.uploads.flush(0.2)
+    assert problem.startswith(f"the results are not all in {kept.store.url} (cannot write")
+    assert problem.endswith(f"they are kept in {kept.writer.layout.root}, and --resume a-run uploads them")
+    kept.uploads.close(0.1)
+    assert kept.writer.layout.run_json.exists()
+
+
+def test_error_that_passes_is_not_told(kept: Kept) -> None:
+    kept.uploads.begin()
+    kept.fs.errors = [TimeoutError(), TimeoutError()]
+    assert kept.uploads.flush(60) == ""
+    assert not kept.warnings and not kept.losses
+
+
+def test_record_tells_the_end_even_where_other_files_are_missing(kept: Kept) -> None:
+    kept.uploads.begin()
+    kept.uploads.flush(60)
+    kept.fs.fails = lambda path: OSError("too long a name") if "artifacts" in path else None
+    (kept.writer.layout.artifacts_dir / "x").write_text("1")
+    wait_until(lambda: kept.losses)
+    assert "too long a name" in kept.uploads.flush(0.1)
+    kept.writer.finish(RunStatus.FAILED, 4)
+    kept.uploads.close(0.1)
+    assert json.loads(kept.store.read("run.json") or b"")["status"] == "failed"
+
+
+def test_run_that_another_driver_has_taken_is_not_written_any_more(kept: Kept) -> None:
+    kept.uploads.begin()
+    kept.uploads.flush(60)
+    kept.uploads.lose(RunLocked("held by another"))
+    count = len(kept.fs.writes)
+    kept.writer.finish(RunStatus.FAILED, 6)
+    assert "held by another" in kept.uploads.flush(1)
+    kept.uploads.close(1)
+    assert len(kept.fs.writes) == count and kept.writer.layout.root.exists()
+    assert [type(error) for error in kept.losses] == [RunLocked]
+
+
+def test_large_log_is_uploaded_less_often(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_upload, "_BYTES_PER_S", 10)
+    monkeypatch.setattr(remote_upload, "_FILE_EVERY_S", 0.0)
+    log = kept.writer.layout.log(0)
+    log.write_bytes(b"x" * 1000)
+    kept.uploads.begin()
+    wait_until(lambda: kept.store.read("logs/rank-0.log"))
+    log.write_bytes(b"x" * 2000)
+    time.sleep(0.2)
+    assert kept.store.files()["logs/rank-0.log"].size_bytes == 1000
+    kept.uploads.flush(60)
+    assert kept.store.files()["logs/rank-0.log"].size_bytes == 2000
+
+
+# --- what is brought to another machine ---
+
+
+def upload(kept: Kept) -> None:
+    kept.uploads.begin()
+    assert kept.uploads.flush(60) == ""
+
+
+def overwrite(store: Store, path: str, data: bytes) -> None:
+    store.fs.memory.pipe_file(f"{store.root}/{path}", data)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "manifest"])
+def test_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    kept.save(1, 1.0)  # stays, being the best
+    kept.save(2, 2.0)
+    upload(kept)
+    path = "checkpoints/step-2/model.safetensors"
+    if damage == "missing":
+        kept.store.remove(path)
+    elif damage == "manifest":
+        overwrite(kept.store, "checkpoints/step-2/checkpoint.json", b"{")
+    else:
+        overwrite(kept.store, path, b"w" * 999 if damage == "truncated" else b"x" * 1000)
+    warnings: list[str] = []
+    restore.bring(kept.store, tmp_path / "other", warnings.append)
+    assert verify(tmp_path / "other/checkpoints/step-1").step == 1
+    assert not (tmp_path / "other/checkpoints/step-2").exists()
+    assert damage == "manifest" or "checkpoint step-2 of" in warnings[0]
+
+
+def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_kept(
+    kept: Kept, tmp_path: Path, stage: Stage
+) -> None:
+    kept.save(1, 1.0)
+    kept.save(2, 2.0)
+    kept.writer.layout.log(0).write_text("before\n")
+    kept.writer.finish(RunStatus.CANCELLED, 130)
+    upload(kept)
+    kept.uploads.close(60)
+    other = tmp_path / "other" / "a-run"
+    restore.bring(kept.store, other, pytest.fail)
+    assert sorted(path.name for path in (other / "checkpoints/step-1").iterdir()) == ["checkpoint.json"]
+    assert (other / "logs/rank-0.log").read_text() == "before\n"
+    with RunWriter.reopen(other, "x") as again:
+        there = Kept.__new__(Kept)
+        there.writer, there.stage, there.store, there.fs = again, stage, kept.store, kept.fs
+        again.go_on_from(verify(other / "checkpoints/step-2"), POLICY)
+        mirror = Uploads(kept.store, other, "token")
+        mirror.begin()
+        there.save(3, 3.0)
+        again.finish(RunStatus.SUCCEEDED, 0)
+        assert mirror.flush(60) == ""
+        mirror.close(60)
+    steps = {path.split("/")[1] for path in kept.there() if path.endswith("safetensors")}
+    assert steps == {"step-1", "step-3"} and kept.store.read("checkpoints/best") == b"step-1\n"
+
+
+def test_unreadable_store_is_an_error_not_an_empty_run(kept: Kept, tmp_path: Path) -> None:
+    upload(kept)
+    fs: WatchedFs = kept.fs
+    fs.errors = [OSError("away")] * 3
+    with pytest.raises(StoreError, match="away"):
+        restore.bring(kept.store, tmp_path / "other", pytest.fail)
+
+
+def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Kept, tmp_path: Path) -> None:
+    kept.save(1, 1.0, b"best")
+    kept.save(2, 2.0, b"newest")
+    upload(kept)
+    copy = tmp_path / "copy"
+    for _ in range(2):
+        restore.copy_model(kept.store, copy, kept.store.files())
+        assert (copy / "checkpoints/best").read_text() == "step-1\n"
+        assert [path.parent.name for path in copy.rglob("*.safetensors")] == ["step-1"]
+    overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"worn")
+    restore.copy_model(kept.store, copy, kept.store.files())  # it is here, whole
+    with pytest.raises(CheckpointDamaged, match=r"SHA-256 of model\.safetensors"):
+        restore.copy_model(kept.store, tmp_path / "another", kept.store.files())
+    with pytest.raises(RunNotFound, match="has no checkpoint in memory://"):
+        restore.copy_model(kept.store.below("none"), copy, {})

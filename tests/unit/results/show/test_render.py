@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
+from ddptrain.results.record import AttemptRecord, BestRecord, DriverRecord, FailureRecord, RunRecord
+from ddptrain.results.show.render import duration, print_table, rows, sections, size
+from ddptrain.results.tracking.record import wandb_parts
+from ddptrain.tables import clean, plain_sections, plain_table
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_nothing_is_cut_off_a_row_by_a_narrow_terminal(tmp_path: Path, width: int) -> None:
+    run_id = "images-local-20261121-171552-deb2"
+    record = RunRecord(run_id=run_id, status="failed", failure=FailureRecord(1, "h", "exception", "E", "no such name"))
+    file = io.StringIO()
+    print_table([RunView(RunLayout(tmp_path), record)], Console(file=file, width=width))
+    assert run_id in file.getvalue() and "rank 1: E no such name" in " ".join(file.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (0.04, "0.0 s"), (59.9, "59.9 s"), (185, "3m 05s"), (7620.4, "2h 07m")],
+)
+def test_durations_are_short(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(0, "0 B"), (999, "999 B"), (2_202_010, "2.1 MiB"), (1 << 50, "1024.0 TiB")]
+)
+def test_sizes_are_short(size_bytes: int, text: str) -> None:
+    assert size(size_bytes) == text
+
+
+def test_a_folder_of_many_artifacts_is_one_line(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    for path in ["names.json", *(f"few/{n}.png" for n in range(2)), *(f"many/{n}.png" for n in range(9))]:
+        (layout.artifacts_dir / path).parent.mkdir(parents=True, exist_ok=True)
+        (layout.artifacts_dir / path).write_bytes(b"12345678")
+    told = dict(sections(RunView(layout, RunRecord(run_id="r"))))["artifacts"]
+    few = [(f"few/{n}.png", "8 B") for n in range(2)]
+    assert list(told) == [*few, ("many/", "9 files, 72 B"), ("names.json", "8 B")]
+
+
+def test_escape_codes_of_a_failure_do_not_reach_the_terminal() -> None:
+    assert clean("a\x1b[2Jb\n\tc\r") == "a\ufffd[2Jb\n    c\ufffd"
+
+
+def test_a_row_tells_the_failure_before_the_best(tmp_path: Path) -> None:
+    failure = FailureRecord(1, "h", "exception", "ValueError", "no such name\nat all " + "x" * 200)
+    record = RunRecord(run_id="r", status="failed", failure=failure, best=BestRecord("val/loss", "min", 1.0, 3))
+    (row,) = rows([RunView(RunLayout(tmp_path), record)])
+    assert row[-1] == "rank 1: ValueError no such name"
+
+
+@pytest.mark.parametrize(
+    ("record", "result"),
+    [
+        (RunRecord(best=BestRecord("val/loss", "min", 1.23456, 3)), "best val/loss 1.235 at step 3"),
+        (RunRecord(last_metrics={"lr": 0.1, "train/loss": 2.0}), "train/loss 2"),
+        (RunRecord(last_metrics={"lr": None}), "lr -"),
+        (RunRecord(), ""),
+    ],
+)
+def test_a_row_ends_in_what_the_run_came_to(tmp_path: Path, record: RunRecord, result: str) -> None:
+    assert rows([RunView(RunLayout(tmp_path), record)])[0][-1] == result
+
+
+def test_columns_are_aligned() -> None:
+    assert plain_table([("A", "B"), ("long", "x")]) == "A     B\nlong  x"
+
+
+def test_empty_parts_are_left_out_and_long_values_indented(tmp_path: Path) -> None:
+    failure = FailureRecord(message="no", traceback="one\ntwo\n")
+    view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed", failure=failure))
+    text = plain_sections(sections(view))
+    assert "  message    no\n  traceback  one\n             two" in text
+    assert "artifacts" not in text and "best" not in text
+
+
+def test_running_run_tells_its_driver_its_attempt_and_where_the_driver_prints(tmp_path: Path) -> None:
+    attempts = (AttemptRecord(1, outcome="failed"), AttemptRecord(2))
+    record = RunRecord(run_id="r", attempts=attempts, driver=DriverRecord(7, "far"))
+    view = RunView(RunLayout(tmp_path), record)
+    view.layout.driver_log.touch()
+    about = dict(sections(view)[0][1])
+    told = (about["driver"], about["attempt"], about["driver's log"])
+    assert told == ("process 7 on far", "2", str(tmp_path / "driver.log"))
+
+
+def tracked_run(folder: Path) -> RunView:
+    """A run of eleven ranks, the first two of which were recorded offline, and of which more was sent afterwards."""
+    told = {"id": "w1", "mode": "offline", "folder": "/there/wandb/part"}
+    found = {"wandb": told, "wandb/rank_1": told | {"id": "w1-1"}, "tensorboard": {"folder": "/here"}}
+    online = {f"wandb/rank_{rank}": {"id": f"w1-{rank}", "url": f"https://w/w1-{rank}"} for rank in (10, 2)}
+    layout = RunLayout(folder)
+    links = layout.tracking_dir / "wandb/links.json"
+    links.parent.mkdir(parents=True)
+    links.write_text(json.dumps({name: f"https://w/{name}" for name in ("w1", "w1-1", "w1-rank_3")}))
+    return RunView(layout, RunRecord(run_id="r", status="succeeded", tracking={**found, **online}))
+
+
+def test_links_of_all_runs_are_shown_also_of_those_that_were_sent_afterwards(tmp_path: Path) -> None:
+    shown = dict(sections(tracked_run(tmp_path)))["tracking"]
+    assert shown == [
+        ("tensorboard", "/here"),
+        ("wandb", "https://w/w1"),
+        ("wandb/rank_1", "https://w/w1-1"),
+        ("wandb/rank_2", "https://w/w1-2"),
+        ("wandb/rank_10", "https://w/w1-10"),
+        ("wandb/w1-rank_3", "https://w/w1-rank_3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("folder", "shown"),
+    [
+        ("{root}/tracking/wandb/part", "offline tracking/wandb/part"),
+        ("/where/it/was/r/tracking/wandb/part", "offline tracking/wandb/part"),
+        ("/there/wandb/part", "offline /there/wandb/part"),
+    ],
+)
+def test_what_is_on_the_disk_is_told_from_the_run_directory_on(tmp_path: Path, folder: str, shown: str) -> None:
+    layout = RunLayout(tmp_path / "r")
+    tracking = {"wandb": {"mode": "offline", "folder": folder.format(root=layout.root)}}
+    view = RunView(layout, RunRecord(run_id="r", status="succeeded", tracking=tracking))
+    assert dict(sections(view))["tracking"] == [("wandb", shown)]
+
+
+def test_links_of_all_runs_are_in_the_json_as_well(tmp_path: Path) -> None:
+    made = tracked_run(tmp_path).as_dict()["tracking"]
+    assert made["wandb"] == {"id": "w1", "mode": "offline", "folder": "/there/wandb/part", "url": "https://w/w1"}
+    assert made["wandb/rank_10"]["url"] == "https://w/w1-10"
+    assert made["wandb/w1-rank_3"] == {"id": "w1-rank_3", "url": "https://w/w1-rank_3"}
+
+
+def test_parts_that_are_kept_elsewhere_are_looked_for_in_their_folder_and_not_all_over_the_disk(tmp_path: Path) -> None:
+    view = tracked_run(tmp_path / "run")
+    for folder, run_id in (("there", "w1"), ("there/other", "w1-1")):
+        made = tmp_path / folder / f"offline-run-20250101_000001-{run_id}"
+        made.mkdir(parents=True)
+        (made / f"run-{run_id}.wandb").touch()
+    tracking = {"wandb": {"id": "w1", "mode": "offline", "folder": str(tmp_path / "there" / "gone")}}
+    (part,) = [each.folder for each in wandb_parts(view.layout, RunRecord(run_id="r", tracking=tracking))]
+    assert part == tmp_path / "there/offline-run-20250101_000001-w1"
+    both = tracking | {"wandb/rank_1": tracking["wandb"] | {"id": "w1-1"}}
+    assert len(wandb_parts(view.layout, RunRecord(run_id="r", tracking=both))) == 1
+
+
+def test_link_that_ranks_share_is_shown_once_beside_those_of_their_own_runs(tmp_path: Path) -> None:
+    view = tracked_run(tmp_path)
+    shared = {"id": "w1", "mode": "shared", "url": "https://w/w1"}
+    view = RunView(view.layout, RunRecord(run_id="r", tracking={"wandb": shared, "wandb/rank_1": shared}))
+    shown = dict(sections(view))["tracking"]
+    assert [text for _, text in shown] == ["https://w/w1", "https://w/w1-1", "https://w/w1-rank_3"]

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddptrain.errors import RunNotFound
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
+from ddptrain.results.record import RunRecord
+from ddptrain.results.show.tail import LogCursor, final_text, follow_logs, show_logs
+
+
+def view_of(root: Path, world_size: int = 1, **logs: bytes) -> RunView:
+    layout = RunLayout(root)
+    layout.logs_dir.mkdir(parents=True)
+    for name, data in logs.items():
+        (layout.logs_dir / f"rank-{name.removeprefix('rank')}.log").write_bytes(data)
+    return RunView(layout, RunRecord(run_id="r", status="succeeded", world_size=world_size))
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("plain", "plain"),
+        ("dos\r", "dos"),
+        ("10%\r 50%\r100%", "100%"),
+        ("loading...\rdone", "doneing..."),
+        ("loading...\r\x1b[Kdone", "\x1b[Kdone"),
+        ("\r\r", ""),
+    ],
+)
+def test_carriage_returns_end_up_as_on_a_terminal(line: str, text: str) -> None:
+    assert final_text(line) == text
+
+
+def test_one_rank_is_shown_as_it_is_and_several_with_their_number(tmp_path: Path) -> None:
+    assert list(show_logs(view_of(tmp_path / "1", rank0=b"a\nb"))) == ["a", "b"]
+    two = view_of(tmp_path / "2", 2, rank0=b"a\n", rank1=b"b\n\nc")
+    assert list(show_logs(two)) == ["[rank 0] a", "[rank 1] b", "[rank 1] ", "[rank 1] c"]
+    assert list(show_logs(two, rank=1)) == ["b", "", "c"]
+
+
+def test_a_rank_without_a_log_is_told_with_those_that_have_one(tmp_path: Path) -> None:
+    view = view_of(tmp_path, rank0=b"", rank2=b"")
+    with pytest.raises(RunNotFound, match="no log of rank 7; it has logs of ranks 0, 2"):
+        list(show_logs(view, rank=7))
+    with pytest.raises(RunNotFound, match="no log of rank 7"):
+        list(follow_logs(view, rank=7, is_running=lambda: False))
+
+
+@pytest.mark.parametrize(
+    ("data", "lines", "shown"),
+    [
+        (b"a\nb\nc\n", 2, ["b", "c"]),
+        (b"a\nb\nc", 2, ["b", "c"]),
+        (b"a\nb\nc\n", 9, ["a", "b", "c"]),
+        (b"a\n\n", 1, [""]),
+        (b"a\n", 0, []),
+        (b"", 3, []),
+        (b"x\n" + b"y" * 200_000 + b"\nz\n", 2, ["y" * 200_000, "z"]),
+        (b"\n".join(b"%d" % n for n in range(100_000)), 1, ["99999"]),
+    ],
+)
+def test_the_last_lines_are_found_from_the_end(tmp_path: Path, data: bytes, lines: int, shown: list[str]) -> None:
+    assert list(show_logs(view_of(tmp_path, rank0=data), lines=lines)) == shown
+
+
+def test_text_cut_in_the_middle_of_a_character_is_whole_again(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    cursor = LogCursor(path)
+    assert list(cursor.read()) == []
+    data = "größe 🐕\n".encode()
+    shown = []
+    for end in range(1, len(data) + 1):
+        path.write_bytes(data[:end])
+        shown += list(cursor.read())
+    assert shown == ["größe 🐕"]
+    path.write_bytes(data + b"\xf0\x9f")
+    assert list(cursor.read()) == []
+    assert list(cursor.rest()) == ["\ufffd"]
+
+
+def test_a_line_that_never_ends_is_shown_in_pieces(tmp_path: Path) -> None:
+    view = view_of(tmp_path, rank0=b"x" * 5_000_000)
+    pieces = list(show_logs(view))
+    assert len(pieces) > 1
+    assert sum(map(len, pieces)) == 5_000_000
+
+
+def test_following_shows_new_lines_new_ranks_and_the_end(tmp_path: Path) -> None:
+    view = view_of(tmp_path, 2, rank0=b"old\nlast\n")
+    log, other = view.layout.log(0), view.layout.log(1)
+
+    def add(path: Path, data: bytes) -> None:
+        with path.open("ab") as file:
+            file.write(data)
+
+    def rank_1_joins() -> None:
+        add(log, b"ial\n")
+        add(other, b"1\n2\n")
+
+    left: list[Callable[[], None]] = [
+        lambda: add(log, b"one\npart"),
+        rank_1_joins,
+        lambda: add(log, b"the end"),
+    ]
+    lines = follow_logs(view, lines=1, is_running=lambda: bool(left), wait=lambda _: left.pop(0)())
+    assert list(lines) == [
+        "[rank 0] last",
+        "[rank 0] one",
+        "[rank 0] partial",
+        "[rank 1] 1",
+        "[rank 1] 2",
+        "[rank 0] the end",
+    ]
+
+
+def test_following_from_before_the_first_line_says_whose_each_line_is(tmp_path: Path) -> None:
+    """How many ranks it has is not known yet: `train --detach` has just returned."""
+    view = view_of(tmp_path, world_size=0)
+    left = [(0, b"a\n"), (1, b"b\n")]
+
+    def comes(_: float) -> None:
+        rank, line = left.pop(0)
+        view.layout.log(rank).write_bytes(line)
+
+    lines = follow_logs(view, is_running=lambda: bool(left), wait=comes)
+    assert list(lines) == ["[rank 0] a", "[rank 1] b"]
+
+
+def test_a_log_that_is_written_anew_is_followed_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"a long first line\n")
+    cursor = LogCursor(path)
+    assert list(cursor.read()) == ["a long first line"]
+    path.write_bytes(b"new\n")
+    assert list(cursor.read()) == ["new"]

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.protocol.events import CheckpointSaved
+from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run
+from ddptrain.results.ownership.lock import LockState
+from ddptrain.results.record import DriverRecord, RunRecord
+from ddptrain.results.writer import RunWriter
+
+Driver = Callable[[str], subprocess.Popen[str]]
+
+
+def put(runs_dir: Path, run_id: str, started_at: str = "2025-01-01T00:00:00.000Z", **fields: object) -> Path:
+    """A run's directory with a run.json, and nothing else."""
+    layout = RunLayout(runs_dir / run_id)
+    layout.root.mkdir(parents=True)
+    record = RunRecord(run_id=run_id, status="succeeded", exit_code=0, started_at=started_at)
+    layout.run_json.write_text(dataclasses.replace(record, **fields).to_json())  # type: ignore[arg-type]
+    return layout.root
+
+
+def test_a_run_is_found_by_id_prefix_latest_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    old, new = put(runs, "pets-1"), put(runs, "dogs-1", "2025-02-01T00:00:00.000Z")
+    put(runs, "pets-11", "2024-01-01T00:00:00.000Z")
+    assert find_run(runs, "pets-1") == old
+    assert find_run(runs, "dog") == new
+    assert find_run(runs, "latest") == new
+    assert find_run(tmp_path, str(old)) == old
+    monkeypatch.chdir(old)
+    assert find_run(tmp_path, ".") == old
+    assert find_run(tmp_path, "../dogs-1/") == new
+
+
+def test_an_ambiguous_prefix_names_the_candidates(tmp_path: Path) -> None:
+    put(tmp_path, "pets-1")
+    put(tmp_path, "pets-2")
+    with pytest.raises(RunNotFound, match='"pets" fits 2 runs: pets-1, pets-2; give more'):
+        find_run(tmp_path, "pets")
+
+
+def test_an_unknown_run_is_met_with_what_there_is(tmp_path: Path) -> None:
+    put(tmp_path, "pets-1")
+    with pytest.raises(RunNotFound, match="did you mean pets-1"):
+        find_run(tmp_path, "pest-1")
+    with pytest.raises(RunNotFound, match="there are: pets-1"):
+        find_run(tmp_path, "zzzzzz")
+
+
+@pytest.mark.parametrize("run", ["latest", "x", "", "..", "/nowhere", "a/b", "a\0b", "x" * 5000])
+def test_with_no_runs_nothing_is_found(tmp_path: Path, run: str) -> None:
+    with pytest.raises(RunNotFound) as missed:
+        find_run(tmp_path / "runs", run)
+    assert missed.value.exit_code == 2
+
+
+def test_runs_are_listed_newest_first_and_other_folders_are_not(tmp_path: Path) -> None:
+    put(tmp_path, "a", "2025-01-01T00:00:00.000Z")
+    put(tmp_path, "b", "2025-01-03T00:00:00.000Z")
+    put(tmp_path, "c", "2025-01-02T00:00:00+00:00")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "file").touch()
+    assert [view.run_id for view in list_runs(tmp_path)] == ["b", "c", "a"]
+    assert list_runs(tmp_path / "missing") == []
+    with pytest.raises(UsageError, match="cannot list"):
+        list_runs(tmp_path / "file")
+
+
+def test_record_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    with (tmp_path / "big" / "run.json").open("wb") as file:
+        file.truncate(1 << 40)  # without taking room on the disk
+    view = load_run(tmp_path / "big")
+    assert view.status == "unreadable"
+    assert "File too large" in view.problem
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"run_id": 3}', "\0" * 100])
+def test_a_damaged_run_is_listed_as_unreadable(tmp_path: Path, text: str) -> None:
+    put(tmp_path, "good")
+    damaged = put(tmp_path, "bad-20250601-120000-00ff")
+    RunLayout(damaged).run_json.write_text(text)
+    bad, good = list_runs(tmp_path)
+    assert (bad.run_id, bad.status, good.status) == ("bad-20250601-120000-00ff", "unreadable", "succeeded")
+    assert "run.json" in bad.problem
+    assert bad.record.started_at.startswith("2025-06-01T12:00:00")
+
+
+def test_a_run_under_way_is_running_and_counts_its_time(tmp_path: Path, driver: Driver) -> None:
+    driver("a-run")
+    view = load_run(find_run(tmp_path / "runs", "latest"))
+    assert view.status == "running"
+    assert view.is_running
+    assert view.duration_s is not None and 0 <= view.duration_s < 60
+
+
+def test_a_run_whose_driver_was_killed_has_failed(tmp_path: Path, driver: Driver) -> None:
+    process = driver("a-run")
+    process.kill()
+    process.wait()
+    root = tmp_path / "runs" / "a-run"
+    before = RunLayout(root).run_json.read_bytes()
+    view = load_run(root)
+    assert (view.status, view.record.exit_code) == ("failed", None)
+    assert view.record.failure is not None and view.record.failure.message == DRIVER_GONE
+    assert view.record.ended_at is not None and view.record.ended_at >= view.record.started_at[:19]
+    assert view.duration_s is not None
+    assert RunLayout(root).run_json.read_bytes() == before
+
+
+def test_a_driver_elsewhere_is_believed_until_its_files_are_old(tmp_path: Path) -> None:
+    root = put(tmp_path, "far", status="running", exit_code=None, driver=DriverRecord(1, "another-host"))
+    assert load_run(root).status == "running"
+    an_hour_ago = time.time() - 3600
+    os.utime(root / "run.json", (an_hour_ago, an_hour_ago))
+    view = load_run(root)
+    assert view.status == "unknown"
+    assert view.record.failure is not None
+    assert "unknown since" in view.record.failure.message and "another-host" in view.record.failure.message
+
+
+def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = put(tmp_path, "r", status="running", exit_code=None)
+    ended = RunRecord(run_id="r", status="succeeded", exit_code=0)
+
+    def ends_meanwhile(_: Path) -> LockState:
+        RunLayout(root).run_json.write_text(ended.to_json())
+        return LockState.FREE
+
+    monkeypatch.setattr("ddptrain.results.ownership.lock.look", ends_meanwhile)
+    assert load_run(root).status == "succeeded"
+
+
+def test_a_checkpoint_is_found_by_pointer_and_by_name(
+    writer: RunWriter, stage: Callable[..., tuple[CheckpointSaved, Path]]
+) -> None:
+    for step, loss in ((9, 1.0), (10, 2.0)):
+        writer.adopt_checkpoint(0, *stage(step, {"val/loss": loss}), CheckpointPolicy())
+    assert find_checkpoint(writer.layout).name == "step-10"
+    assert find_checkpoint(writer.layout, "best").name == "step-9"
+    assert find_checkpoint(writer.layout, "step-9").name == "step-9"
+    with pytest.raises(RunNotFound, match="has no checkpoint step-7; it has step-9, step-10"):
+        find_checkpoint(writer.layout, "step-7")
+    (writer.layout.checkpoints_dir / "latest").write_text("../../etc\n")
+    assert find_checkpoint(writer.layout).name == "step-10"
+
+
+def test_a_run_without_checkpoints_says_so(writer: RunWriter) -> None:
+    (writer.layout.checkpoints_dir / "step-3").mkdir()
+    with pytest.raises(RunNotFound, match="a-run has no checkpoint"):
+        find_checkpoint(writer.layout)
