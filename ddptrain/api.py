@@ -162,8 +162,8 @@ def _started(
     arguments: Sequence[str],
     together: bool,
 ) -> Run:
-    from ddptrain.driver.detach import EndedEarly, start_ordered
-    from ddptrain.driver.order import Order
+    from ddptrain.driver.control.detach import EndedEarly, start_ordered
+    from ddptrain.driver.control.launch_request import Order
 
     order = Order(data, str(folder), changes, together)
     process, begun = start_ordered(["train", "--ordered", *arguments, "--", path], order.to_line())

@@ -25,7 +25,7 @@ from ddptrain.errors import (
 )
 
 if TYPE_CHECKING:
-    from ddptrain.driver.stopping import Going
+    from ddptrain.driver.control.stop import Going
     from ddptrain.results.lookup import RunView
     from ddptrain.results.record import FailureRecord
 
@@ -185,7 +185,7 @@ class Run:
 
         Raises: ClusterError where it goes on although its time is over.
         """
-        from ddptrain.driver.stopping import stop_run
+        from ddptrain.driver.control.stop import stop_run
 
         stop_run(self._going(), now=now, by="ddptrain.Run.stop", tell=lambda _: None)
         if self._process is not None:
@@ -202,7 +202,7 @@ class Run:
         return self._runs.find(self.id, *need)
 
     def _going(self) -> Going:
-        from ddptrain.driver.stopping import Going
+        from ddptrain.driver.control.stop import Going
         from ddptrain.results.layout import RunLayout
 
         if not self._is_stored:
@@ -210,7 +210,7 @@ class Run:
         return Going(RunLayout(self._desk), self._view, look_every_s=_STORE_LOOK_S)
 
     def _is_on(self) -> bool:
-        from ddptrain.driver.stopping import is_going
+        from ddptrain.driver.control.stop import is_going
 
         if self._process is not None:
             return self._process.poll() is None

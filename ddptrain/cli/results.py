@@ -149,7 +149,7 @@ def sync(
     """
     from dataclasses import asdict
 
-    from ddptrain.driver.syncing import Sent, sync_runs
+    from ddptrain.driver.tracking.wandb_sync import Sent, sync_runs
     from ddptrain.errors import ExitCode, UsageError
     from ddptrain.results.remote.runs import open_runs_dir
 

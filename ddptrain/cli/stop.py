@@ -9,7 +9,7 @@ import typer
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
-    from ddptrain.driver.stopping import Going
+    from ddptrain.driver.control.stop import Going
     from ddptrain.results.lookup import RunView
 
 _STORE_EVERY_S = 2.0
@@ -32,7 +32,7 @@ def stop(
     """
     import json
 
-    from ddptrain.driver.stopping import is_going, stop_run
+    from ddptrain.driver.control.stop import is_going, stop_run
     from ddptrain.tables import on_a_line
 
     going = _going(runs_dir, run)
@@ -52,7 +52,7 @@ def _going(runs_dir: str, run: str) -> Going:
     """
     import socket
 
-    from ddptrain.driver.stopping import Going, is_going
+    from ddptrain.driver.control.stop import Going, is_going
     from ddptrain.errors import UsageError
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import load_run

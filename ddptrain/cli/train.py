@@ -89,8 +89,8 @@ def start(
         check_cluster(loaded.config.cluster, lambda text: say(f"ddptrain: {text}"))
         typer.echo(dump_config(resolved_config(loaded.config)), nl=False)
         return
-    from ddptrain.driver.launch import LaunchOptions
-    from ddptrain.driver.launch import train as launch
+    from ddptrain.driver.run import LaunchOptions
+    from ddptrain.driver.run import train as launch
     from ddptrain.errors import UsageError
 
     if resume not in (None, "auto") and run_id is not None:
@@ -110,7 +110,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     import json
     import shlex
 
-    from ddptrain.driver.detach import EndedEarly, start_detached
+    from ddptrain.driver.control.detach import EndedEarly, start_detached
 
     command = str(ctx.command.name)
     begun = start_detached([command, "--output", Output.PLAIN.value, *_typed(ctx, leave_out={"detach", "output"})])
@@ -167,7 +167,7 @@ def _ordered(config: str, options: dict[str, str]) -> LoadedConfig:
     from pathlib import Path
 
     from ddptrain.config.load import load_config, load_mapping
-    from ddptrain.driver.order import take_order
+    from ddptrain.driver.control.launch_request import take_order
 
     order = take_order()
     if order.config is None:

@@ -10,10 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from ddptrain.driver import cause, graces
-from ddptrain.driver.cause import Fault, Kind
-from ddptrain.driver.gang import Gang, Place
-from ddptrain.driver.inbox import (
+from ddptrain.driver.failure import fault as failure_fault
+from ddptrain.driver.failure import grace as failure_grace
+from ddptrain.driver.failure.fault import Fault, Kind
+from ddptrain.driver.failure.outcome import was_sent
+from ddptrain.driver.failure.stack_collector import Inquiry
+from ddptrain.driver.failure.watchdog import Watchdog
+from ddptrain.driver.failure.worker_heartbeat import Presence
+from ddptrain.driver.messages import (
     BroughtHome,
     Delayed,
     Inbox,
@@ -25,14 +29,11 @@ from ddptrain.driver.inbox import (
     TaskFailed,
     WorkerLost,
 )
-from ddptrain.driver.inquiry import Inquiry
-from ddptrain.driver.mirror import SpoolMirror
-from ddptrain.driver.porter import Porter
-from ddptrain.driver.presence import Presence
-from ddptrain.driver.rankwatch import Outcome, RankWatch
-from ddptrain.driver.telling import Telling
-from ddptrain.driver.verdict import was_sent
-from ddptrain.driver.watchdog import Watchdog
+from ddptrain.driver.rank_state import Outcome, RankWatch
+from ddptrain.driver.recorder import Telling
+from ddptrain.driver.transfer.artifacts import Porter
+from ddptrain.driver.transfer.log_mirror import SpoolMirror
+from ddptrain.driver.worker_group import Gang, Place
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER, RankExit, RankSpec, describe_status
@@ -102,7 +103,7 @@ class Attempt:
             self._watch_deadlines()
         self._drain()
         finished = [watch.spec.rank for watch in self.ranks if watch.finished]
-        fault = self.inquiry.explained(cause.first_cause(self.faults, finished)) if self.faults else None
+        fault = self.inquiry.explained(failure_fault.first_cause(self.faults, finished)) if self.faults else None
         return Outcome(self.ranks, fault, self.signum, self.notice, self.loss, self.leaving)
 
     def _take_one(self) -> None:
@@ -213,7 +214,7 @@ class Attempt:
             case events.Failure(exit_code=ExitCode.PREEMPTED) if self.notice is not None:
                 watch.preempted = True  # it has ended before it heard that it is to end, as others had
             case events.Failure():
-                watch.fault = cause.from_failure(rank, event)
+                watch.fault = failure_fault.from_failure(rank, event)
                 self._add_fault(watch.fault)
             case events.Entered():
                 if all(other.entered for other in self.ranks):
@@ -252,9 +253,9 @@ class Attempt:
                     f"rank {ended.rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 )
         elif self.notice is not None and ended.status == -signal.SIGTERM:
-            self._stop(graces.at_once_s(self.ranks[0].spec))  # it never saves: there is nothing to wait for
+            self._stop(failure_grace.at_once_s(self.ranks[0].spec))  # it never saves: there is nothing to wait for
         elif watch.fault is None and not self.stopping:
-            watch.fault = cause.from_exit(ended)
+            watch.fault = failure_fault.from_exit(ended)
             self._add_fault(watch.fault)
         self._tell_end(watch)
 
@@ -303,7 +304,7 @@ class Attempt:
             return
         if fault.timed_out and not self.inquiry.begun:
             self.inquiry.begin(None)
-        until = time.monotonic() + (graces.VICTIM_SETTLE_S if fault.victim else graces.SETTLE_S)
+        until = time.monotonic() + (failure_grace.VICTIM_SETTLE_S if fault.victim else failure_grace.SETTLE_S)
         self.settle_until = until if self.settle_until is None else min(self.settle_until, until)
 
     def _on_signal(self, signum: int) -> None:
@@ -323,13 +324,13 @@ class Attempt:
         self.notice = notice
         grace_s = self.ranks[0].spec.grace_s
         if not all(watch.entered for watch in self.ranks):  # nothing is done yet that could be saved
-            self._stop(graces.at_once_s(self.ranks[0].spec))
+            self._stop(failure_grace.at_once_s(self.ranks[0].spec))
             return
         self.telling.notice(
             f"{notice}: the ranks finish their step and save, within {grace_s:g} s (again to stop them)"
         )
         self.gang.tell([watch.spec for watch in self.ranks if not watch.over], _PREEMPT)
-        self.preempt_until = time.monotonic() + grace_s - min(graces.STOP_MARGIN_S, grace_s / 4)
+        self.preempt_until = time.monotonic() + grace_s - min(failure_grace.STOP_MARGIN_S, grace_s / 4)
 
     def _watch_presence(self) -> None:
         """Give up ranks that nobody else will tell of."""
@@ -357,7 +358,7 @@ class Attempt:
         watch = self.ranks[hung.rank]
         watch.fault = watch.fault or hung
         self._add_fault(hung)
-        self._stop(graces.hung_s(self.ranks[0].spec))
+        self._stop(failure_grace.hung_s(self.ranks[0].spec))
 
     def _watch_deadlines(self) -> None:
         """Go on with the stopping of the gang when its next moment has come."""
@@ -367,7 +368,7 @@ class Attempt:
             if not self.stopping:
                 self.telling.status("stopping the other ranks")
                 self._stop(None, spare_failed=True)
-                self.spare_until = now + graces.CLEAN_UP_S
+                self.spare_until = now + failure_grace.CLEAN_UP_S
         if self.preempt_until is not None and now >= self.preempt_until:
             self.preempt_until = None
             if not self.stopping:
@@ -387,7 +388,7 @@ class Attempt:
         if spare_failed:
             alive = [watch for watch in alive if watch.fault is None or watch.fault.victim]
         grace = self.ranks[0].spec.grace_s if grace_s is None else grace_s
-        until = time.monotonic() + grace + graces.STOP_MARGIN_S
+        until = time.monotonic() + grace + failure_grace.STOP_MARGIN_S
         self.stop_until = until if self.stop_until is None else min(self.stop_until, until)
         for watch in alive:
             if watch.spec.rank not in self.gang.futures:

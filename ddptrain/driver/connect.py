@@ -20,7 +20,7 @@ from distributed.comm.addressing import parse_host_port
 from distributed.versions import VersionMismatchWarning
 
 from ddptrain.clusters.find import Target
-from ddptrain.driver import peer
+from ddptrain.driver import dask_greeting
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker.tcp_timeouts import tcp_timeout
@@ -63,14 +63,14 @@ def connected(
             ) from error
         except MemoryError as error:  # the first bytes of something else are a length to Dask
             _why_not(target)
-            raise ClusterError(f"{peer.not_a_scheduler(target.address)} ({error})") from error
+            raise ClusterError(f"{dask_greeting.not_a_scheduler(target.address)} ({error})") from error
         except (OSError, TimeoutError, ValueError) as error:
             reason = _why_not(target) or str(error)
         left_s = deadline - time.monotonic()
         if (target.name and reason in _NOBODY) or left_s <= 0:
             raise ClusterError(_nobody(target, timeout_s, reason))
         silent_s = time.monotonic() - began
-        if reason == peer.SILENT and not target.name and silent_s > _SILENT_S:
+        if reason == dask_greeting.SILENT and not target.name and silent_s > _SILENT_S:
             raise ClusterError(_nobody(target, round(silent_s), reason))
         tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
         time.sleep(min(1.0, left_s))
@@ -101,7 +101,7 @@ def _tried(target: Target, timeout_s: float) -> Client:
         return outcome.result(timeout_s + _MARGIN_S)
     except concurrent.futures.TimeoutError:
         if not outcome.done():
-            raise TimeoutError(peer.SILENT) from None
+            raise TimeoutError(dask_greeting.SILENT) from None
         return outcome.result()
 
 
@@ -115,7 +115,7 @@ def _look_before_dask(target: Target) -> None:
     if scheme == "tcp":
         host, port = parse_host_port(location)
         with contextlib.suppress(OSError):  # Dask's own attempt, which follows, is told
-            peer.check_greeting(target.address, host, int(port))
+            dask_greeting.check_greeting(target.address, host, int(port))
 
 
 def _nobody(target: Target, timeout_s: float, reason: str) -> str:
@@ -144,7 +144,7 @@ def _why_not(target: Target) -> str:
             if scheme == "tls":
                 return _wrong_certificate(target, plain)
             if reason := _talks_tls(target, plain):
-                peer.check_http(target.address, host, int(port))
+                dask_greeting.check_http(target.address, host, int(port))
             return reason
     except socket.gaierror as error:
         raise ClusterError(f"the host of {target.address} is unknown: {error.strerror}") from error
@@ -192,7 +192,7 @@ def _wrong_certificate(target: Target, plain: socket.socket) -> str:
             f"({error.verify_message}): it belongs to another cluster, or cluster.tls.ca_file is the wrong one"
         ) from error
     except TimeoutError:
-        return peer.SILENT
+        return dask_greeting.SILENT
     except ssl.SSLError as error:
         if _ALERT not in str(error.reason):
             raise ClusterError(
@@ -222,7 +222,7 @@ def _talks_tls(target: Target, plain: socket.socket) -> str:
         with context.wrap_socket(plain):
             pass
     except OSError:
-        return peer.SILENT
+        return dask_greeting.SILENT
     address = target.address.replace("tcp", "tls", 1)
     raise ClusterError(
         f"the scheduler at {target.address} speaks TLS: write the address as {address}, and give cluster.tls.ca_file, "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ddptrain.clusters.attached import AttachedCluster
 from ddptrain.config.models import ClusterConfig
-from ddptrain.driver.machine import offer
+from ddptrain.driver.local_resources import offer
 
 _APPEAR_S = 5.0  # for a scheduler of others to appear; a run waits for cluster.start_timeout_s
 

@@ -78,7 +78,7 @@ def _arguments() -> list[str]:
 SPY = """
 import sys
 from ddptrain.cli.main import main
-from ddptrain.driver.gang import Gang
+from ddptrain.driver.worker_group import Gang
 
 submit = Gang.submit
 

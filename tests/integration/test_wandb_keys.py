@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.syncing import Sent, sync_run
+from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
 from ddptrain.results.lookup import load_run
 from ddptrain.results.record import RunStatus
 from ddptrain.results.tracking import wandb_log

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddptrain.driver.syncing import Sent, sync_run
+from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, UNSENT, Part, parts_below, waiting
 from ddptrain.results.lookup import load_run

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from ddptrain.config.load import load_config
 from ddptrain.config.models import RunConfig
-from ddptrain.driver.porter import _plain_name
+from ddptrain.driver.transfer.artifacts import _plain_name
 from ddptrain.errors import ConfigError
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Orders

@@ -17,8 +17,8 @@ from distributed import Client, Future
 from ddptrain.clusters import slots
 from ddptrain.clusters.check import Needs, check_cluster
 from ddptrain.compat.dask_pytorch_ddp import gangwatch, job
-from ddptrain.driver.gang import Gang, Place
 from ddptrain.driver.reservation import Watchers, Wish
+from ddptrain.driver.worker_group import Gang, Place
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec
 from ddptrain.results.layout import new_run_id

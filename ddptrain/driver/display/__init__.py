@@ -1,5 +1,5 @@
 """What `ddptrain train` shows while it runs: every rank's log, and how far each rank is."""
 
-from ddptrain.driver.display.front import Display, open_display
+from ddptrain.driver.display.display import Display, open_display
 
 __all__ = ["Display", "open_display"]

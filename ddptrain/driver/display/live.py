@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ddptrain.driver.display import bars, terminal
 from ddptrain.driver.display import messages as told
+from ddptrain.driver.display import progress_bars, terminal
 from ddptrain.driver.display.lines import Line
 from ddptrain.driver.display.plain import format_lines, format_notice, format_own
 from ddptrain.driver.display.stream import Stream
@@ -25,11 +25,11 @@ class LiveRenderer:
     redraw_every_s = 0.1
 
     def __init__(self, stdout: Stream, size: Callable[[], tuple[int, int]], colour: bool, run_id: str) -> None:
-        glyphs = bars.UNICODE_GLYPHS if stdout.is_unicode else bars.ASCII_GLYPHS
-        self._bars = bars.Bars(run_id, glyphs)
+        glyphs = progress_bars.UNICODE_GLYPHS if stdout.is_unicode else progress_bars.ASCII_GLYPHS
+        self._bars = progress_bars.Bars(run_id, glyphs)
         self._stdout, self._size, self._colour = stdout, size, colour
         self._above: list[str] = []  # what is to be printed above the bars with the next frame
-        self._drawn: list[bars.Row] = []
+        self._drawn: list[progress_bars.Row] = []
         self._drawn_size = (0, 0)
         self._started_s = time.monotonic()
 
@@ -75,7 +75,7 @@ class LiveRenderer:
         height = sum(max(-(-width // columns), 1) for width in widths)
         return CLEAR_ROW + UP_AND_CLEAR_ROW * min(height, rows - 1)
 
-    def _text(self, row: bars.Row) -> str:
+    def _text(self, row: progress_bars.Row) -> str:
         if not self._colour:
             return "".join(piece.text for piece in row) + "\n"
         return "".join(terminal.coloured(piece.text, piece.colour) for piece in row) + "\n"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from distributed import Client
 
-from ddptrain.driver.gang import Gang
-from ddptrain.driver.inbox import Inbox
-from ddptrain.driver.packing import pack
+from ddptrain.driver.messages import Inbox
 from ddptrain.driver.reservation import Watchers, Wish
-from ddptrain.driver.shipping import ship
+from ddptrain.driver.transfer.code_package import pack
+from ddptrain.driver.transfer.code_upload import ship
+from ddptrain.driver.worker_group import Gang
 
 
 def main(address: str, folder: Path, workers: int) -> None:

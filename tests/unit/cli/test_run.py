@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ddptrain.cli.main import main
-from ddptrain.driver.detach import EndedEarly
+from ddptrain.driver.control.detach import EndedEarly
 
 
 def resolved(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, object]:
@@ -67,7 +67,7 @@ def test_resume_and_detach_go_to_the_driver_as_they_were_typed(monkeypatch: pyte
         given.extend(arguments)
         return EndedEarly(6, "")
 
-    monkeypatch.setattr("ddptrain.driver.detach.start_detached", start)
+    monkeypatch.setattr("ddptrain.driver.control.detach.start_detached", start)
     typed = ["--ranks", "3", "--resume", "auto", "--allow-changes"]
     assert main(["run", "--detach", *typed, "My Script.py", "--", "--lr", "0.1", "--", "x"]) == 6
     assert given == ["run", "--output", "plain", *typed, "--", "My Script.py", "--", "--lr", "0.1", "--", "x"]

@@ -11,7 +11,7 @@ import pytest
 from ddptrain.cli import options, train
 from ddptrain.cli.main import main
 from ddptrain.config.models import RunConfig
-from ddptrain.driver.detach import EndedEarly
+from ddptrain.driver.control.detach import EndedEarly
 from ddptrain.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def test_detached_driver_is_given_what_was_typed(monkeypatch: pytest.MonkeyPatch
         given.extend(arguments)
         return EndedEarly(6, "")
 
-    monkeypatch.setattr("ddptrain.driver.detach.start_detached", start)
+    monkeypatch.setattr("ddptrain.driver.control.detach.start_detached", start)
     config = str(tmp_path / "c.yaml")
     typed = ["--set", "name=a", "--allow-changes", "--set=env.A=-b", "--ranks", "3", "--resume", "auto"]
     assert main(["train", "--detach", "--output", "json", *typed, config]) == 6

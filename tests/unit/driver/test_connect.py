@@ -14,7 +14,7 @@ import pytest
 
 from ddptrain.clusters.find import Target
 from ddptrain.clusters.security import make_tls, own_security
-from ddptrain.driver import peer
+from ddptrain.driver import dask_greeting
 from ddptrain.driver.connect import connected
 from ddptrain.errors import ClusterError
 
@@ -174,7 +174,7 @@ def test_answer_that_is_no_dask_message_after_a_late_greeting_is_no_bug_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Dask takes the first bytes for a length, and allocates them."""
-    monkeypatch.setattr("ddptrain.driver.peer._GREETING_S", 0.01)
+    monkeypatch.setattr("ddptrain.driver.dask_greeting._GREETING_S", 0.01)
 
     def late(connection: socket.socket) -> None:
         time.sleep(0.5)
@@ -204,7 +204,7 @@ GREETING += b"\x83\xabcompression\xc0\xa6python\x93\x03\x0b\x07\xafpickle-protoc
     ],
 )
 def test_greeting_of_a_dask_scheduler_is_known_by_its_length_and_names(data: bytes, expected: bool) -> None:
-    assert peer.is_not_dask(data) is expected
+    assert dask_greeting.is_not_dask(data) is expected
 
 
 def test_cluster_of_the_users_own_that_is_gone_says_how_to_clear_up() -> None:

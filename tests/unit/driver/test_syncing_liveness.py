@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver import syncing
-from ddptrain.driver.syncing import Sent, sync_run
+from ddptrain.driver.tracking import wandb_sync
+from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
@@ -63,7 +63,7 @@ def test_run_of_another_host_that_shows_no_sign_of_life_is_not_taken_for_a_finis
 def test_run_of_another_host_whose_heart_has_stopped_is_sent(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syncing, "WATCH_S", 0.3)
+    monkeypatch.setattr(wandb_sync, "WATCH_S", 0.3)
     Heartbeat(layout.heartbeat_file)
     os.utime(layout.heartbeat_file, (1, 1))
     with pytest.raises(UsageError, match="there is no API key"):
@@ -91,8 +91,8 @@ def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path:
 
 def test_marks_are_not_left_through_links(layout: RunLayout, tmp_path: Path) -> None:
     view = load_run(layout.root)
-    (part,) = syncing._waiting(view)
+    (part,) = wandb_sync._waiting(view)
     part.log.with_suffix(".wandb.synced").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ResultsError, match="symbolic link"):
-        syncing._mark(part)
+        wandb_sync._mark(part)
     assert not (tmp_path / "elsewhere").exists()

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ddptrain.config import registry
 from ddptrain.config.models import RunConfig
 from ddptrain.config.tracking import TrackingConfig
-from ddptrain.driver.trackercheck import check_trackers
+from ddptrain.driver.tracking.check import check_trackers
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
@@ -89,7 +89,7 @@ def test_wrong_settings_are_errors_before_anything_starts(settings: dict[str, An
 def test_package_that_is_missing_is_an_error_of_the_driver_where_ranks_run_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ddptrain.driver.trackercheck.find_spec", lambda name: None)
+    monkeypatch.setattr("ddptrain.driver.tracking.check.find_spec", lambda name: None)
     for name, package in (("tensorboard", r"ddptrain\[tensorboard\]"), ("wandb", "wandb")):
         config: dict[str, Any] = {"workload": "a:b", "tracking": {name: {"mode": "rank0"}}}
         with pytest.raises(UsageError, match=rf"pip install '{package}', or turn it off with --set tracking\.{name}"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.packing import Package, pack
+from ddptrain.driver.transfer.code_package import Package, pack
 from ddptrain.errors import ClusterError
 from ddptrain.worker import codecache
 from ddptrain.worker.codecache import CodeCache

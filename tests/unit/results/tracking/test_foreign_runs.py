@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver import syncing
-from ddptrain.driver.syncing import Sent, sync_run
+from ddptrain.driver.tracking import wandb_sync
+from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, SENT, waiting
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
@@ -106,7 +106,7 @@ def test_only_what_waits_is_fetched_and_only_how_it_stands_goes_back(
 @pytest.fixture
 def view(stored: tuple[Store, WatchedFs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunView:
     """The run as readers have it."""
-    monkeypatch.setattr(syncing, "Store", type("Opened", (), {"open": staticmethod(lambda url: stored[0])}))
+    monkeypatch.setattr(wandb_sync, "Store", type("Opened", (), {"open": staticmethod(lambda url: stored[0])}))
     (tmp_path / "copy").mkdir()
     Origin(stored[0].url).mark(tmp_path / "copy")
     tracking = {"wandb": {"id": "w1", "base_url": "https://w.example"}}

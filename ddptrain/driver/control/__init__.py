@@ -1,0 +1,1 @@
+"""Signals, stopping, and drivers in the background."""

@@ -1,0 +1,188 @@
+"""Which rank a gang waits for: told from the stacks of all of them, not from who complains first."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddptrain.driver.failure.fault import Fault, Kind, ranks_in_words, returned_early, thread_in_words
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import STACKS_FOLDER
+
+_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<function>.*)")
+_NOT_THE_USERS = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|/ddptrain/(rank|worker)/|^<frozen ")
+# Frames in which a rank waits for others, or for its device, which waits for them.
+_WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")
+_BACKWARD = "_engine_run_backward"
+_SYNCHRONIZE = re.compile(r"/torch/cuda/.* (synchronize|wait)$")
+_WRAPPERS = frozenset({"wrapper", "wait"})
+_STATES = {
+    "stopped": "its process is stopped (SIGSTOP)",
+    "uninterruptible": "its process waits in the kernel, as for a file system that is gone",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is known of one rank when a gang has stopped; `stacks` None says that nothing could be learned of it."""
+
+    rank: int
+    idle_s: float
+    stacks: events.Stacks | None = None
+    started: bool = True
+    entered: bool = True
+    finished: bool = False
+    over: bool = False
+    timed_out: bool = False  # it has itself given up its wait
+    thread: events.ThreadFailure | None = None
+    works: bool = False  # its CPU or GPU use still counts as progress
+    ended_calls: Mapping[str, float] | None = None  # of ctx methods that all ranks must call, told at its end
+    checked: str = ""  # the signals of life that were looked at, in words
+
+    @property
+    def operation(self) -> str:
+        """The collective operation that the rank waits in, "" where it waits in none."""
+        if self.timed_out:
+            return "a collective operation"
+        return waits_in(self.stacks.main) if self.stacks is not None else ""
+
+    @property
+    def calls(self) -> Mapping[str, float] | None:
+        """How often the rank has called each ctx method that all ranks must call; None where that is not known."""
+        if self.finished:
+            return self.ended_calls
+        return self.stacks.calls if self.stacks is not None and not self.stacks.state else None
+
+    @property
+    def place(self) -> str:
+        """Where the rank is, in words; "" where that is not known."""
+        if self.stacks is None:
+            return "it did not say where it is" if not self.over else ""
+        if self.stacks.state in _STATES:
+            return _STATES[self.stacks.state]
+        where = users_frame(self.stacks.main)
+        busy = ", in compiled code that does not let Python run" if self.stacks.state == "busy" else ""
+        return f"it is in {where}{busy}" if where else busy.lstrip(", ")
+
+
+def waits_in(frames: Sequence[str]) -> str:
+    """The operation of torch.distributed that a stack (innermost frame first) is in; "" for any other place.
+
+    What called it does not matter, and no frame of other code may be further in: DDP runs the model as well.
+    """
+    names: list[str] = []
+    for frame in frames:
+        match = _FRAME.fullmatch(frame)
+        if match is None:
+            break
+        if not names and match["function"] == _BACKWARD:
+            return "backward"
+        if not names and _SYNCHRONIZE.search(f"{match['file']} {match['function']}"):
+            return "synchronize"
+        if not _WAITS.search(match["file"]):
+            break
+        names.append(match["function"])
+    public = [name for name in names if not name.startswith("_") and name not in _WRAPPERS]
+    return (public or names or [""])[0].lstrip("_")
+
+
+def users_frame(frames: Sequence[str]) -> str:
+    """The innermost frame of the user's own code as "train.py:41 in load"; of any code where there is none."""
+    matches = [match for frame in frames if (match := _FRAME.fullmatch(frame)) is not None]
+    chosen = next((match for match in matches if not _is_library(match["file"])), matches[0] if matches else None)
+    if chosen is None:
+        return ""
+    name = chosen["file"].rpartition("/")[2]
+    return f"{name}:{chosen['line']} in {chosen['function']}"
+
+
+def _is_library(file: str) -> bool:
+    return _NOT_THE_USERS.search(file) is not None
+
+
+def judge(reports: Sequence[Report], limit_s: float | None, before: Mapping[int, events.Stacks]) -> Fault | None:
+    """The fault of a gang that is suspected to hang; None where the rank that the others wait for is at work.
+
+    `before` are the stacks of the inquiry before this one, which was answered with None. CPU use in a collective
+    operation may be a busy wait: it is work only if another operation has begun since then, or on the first look.
+    """
+    fault = missing(reports, limit_s)
+    found = next(report for report in reports if report.rank == fault.rank)
+    if limit_s is None or fault.kind is not Kind.HANG or not found.works or _waits_since(found, before):
+        return fault
+    return None
+
+
+def _waits_since(report: Report, before: Mapping[int, events.Stacks]) -> bool:
+    """Whether a rank is stopped, or is still in the collective operation in which it was before."""
+    stacks, last = report.stacks, before.get(report.rank)
+    if stacks is None or stacks.state in _STATES:
+        return stacks is not None
+    same = last is not None and stacks.sequence is not None and stacks.sequence == last.sequence
+    return bool(report.operation) and same and last is not None and waits_in(last.main) == report.operation
+
+
+def missing(reports: Sequence[Report], limit_s: float | None) -> Fault:
+    """The fault of a gang that has stopped: the rank that is missing from the collective, not one that waits for it.
+
+    `limit_s` is for how long nothing was heard of it; None where a rank has given up its wait by itself.
+    """
+    alive = [report for report in reports if not report.over and not report.finished]
+    gone = [report for report in reports if report.finished]
+    if gone and all(report.operation for report in alive) and alive:
+        return returned_early(gone[0].rank, [report.rank for report in alive], time.time_ns())
+    first = _first(alive or [report for report in reports if not report.over] or list(reports))
+    others = [report for report in alive if report is not first]
+    message = ", ".join(part for part in (_since(first, limit_s), first.place) if part)
+    message += _those_that_wait(others) + _of_thread(first)
+    trace = first.thread.traceback if first.thread is not None else ""
+    checked = f"{first.checked}; " if first.checked and limit_s is not None else ""
+    text = f"{message} ({checked}stacks: artifacts/{STACKS_FOLDER}/)"
+    return Fault(first.rank, Kind.HANG, time.time_ns(), text, traceback=trace)
+
+
+def _first(alive: list[Report]) -> Report:
+    """Whom the others wait for: the best sign decides, and among equals the one that has been silent for longest."""
+    known = [report.stacks.sequence for report in alive if report.stacks and report.stacks.sequence is not None]
+    least = min(known, default=0)
+    behind = least < max(known, default=0)
+
+    def signs(report: Report) -> tuple[bool, ...]:
+        stacks = report.stacks
+        return (
+            not (stacks is not None and stacks.state in _STATES),
+            report.started,
+            not (behind and stacks is not None and stacks.sequence == least and not report.timed_out),
+            bool(report.operation),
+            stacks is not None,
+        )
+
+    return min(alive, key=lambda report: (signs(report), -report.idle_s))
+
+
+def _since(first: Report, limit_s: float | None) -> str:
+    if limit_s is None:
+        return "a collective operation timed out"
+    if not first.started:
+        return f"did not start within {limit_s:g} s"
+    if not first.entered:
+        return f"did not reach the rendezvous within {limit_s:g} s"
+    return f"no progress for {limit_s:g} s" + (", after the end of its work" if first.finished else "")
+
+
+def _those_that_wait(others: Sequence[Report]) -> str:
+    waiting = [report for report in others if report.operation]
+    if not waiting:
+        return ""
+    verb = "waits" if len(waiting) == 1 else "wait"
+    operations = {report.operation for report in waiting} - {"a collective operation"}
+    operation = operations.pop() if len(operations) == 1 else "a collective operation"
+    return f" while rank {ranks_in_words([report.rank for report in waiting])} {verb} for it in {operation}"
+
+
+def _of_thread(first: Report) -> str:
+    if first.thread is None:
+        return ""
+    return f"; its thread {first.thread.thread} has ended with {thread_in_words(first.thread)}"

@@ -1,0 +1,214 @@
+"""Tells what happens, to everyone who wants to know: the run directory, the display, the JSON stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ddptrain.config.models import CheckpointConfig
+from ddptrain.config.wording import nearest, shown
+from ddptrain.driver.display import Display
+from ddptrain.driver.failure.fault import Fault, Kind, thread_in_words
+from ddptrain.protocol import events
+from ddptrain.results.record import EnvironmentValue, RankRecord, plain
+from ddptrain.results.writer import RunWriter
+
+_MOST_RETURNED = 1 << 16  # characters
+_MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
+_MOST_NAMES = 20
+_DEFAULT_METRIC = CheckpointConfig().metric
+_NOT_FOUND = frozenset({"base_url"})  # the driver's word: to that server `results sync` gives the key
+
+
+class Telling:
+    """One call a fact; each goes wherever it belongs."""
+
+    def __init__(self, writer: RunWriter, display: Display, metric: str | None = None) -> None:
+        """`metric` is the one that decides which checkpoint is best, None for none."""
+        self.writer = writer
+        self.display = display
+        self._metric = metric
+        self._logged: set[str] = set()
+        self._told: set[str] = set()
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """A line of events.jsonl, and of --output json."""
+        self.display.event(self._recorded(kind, fields))
+
+    def _recorded(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        line = {"event": kind, "time_s": round(time.time(), 3), **fields}
+        self.writer.event(line)
+        return line
+
+    def status(self, text: str) -> None:
+        """What is being waited for."""
+        self.display.status(text)
+
+    def notice(self, text: str) -> None:
+        """Something that happens as it should."""
+        self._recorded("notice", {"message": text})
+        self.display.notice(text)
+
+    def training(self, ranks: tuple[RankRecord, ...]) -> None:
+        """Every rank has entered the workload: where each runs stands in run.json from now on.
+
+        That they train is not said after one has failed, which may be known before the last has entered.
+        """
+        attempts = self.writer.record.attempts
+        self.writer.update(attempts=(*attempts[:-1], dataclasses.replace(attempts[-1], ranks=ranks)))
+        if not self._told:
+            self.display.status("training")
+
+    def warn(self, text: str) -> None:
+        """Something that the person should know."""
+        self._recorded("warning", {"message": text})
+        self.display.notice(text, level="warning")
+
+    def rank_event(self, rank: int, event: events.Event) -> None:
+        """An event of a rank, as the rank sent it."""
+        match event:
+            case events.Metrics():
+                self._logged |= event.values.keys()
+                self.writer.metrics(event, rank)
+                self.display.metrics(rank, event)
+            case events.Progress():
+                self.display.progress(rank, event)
+            case events.Started():
+                self._started(rank, event)
+            case events.Note():
+                self.event("note", rank=rank, level=event.level, message=event.message)
+                self.display.notice(
+                    f"rank {rank}: {event.message}", level="warning" if event.level == "warning" else "info"
+                )
+            case events.Entered() | events.Finished():
+                self.event(event.kind, rank=rank, rank_time_ns=event.time_ns)
+            case events.Failure():
+                self.event("failure", rank=rank, **_fields(event))
+            case events.CheckpointSaved():
+                self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
+                self._check_metric(event)
+            case _:
+                self._rare_event(rank, event)
+
+    def _check_metric(self, saved: events.CheckpointSaved) -> None:
+        """Warn once where the metric that decides which checkpoint is best is not among those of a checkpoint."""
+        problem = metric_problem(self._metric, saved, self._logged)
+        if problem:
+            self.warn(problem)
+        if problem or self._metric in saved.metrics:
+            self._metric = None
+
+    def _rare_event(self, rank: int, event: events.Event) -> None:
+        match event:
+            case events.CheckpointFailed():
+                self._checkpoint_failed(rank, event)
+            case events.Returned():
+                self._returned(rank, event)
+            case events.Tracked():
+                self._tracked(rank, event)
+            case events.TrackerFailed():
+                self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
+            case events.ThreadFailure():
+                self.event("thread_failure", rank=rank, **_fields(event))
+                text = f"rank {rank}: thread {event.thread} has ended with {thread_in_words(event)}; the rank goes on"
+                self.display.notice(text, level="warning")
+            case _:
+                pass
+
+    def _returned(self, rank: int, event: events.Returned) -> None:
+        if rank != 0 or len(event.value) > _MOST_RETURNED:
+            return
+        try:
+            result = json.loads(event.value)
+        except (ValueError, RecursionError):
+            return  # a rank is not trusted
+        self.writer.update(result=result)
+        self._recorded("returned", {"rank": rank, "result": plain(result)})
+
+    def _tracked(self, rank: int, event: events.Tracked) -> None:
+        """Keep what a rank's tracker has made; rank 0's stands under the tracker's name alone."""
+        name = event.tracker if rank == 0 else f"{event.tracker}/rank_{rank}"
+        given = [(key, text[:_MOST_FOUND]) for key, text in event.found.items() if key not in _NOT_FOUND]
+        found = dict(given[:_MOST_FOUND_KEYS])
+        tracking = self.writer.record.tracking
+        self.writer.update(tracking={**tracking, name: {**tracking.get(name, {}), **found}})
+        self._recorded("tracked", {"rank": rank, "tracker": event.tracker, "found": found})
+
+    def _checkpoint_failed(self, rank: int, event: events.CheckpointFailed) -> None:
+        self.event("checkpoint_failed", rank=rank, **_fields(event))
+        then = "given up" if event.given_up else "trying again"
+        text = f"rank {rank}: checkpoint step-{event.step} could not be written (failure {event.failures} in a row)"
+        self.display.notice(f"{text}, {then}: {event.message}", level="warning")
+
+    def _started(self, rank: int, event: events.Started) -> None:
+        if rank == 0:
+            environment = {
+                name: EnvironmentValue(str(item.get("value", "")), str(item.get("source", "")))
+                for name, item in event.environment.items()
+            }
+            versions = {**self.writer.record.versions, **event.versions}
+            self.writer.update(rank_environment=environment, versions=versions)
+        self._recorded("rank_started", {"rank": rank, "host": event.host, "pid": event.pid, "device": event.device})
+        self.display.rank_started(rank, event.host, event.pid)
+
+    def rank_ended(self, record: RankRecord, *, ok: bool, stopped: bool) -> None:
+        """A rank's process is over; `stopped` says that it was told to end."""
+        self._recorded("rank_ended", {"ok": ok, "stopped": stopped, **dataclasses.asdict(record)})
+        self.display.rank_ended(record.rank, ok, stopped)
+
+    def fault(self, fault: Fault) -> None:
+        """A rank has failed, be it the cause or a victim."""
+        self.event("fault", rank=fault.rank, kind=fault.kind, message=fault.line, victim=fault.victim)
+        if not fault.victim:
+            self._show_once(fault)
+
+    def attempt_over(self, cause: Fault | None) -> None:
+        """Another attempt follows: the cause is shown where it was not, as one among victims; the next begins anew."""
+        if cause is not None:
+            self._show_once(cause)
+        self._told.clear()
+
+    def _show_once(self, fault: Fault) -> None:
+        if fault.line not in self._told:
+            self._told.add(fault.line)  # one mistake that fails on every rank is told once
+            what = "hung" if fault.kind is Kind.HANG else "failed"
+            self.display.notice(f"rank {fault.rank} {what}: {fault.line}", level="error")
+
+    def brought_home(self, rank: int, what: str, path: str) -> None:
+        """A checkpoint or a file of a rank is in the run directory."""
+        self.event("brought_home", rank=rank, what=what, path=path)
+
+
+def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Collection[str]) -> str:
+    """Why a checkpoint can't be the best one, with the metrics that there are; "" where nothing is to be said.
+
+    A checkpoint in the middle of an epoch may have no metrics. Nor is anything said of the default metric to a workload
+    that knows nothing of it.
+    """
+    if metric is None or metric in saved.metrics:
+        return ""
+    in_mid_epoch = saved.epoch is not None and not float(saved.epoch).is_integer()
+    if not saved.metrics and (in_mid_epoch or (metric == _DEFAULT_METRIC and metric not in logged)):
+        return ""
+    match = nearest(metric, saved.metrics)
+    name = shown(metric)
+    return (
+        f"checkpoint.metric is {name}, and the checkpoint of step {saved.step} has no such metric: no checkpoint is "
+        f"the best so far. Given to ctx.checkpoint: {_names(saved.metrics)}; logged with ctx.log: {_names(logged)}. "
+        + (f"Did you mean {shown(match)}? " if match else "")
+        + f'Call ctx.checkpoint(..., metrics={{"{name}": ...}}), or set checkpoint.metric to one of these, or to null'
+    )
+
+
+def _names(names: Collection[str]) -> str:
+    listed = ", ".join(shown(name, 60) for name in sorted(names)[:_MOST_NAMES])
+    return (listed + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")) or "none"
+
+
+def _fields(event: events.Event) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(event).items() if name != "time_ns"} | {
+        "rank_time_ns": event.time_ns
+    }

@@ -1,0 +1,1 @@
+"""The driver's part of tracking: setup, credentials, and sending of offline runs."""

@@ -1,0 +1,134 @@
+"""What the driver prepares once for all ranks of a run, in a process of its own: the list of images, for one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
+from ddptrain.protocol.rank_spec import describe_status
+from ddptrain.results.errors import naming
+from ddptrain.results.files import make_folder, write_whole
+
+if TYPE_CHECKING:
+    from ddptrain.driver.worker_group import Gang, Place
+
+CONTENTS = "contents.json"  # what is in the folder, by which a worker knows that it sees the driver's
+_END_S = 5.0
+
+
+class Inputs:
+    """The run's inputs/ folder; where the workload has nothing to prepare, or only looks, there is none.
+
+    The process may use threads and libraries that must not be in the driver, has the run's own environment, and can be
+    ended at any moment.
+    """
+
+    def __init__(self, target: str, folder: Path) -> None:
+        self._target = target
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+        self._files: tuple[str, ...] = ()
+
+    def begin(self, params: Mapping[str, object], environ: Mapping[str, str]) -> None:
+        """Start preparing; the driver goes on. Raises ResultsError."""
+        if not self._target:
+            return
+        make_folder(self._folder)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ddptrain.driver.transfer.inputs_process"],
+            env=dict(environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the driver's business
+            text=True,
+            encoding="utf-8",
+        )
+        assert self._process.stdin is not None
+        order = {"target": self._target, "params": dict(params), "folder": str(self._folder)}
+        with contextlib.suppress(BrokenPipeError):  # it has died: `wait` tells
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+
+    def wait(self, tell: Callable[[str], None]) -> None:
+        """Return when all is prepared; `tell` is given the lines that it has to say.
+
+        Raises: what was wrong: UsageError, ClusterError, or another DdptrainError; RuntimeError for a bug of ours.
+        """
+        if self._process is None:
+            return
+        assert self._process.stdout is not None
+        done = False
+        for line in self._process.stdout:
+            word = json.loads(line)
+            if "tell" in word:
+                tell(str(word["tell"]))
+            elif "failed" in word:
+                raise _error(word["failed"])
+            else:
+                done = True
+        status = self._process.wait()
+        if not done:
+            raise ClusterError(f"the process that prepares the run's inputs has ended: {describe_status(status)}")
+        self.close()
+        if self._folder.exists():
+            self._note_contents()
+
+    def _note_contents(self) -> None:
+        """Write down what there is, so that two folders are the same if this file is."""
+        with naming(self._folder):
+            files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != CONTENTS)
+            listed = {
+                path.name: {"size_bytes": path.stat().st_size, "sha256": _digest(path)}
+                for path in files
+                if not path.name.startswith(".")
+            }
+        self._files = (*listed, CONTENTS)
+        write_whole(self._folder / CONTENTS, (json.dumps({"files": listed}, indent=2) + "\n").encode())
+
+    def place(self, gang: Gang, places: Sequence[Place]) -> list[str]:
+        """The folder in which each place's worker finds them: ours, or a copy; "" where there are none.
+
+        Raises ClusterError.
+        """
+        if not self._files:
+            return [""] * len(places)
+        return gang.place(places, self._folder, self._files, CONTENTS, "the inputs")
+
+    def close(self) -> None:
+        """End the process, if it has not ended; a folder into which it has put nothing goes."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None and process.stdout is not None
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.stdout.close()
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _error(failed: Mapping[str, object]) -> Exception:
+    """The error that the process has met, as one of this process."""
+    message, exit_code = str(failed["message"]), int(str(failed["exit_code"]))
+    if exit_code == ExitCode.INTERNAL:
+        return RuntimeError(message)
+    kinds: dict[int, type[DdptrainError]] = {ExitCode.USAGE: UsageError, ExitCode.CLUSTER: ClusterError}
+    error = kinds.get(exit_code, DdptrainError)(message)
+    error.exit_code = exit_code
+    return error

@@ -1,0 +1,212 @@
+"""A request in the run directory is a signal to its driver, and to no other process."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddptrain.driver.control import stop
+from ddptrain.driver.control.signals import Signals, signals_to
+from ddptrain.driver.control.stop import Going, StopRequest, stop_requests, stop_run
+from ddptrain.driver.failure import outcome as verdicts
+from ddptrain.driver.failure.outcome import Verdict
+from ddptrain.driver.messages import Inbox, Signalled
+from ddptrain.errors import ClusterError, ExitCode, Interrupted
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.record import RunStatus
+from ddptrain.results.writer import RunWriter
+
+OURS = StopRequest(os.getpid(), socket.gethostname(), now=False, by="me@here")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two signals is never sent before the first was taken."""
+    monkeypatch.setattr(stop, "_SEEN_WITHIN_S", 60.0)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[RunWriter]:
+    with RunWriter.create(tmp_path, "a-run", "n", "failure: {grace_s: 0.5}\n", "w") as made:
+        yield made
+
+
+@pytest.fixture
+def signals(writer: RunWriter) -> Iterator[Signals]:
+    """Those of a driver that looks for requests."""
+    inbox: Inbox = queue.SimpleQueue()
+    with signals_to(inbox) as taken, stop_requests(writer, taken):
+        yield taken
+
+
+def ask(writer: RunWriter, request: StopRequest | str) -> None:
+    """Put it there, and wait until it is gone."""
+    beside = writer.layout.root / "beside"
+    beside.write_text(request if isinstance(request, str) else request.to_json())
+    beside.replace(writer.layout.stop_json)
+    deadline = time.monotonic() + 60
+    while writer.layout.stop_json.exists():
+        assert time.monotonic() < deadline, "nobody took the request"
+        time.sleep(0.01)
+
+
+def message(signals: Signals) -> Signalled:
+    taken = signals.inbox.get(timeout=60)
+    assert isinstance(taken, Signalled)
+    return taken
+
+
+def test_request_is_sigterm_once_however_often_it_is_made(writer: RunWriter, signals: Signals) -> None:
+    ask(writer, OURS)
+    assert message(signals) == Signalled(signal.SIGTERM)
+    ask(writer, OURS)
+    ask(writer, "{}")  # once it is gone, what was asked before it has been done
+    assert signals.taken == [signal.SIGTERM]
+    assert '"event":"stop_requested","now":false,"by":"me@here"' in writer.layout.events_jsonl.read_text()
+
+
+def test_request_for_now_is_ctrl_c_twice_and_never_a_third_signal(writer: RunWriter, signals: Signals) -> None:
+    ask(writer, OURS)
+    ask(writer, replace(OURS, now=True))
+    ask(writer, replace(OURS, now=True))
+    ask(writer, "{}")
+    assert signals.taken == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_run_that_was_ended_by_a_request_says_so_and_not_which_signal_that_was(
+    writer: RunWriter, signals: Signals
+) -> None:
+    by_hand = verdicts.of_error(Interrupted(signal.SIGINT), writer)
+    ask(writer, replace(OURS, now=True))
+    assert [message(signals), message(signals)] == [Signalled(signal.SIGINT)] * 2
+    assert signals.asked is True
+    for error in (Interrupted(signal.SIGINT), Interrupted(signal.SIGTERM)):
+        before = verdicts.of_error(error, writer)
+        said = verdicts.asked(before)
+        assert said.failure is not None and said.failure.message == said.cause == "ended by ddptrain stop"
+        assert (said.status, said.exit_code, said.failure.kind) == (
+            RunStatus.CANCELLED,
+            128 + error.signum,
+            "interrupted",
+        )
+    assert by_hand.failure is not None and by_hand.failure.message == "the driver was sent SIGINT"
+
+
+def test_run_that_saved_for_a_request_says_so_and_one_that_failed_says_what_failed(writer: RunWriter) -> None:
+    writer.update(checkpoints=("step-3",))
+    said = verdicts.asked(verdicts.of_error(Interrupted(signal.SIGTERM), writer))
+    assert said.failure is not None and said.failure.message == "ended by ddptrain stop"
+    assert said.cause.startswith("ended by ddptrain stop; checkpoint step-3 is saved, go on with --resume")
+    for untouched in (verdicts.of_error(ClusterError("gone"), writer), Verdict(RunStatus.SUCCEEDED, 0)):
+        assert verdicts.asked(untouched) is untouched
+
+
+def test_request_after_ctrl_c_did_not_end_the_run(writer: RunWriter, signals: Signals) -> None:
+    signals.take(signal.SIGINT, None)
+    ask(writer, OURS)
+    ask(writer, "{}")
+    assert signals.asked is False
+
+
+def test_where_ctrl_c_is_ignored_sigterm_stands_for_it(writer: RunWriter) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals_to(queue.SimpleQueue()) as signals, stop_requests(writer, signals):
+            ask(writer, replace(OURS, now=True))
+            assert [message(signals), message(signals)] == [Signalled(signal.SIGTERM)] * 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    ["", "[]", "nonsense", "[" * 100_000, "\0", replace(OURS, pid=1).to_json(), replace(OURS, host="x").to_json()],
+    ids=["empty", "list", "nonsense", "deep", "nul", "another process", "another host"],
+)
+def test_request_for_another_driver_and_nonsense_are_removed_and_not_obeyed(
+    writer: RunWriter, signals: Signals, request_text: str
+) -> None:
+    ask(writer, request_text)
+    ask(writer, "{}")
+    assert signals.taken == []
+
+
+def test_request_that_the_driver_before_left_is_not_for_the_next(tmp_path: Path, writer: RunWriter) -> None:
+    writer.finish(RunStatus.FAILED, 1)
+    writer.close()
+    writer.layout.stop_json.write_text(OURS.to_json())
+    with RunWriter.reopen(tmp_path / "a-run", "") as again:
+        assert not again.layout.stop_json.exists()
+
+
+def going(writer: RunWriter, *, elsewhere: bool = False) -> Going:
+    def look() -> RunView:
+        view = load_run(writer.layout.root)
+        if not elsewhere:
+            return view
+        driver = replace(view.record.driver, host="far")
+        return replace(view, record=replace(view.record, driver=driver))
+
+    return Going(writer.layout, look, look_every_s=0.01)
+
+
+def test_stop_waits_until_the_run_has_ended_and_its_driver_has_left(writer: RunWriter) -> None:
+    said: list[str] = []
+
+    def tell(text: str) -> None:
+        said.append(text)
+        assert StopRequest.from_json(writer.layout.stop_json.read_bytes()) == OURS
+        writer.finish(RunStatus.PREEMPTED, ExitCode.PREEMPTED)
+        writer.close()
+
+    ended = stop_run(going(writer), now=False, by="me@here", tell=tell)
+    assert (ended.status, ended.record.exit_code) == ("preempted", 75)
+    assert said == [f"waiting up to 30.5 s for run a-run to end: process {os.getpid()} on {socket.gethostname()}"]
+    assert not writer.layout.stop_json.exists()
+
+
+def test_run_that_has_ended_is_not_asked(writer: RunWriter) -> None:
+    writer.finish(RunStatus.FAILED, 1)
+    ended = stop_run(going(writer), now=True, by="", tell=pytest.fail)
+    assert ended.status == "failed" and not writer.layout.stop_json.exists()
+
+
+def test_driver_that_does_not_answer_is_named(writer: RunWriter) -> None:
+    with pytest.raises(ClusterError) as caught:
+        stop_run(going(writer, elsewhere=True), now=False, by="", tell=lambda text: None, margin_s=0.0)
+    assert str(caught.value) == (
+        f"run a-run has not ended after 0.5 s (process {os.getpid()} on far has not taken the request: is it stopped, "
+        "or its host down?); wait, or end it with ddptrain stop a-run --now"
+    )
+    assert json.loads(writer.layout.stop_json.read_text())["host"] == "far"
+
+
+def test_request_that_cannot_be_written_says_what_to_do_instead(writer: RunWriter, tmp_path: Path) -> None:
+    gone = replace(going(writer), desk=replace(writer.layout, root=tmp_path / "gone"))
+    with pytest.raises(ResultsError, match=rf"; or send SIGINT twice to process {os.getpid()} on "):
+        stop_run(gone, now=True, by="", tell=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("text", "grace_s"),
+    [
+        ("failure: {grace_s: 7}", 7.0),
+        ("a: &a [1, 1]\nb: &b [*a, *c]", 30.0),
+        ("failure: " + "[" * 9_000, 30.0),
+        ("", 30.0),
+    ],
+)
+def test_grace_comes_from_the_runs_configuration_if_that_can_be_read(tmp_path: Path, text: str, grace_s: float) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert stop._grace_s(RunLayout(tmp_path)) == grace_s

@@ -1,0 +1,345 @@
+"""The whole display, into pipes: everything is shown, nobody waits, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import display as display_display
+from ddptrain.driver.display.plain import PlainRenderer
+from ddptrain.errors import UsageError
+from ddptrain.protocol.events import Metrics, Progress
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "ddptrain-display":
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+class Shown:
+    """A display into two files, and what stands in them."""
+
+    def __init__(self, folder: Path, mode: str, ranks: int = 2, **environ: str) -> None:
+        self.logs = folder / "logs"
+        self.logs.mkdir(exist_ok=True)
+        self._paths = folder / "out", folder / "err"
+        self._files = [path.open("w", encoding="utf-8") for path in self._paths]
+        self.display = open_display(mode, self.logs, ranks, "run-1", self._files[0], self._files[1], environ)
+
+    def print(self, rank: int, data: bytes) -> None:
+        with (self.logs / f"rank-{rank}.log").open("ab") as log:
+            log.write(data)
+        self.display.log_grew()
+
+    @property
+    def out(self) -> str:
+        return self._paths[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self._paths[1].read_text()
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        return [json.loads(line, parse_constant=pytest.fail) for line in self.out.splitlines()]
+
+    def wait_for(self, text: str) -> None:
+        wait_until(lambda: text in self.out + self.err, text)
+
+    def close(self, **how: Any) -> None:
+        self.display.close(**how)
+        for file in self._files:
+            file.close()
+
+
+def wait_until(condition: Any, what: str) -> None:
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s, f"waited in vain for {what}"
+        time.sleep(0.01)
+
+
+def stuck_pipe() -> tuple[int, TextIO]:
+    """A pipe that nobody reads, full to the brim."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    while True:
+        try:
+            os.write(writer, b"x" * 4096)
+        except BlockingIOError:
+            os.set_blocking(writer, True)
+            return reader, os.fdopen(writer, "w")
+
+
+def test_plain_shows_lines_as_they_are_printed_and_a_partial_one_at_the_end(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "auto")
+    shown.print(0, b"one\n\x1b[31mred\n")
+    shown.wait_for("[rank 0] one\n[rank 0] \x1b[31mred\n")
+    shown.print(1, b"two\nlast words")
+    shown.wait_for("[rank 1] two\n")
+    assert "last" not in shown.out
+    shown.close(summary=["run-1 failed", "see logs"])
+    assert shown.out.endswith("[rank 1] last words\nrun-1 failed\nsee logs\n")
+    assert shown.err == ""
+
+
+def test_plain_keeps_its_own_words_to_stderr(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain")
+    shown.display.status("starting 2 ranks")
+    shown.display.status("starting 2 ranks")
+    shown.display.notice("one\ntwo", "warning")
+    shown.display.event({"event": "x"})
+    shown.display.rank_started(0, "node", 1)
+    shown.close()
+    assert shown.out == ""
+    assert shown.err == "ddptrain: starting 2 ranks\nddptrain: one\nddptrain: two\n"
+
+
+def test_forced_colours_mark_ranks_in_a_pipe(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain", FORCE_COLOR="1")
+    shown.print(0, b"one\n")
+    shown.close()
+    assert shown.out == "\x1b[36m[rank 0]\x1b[0m one\n"
+
+
+def test_progress_bar_of_a_rank_is_shown_now_and_then_and_as_it_ends(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain", ranks=1)
+    shown.print(0, b"\r 1%\r 2%")
+    shown.wait_for("[rank 0]  2%\n")
+    shown.print(0, b"\r99%\r100%\n")
+    shown.close()
+    assert shown.out == "[rank 0]  2%\n[rank 0] 100%\n"
+
+
+def test_json_is_one_object_a_line_and_the_last_is_the_end(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    shown = Shown(tmp_path, "json")
+    display = shown.display
+    display.rank_started(1, "node", 42)
+    display.metrics(1, Metrics(5 * 10**9, {"loss": math.nan, "acc": 0.5}, step=3, epoch=1.0))
+    for done in range(100):
+        display.progress(0, Progress(done, float(done), 99.0, "samples"))
+    display.notice("Zoë\nsaved", "warning")
+    display.status("stopping")
+    display.event({"event": "checkpoint", "step": 3, "loss": math.inf})
+    display.rank_ended(1, ok=False)
+    shown.print(1, b'say "\xc3\xab"\x00\nlast')
+    end = {"event": "run_finished", "exit_code": 1, "failure": None}
+    shown.close(summary=["not here"], last_event=end)
+    took_s = time.monotonic() - began_s
+    objects = shown.objects
+    by_event = {obj["event"]: obj for obj in objects}
+    assert objects[-1] == end
+    assert by_event["metrics"]["values"] == {"loss": None, "acc": 0.5}
+    assert (by_event["metrics"]["step"], by_event["metrics"]["epoch"], by_event["metrics"]["rank"]) == (
+        3,
+        1.0,
+        1,
+    )
+    assert by_event["checkpoint"] == {"event": "checkpoint", "step": 3, "loss": None}
+    assert (by_event["notice"]["level"], by_event["notice"]["message"]) == ("warning", "Zoë\nsaved")
+    assert by_event["rank_started"]["host"] == "node" and by_event["rank_ended"]["ok"] is False
+    logs = [(obj["rank"], obj["line"], obj.get("partial")) for obj in objects if obj["event"] == "log"]
+    assert logs == [(1, 'say "ë"\x00', None), (1, "last", True)]
+    progress = [obj["done"] for obj in objects if obj["event"] == "progress"]
+    assert progress[-1] == 99.0 and len(progress) <= 2 + took_s  # one a second
+    assert shown.err == ""
+
+
+def test_burst_of_every_rank_arrives_whole_and_in_order(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain")
+    count = 20_000
+    for rank in (0, 1):
+        shown.print(rank, b"".join(b"line %d\n" % number for number in range(count)))
+    shown.close()
+    for rank in (0, 1):
+        prefix = f"[rank {rank}] "
+        lines = [line.removeprefix(prefix) for line in shown.out.splitlines() if line.startswith(prefix)]
+        assert lines == [f"line {number}" for number in range(count)]
+
+
+def test_close_waits_for_logs_that_are_still_to_come(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain", ranks=1)
+    shown.print(0, b"one\n")
+    timer = threading.Timer(0.2, shown.print, [0, b"two\nbeyond the end"])
+    timer.start()
+    shown.close(final_sizes={0: 8}, summary=["end"])
+    timer.join()
+    assert shown.out == "[rank 0] one\n[rank 0] two\nend\n"
+
+
+def test_log_that_never_comes_home_is_given_up_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display_display, "LATE_S", 60.0)
+    shown = Shown(tmp_path, "plain", ranks=1)
+    shown.print(0, b"one")
+    shown.close(final_sizes={0: 100}, summary=["end"], deadline_s=0.1)
+    assert shown.out == "[rank 0] one\nend\n"
+    assert "rank-0.log has 3 of 100 bytes" in shown.err
+
+
+def test_close_can_be_called_twice_and_tells_its_summary_once(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain")
+    shown.display.close(summary=["end"])
+    shown.display.close(summary=["again"])
+    shown.close()
+    assert shown.out == "end\n"
+
+
+def test_exception_passes_and_logs_are_shown_all_the_same(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain")
+    shown.print(0, b"one")
+    with pytest.raises(KeyError), shown.display:
+        raise KeyError
+    assert shown.out == "[rank 0] one\n"
+    shown.close()
+
+
+def test_unknown_mode_starts_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        open_display("fancy", tmp_path, 1, "run-1")
+
+
+def test_reader_who_leaves_silences_the_display_and_stderr_says_so_once(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    (tmp_path / "rank-0.log").write_bytes(b"one\n")
+    with os.fdopen(writer, "w") as out, (tmp_path / "err").open("w") as err:
+        display = open_display("plain", tmp_path, 1, "run-1", out, err, {})
+        wait_until(lambda: display.broken, "the broken pipe")
+        for _ in range(10):
+            display.notice("unseen")
+            display.metrics(0, Metrics(0, {}))
+        display.close(summary=["the end"])
+    said = (tmp_path / "err").read_text()
+    assert said.count("stdout can't be written any more (Broken pipe)") == 1
+    assert said.endswith("the end\n") and "unseen" not in said
+
+
+def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(display_display, "MAX_WAITING", 50)
+    reader, out = stuck_pipe()
+    (tmp_path / "rank-0.log").write_bytes(b"one\n" * 100_000)
+    with out, (tmp_path / "err").open("w") as err:
+        display = open_display("json", tmp_path, 1, "run-1", out, err, {})
+        time.sleep(0.05)
+        started_s = time.monotonic()
+        for _ in range(1000):
+            display.metrics(0, Metrics(0, {"loss": 1.0}))
+            display.log_grew()
+        assert time.monotonic() - started_s < 40
+        display.close(last_event={"event": "run_finished"}, deadline_s=0.1)
+        assert time.monotonic() - started_s < 80
+    os.close(reader)
+    assert "nobody has read the output for 0.1 s" in (tmp_path / "err").read_text()
+
+
+def test_numbers_dropped_for_a_stuck_reader_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display_display, "MAX_WAITING", 50)
+    reader, out = stuck_pipe()
+    (tmp_path / "rank-0.log").write_bytes(b"one\n")
+    with out:
+        display = open_display("json", tmp_path, 1, "run-1", out, out, {})
+        wait_until(lambda: display._tails[0].offset, "the thread that is stuck with the log line")
+        for _ in range(60):
+            display.metrics(0, Metrics(0, {"loss": 1.0}))
+        closer = threading.Thread(target=display.close)
+        closer.start()
+        data = b""
+        while b"not shown" not in data:
+            data = data[-1000:] + os.read(reader, 65536)
+        closer.join()
+    os.close(reader)
+    assert b"10 metrics were not shown" in data
+
+
+def test_fault_of_the_display_itself_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(PlainRenderer, "log", fail)
+    shown = Shown(tmp_path, "plain")
+    shown.print(0, b"one\n")
+    wait_until(lambda: shown.display.broken, "the fault")
+    shown.close(summary=["end"])
+    assert "the display failed (RuntimeError: boom); the run goes on" in shown.err
+    assert shown.err.endswith("end\n")
+
+
+HEAD = """
+import sys
+from pathlib import Path
+from ddptrain.driver.display import open_display
+display = open_display("plain", Path(sys.argv[1]), 1, "run-1")
+display.close(summary=["end"])
+print("later")
+"""
+
+
+def test_interpreter_ends_quietly_after_head(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_bytes(b"line\n" * 100_000)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEAD, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout and process.stderr
+    assert process.stdout.readline() == b"[rank 0] line\n"
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 0
+    assert "Exception" not in said and "Traceback" not in said
+    assert said.count("ddptrain:") == 1 and said.endswith("end\n")
+
+
+def test_plain_display_imports_neither_rich_nor_torch_nor_dask(tmp_path: Path) -> None:
+    code = HEAD + "print([name for name in ('rich', 'torch', 'dask') if name in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True, text=True)
+    assert output.stdout == "end\nlater\n[]\n"
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from ddptrain.driver.display import open_display
+def peak_kb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+open_display("plain", Path(sys.argv[1]) / "none", 1, "run-1").close()
+before = peak_kb()
+open_display("plain", Path(sys.argv[1]), 2, "run-1").close()
+print(peak_kb() - before, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [(b"x" * 9_999_999 + b"\n", 1), (b"step 1 loss 0.5\n", 100_000), (b"\n", 10**6), (b"\r1%", 10**6)],
+)
+def test_memory_stays_flat_however_much_comes_at_once(tmp_path: Path, line: bytes, count: int) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.log").write_bytes(line * count)
+    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True, text=True)
+    assert int(done.stderr) < 10_000  # kB
+
+
+def test_display_is_a_context_manager(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain")
+    with shown.display as display:
+        assert isinstance(display, Display)
+    shown.close()

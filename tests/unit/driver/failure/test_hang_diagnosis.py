@@ -1,0 +1,182 @@
+"""The rank that a gang waits for is told from those that wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddptrain.driver.failure.fault import Kind, ranks_in_words
+from ddptrain.driver.failure.hang_diagnosis import Report, judge, missing, users_frame, waits_in
+from ddptrain.protocol import events
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+C10D = f"{TORCH}/distributed/distributed_c10d.py"
+ALL_REDUCE = (
+    f"{C10D}:3100 all_reduce",
+    f"{TORCH}/distributed/c10d_logger.py:83 wrapper",
+    "/home/u/train.py:50 step",
+    "/home/u/train.py:9 main",
+)
+BACKWARD = (
+    f"{TORCH}/autograd/graph.py:841 _engine_run_backward",
+    f"{TORCH}/autograd/__init__.py:2 backward",
+    "/u/train.py:7 main",
+)
+LOADING = ("/home/u/train.py:41 load_batch", "/home/u/train.py:9 main")
+
+
+def report(rank: int, frames: tuple[str, ...] = (), sequence: int | None = None, **more: Any) -> Report:
+    state = more.pop("state", "")
+    return Report(rank, more.pop("idle_s", 10.0), events.Stacks(1, frames, sequence, state), **more)
+
+
+@pytest.mark.parametrize(
+    ("frames", "operation"),
+    [
+        (ALL_REDUCE, "all_reduce"),
+        (BACKWARD, "backward"),
+        (LOADING, ""),
+        ((), ""),
+        ((f"{TORCH}/cuda/__init__.py:1039 synchronize", *LOADING), "synchronize"),
+        (
+            (f"{TORCH}/nn/parallel/distributed.py:1 _pre_forward", f"{TORCH}/nn/parallel/distributed.py:2 forward"),
+            "forward",
+        ),
+        ((f"{TORCH}/nn/modules/linear.py:1 forward", f"{TORCH}/nn/parallel/distributed.py:2 forward"), ""),
+        (
+            (f"{TORCH}/distributed/rendezvous.py:1 _create_c10d_store", f"{C10D}:2 init_process_group"),
+            "init_process_group",
+        ),
+        (("/u/hook.py:1 forward", *ALL_REDUCE), ""),
+        (("no frame at all",), ""),
+    ],
+)
+def test_wait_is_known_by_its_innermost_frames(frames: tuple[str, ...], operation: str) -> None:
+    assert waits_in(frames) == operation
+
+
+def test_place_is_the_innermost_frame_of_the_users_code() -> None:
+    assert users_frame(ALL_REDUCE) == "train.py:50 in step"
+    assert users_frame((f"{C10D}:3 all_reduce",)) == "distributed_c10d.py:3 in all_reduce"
+    assert users_frame(()) == ""
+
+
+def test_rank_with_the_fewest_collectives_is_missing_and_told_in_full() -> None:
+    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6), report(2, ALL_REDUCE, 7)], 600.0)
+    assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, Kind.HANG, 5)
+    assert fault.message == (
+        "no progress for 600 s, it is in train.py:41 in load_batch while rank 0, 2 wait for it in all_reduce "
+        "(stacks: artifacts/stacks/)"
+    )
+
+
+def test_stopped_process_comes_before_every_other_sign() -> None:
+    fault = missing([report(0, LOADING, 1), report(1, ALL_REDUCE, 7, state="stopped")], 2.0)
+    assert fault.rank == 1
+    assert "its process is stopped (SIGSTOP)" in fault.message
+
+
+def test_rank_that_waits_in_no_collective_is_missing_where_counts_tell_nothing() -> None:
+    assert missing([report(0, BACKWARD), report(1, ALL_REDUCE), report(2, LOADING)], 2.0).rank == 2
+
+
+def test_rank_that_says_nothing_at_all_is_missing() -> None:
+    fault = missing([report(0, ALL_REDUCE, 3), Report(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0)
+    assert fault.rank == 1
+    assert "it did not say where it is while rank 0, 2 wait for it" in fault.message
+
+
+def test_rank_that_has_been_silent_for_longest_is_missing_where_all_are_alike() -> None:
+    assert missing([report(0, ALL_REDUCE, 3, idle_s=3.0), report(1, ALL_REDUCE, 3, idle_s=9.0)], 2.0).rank == 1
+
+
+def test_rank_that_did_not_start_comes_before_one_that_did() -> None:
+    fault = missing([report(0, LOADING, entered=False), Report(1, 9.0, started=False, entered=False)], 60.0)
+    assert fault.rank == 1
+    assert fault.message.startswith("did not start within 60 s")
+
+
+def test_rank_that_has_waited_in_vain_is_not_the_missing_one() -> None:
+    late = report(0, LOADING, 6, timed_out=True)
+    fault = missing([late, report(1, LOADING, 6)], None)
+    assert fault.rank == 1
+    assert "a collective operation timed out, it is in train.py:41 in load_batch while rank 0 waits" in fault.message
+
+
+STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING, BACKWARD)}
+
+
+@pytest.mark.parametrize(
+    ("reports", "before", "hangs"),
+    [
+        # All idle: a hang, wherever they are.
+        ([report(0, ALL_REDUCE, 7), report(1, LOADING, 6)], {}, 1),
+        ([report(0, ALL_REDUCE, 7), report(1, ALL_REDUCE, 7)], {}, 0),
+        # The rank that the others wait for works, or evaluates by itself: no hang.
+        ([report(0, LOADING, 6, works=True), report(1, ALL_REDUCE, 7)], {}, None),
+        ([report(0, LOADING, 6, works=True), report(1, LOADING, 6, works=True)], {}, None),
+        # It does not, while the one that waits spins, as with NCCL.
+        ([report(0, ALL_REDUCE, 7, works=True), report(1, LOADING, 6)], {}, 1),
+        ([report(0, LOADING, 7, works=True), report(1, LOADING, 6)], {}, 1),
+        # All spin in collective operations: a hang once they have not gone on between two looks.
+        ([report(0, ALL_REDUCE, 7, works=True), report(1, BACKWARD, 7, works=True)], {}, None),
+        (
+            [report(0, ALL_REDUCE, 7, works=True), report(1, ALL_REDUCE, 7, works=True)],
+            {0: STACKS[ALL_REDUCE], 1: STACKS[ALL_REDUCE]},
+            0,
+        ),
+        (
+            [report(0, ALL_REDUCE, 9, works=True), report(1, ALL_REDUCE, 9, works=True)],
+            {0: STACKS[ALL_REDUCE], 1: STACKS[ALL_REDUCE]},
+            None,
+        ),
+        ([report(0, LOADING, 7, works=True), report(1, ALL_REDUCE, 7)], {0: STACKS[LOADING]}, None),
+        # A stopped process does not work, whatever was measured before.
+        ([report(0, LOADING, 7, works=True, state="stopped"), report(1, LOADING, 7, works=True)], {}, 0),
+        # It works, and did not answer: compiled code.
+        ([Report(0, 1.0, works=True), report(1, ALL_REDUCE, 7)], {}, None),
+    ],
+)
+def test_rank_that_others_wait_for_is_judged_by_whether_it_works(
+    reports: list[Report], before: dict[int, events.Stacks], hangs: int | None
+) -> None:
+    fault = judge(reports, 600.0, before)
+    assert (fault.rank if fault is not None else None) == hangs
+
+
+def test_wait_that_a_rank_has_given_up_is_never_excused_by_work() -> None:
+    assert judge([report(0, LOADING, 6, timed_out=True), report(1, LOADING, 6, works=True)], None, {}) is not None
+
+
+def test_message_names_the_signals_that_were_checked() -> None:
+    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, checked="last CPU use 9 s ago")], 600.0)
+    assert fault.message.endswith("waits for it in all_reduce (last CPU use 9 s ago; stacks: artifacts/stacks/)")
+
+
+def test_rank_that_has_returned_is_missing_where_all_others_wait() -> None:
+    fault = missing([report(0, ALL_REDUCE, 7), Report(1, 0.0, finished=True, over=True)], 2.0)
+    assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, Kind.EXIT, 1)
+    assert "returned from the workload while rank 0 waited for it" in fault.message
+
+
+def test_rank_that_hangs_by_itself_after_another_has_returned_is_the_one() -> None:
+    fault = missing([report(0, LOADING, 7), Report(1, 0.0, finished=True, over=True)], 2.0)
+    assert (fault.rank, fault.kind) == (0, Kind.HANG)
+
+
+def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
+    fault = missing([Report(0, 0.0, finished=True, over=True), report(1, LOADING, finished=True)], 2.0)
+    assert fault.rank == 1
+    assert "after the end of its work" in fault.message
+
+
+def test_exception_of_a_thread_is_told_with_its_traceback() -> None:
+    ended = events.ThreadFailure(1, "reader", "ValueError", "bad shard\nmore", "Traceback ...")
+    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread=ended)], 2.0)
+    assert "its thread reader has ended with ValueError: bad shard (stacks" in fault.message
+    assert fault.traceback == "Traceback ..."
+
+
+def test_many_ranks_are_told_as_spans() -> None:
+    assert ranks_in_words([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"

@@ -1,0 +1,92 @@
+"""Whether another attempt follows: two budgets, and the failures that it can't help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddptrain.config.models import FailureConfig
+from ddptrain.driver.failure.fault import Fault, Kind
+from ddptrain.driver.failure.restart_policy import Again, Enough, Restarts
+from ddptrain.driver.rank_state import Outcome
+
+
+def restarts(**settings: Any) -> Restarts:
+    return Restarts(FailureConfig.model_validate(settings))
+
+
+def failed(kind: Kind = Kind.EXCEPTION, message: str = "boom", **more: Any) -> Outcome:
+    return Outcome([], Fault(0, kind, 0, message, **more), None)
+
+
+def after(policy: Restarts, outcome: Outcome, step: int | None = None, there: bool = True) -> Again | Enough:
+    return policy.after(outcome, step, scheduler_is_there=there)
+
+
+def test_success_and_signals_are_the_end() -> None:
+    policy = restarts(max_restarts=9, max_losses=9)
+    assert after(policy, Outcome([], None, None)) == Enough()
+    assert after(policy, Outcome([], None, 15, "the driver was sent SIGTERM")) == Enough()
+
+
+def test_pauses_double_until_the_budget_is_spent() -> None:
+    policy = restarts(max_restarts=2, backoff_s=0.5)
+    assert after(policy, failed(), 1) == Again(0.5, "restart 1 of 2")
+    assert after(policy, failed(), 2) == Again(1.0, "restart 2 of 2")
+    assert after(policy, failed(), 3) == Enough()
+
+
+def test_pause_has_an_end() -> None:
+    policy = restarts(max_restarts=1000, backoff_s=1.0)
+    pauses = [after(policy, failed(), step) for step in range(1000)]
+    assert pauses[-1] == Again(60.0, "restart 1000 of 1000")
+
+
+@pytest.mark.parametrize("outcome", [failed(Kind.WORKER_LOST), Outcome([], None, None, "rank 1 was sent SIGTERM")])
+def test_losses_have_a_budget_of_their_own_and_then_take_of_the_other(outcome: Outcome) -> None:
+    policy = restarts(max_restarts=1, max_losses=1, backoff_s=1.0)
+    assert after(policy, outcome) == Again(1.0, "loss 1 of 1")
+    assert after(policy, outcome) == Again(2.0, "restart 1 of 1")
+    assert after(policy, outcome) == Enough()
+
+
+def test_failure_of_the_code_takes_nothing_of_the_budget_for_losses() -> None:
+    assert after(restarts(max_losses=3), failed()) == Enough()
+
+
+def test_same_failure_at_the_same_step_is_a_mistake() -> None:
+    policy = restarts(max_restarts=9)
+    assert isinstance(after(policy, failed(), 7), Again)
+    assert "twice in a row" in after(policy, failed(), 7).reason  # type: ignore[union-attr]
+
+
+def test_same_failure_later_on_is_bad_luck() -> None:
+    policy = restarts(max_restarts=9)
+    assert isinstance(after(policy, failed(), 7), Again)
+    assert isinstance(after(policy, failed(), 8), Again)
+    assert isinstance(after(policy, failed(message="other"), 8), Again)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (failed(Kind.EXIT, status=42), "42"),
+        (failed(type="ValueError"), "ValueError"),
+        (failed(type="OutOfMemoryError"), "torch.OutOfMemoryError"),
+        (failed(type="Outer.Inner"), "Inner"),
+        (failed(type="KeyError"), ""),
+        (failed(Kind.EXIT, status=43), ""),
+        (failed(type=""), ""),
+    ],
+)
+def test_failures_that_are_named_are_final(fault: Outcome, named: str) -> None:
+    policy = restarts(max_restarts=1, no_restart=[42, "ValueError", "torch.OutOfMemoryError", "Inner"])
+    expected = Enough(f"failure.no_restart names {named}") if named else Again(1.0, "restart 1 of 1")
+    assert after(policy, fault) == expected
+
+
+def test_full_disk_and_a_lost_scheduler_are_final() -> None:
+    policy = restarts(max_restarts=1, max_losses=1)
+    assert after(policy, failed(Kind.RESULTS)) == Enough("what has failed does not go away by itself")
+    assert after(policy, failed(Kind.WORKER_LOST), there=False) == Enough("the Dask scheduler is gone")

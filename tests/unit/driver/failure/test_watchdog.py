@@ -1,0 +1,343 @@
+"""A gang hangs when a rank gives no sign of life, and what counts as one depends on what the rank has shown before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from ddptrain.driver.failure.watchdog import Stage, Watchdog, alive_s
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankSpec
+from tests.unit.specs import make_spec
+
+
+@dataclass
+class Rank:
+    """A rank that runs."""
+
+    spec: RankSpec
+    entered: bool = False
+    finished: bool = False
+    submitted_at: float = 100.0
+    over: bool = False
+
+
+class Scene:
+    """Two ranks and a watchdog of 10 s (60 s for the start), in a time of their own."""
+
+    def __init__(self, timeout_s: float | None = 10.0) -> None:
+        self.now = 100.0
+        self.dog = Watchdog(timeout_s, 60.0, lambda: self.now)
+        self.ranks = [Rank(make_spec(rank=rank)) for rank in (0, 1)]
+
+    def enter(self) -> None:
+        for rank in self.ranks:
+            rank.entered = True
+            self.dog.heard(rank.spec.rank, events.Entered(1))
+
+    def report(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.dog.heard(rank, events.Progress(1, 1.0))
+
+    def late(self) -> tuple[int, ...]:
+        hang = self.dog.overdue(self.now, self.ranks)
+        return hang.ranks if hang is not None else ()
+
+
+def test_ranks_that_report_go_on() -> None:
+    scene = Scene()
+    scene.enter()
+    for _ in range(5):
+        scene.now += 9.0
+        scene.report(0, 1)
+        assert scene.late() == ()
+
+
+def test_silent_ranks_are_named_with_the_longest_silent_first() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.now += 1.0
+    scene.report(1)
+    scene.now += 1.0
+    scene.report(0)
+    scene.now += 10.5
+    hang = scene.dog.overdue(scene.now, scene.ranks)
+    assert hang is not None
+    assert (hang.stage, hang.ranks, hang.limit_s, hang.idle_s) == (Stage.TRAIN, (1, 0), 10.0, 11.5)
+
+
+def test_rank_that_waits_for_its_trackers_is_excused_for_as_long_as_it_has_said() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.dog.heard(0, events.Finishing(1, timeout_s=30.5))
+    scene.dog.heard(0, events.Note(1, "trackers still have up to 27 s to finish"))
+    for _ in range(3):
+        scene.now += 9.0
+        scene.report(1)
+        assert scene.late() == ()
+    scene.now += 15.0
+    scene.report(1)
+    assert scene.late() == (0,)
+
+
+def test_what_a_tracker_tells_is_no_sign_of_life() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 10.5
+    scene.report(1)
+    scene.dog.heard(0, events.Tracked(1, "wandb", {"url": "u"}))
+    scene.dog.heard(0, events.TrackerFailed(1, "wandb", "is off"))
+    assert scene.late() == (0,)
+
+
+def test_one_rank_that_has_reported_and_stops_is_a_hang_though_others_go_on() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 10.5
+    scene.report(0)
+    assert scene.late() == (1,)
+
+
+def test_rank_that_never_reports_may_wait_for_one_that_does() -> None:
+    scene = Scene()
+    scene.enter()
+    for _ in range(5):
+        scene.now += 9.0
+        scene.report(0)
+        assert scene.late() == ()
+    scene.now += 10.5
+    assert scene.late() == (1, 0)
+
+
+def test_printing_is_a_sign_of_life() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 9.0
+    scene.dog.grew(0)
+    scene.dog.grew(1)
+    scene.now += 9.0
+    assert scene.late() == ()
+
+
+def test_silent_script_goes_on_as_long_as_it_uses_the_processor() -> None:
+    scene = Scene()
+    scene.enter()
+    for tenths in range(5):
+        scene.now += 9.0
+        scene.dog.cpu(0, 0.1 * (tenths + 1))
+        scene.dog.cpu(1, 0.1 * (tenths + 1))
+        assert scene.late() == ()
+    scene.now += 9.0
+    scene.dog.cpu(0, 0.55)
+    scene.dog.cpu(1, 0.55)  # less than a hundredth of the time: it only waits
+    scene.now += 2.0
+    assert scene.late() == (0, 1)
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A rank that has reported once and then uses the CPU or GPU for `busy_s`, without a word until `at_s`."""
+
+    busy_s: float
+    at_s: float
+    late: bool
+    works: bool
+    by: str = "cpu"
+    reports: bool = True
+
+
+BUSY = [
+    Busy(busy_s=0.0, at_s=9.0, late=False, works=True),  # not silent for long
+    Busy(busy_s=0.0, at_s=10.5, late=True, works=False),  # it sleeps
+    Busy(busy_s=50.0, at_s=9.0, late=False, works=True),
+    Busy(busy_s=50.0, at_s=10.5, late=True, works=True),  # silent: its stacks are asked for; busy: they decide
+    Busy(busy_s=50.0, at_s=50.0, late=True, works=True),  # five times the limit
+    Busy(busy_s=50.0, at_s=59.5, late=True, works=True),
+    Busy(busy_s=50.0, at_s=61.0, late=True, works=False),  # it has stopped working
+    Busy(busy_s=70.0, at_s=59.0, late=True, works=True),
+    Busy(busy_s=70.0, at_s=61.0, late=True, works=False),  # it works, but six times the limit are over
+    Busy(busy_s=50.0, at_s=50.0, late=True, works=True, by="gpu"),
+    Busy(busy_s=70.0, at_s=61.0, late=True, works=False, by="gpu"),
+    Busy(busy_s=50.0, at_s=50.0, late=False, works=True, reports=False),
+    Busy(busy_s=700.0, at_s=690.0, late=False, works=True, reports=False),  # a script that only prints its result
+    Busy(busy_s=0.0, at_s=11.0, late=True, works=False, reports=False),
+]
+
+
+@pytest.mark.parametrize("case", BUSY)
+def test_cpu_and_gpu_use_count_up_to_the_limit_also_after_a_rank_has_reported(case: Busy) -> None:
+    scene = Scene()
+    scene.enter()
+    began = scene.now
+    if case.reports:
+        scene.report(0, 1)
+    while scene.now < began + case.at_s:
+        scene.now += 0.5
+        if scene.now - began <= case.busy_s:
+            for rank in (0, 1):
+                scene.dog.cpu(rank, scene.now - began) if case.by == "cpu" else scene.dog.gpu(rank, 90.0)
+    assert bool(scene.late()) == case.late
+    assert scene.dog.works(scene.ranks[0], scene.now) == case.works
+
+
+def test_time_in_which_a_worker_was_cut_off_does_not_count() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    for rank in (0, 1):
+        scene.dog.notice(rank)
+    for _ in range(30):
+        scene.now += 1.0
+        scene.dog.notice(0)
+        scene.dog.heard(0, events.Progress(1, 1.0))
+        assert scene.late() == ()  # nobody knows what rank 1 does
+    scene.dog.notice(1)
+    assert scene.late() == ()
+    scene.now += 4.0
+    scene.dog.notice(0)
+    scene.dog.notice(1)
+    scene.now += 4.0
+    assert scene.late() == ()
+    scene.dog.notice(0)
+    scene.dog.notice(1)
+    scene.report(0)
+    scene.now += 3.0
+    assert scene.late() == (1,)
+
+
+def test_idle_gpu_is_no_sign_of_life() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 10.5
+    scene.dog.gpu(0, 1.0)
+    scene.dog.gpu(1, 0.0)
+    assert scene.late() == (0, 1)
+    assert not scene.dog.works(scene.ranks[0], scene.now)
+
+
+def test_signals_that_were_checked_are_named_with_what_they_said() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 4.0
+    scene.dog.cpu(0, 10.0)
+    scene.dog.gpu(1, 50.0)
+    scene.now += 7.0
+    words = [scene.dog.checked(rank, scene.now) for rank in scene.ranks]
+    assert words == [
+        "last event or printed line 11 s ago, last CPU use 7 s ago, GPU use not measured",
+        "last event or printed line 11 s ago, last CPU use 11 s ago, last GPU use 7 s ago",
+    ]
+    scene.now += 50.0
+    assert "CPU or GPU use alone counts for 6 x hang_timeout_s" in scene.dog.checked(scene.ranks[0], scene.now)
+
+
+@pytest.mark.parametrize(
+    ("hang_timeout_s", "lost_after_s", "expected"),
+    [(600.0, 60.0, 2.0), (2.0, 60.0, 0.5), (None, 60.0, 2.0), (600.0, 4.0, 1.0)],
+)
+def test_quiet_ranks_are_told_of_often_enough_for_both_limits(
+    hang_timeout_s: float | None, lost_after_s: float, expected: float
+) -> None:
+    assert alive_s(hang_timeout_s, lost_after_s) == expected
+
+
+def test_rank_that_reports_once_an_hour_is_judged_by_its_use_of_the_processor() -> None:
+    scene = Scene()
+    scene.enter()
+    for second in range(12):
+        scene.now += 1.0
+        scene.dog.cpu(0, float(second))
+        scene.dog.cpu(1, float(second))
+    scene.report(0, 1)
+    scene.now += 9.0
+    scene.dog.cpu(0, 20.0)
+    scene.dog.cpu(1, 20.0)
+    scene.now += 9.0
+    assert scene.late() == ()
+
+
+def test_children_that_end_take_their_time_along_and_are_no_sign() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.dog.cpu(0, 50.0)
+    scene.now += 5.0
+    scene.dog.cpu(0, 1.0)
+    scene.now += 3.0
+    scene.dog.cpu(0, 2.0)
+    scene.now += 9.0
+    assert scene.late() == (1,)
+
+
+def test_start_has_the_longer_one_of_its_times() -> None:
+    scene = Scene()
+    scene.dog.heard(0, events.Started(1, 1, "h"))
+    scene.now += 59.0
+    assert scene.late() == ()
+    scene.now += 2.0
+    hang = scene.dog.overdue(scene.now, scene.ranks)
+    assert hang is not None
+    assert (hang.stage, hang.limit_s) == (Stage.START, 60.0)
+
+
+def test_rank_that_was_never_ordered_is_waited_for_by_others() -> None:
+    scene = Scene()
+    scene.ranks[1].submitted_at = 0.0
+    scene.now += 61.0
+    assert scene.late() == (0,)
+
+
+def test_ranks_that_have_ended_are_not_asked() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 20.0
+    scene.ranks[0].over = scene.ranks[1].over = True
+    assert scene.late() == ()
+
+
+def test_rank_that_does_not_end_after_its_work_is_a_hang() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.dog.heard(1, events.Finished(1))
+    scene.ranks[0].over = scene.ranks[1].finished = True
+    scene.now += 11.0
+    hang = scene.dog.overdue(scene.now, scene.ranks)
+    assert hang is not None
+    assert (hang.stage, hang.ranks) == (Stage.END, (1,))
+
+
+def test_time_in_which_the_driver_slept_does_not_count() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 3600.0
+    scene.dog.suspended(3600.0)
+    assert scene.late() == ()
+    scene.now += 11.0
+    assert scene.late() == (0, 1)
+
+
+def test_stacks_that_we_have_asked_for_are_no_sign_of_life() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 11.0
+    scene.dog.heard(0, events.Stacks(1, ()))
+    scene.dog.heard(0, events.FileSaved(1, "stacks/rank-0.txt", "s", 1, ""))
+    assert scene.late() == (0, 1)
+
+
+def test_watchdog_can_be_turned_off() -> None:
+    scene = Scene(None)
+    scene.enter()
+    scene.report(0, 1)
+    scene.dog.cpu(0, 1.0)
+    scene.now += 1e6
+    assert scene.late() == ()

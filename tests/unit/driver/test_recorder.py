@@ -1,0 +1,88 @@
+"""What is told of a run, and when it is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from ddptrain.driver.failure.fault import Fault, Kind
+from ddptrain.driver.recorder import Telling, metric_problem
+from ddptrain.protocol import events
+from ddptrain.results.record import AttemptRecord, RankRecord
+from ddptrain.results.writer import RunWriter
+
+
+class Heard:
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def status(self, text: str) -> None:
+        self.lines.append(text)
+
+    def notice(self, text: str, *, level: str) -> None:
+        self.lines.append(text)
+
+    def event(self, line: dict[str, Any]) -> None:
+        """Not of interest."""
+
+    def metrics(self, rank: int, event: events.Metrics) -> None:
+        """Nor these."""
+
+
+def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_path: Path) -> None:
+    heard = Heard()
+    with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
+        writer.update(attempts=(AttemptRecord(),))
+        telling = Telling(writer, cast("Any", heard))
+        telling.fault(Fault(0, Kind.EXCEPTION, 1, "no", type="ValueError"))
+        telling.training((RankRecord(rank=0, host="here"),))
+        assert writer.record.attempts[0].ranks[0].host == "here"
+        assert heard.lines == ["rank 0 failed: ValueError: no"]
+        telling.attempt_over(None)
+        telling.training(())
+        assert heard.lines[1:] == ["training"]
+
+
+def saved(step: int, epoch: float | None = None, **metrics: float) -> events.CheckpointSaved:
+    return events.CheckpointSaved(1, step, "staging", (), epoch, metrics)
+
+
+@pytest.mark.parametrize(
+    ("metric", "checkpoint", "logged", "is_told"),
+    [
+        ("acc", saved(5, 1.0, loss=1.0), ["loss"], True),
+        ("acc", saved(5, 0.5, loss=1.0), [], True),
+        ("acc", saved(5), [], True),
+        ("acc", saved(5, 1.0), ["acc"], True),  # logged, and not given to the checkpoint
+        ("acc", saved(5, 0.5), [], False),  # an epoch's middle
+        ("acc", saved(5, 1.0, acc=float("nan")), [], False),
+        (None, saved(5, 1.0, loss=1.0), [], False),
+        ("val/loss", saved(5, 1.0), ["loss"], False),  # the default, to a workload that has no metrics
+        ("val/loss", saved(5, 1.0), ["val/loss"], True),
+        ("val/loss", saved(5, 1.0, loss=1.0), [], True),
+    ],
+)
+def test_metric_that_no_checkpoint_has_is_told(
+    metric: str | None, checkpoint: events.CheckpointSaved, logged: list[str], is_told: bool
+) -> None:
+    assert bool(metric_problem(metric, checkpoint, logged)) == is_told
+
+
+def test_missing_metric_is_told_once_at_the_first_checkpoint_with_the_metrics_there_are(tmp_path: Path) -> None:
+    heard = Heard()
+    with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
+        telling = Telling(writer, cast("Any", heard), "accuracy")
+        telling.rank_event(1, events.Metrics(1, {"train/loss": 1.0, "lr": 0.1}))
+        for step in (5, 10):
+            telling.rank_event(0, saved(step, 1.0, loss=1.0, Accuracy=0.5))
+        (line,) = heard.lines
+        assert line.startswith("checkpoint.metric is accuracy, and the checkpoint of step 5 has no such metric: ")
+        assert "Given to ctx.checkpoint: Accuracy, loss; logged with ctx.log: lr, train/loss. Did you mean Accu" in line
+        quiet = Telling(writer, cast("Any", Heard()), "loss")
+        quiet.rank_event(0, saved(5, 1.0, loss=1.0))
+        quiet.rank_event(0, saved(6, 1.0))
+        assert cast("Any", quiet.display).lines == []

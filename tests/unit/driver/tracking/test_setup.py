@@ -1,0 +1,192 @@
+"""What ranks are told for their trackers, and where W&B's key is looked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from ddptrain.clusters.slots import Slot
+from ddptrain.config.models import RunConfig
+from ddptrain.driver.recorder import Telling
+from ddptrain.driver.tracking.setup import Tracking
+from ddptrain.driver.tracking.wandb_credentials import find_access
+from ddptrain.driver.worker_group import Place
+from ddptrain.protocol.events import Tracked
+from ddptrain.results.remote.local_copy import Origin
+from ddptrain.results.writer import RunWriter
+
+KEY = "k" * 40
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    return {"HOME": str(tmp_path)}
+
+
+def netrc(home: Mapping[str, str], host: str, name: str = ".netrc") -> Path:
+    path = Path(home["HOME"]) / name
+    path.write_text(f"machine {host}\n  login user\n  password {KEY}\n")
+    return path
+
+
+def test_key_of_the_environment_comes_first(home: dict[str, str]) -> None:
+    netrc(home, "api.wandb.ai")
+    assert find_access({**home, "WANDB_API_KEY": "e" * 40}).key == "e" * 40
+
+
+@pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com"])
+def test_key_of_netrc_is_found_for_the_public_service(home: dict[str, str], host: str) -> None:
+    netrc(home, host)
+    assert find_access(home).key == KEY
+
+
+def test_key_of_netrc_is_that_of_the_servers_host(home: dict[str, str]) -> None:
+    netrc(home, "wandb.example.org:8443")
+    assert find_access({**home, "WANDB_BASE_URL": "https://wandb.example.org:8443"}).key == KEY
+    assert find_access({**home, "WANDB_BASE_URL": "https://other.example.org"}).key == ""
+    assert find_access(home).key == ""
+
+
+def test_netrc_may_be_another_file_and_may_be_damaged(home: dict[str, str]) -> None:
+    path = netrc(home, "api.wandb.ai", "elsewhere")
+    assert find_access({**home, "NETRC": str(path)}).key == KEY
+    path.write_text("machine\x00 {")
+    assert not find_access({**home, "NETRC": str(path)}).is_there
+
+
+def test_settings_file_of_wandb_is_read(home: dict[str, str]) -> None:
+    folder = Path(home["HOME"]) / ".config" / "wandb"
+    folder.mkdir(parents=True)
+    (folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:1\nmode = offline\n")
+    access = find_access(home)
+    assert (access.base_url, access.mode, access.is_there) == ("http://127.0.0.1:1", "offline", False)
+
+
+def test_token_file_takes_the_place_of_a_key(home: dict[str, str]) -> None:
+    assert find_access({**home, "WANDB_IDENTITY_TOKEN_FILE": "/token"}).is_there
+
+
+def test_access_does_not_show_its_key() -> None:
+    assert KEY not in repr(find_access({"WANDB_API_KEY": KEY}))
+
+
+# --- what ranks are told ---
+
+Make = Callable[..., tuple[Tracking, list[str]]]
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    with RunWriter.create(tmp_path / "runs", "a-run", "petnames", "", "petnames") as made:
+        yield made
+
+
+@pytest.fixture
+def make(writer: RunWriter, home: dict[str, str]) -> Make:
+    def made(environ: Mapping[str, str], *, cluster: Mapping[str, Any] | None = None, **wandb: Any) -> Any:
+        config = {"workload": "petnames", "tracking": {"wandb": wandb}, "cluster": cluster or {}}
+        config["env"] = {"PASSWORD": "wh1sper"}
+        said: list[str] = []
+        return Tracking(RunConfig.model_validate(config), writer, {**home, **environ}, said.append), said
+
+    return made
+
+
+def place(rank: int, *, shared: bool = True) -> Place:
+    slot = Slot("tcp://w", "127.0.0.1", 0, counted=True, gpu=False)
+    return Place(rank, rank, 2, 0, slot, "host", Path("/"), shared)
+
+
+def told(tracking: Tracking, rank: int = 0) -> dict[str, Any]:
+    (tracker,) = tracking.of(place(rank))["trackers"]
+    return dict(tracker["told"])
+
+
+def test_ranks_of_a_run_without_trackers_are_told_nothing(make: Make) -> None:
+    tracking, said = make({"WANDB_API_KEY": KEY}, mode="off")
+    assert (tracking.of(place(0)), tracking.env, said) == ({}, {}, [])
+
+
+def test_run_with_a_key_is_online(make: Make, writer: RunWriter) -> None:
+    tracking, said = make({"WANDB_API_KEY": KEY}, mode="rank0")
+    about = told(tracking)
+    assert (about["mode"], about["online"], said) == ("rank0", True, [])
+    assert about["id"] == writer.record.tracking["wandb"]["id"]
+    assert tracking.of(place(1)) == {}
+    assert tracking.env["WANDB_API_KEY"] == KEY
+    assert KEY not in json.dumps(tracking.of(place(0))) + writer.layout.run_json.read_text() + repr(tracking)
+    assert "wh1sper" not in json.dumps(tracking.of(place(0)))
+    assert tracking.of(place(0))["folder"] == str(writer.layout.root / "tracking")
+    assert tracking.of(place(0, shared=False))["folder"] == ""
+
+
+def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: RunWriter) -> None:
+    make({"WANDB_BASE_URL": "https://wandb.example.org"}, mode="rank0")
+    Telling(writer, cast(Any, None)).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
+    kept = writer.record.tracking["wandb"]
+    assert (kept["base_url"], kept["url"]) == ("https://wandb.example.org", "u")
+
+
+def test_id_stays_the_same_when_the_run_is_resumed(make: Make) -> None:
+    assert told(make({}, mode="rank0")[0])["id"] == told(make({}, mode="rank0")[0])["id"]
+
+
+def test_run_without_a_key_is_offline_and_that_is_said_once(make: Make, writer: RunWriter) -> None:
+    tracking, said = make({}, mode="process")
+    assert told(tracking, 1)["online"] is False
+    (line,) = said
+    assert "no API key" in line
+    assert f"`ddptrain results sync {writer.layout.root}` sends it later" in line, "it is not in ./runs"
+
+
+def test_run_where_commands_look_is_called_by_its_id_and_one_in_a_store_by_its_address(
+    make: Make, writer: RunWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(writer.layout.root.parents[1])
+    tracking, (line,) = make({}, mode="rank0")
+    assert "`ddptrain results sync a-run` sends it later" in line
+    assert told(tracking)["to_type"] == "a-run"
+    Origin("s3://bucket/my runs/a-run").mark(writer.layout.root)
+    _, (line,) = make({}, mode="rank0")
+    assert "`ddptrain results sync 's3://bucket/my runs/a-run'` sends it later" in line
+
+
+def test_shared_run_without_a_key_is_a_run_a_rank(make: Make) -> None:
+    tracking, (line,) = make({}, mode="shared")
+    assert told(tracking, 1)["mode"] == "process"
+    assert "a run a rank" in line
+
+
+@pytest.mark.parametrize(
+    ("wish", "mode", "online"), [("offline", "rank0", False), ("online", "rank0", True), ("shared", "shared", True)]
+)
+def test_wandb_mode_wins(make: Make, wish: str, mode: str, online: bool) -> None:
+    tracking, _ = make({"WANDB_API_KEY": KEY, "WANDB_MODE": wish}, mode="rank0")
+    assert (told(tracking)["mode"], told(tracking)["online"]) == (mode, online)
+
+
+def test_wandb_mode_of_the_configuration_comes_before_that_of_the_shell(
+    writer: RunWriter, home: dict[str, str]
+) -> None:
+    config = {"workload": "petnames", "tracking": {"wandb": True}, "env": {"WANDB_MODE": "dryrun"}}
+    environ = {**home, "WANDB_MODE": "online", "WANDB_API_KEY": KEY}
+    said: list[str] = []
+    tracking = Tracking(RunConfig.model_validate(config), writer, environ, said.append)
+    assert told(tracking)["online"] is False
+    assert "WANDB_MODE is dryrun" in said[0]
+
+
+def test_wandb_that_is_disabled_is_off(make: Make) -> None:
+    tracking, (line,) = make({"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, mode="process")
+    assert tracking.of(place(0)) == {}
+    assert "WANDB_MODE" in line
+
+
+def test_variables_go_along_to_other_clusters_less_those_of_this_machine(make: Make) -> None:
+    environ = {"WANDB_API_KEY": KEY, "WANDB_PROJECT": "p", "WANDB_DIR": "/here", "WANDB_SERVICE": "2-1"}
+    tracking, _ = make(environ, cluster={"address": "tcp://127.0.0.1:1"}, mode="rank0")
+    assert tracking.env == {"WANDB_API_KEY": KEY, "WANDB_PROJECT": "p"}

@@ -1,0 +1,206 @@
+"""What of a project goes along, and what stays at home."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+import time
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from ddptrain.driver.transfer.code_package import Package, pack, project_folder
+from ddptrain.errors import UsageError
+from ddptrain.protocol.code_digest import content_hash, identity, moved
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    for name, text in {
+        "train.py": "print(1)",
+        "data/names.txt": "Rex",
+        "runs/old/run.json": "{}",
+        "secret.pem": "key",
+        ".env": "TOKEN=1",
+        "__pycache__/train.pyc": "x",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return pack(folder, [folder / "runs"]).names
+
+
+def test_code_and_data_go_along_and_runs_secrets_and_caches_do_not(project: Path) -> None:
+    assert names(project) == ["data/names.txt", "train.py"]
+
+
+def test_git_knows_what_belongs_to_the_project(project: Path) -> None:
+    (project / ".gitignore").write_text("data/\n")
+    (project / "new.py").write_text("")
+    subprocess.run(["git", "init", "-q", str(project)], check=True)
+    subprocess.run(["git", "-C", str(project), "add", "train.py"], check=True)
+    assert names(project) == [".gitignore", "new.py", "train.py"]
+    assert project_folder(project / "data", None) == project.resolve()
+    (project / "train.py").unlink()  # of which git has not been told
+    assert names(project) == [".gitignore", "new.py"]
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+SECRET = words(""".envrc prod.env conf/prod.env id_ecdsa keys/id_ecdsa_sk .git-credentials .npmrc .pypirc .aws/config
+deep/.aws/credentials store.p12 store.pfx CERT.PEM Server.Key .ENV""")
+HARMLESS = words("environment.yaml id_map.json keys.py secrets.py tokenizer.json environ.py .editorconfig")
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_files_that_hold_secrets_stay_here_and_what_looks_alike_goes_along(project: Path, with_git: bool) -> None:
+    for name in [*SECRET, *HARMLESS]:
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("x")
+    if with_git:
+        subprocess.run(["git", "init", "-q", str(project)], check=True)
+        subprocess.run(["git", "-C", str(project), "add", "-f", *SECRET], check=True)
+    assert {*names(project)} & {*SECRET, *HARMLESS} == {*HARMLESS}
+
+
+def test_own_rule_takes_a_file_along_that_looks_secret(project: Path) -> None:
+    (project / "public.pem").write_text("x")
+    (project / ".ddptrainignore").write_text("!public.pem\n.ddptrainignore\n")
+    assert names(project) == ["data/names.txt", "public.pem", "train.py"]
+
+
+def test_own_rules_leave_more_out(project: Path) -> None:
+    (project / ".ddptrainignore").write_text("# big\n*.txt\n.ddptrainignore\n")
+    assert names(project) == ["train.py"]
+
+
+def test_links_go_along_as_links_unless_they_lead_out(project: Path) -> None:
+    (project / "alias.py").symlink_to("train.py")
+    (project / "passwd").symlink_to("/etc/passwd")
+    os.mkfifo(project / "pipe")
+    package = pack(project, [project / "runs"])
+    assert package.names == ["alias.py", "data/names.txt", "train.py"]
+    with tarfile.open(fileobj=BytesIO(package.archive()[0])) as archive:
+        assert archive.getmember("alias.py").linkname == "train.py"
+
+
+def test_too_much_is_refused_with_the_largest_files(project: Path) -> None:
+    (project / "weights.bin").write_bytes(bytes(3_000_000))
+    with pytest.raises(UsageError, match=r"3\.0 MB, over code.max_mb, which is 2; the largest files: weights.bin \(3"):
+        pack(project, [project / "runs"]).check(project / "train.py", 2)
+    pack(project, []).check(project / "train.py", 4)
+
+
+def test_hash_is_of_names_contents_and_whether_a_file_is_a_program(project: Path) -> None:
+    first = pack(project, []).hash
+    os.utime(project / "train.py", (1, 1))
+    assert pack(project, []).hash == first
+    (project / "train.py").chmod(0o755)
+    second = pack(project, []).hash
+    (project / "train.py").write_text("print(2)")
+    assert len({first, second, pack(project, []).hash}) == 3
+
+
+def test_archive_is_the_same_for_the_same_content(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pack(project, []).archive()
+    os.utime(project / "train.py", (1, 1))
+    monkeypatch.setattr(time, "time", lambda: 1.0)  # gzip has a clock in its header
+    assert pack(project, []).archive() == first
+    assert first[1] == pack(project, []).hash
+
+
+def test_file_that_changes_while_it_is_packed_has_the_hash_of_what_was_packed(project: Path) -> None:
+    package = pack(project, [])
+    before = package.hash
+    with (project / "train.py").open("a") as file:
+        file.write("  # edited")
+    assert package.archive()[1] == pack(project, []).hash != before
+    assert identity(project, package.names) == identity(project, package.names)
+
+
+def test_file_that_cannot_be_read_is_named(project: Path) -> None:
+    with pytest.raises(UsageError, match=r"gone.py.*No such file"):
+        _ = Package(project, {"gone.py": 1}).hash
+
+
+def test_home_is_no_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert project_folder(tmp_path, None) is None
+    assert project_folder(tmp_path, str(tmp_path)) == tmp_path
+    with pytest.raises(UsageError, match="no folder"):
+        project_folder(tmp_path, str(tmp_path / "nothing"))
+
+
+def test_inodes_tell_a_folder_from_its_copy(project: Path, tmp_path: Path) -> None:
+    package = pack(project, [])
+    assert identity(project, package.names) == identity(project, package.names) != ""
+    other = tmp_path / "other"
+    subprocess.run(["cp", "-r", str(project), str(other)], check=True)
+    assert identity(other, package.names) not in ("", identity(project, package.names))
+    assert content_hash(other, package.names) == package.hash
+    assert identity(tmp_path / "nothing", package.names) == ""
+
+
+def test_paths_move_with_the_folder() -> None:
+    assert moved("/p/a/b", Path("/p"), "/cache/x") == "/cache/x/a/b"
+    assert moved("/p", Path("/p"), "/cache/x") == "/cache/x"
+    assert moved("/elsewhere", Path("/p"), "/cache/x") == "/elsewhere"
+    assert moved("/p/a", Path("/p"), "") == "/p/a"
+
+
+def test_workload_that_would_stay_at_home_is_told(project: Path) -> None:
+    (project / ".ddptrainignore").write_text("train.py\n")
+    with pytest.raises(UsageError, match=r"train\.py would not go along .* ignored by git, or by .ddptrainignore"):
+        pack(project, []).check(project / "train.py", 200)
+
+
+def test_results_in_the_projects_own_folder_stay_and_the_code_does_not(project: Path) -> None:
+    (project / "third").mkdir()
+    (project / "third" / "run.json").write_text("{}")
+    assert pack(project, [project]).names == ["data/names.txt", "runs/old/run.json", "train.py"]
+
+
+def test_files_of_submodules_and_of_work_trees_inside_go_along(project: Path) -> None:
+    for folder in (project, project / "inside"):
+        subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    (project / "inside" / "more.py").write_text("")
+    assert "inside/more.py" in names(project)
+
+
+def test_absolute_link_to_a_place_inside_is_right_wherever_the_folder_is(project: Path) -> None:
+    (project / "data" / "alias.py").symlink_to(project / "train.py")
+    (project / "texts").symlink_to(project / "data")
+    package = pack(project, [project / "runs"])
+    with tarfile.open(fileobj=BytesIO(package.archive()[0])) as archive:
+        archive.extractall(project.parent / "there", filter="data")
+    assert (project.parent / "there" / "data" / "alias.py").readlink() == Path("../train.py")
+    assert (project.parent / "there" / "texts" / "names.txt").read_text() == "Rex"
+    assert content_hash(project.parent / "there", package.names) == package.hash
+
+
+def test_name_that_no_message_can_carry_stays_at_home(project: Path) -> None:
+    (project / os.fsdecode(b"odd\xff.txt")).write_text("")
+    assert names(project) == ["data/names.txt", "train.py"]
+
+
+def test_folder_is_known_by_what_was_changed_last_and_not_by_all_of_its_data(project: Path) -> None:
+    for number in range(1_100):
+        (project / "data" / f"{number}.jpg").touch()
+        os.utime(project / "data" / f"{number}.jpg", (1, 1))
+    sample = pack(project, []).sample
+    assert len(sample) == 1_000 and "train.py" in sample
+
+
+def test_file_that_goes_while_it_is_packed_is_told(project: Path) -> None:
+    package = pack(project, [])
+    (project / "train.py").unlink()
+    with pytest.raises(UsageError, match=r"cannot read .*train\.py, which would go along"):
+        package.archive()
