@@ -11,7 +11,7 @@ from ddptrain.cli.options import checked
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
-    from ddptrain.clusters.look import View
+    from ddptrain.clusters.status import View
 
 app = typer.Typer(
     name="cluster", help="Start a cluster that stays up; look at it, scale it, end it.", no_args_is_help=True
@@ -66,8 +66,8 @@ def up(
     """Start a cluster that outlives this command, and wait until all its workers are warm."""
     from functools import partial
 
-    from ddptrain.clusters import manage
-    from ddptrain.clusters.interrupts import interruptible
+    from ddptrain.clusters import lifecycle
+    from ddptrain.clusters.signals import interruptible
     from ddptrain.config.load import load_cluster
 
     options = {
@@ -82,21 +82,21 @@ def up(
     }
     loaded = checked(partial(load_cluster, config), overrides or [], _as_overrides(options))
     with interruptible():
-        start = manage.ensure_up if if_needed else manage.up
-        view = start(loaded, manage.default_name(loaded), _tell, tls=tls)
+        start = lifecycle.ensure_up if if_needed else lifecycle.up
+        view = start(loaded, lifecycle.default_name(loaded), _tell, tls=tls)
     _print_view(view, as_json=json)
 
 
 @app.command("list", short_help="List the clusters, and whether they are up.")
 def list_(json: Json = False) -> None:
     """List the clusters of this user, and whether they are up."""
-    from ddptrain.clusters import look
+    from ddptrain.clusters import status as clusters_status
 
-    views = look.every()
+    views = clusters_status.every()
     if json:
         _print_json([view.as_dict() for view in views])
     elif views:
-        from ddptrain.clusters.words import HEADER, row
+        from ddptrain.clusters.render import HEADER, row
         from ddptrain.tables import plain_table
 
         write([plain_table([HEADER, *(row(view) for view in views)])])
@@ -110,12 +110,13 @@ def status(name: Name, json: Json = False) -> None:
 
     Exit code 4 if it can't be used.
     """
-    from ddptrain.clusters import look, state
+    from ddptrain.clusters import state
+    from ddptrain.clusters import status as clusters_status
     from ddptrain.errors import ExitCode
 
-    view = look.at(state.find(name))
+    view = clusters_status.at(state.find(name))
     _print_view(view, as_json=json)
-    if view.state in (look.State.GONE, look.State.ELSEWHERE):
+    if view.state in (clusters_status.State.GONE, clusters_status.State.ELSEWHERE):
         raise typer.Exit(ExitCode.CLUSTER)
 
 
@@ -127,9 +128,9 @@ def logs(
     json: Json = False,
 ) -> None:
     """Print the last lines of what scheduler and workers have written, also those that have ended."""
-    from ddptrain.clusters import manage
+    from ddptrain.clusters import lifecycle
 
-    found = manage.logs(name, lines, source)
+    found = lifecycle.logs(name, lines, source)
     if json:
         _print_json(found)
         return
@@ -145,11 +146,11 @@ def scale(
     json: Json = False,
 ) -> None:
     """Change how many slots a cluster has. Slots that a run holds go when it ends."""
-    from ddptrain.clusters import manage
-    from ddptrain.clusters.interrupts import interruptible
+    from ddptrain.clusters import lifecycle
+    from ddptrain.clusters.signals import interruptible
 
     with interruptible():
-        view = manage.scale(name, slots, _tell)
+        view = lifecycle.scale(name, slots, _tell)
     _print_view(view, as_json=json)
 
 
@@ -161,8 +162,8 @@ def down(
     json: Json = False,
 ) -> None:
     """End a cluster, and all that belongs to it. Exit code 0 also if there is no cluster of that name."""
-    from ddptrain.clusters import manage, state
-    from ddptrain.clusters.interrupts import interruptible
+    from ddptrain.clusters import lifecycle, state
+    from ddptrain.clusters.signals import interruptible
     from ddptrain.errors import DdptrainError, UsageError
 
     if (name is None) != all_:
@@ -173,7 +174,7 @@ def down(
     with interruptible():
         for each in names:
             try:
-                manage.down(each, _tell, now=now)
+                lifecycle.down(each, _tell, now=now)
                 ended.append(each)
             except state.ClusterNotFound:
                 _tell(_nothing_to_end(each, [other.name for other in state.every()]))
@@ -223,7 +224,7 @@ def _print_view(view: View, *, as_json: bool) -> None:
     if as_json:
         _print_json(view.as_dict())
         return
-    from ddptrain.clusters.words import sections
+    from ddptrain.clusters.render import sections
     from ddptrain.tables import plain_sections
 
     write([plain_sections(sections(view))])

@@ -57,13 +57,13 @@ BUILT_IN = {
 
 # Cluster backend -> its provider, which starts clusters that outlive the command; "" where there is nothing to start.
 BACKENDS = {
-    "local": "ddptrain.clusters.localhost:LocalProvider",
+    "local": "ddptrain.clusters.backends.local:LocalProvider",
     "address": "",
-    "ssh": "ddptrain.clusters.ssh:SshProvider",
-    "slurm": "ddptrain.clusters.slurm:SlurmProvider",
-    "saturn": "ddptrain.clusters.saturn:SaturnProvider",
-    "kubernetes": "ddptrain.clusters.kubernetes.provider:KubernetesProvider",
-    "class": "ddptrain.clusters.deploy:DeployProvider",
+    "ssh": "ddptrain.clusters.backends.ssh:SshProvider",
+    "slurm": "ddptrain.clusters.backends.slurm:SlurmProvider",
+    "saturn": "ddptrain.clusters.backends.saturn:SaturnProvider",
+    "kubernetes": "ddptrain.clusters.backends.kubernetes.provider:KubernetesProvider",
+    "class": "ddptrain.clusters.backends.dask_class:DeployProvider",
 }
 
 # Tracker -> its class, which only ranks import.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.clusters.protocol import Cluster
+from ddptrain.clusters.provider import Cluster
 from ddptrain.config.load import LoadedConfig, search_folders
 from ddptrain.config.models import RunConfig
 from ddptrain.config.registry import is_built_in, workload_target

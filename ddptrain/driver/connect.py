@@ -19,7 +19,7 @@ from distributed import Client, Security
 from distributed.comm.addressing import parse_host_port
 from distributed.versions import VersionMismatchWarning
 
-from ddptrain.clusters.find import Target
+from ddptrain.clusters.resolve import Target
 from ddptrain.driver import dask_greeting
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.rank_spec import LOST_AFTER_S

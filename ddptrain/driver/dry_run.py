@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ddptrain.clusters.attached import AttachedCluster
+from ddptrain.clusters.backends.attached import AttachedCluster
 from ddptrain.config.models import ClusterConfig
 from ddptrain.driver.local_resources import offer
 

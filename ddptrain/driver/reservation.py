@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddptrain.clusters import slots
+from ddptrain.clusters.scheduler import slots
 from ddptrain.errors import ClusterError
 
 _QUIET_S = 1.0  # of waiting before it is worth a word

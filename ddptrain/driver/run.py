@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters import state
-from ddptrain.clusters.attached import AttachedCluster
-from ddptrain.clusters.embedded import EmbeddedCluster
-from ddptrain.clusters.protocol import Cluster
+from ddptrain.clusters.backends.attached import AttachedCluster
+from ddptrain.clusters.backends.embedded import EmbeddedCluster
+from ddptrain.clusters.provider import Cluster
 from ddptrain.config.load import LoadedConfig, dump_config, resolved_config
 from ddptrain.config.models import RankRange, RunConfig
 from ddptrain.config.registry import is_built_in, prepare_target, workload_target
@@ -44,7 +44,7 @@ from ddptrain.results.writer import RunWriter
 if TYPE_CHECKING:
     from distributed import Client
 
-    from ddptrain.clusters.find import Target
+    from ddptrain.clusters.resolve import Target
     from ddptrain.driver.reservation import Watchers, Wish
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.worker_group import Gang, Place
@@ -194,7 +194,7 @@ class _Run:
             return EmbeddedCluster(self.machine.ranks, self.machine.gpus, scratch, environ)
         if self.config.cluster.is_attached:
             return AttachedCluster(self.config.cluster)
-        from ddptrain.clusters.forrun import RunCluster
+        from ddptrain.clusters.backends.per_run import RunCluster
 
         return RunCluster(self.config.cluster, self.display.notice)
 
@@ -294,7 +294,7 @@ class _Run:
         )
 
     def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
-        from ddptrain.clusters.check import Needs, check_cluster
+        from ddptrain.clusters.compatibility import Needs, check_cluster
         from ddptrain.driver.attempts import search_path
         from ddptrain.driver.transfer.code_package import project_of
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from distributed import Client, Future
 from distributed.comm.core import CommClosedError
 
-from ddptrain.clusters import slots
+from ddptrain.clusters.scheduler import slots
 from ddptrain.driver import dask_call
 from ddptrain.driver.messages import Inbox, Notice, TaskFailed, WorkerLost
 from ddptrain.driver.reservation import Queue, Watchers, Wish

@@ -107,7 +107,9 @@ class Cluster:
         self.workers = [network.add(name, self.home, self.scratch) for name in ("w1", "w2")]
         if tls:
             make_tls(self.site)
-        self._python(self.head, "ddptrain.clusters.scheduler", "--folder", str(self.site), "--host", self.head.address)
+        self._python(
+            self.head, "ddptrain.clusters.scheduler.process", "--folder", str(self.site), "--host", self.head.address
+        )
         self.until((self.site / "scheduler.json").exists, "the scheduler")
         self.address = str(json.loads((self.site / "scheduler.json").read_text())["address"])
         for host in self.workers:

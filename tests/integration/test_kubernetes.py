@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddptrain.clusters.kubernetes.spec import OWNER_LABEL
+from ddptrain.clusters.backends.kubernetes.spec import OWNER_LABEL
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
 
 pytest.importorskip("dask_kubernetes", reason='dask-kubernetes is not installed: pip install "ddptrain[kubernetes]"')

@@ -60,7 +60,15 @@ def attacked(ports: Sequence[int], paths: Sequence[str], marker: Path, *, as_oth
 
 def test_attack_succeeds_on_a_scheduler_without_protection(marker: Path, tmp_path: Path) -> None:
     """Otherwise the tests below would prove nothing."""
-    command = [sys.executable, "-m", "ddptrain.clusters.scheduler", "--folder", str(tmp_path), "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "ddptrain.clusters.scheduler.process",
+        "--folder",
+        str(tmp_path),
+        "--host",
+        "127.0.0.1",
+    ]
     card = tmp_path / "scheduler.json"
     with subprocess.Popen(command) as scheduler:
         try:

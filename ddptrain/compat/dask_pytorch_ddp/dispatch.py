@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 from distributed import Client, Future
 
-from ddptrain.clusters import slots
-from ddptrain.clusters.check import Needs, check_cluster
+from ddptrain.clusters.compatibility import Needs, check_cluster
+from ddptrain.clusters.scheduler import slots
 from ddptrain.compat.dask_pytorch_ddp import gangwatch, job
 from ddptrain.driver.reservation import Watchers, Wish
 from ddptrain.driver.worker_group import Gang, Place

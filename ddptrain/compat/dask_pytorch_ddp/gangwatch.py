@@ -10,7 +10,7 @@ from typing import Any
 
 from distributed import Client, Future, Scheduler
 
-from ddptrain.clusters import slots
+from ddptrain.clusters.scheduler import slots
 from ddptrain.worker import task
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL for ranks that are stopped

@@ -8,7 +8,7 @@ import time
 
 from distributed import Client
 
-from ddptrain.clusters import slots
+from ddptrain.clusters.scheduler import slots
 
 
 def main(address: str, name: str, times: int) -> None:

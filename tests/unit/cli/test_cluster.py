@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ddptrain.cli.main import main
-from ddptrain.clusters import manage, state
-from ddptrain.clusters.look import State, View
-from ddptrain.clusters.protocol import Tell
+from ddptrain.clusters import lifecycle, state
+from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.state import ClusterRecord, Deployment
+from ddptrain.clusters.status import State, View
 from ddptrain.config import registry
 from ddptrain.config.models import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
@@ -49,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterConfig, str, boo
         found.append((config, name, tls))
         return View(Deployment(Path("x"), ClusterRecord(name, config.backend, "2026-01-01T00:00:00")), State.UP)
 
-    monkeypatch.setattr(manage, "up", up)
+    monkeypatch.setattr(lifecycle, "up", up)
     return found
 
 
@@ -180,7 +180,7 @@ def test_down_all_goes_on_after_a_failure_and_tells_each(call: Call, monkeypatch
         if name in errors:
             raise errors[name]
 
-    monkeypatch.setattr(manage, "down", down)
+    monkeypatch.setattr(lifecycle, "down", down)
     code, out, err = call("down", "--all")
     assert (code, out) == (4, "cluster b is down\n")
     assert sorted(err.splitlines()) == ["ddptrain: error: in use", "ddptrain: error: stuck"]
@@ -189,6 +189,6 @@ def test_down_all_goes_on_after_a_failure_and_tells_each(call: Call, monkeypatch
 
 
 def test_logs_stand_under_the_name_of_who_wrote_them(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manage, "logs", lambda name, lines, source: {"scheduler": "a\nb\x1b\n", "worker vm": ""})
+    monkeypatch.setattr(lifecycle, "logs", lambda name, lines, source: {"scheduler": "a\nb\x1b\n", "worker vm": ""})
     assert call("logs", "dev")[1] == "==> scheduler <==\na\nb\N{REPLACEMENT CHARACTER}\n\n==> worker vm <==\n\n"
     assert json.loads(call("logs", "dev", "--json")[1]) == {"scheduler": "a\nb\x1b\n", "worker vm": ""}

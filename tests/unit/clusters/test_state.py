@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.clusters import find, security, state
+from ddptrain.clusters import resolve, security, state
 from ddptrain.clusters.state import ClusterRecord
 from ddptrain.config.clusters import TlsSettings
 from ddptrain.errors import ClusterError, UsageError
@@ -83,9 +83,9 @@ def test_unknown_name_is_answered_with_the_nearest() -> None:
 def test_address_that_the_scheduler_tells_later_is_seen() -> None:
     made = state.create(record())
     with pytest.raises(ClusterError, match="has no scheduler yet"):
-        find.by_name("dev")
+        resolve.by_name("dev")
     (made.folder / "scheduler.json").write_text(json.dumps({"address": "tcp://h:2", "dashboard": ""}))
-    assert find.by_name("dev").address == "tcp://h:2"
+    assert resolve.by_name("dev").address == "tcp://h:2"
 
 
 def test_broken_record_is_no_cluster(folder: Path) -> None:
@@ -122,7 +122,7 @@ def test_cluster_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch)
     made = state.create(record(address="tcp://h:1"))
     made.update(version="0.0.1")
     with pytest.raises(ClusterError, match=r"was started by ddptrain 0\.0\.1"):
-        find.by_name("dev")
+        resolve.by_name("dev")
 
 
 # --- the host of a cluster ---
@@ -164,16 +164,16 @@ def test_which_clusters_one_host_alone_can_use(backend: str, address: str, host:
 def test_cluster_of_another_host_is_not_connected_to_and_the_message_names_that_host() -> None:
     state.create(record(address="tcp://127.0.0.1:1")).update(host=OTHER)
     with pytest.raises(ClusterError, match=r"the cluster dev runs on the host login2, and this is .*: run the command"):
-        find.by_name("dev")
-    assert find.by_address("tcp://127.0.0.1:1", None).name == ""  # the same address here is not that cluster
+        resolve.by_name("dev")
+    assert resolve.by_address("tcp://127.0.0.1:1", None).name == ""  # the same address here is not that cluster
 
 
 def test_cluster_from_before_a_restart_is_not_connected_to() -> None:
     """Another user's process may listen at its port now."""
     state.create(record(address="tcp://127.0.0.1:1")).update(host=RESTARTED)
     with pytest.raises(ClusterError, match=r"was restarted after the cluster dev was started: .*cluster down dev"):
-        find.by_name("dev")
-    assert find.by_address("tcp://127.0.0.1:1", None).name == ""
+        resolve.by_name("dev")
+    assert resolve.by_address("tcp://127.0.0.1:1", None).name == ""
 
 
 # --- which cluster an address or a file means ---
@@ -183,26 +183,26 @@ def test_cluster_from_before_a_restart_is_not_connected_to() -> None:
 def test_own_cluster_is_known_by_its_address_and_its_certificate_used(asked: str) -> None:
     made = state.create(record(address="tls://h:1"))
     security.make_tls(made.folder)
-    target = find.by_address(asked, None)
+    target = resolve.by_address(asked, None)
     assert (target.address, target.name, target.foreign) == ("tls://h:1", "dev", False)
     assert target.security is not None and target.security.require_encryption
 
 
 def test_address_of_others_is_taken_as_it_is() -> None:
-    assert find.by_address("h:1", None) == find.Target("tcp://h:1")
-    assert find.by_address("tls://h:1", None) == find.Target("tls://h:1")
+    assert resolve.by_address("h:1", None) == resolve.Target("tcp://h:1")
+    assert resolve.by_address("tls://h:1", None) == resolve.Target("tls://h:1")
 
 
 def test_certificate_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     files = TlsSettings(ca_file=str(tmp_path / "ca.pem"), cert_file="x", key_file="y")
     with pytest.raises(ClusterError, match=r"ca\.pem can't be read: No such file"):
-        find.by_address("h:1", files)
+        resolve.by_address("h:1", files)
 
 
 def test_scheduler_file_names_the_address(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.json"
     path.write_text(json.dumps({"type": "Scheduler", "id": "x", "address": "tcp://h:7", "workers": {}}))
-    assert find.by_scheduler_file(path, None).address == "tcp://h:7"
+    assert resolve.by_scheduler_file(path, None).address == "tcp://h:7"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense"])
@@ -210,6 +210,6 @@ def test_file_of_something_else_is_told(tmp_path: Path, text: str) -> None:
     path = tmp_path / "scheduler.json"
     path.write_text(text)
     with pytest.raises(ClusterError, match='names no "address"'):
-        find.by_scheduler_file(path, None)
+        resolve.by_scheduler_file(path, None)
     with pytest.raises(ClusterError, match="can't be read: No such file"):
-        find.by_scheduler_file(tmp_path / "none.json", None)
+        resolve.by_scheduler_file(tmp_path / "none.json", None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.clusters.find import Target
+from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.security import make_tls, own_security
 from ddptrain.driver import dask_greeting
 from ddptrain.driver.connect import connected

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from ddptrain.clusters.slots import Slot
+from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.failure.fault import Kind
 from ddptrain.driver.failure.worker_heartbeat import Presence
 from ddptrain.driver.rank_state import RankWatch

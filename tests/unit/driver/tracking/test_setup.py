@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from ddptrain.clusters.slots import Slot
+from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.models import RunConfig
 from ddptrain.driver.recorder import Telling
 from ddptrain.driver.tracking.setup import Tracking

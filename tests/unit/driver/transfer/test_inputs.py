@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from ddptrain.clusters.slots import Slot
+from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.transfer.inputs import CONTENTS, Inputs
 from ddptrain.driver.worker_group import Gang, Place
 from ddptrain.errors import ClusterError, ExitCode, UsageError

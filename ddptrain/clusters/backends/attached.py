@@ -1,0 +1,51 @@
+"""A Dask cluster that is already up: attached to, used, and left as it was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddptrain.clusters import resolve
+from ddptrain.clusters.resolve import Target
+from ddptrain.config.models import ClusterConfig
+
+
+class AttachedCluster:
+    """The cluster that a configuration names: one of the user's own, an address, or a scheduler's file."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+
+    @property
+    def words(self) -> str:
+        """What it is, for messages."""
+        config = self.config
+        return f"the cluster {config.name}" if config.name else str(config.address or config.scheduler_file)
+
+    def begin(self) -> None:
+        """Nothing to start."""
+
+    def connect(self) -> Target:
+        """Where it should be: whether anyone is there, the driver's connection will tell. Raises ClusterError."""
+        if self.config.name is not None:
+            return resolve.by_name(self.config.name)
+        if self.config.address is not None:
+            return resolve.by_address(self.config.address, self.config.tls)
+        return resolve.by_scheduler_file(Path(str(self.config.scheduler_file)).expanduser(), self.config.tls)
+
+    def worker_fault(self) -> str | None:
+        """Workers of a cluster that is up are watched through the scheduler alone."""
+        return None
+
+    def mend(self, *, leaving: bool) -> None:
+        """Nothing was started here."""
+
+    def last_words(self) -> str:
+        """What the workers of a cluster of the user's own have logged; of others nothing is known."""
+        if self.config.name is None:
+            return ""
+        from ddptrain.clusters import lifecycle
+
+        return lifecycle.last_words(self.config.name)
+
+    def close(self) -> None:
+        """Nothing was started here."""

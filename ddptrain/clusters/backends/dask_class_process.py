@@ -1,0 +1,313 @@
+"""`python -m ddptrain.clusters.backends.dask_class_process`: holds one object of a Dask cluster class for the commands.
+
+    python -P -m ddptrain.clusters.backends.dask_class_process --folder DIR
+
+DIR/order.json tells what to build. Once that is up its certificate lies in DIR, DIR/scheduler.json tells its address,
+and DIR/keeper.sock takes orders for other numbers of slots. SIGTERM closes the Cluster, if need be as soon as it has
+been built: a constructor that is broken off would leave behind what it has started. DIR/ended.json says why the keeper
+has ended where nobody told it to, and what it could not close.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import json
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ddptrain.clusters import security
+from ddptrain.clusters.backends.foreign_cluster import write_ended, write_json
+from ddptrain.clusters.resolve import Target
+from ddptrain.clusters.scheduler.idle import IdleWatch
+from ddptrain.clusters.scheduler.process import SCHEDULER_FILE
+from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.protocol.rank_spec import SLOT_RESOURCE
+
+ORDER_FILE = "order.json"
+SOCKET_FILE = "keeper.sock"
+_REACHABLE = ("tcp", "tls", "ws", "wss", "ucx")
+_OVER = ("closed", "failed")
+_ANSWER_S = 5.0
+_MOST_OF_AN_ERROR = 500
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperOrder:
+    """What to build: a class as package.Cluster, its arguments, and how many slots (None: what these give)."""
+
+    cls: str
+    kwargs: Mapping[str, Any] = field(repr=False)
+    slots: int | None = None
+    idle_timeout_s: float = 0.0
+    sys_path: Sequence[str] = ()
+
+    def to_json(self) -> str:
+        """As it lies in the keeper's folder."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+class CannotKeep(Exception):
+    """The Cluster can't be built or used, in one line; `is_usage` where what the user has asked for can't be."""
+
+    def __init__(self, words: str, *, is_usage: bool = False) -> None:
+        self.is_usage = is_usage
+        super().__init__(words)
+
+
+class Kept:
+    """The Cluster, and what it is called in messages."""
+
+    def __init__(self, order: KeeperOrder, folder: Path) -> None:
+        """Build it; a certificate that it gets from us lies in `folder`. Raises CannotKeep."""
+        self.name = order.cls
+        if order.kwargs.get("asynchronous"):
+            raise CannotKeep("cluster.kwargs.asynchronous can't be true: leave it out", is_usage=True)
+        made = _imported(order.cls)
+        with self._telling("(...)"):
+            self._cluster: Any = made(**{**_security_of_ours(made, order.kwargs, folder), **order.kwargs})
+        if not hasattr(self._cluster, "scheduler_address"):
+            words = f"cluster.class {self.name} makes no Dask cluster: what it returns has no scheduler_address"
+            raise CannotKeep(words, is_usage=True)
+
+    def target(self) -> Target:
+        """Where its scheduler answers. Raises CannotKeep where other processes can't connect."""
+        address = str(self._cluster.scheduler_address)
+        if address.partition("://")[0] not in _REACHABLE:
+            raise CannotKeep(f"the scheduler of {self.name} is at {address}, where no other process can reach it")
+        return Target(address, getattr(self._cluster, "security", None))
+
+    def dashboard(self) -> str:
+        """Its dashboard's URL, "" where it has none."""
+        return str(getattr(self._cluster, "dashboard_link", None) or "")
+
+    def resize(self, slots: int | None) -> int:
+        """Order that many slots (None: those that it has by itself, but a worker at least); returns its workers.
+
+        Raises: CannotKeep
+        """
+        info = getattr(self._cluster, "scheduler_info", {})
+        workers = info.get("workers", {}).values()
+        planned = max(len(getattr(self._cluster, "plan", ())), len(workers))
+        if slots is None and planned:
+            return planned
+        wanted = math.ceil((slots or 1) / min((_slots(worker) for worker in workers), default=1))
+        can_scale = getattr(self._cluster, "_supports_scaling", True)
+        if not can_scale and wanted != planned:
+            raise CannotKeep(f"{self.name} can't be scaled to {wanted} workers, it has {planned}")
+        if can_scale:
+            with self._telling(f".scale({wanted})"):
+                self._cluster.scale(wanted)
+        return wanted
+
+    def is_over(self) -> bool:
+        """Whether it has ended by itself."""
+        status = getattr(self._cluster, "status", None)
+        return getattr(status, "name", status) in _OVER
+
+    def close(self) -> None:
+        """End it. Raises CannotKeep."""
+        with self._telling(".close()"):
+            self._cluster.close()
+
+    @contextlib.contextmanager
+    def _telling(self, call: str) -> Iterator[None]:
+        """Make one line of what the foreign code raises; all of it goes to the log."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            raise CannotKeep(f"{self.name}{call} failed: {_one_line(error)}") from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Hold the Cluster until a signal or too long an idle time ends it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddptrain.clusters.backends.dask_class_process", description="Holds a Dask Cluster."
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
+    folder: Path = parser.parse_args(argv).folder
+    order = KeeperOrder(**json.loads((folder / ORDER_FILE).read_text(encoding="utf-8")))
+    sys.path += order.sys_path
+    with _Signal() as told_to_end:
+        try:
+            kept = Kept(order, folder)
+        except CannotKeep as error:
+            write_ended(folder, str(error), is_usage=error.is_usage)
+            return 1
+        return _keep(kept, order, folder, told_to_end)
+
+
+def _keep(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -> int:
+    """From the Cluster's start to its end."""
+    is_left = False
+    try:
+        reason = "" if told_to_end else _serve(kept, order, folder, told_to_end)
+    except CannotKeep as error:
+        reason = str(error)
+    (folder / SCHEDULER_FILE).unlink(missing_ok=True)
+    try:
+        kept.close()
+    except CannotKeep as error:
+        is_left = True
+        reason = "; ".join([*filter(None, [reason]), str(error), "what it has started may still be there"])
+    if reason:
+        write_ended(folder, reason, is_left=is_left)
+    return int(is_left)
+
+
+def _serve(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -> str:
+    """Announce it and take orders until it is to end; returns why, "" if it was told to. Raises CannotKeep."""
+    target = kept.target()
+    workers = kept.resize(order.slots)
+    if target.security is not None and not (folder / security.CERT_FILE).exists():
+        security.keep(target.security, folder)
+    watch = IdleWatch(target, order.idle_timeout_s)
+    with _listening(folder) as listener, selectors.DefaultSelector() as selector:
+        for source in (listener, told_to_end):
+            selector.register(source, selectors.EVENT_READ)
+        card = {"address": target.address, "dashboard": kept.dashboard(), "workers": workers}
+        write_json(folder / SCHEDULER_FILE, {**card, "pid": os.getpid(), "host": socket.gethostname()})
+        while True:
+            ready = [key.fileobj for key, _ in selector.select(watch.pause_s)]
+            if told_to_end:
+                return ""
+            if listener in ready:
+                _answer(listener, kept)
+            if kept.is_over():
+                return f"{kept.name} has closed by itself"
+            if watch.is_over():
+                return f"idle for {order.idle_timeout_s:g} s"
+
+
+@contextlib.contextmanager
+def _listening(folder: Path) -> Iterator[socket.socket]:
+    """A socket in the folder, which only this user may enter; by a short name, for its path may be too long."""
+    (folder / SOCKET_FILE).unlink(missing_ok=True)
+    os.chdir(folder)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(SOCKET_FILE)
+        listener.listen()
+        yield listener
+
+
+def _answer(listener: socket.socket, kept: Kept) -> None:
+    """Take one order, {"slots": N}: the answer is {"workers": N} or {"error": "..."}."""
+    with contextlib.suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # of whoever has hung up, or speaks another language
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rw") as stream:
+            connection.settimeout(_ANSWER_S)
+            slots = int(json.loads(stream.readline())["slots"])
+            try:
+                answer: dict[str, Any] = {"workers": kept.resize(slots)}
+            except CannotKeep as error:
+                answer = {"error": str(error)}
+            stream.write(json.dumps(answer) + "\n")
+
+
+class _Signal:
+    """SIGTERM: true once it has come, and a file that is readable then."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+
+    def __enter__(self) -> Self:
+        self._ear, self._mouth = socket.socketpair()
+        signal.signal(signal.SIGTERM, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._ear.close()
+        self._mouth.close()
+
+    def __bool__(self) -> bool:
+        return self._has_come
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._ear.fileno()
+
+    def _take(self, signum: int, frame: object) -> None:
+        if not self._has_come:
+            self._mouth.send(b"!")
+        self._has_come = True
+
+
+def _imported(name: str) -> Any:
+    """The class. Raises CannotKeep, with what to install."""
+    module_name, _, attribute = name.rpartition(".")
+    package = module_name.partition(".")[0]
+    if not package:
+        raise CannotKeep(f"cluster.class {name} names no module: write it as package.Cluster", is_usage=True)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = str(error.name or package)
+        install = f"pip install {missing.partition('.')[0].replace('_', '-')}, if that is its package"
+        words = f"cluster.class {name} can't be imported: there is no module {missing} ({install})"
+        raise CannotKeep(words, is_usage=True) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise CannotKeep(f"cluster.class {name} can't be imported: {_one_line(error)}", is_usage=True) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        classes = [each for each in dir(module) if each.endswith("Cluster")]
+        hint = did_you_mean(attribute, classes)
+        words = f"cluster.class {name}: the module {module_name} has no {attribute}" + (f" ({hint})" if hint else "")
+        raise CannotKeep(words, is_usage=True)
+    return found
+
+
+def _security_of_ours(made: Any, kwargs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A certificate for a LocalCluster that was given none: any user of this machine could use it otherwise."""
+    from distributed import LocalCluster
+
+    is_local = isinstance(made, type) and issubclass(made, LocalCluster)
+    if not is_local or {"security", "protocol"} & kwargs.keys() or not _takes(made, "security"):
+        return {}
+    security.make_tls(folder)
+    return {"security": security.own_security(folder)}
+
+
+def _takes(made: Any, argument: str) -> bool:
+    parameters = inspect.signature(made).parameters.values()
+    return any(each.name == argument or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _slots(worker: Mapping[str, Any]) -> int:
+    """A worker of others has one slot, unless it was started with the resource."""
+    offered = int(worker.get("resources", {}).get(SLOT_RESOURCE, 1))
+    return max(1, min(offered, int(worker.get("nthreads", offered))))
+
+
+def _one_line(error: BaseException) -> str:
+    """The error and what it came from: Dask's own "failed to start" alone says little."""
+    words = [_words(error)]
+    while (cause := error.__cause__) is not None:
+        words.append(_words(cause))
+        error = cause
+    return shown(", from ".join(dict.fromkeys(words)), _MOST_OF_AN_ERROR)
+
+
+def _words(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

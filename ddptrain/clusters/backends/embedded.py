@@ -1,0 +1,183 @@
+"""The embedded cluster: a scheduler in the driver's process and one light worker beside it, both for one run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddptrain.clusters.resolve import Target
+from ddptrain.errors import ClusterError
+from ddptrain.protocol.rank_spec import LOST_AFTER_S
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+_SCHEDULER_CONFIG: dict[str, object] = {
+    "distributed.scheduler.allowed-failures": 0,
+    "distributed.scheduler.worker-ttl": None,  # the driver sees its worker's process, and hears its ranks
+    "distributed.scheduler.http.routes": [],
+    "distributed.scheduler.work-stealing": False,
+    "distributed.admin.system-monitor.interval": "5s",
+    "distributed.admin.tick.interval": "1s",
+    "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
+    "distributed.diagnostics.nvml": False,
+}
+_WORKER_END_S = 6.0  # the ranks' last grace and the worker's own clean-up
+
+
+class EmbeddedCluster:
+    """Slots on this machine: one per GPU in `gpus`, or `slots` on the CPU. Nothing of it outlives the driver."""
+
+    def __init__(self, slots: int, gpus: tuple[str, ...], scratch: Path, environ: Mapping[str, str]) -> None:
+        self.slots = slots
+        self.gpus = gpus
+        self.scratch = scratch
+        self.environ = environ
+        self._address = ""
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    def begin(self) -> None:
+        """Start the worker's process, which starts its rank server; both import while the driver goes on."""
+        self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+        command = [sys.executable, "-P", "-m", "ddptrain.worker", "--scheduler", "-", "--slots", str(self.slots)]
+        command += ["--gpus", ",".join(self.gpus), "--scratch", str(self.scratch.resolve())]
+        with self.worker_log.open("ab") as log:
+            self._worker = subprocess.Popen(
+                command,
+                env=dict(self.environ),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def words(self) -> str:
+        """What it is, for messages."""
+        return "a local cluster"
+
+    @property
+    def worker_log(self) -> Path:
+        """What the worker itself says; nothing, as long as all is well."""
+        return self.scratch / "worker.log"
+
+    def connect(self) -> Target:
+        """Start the scheduler in a thread and give its address to the worker. Raises ClusterError."""
+        self._address = self._start_scheduler()
+        self._introduce()
+        return Target(self._address, foreign=False)
+
+    def _introduce(self) -> None:
+        """Tell the worker where the scheduler is."""
+        assert self._worker is not None and self._worker.stdin is not None
+        try:
+            self._worker.stdin.write(f"{self._address}\n".encode())
+            self._worker.stdin.flush()
+        except OSError as error:
+            raise ClusterError(f"the local Dask worker has ended: {self.worker_fault() or error}") from error
+
+    def worker_fault(self) -> str | None:
+        """What became of the worker, if it has ended; None while it runs."""
+        assert self._worker is not None
+        status = self._worker.poll()
+        if status is None:
+            return None
+        from ddptrain.protocol.rank_spec import describe_status
+
+        words = self.worker_log.read_text(errors="replace").strip() if self.worker_log.exists() else ""
+        return f"the Dask worker (pid {self._worker.pid}) ended: {describe_status(status)}" + (
+            f"; its last words: {words[-500:]}" if words else ""
+        )
+
+    def mend(self, *, leaving: bool) -> None:
+        """Start another worker where the last one has ended; the scheduler is the same. Raises ClusterError."""
+        if leaving and self._worker is not None:
+            self._end_worker(self._worker)
+        if self.worker_fault() is not None:
+            self.begin()
+            self._introduce()
+
+    def last_words(self) -> str:
+        """Nothing but what `worker_fault` tells."""
+        return ""
+
+    def close(self) -> None:
+        """End the worker and its ranks, then the scheduler; delete the scratch folder."""
+        if self._worker is not None:
+            self._end_worker(self._worker)
+        if self._loop is not None and self._stop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(timeout=5.0)
+        if self._address:
+            from ddptrain.protocol.unix_comm import remove_socket_dir
+
+            remove_socket_dir(self._address)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _end_worker(self, worker: subprocess.Popen[bytes]) -> None:
+        assert worker.stdin is not None
+        try:
+            worker.stdin.close()  # its end is the worker's order to end its ranks and itself
+        except OSError:
+            pass
+        try:
+            worker.wait(timeout=_WORKER_END_S)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+    def _start_scheduler(self) -> str:
+        started = threading.Event()
+        outcome: list[str | BaseException] = []
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(started, outcome)), name="ddptrain-scheduler", daemon=True
+        )
+        self._thread.start()
+        if not started.wait(timeout=30.0):
+            raise ClusterError("the embedded Dask scheduler did not start within 30 s")
+        if isinstance(outcome[0], BaseException):
+            raise ClusterError(f"the embedded Dask scheduler could not start: {outcome[0]}") from outcome[0]
+        return outcome[0]
+
+    async def _serve(self, started: threading.Event, outcome: list[str | BaseException]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        try:
+            scheduler = await _new_scheduler()
+        except BaseException as error:
+            outcome.append(error)
+            started.set()
+            return
+        outcome.append(scheduler.address)
+        started.set()
+        await self._stop.wait()
+        await scheduler.close(reason="run ended")
+
+
+async def _new_scheduler() -> Scheduler:
+    import dask
+    from distributed import Scheduler
+
+    from ddptrain.protocol import unix_comm
+
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver tells what happens
+    folder = unix_comm.make_socket_dir()
+    with dask.config.set(_SCHEDULER_CONFIG):
+        scheduler: Scheduler = await Scheduler(
+            protocol=unix_comm.SCHEME,
+            host=unix_comm.scheduler_path(folder),
+            port=0,
+            dashboard=False,
+            dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
+        )
+        return scheduler

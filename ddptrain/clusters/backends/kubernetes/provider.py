@@ -1,0 +1,260 @@
+"""Clusters in Kubernetes: DaskClusters, which dask-kubernetes' operator turns into a scheduler and worker pods.
+
+A name that the namespace has already is attached to, and left as it is by `stop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddptrain.clusters.backends.kubernetes import reach, spec
+from ddptrain.clusters.backends.kubernetes.api import APPS, CORE, DASK, INSTALL_OPERATOR, Kubernetes, connected
+from ddptrain.clusters.backends.kubernetes.pods import (
+    cluster_labels,
+    is_ready,
+    log_of,
+    logs_of,
+    trouble_of,
+    why_there_is_no_pod,
+)
+from ddptrain.clusters.backends.kubernetes.workers import resize
+from ddptrain.clusters.provider import Tell
+from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls, write_private
+from ddptrain.clusters.state import Deployment
+from ddptrain.config.clusters import KubernetesSettings
+from ddptrain.errors import ClusterError, UsageError
+
+_POLL_S = 0.3
+_TELL_EVERY_S = 5.0  # whoever waits may want to stop waiting
+_STOP_S = 60.0  # the pods have 10 s, and the operator and the garbage collector take theirs
+_LOG_LINES = 5
+# All that a cluster is made of, owners first; its pods have its labels.
+_KINDS = {"daskclusters": DASK, "daskworkergroups": DASK, "deployments": APPS, "pods": CORE, "secrets": CORE}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a cluster is made of: all that is needed to find and to end it.
+
+    `owner` stands in the labels of what is ours; `slots` is how many each worker pod has.
+    """
+
+    context: str
+    namespace: str
+    owner: str
+    attached: bool = False
+    slots: int = 1
+
+    @classmethod
+    def of(cls, cluster: Deployment) -> Parts | None:
+        """Those of a cluster, None before anything has been ordered."""
+        told = cluster.record.parts
+        return cls(**{name: told[name] for name in cls.__slots__}) if "owner" in told else None
+
+    def save(self, cluster: Deployment) -> None:
+        """Write them to the cluster's record."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        cluster.update(parts={**cluster.record.parts, **values})
+
+
+class KubernetesProvider:
+    """Starts, changes and deletes clusters that live in Kubernetes."""
+
+    tls = None  # always for what is created here, and as it is for what is attached to
+
+    def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
+        """Create the cluster, attach to it, or give it as many worker pods as `slots` take.
+
+        Returns when its scheduler can be reached. Raises ClusterError, UsageError.
+        """
+        spec.checked_name(cluster.name)
+        asyncio.run(_Order(cluster, tell).scale(slots))
+
+    def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
+        """The last lines of each pod, and why it does not run. Raises ClusterError."""
+        return {**asyncio.run(_logs(cluster, lines)), **reach.log(cluster, lines)}
+
+    def fault(self, cluster: Deployment) -> str | None:
+        """Why a pod will never run, if one won't. Raises ClusterError."""
+        return asyncio.run(_fault(cluster))
+
+    @staticmethod
+    def reopen(cluster: Deployment) -> None:
+        """Start the port-forward again that this machine has lost, as after a restart. Raises ClusterError."""
+        reach.reopen(cluster)
+
+    def stop(self, cluster: Deployment, tell: Tell) -> None:
+        """Delete the cluster, and wait until its pods are gone; one that was only attached to stays.
+
+        Raises: ClusterError
+        """
+        reach.close(cluster)
+        asyncio.run(_stop(cluster, tell))
+
+
+class _Order:
+    """One call of scale."""
+
+    def __init__(self, cluster: Deployment, tell: Tell) -> None:
+        told = cluster.record.settings
+        self.cluster = cluster
+        self.tell = tell
+        self.settings = KubernetesSettings.model_validate(told["kubernetes"])
+        self.ranks = told.get("ranks")
+        self.timeout_s = float(told["start_timeout_s"])
+        self.deadline = time.monotonic() + self.timeout_s
+
+    async def scale(self, slots: int | None) -> None:
+        """Order it all, and wait for the scheduler."""
+        name, parts = self.cluster.name, Parts.of(self.cluster)
+        place = parts or self.settings
+        async with connected(place.context, place.namespace) as api:
+            found = await api.get(DASK, f"daskclusters/{name}")
+            if parts is not None and found is None:
+                raise ClusterError(f"the DaskCluster {name} is gone from the namespace {api.namespace}")
+            if parts is not None:
+                await resize(api, self.cluster, self._workers(parts.slots, slots), parts.slots, self.tell)
+            elif found is not None:
+                await self._attach(api, found)
+            else:
+                await self._create(api, slots)
+            await self._await_scheduler(api)
+            await reach.open_way(api, self.cluster, self.deadline)
+
+    def _workers(self, slots_each: int, slots: int | None) -> int:
+        """How many pods that many slots take; None is what the settings say."""
+        wanted = slots if slots is not None else self.ranks
+        return math.ceil(wanted / slots_each) if isinstance(wanted, int) else self.settings.workers
+
+    async def _create(self, api: Kubernetes, slots: int | None) -> None:
+        name, idle_timeout_s = self.cluster.name, self.cluster.record.idle_timeout_s
+        if idle_timeout_s and self.settings.scheduler_service_type == "LoadBalancer":
+            raise UsageError(
+                "cluster.idle_timeout_s can't be kept with scheduler_service_type LoadBalancer: that publishes the "
+                "scheduler's TLS port alone, and the operator asks another one whether it is idle"
+            )
+        parts = Parts(api.context, api.namespace, secrets.token_hex(8), slots=spec.slots_per_worker(self.settings))
+        workers = self._workers(parts.slots, slots)
+        body = spec.cluster_spec(name, api.namespace, parts.owner, workers, self.settings, idle_timeout_s)
+        make_tls(self.cluster.folder)
+        parts.save(self.cluster)
+        self.cluster.update(workers=workers)
+        self.tell(f"creating the DaskCluster {name} in the namespace {api.namespace}")
+        await api.create(CORE, "secrets", spec.secret_spec(name, parts.owner, self.cluster.folder))
+        created = await api.create(DASK, "daskclusters", body)
+        # Whoever deletes the DaskCluster, with whatever tool, deletes the key.
+        owner = {
+            "apiVersion": body["apiVersion"],
+            "kind": body["kind"],
+            "name": name,
+            "uid": created["metadata"]["uid"],
+        }
+        await api.patch(CORE, f"secrets/{spec.secret_name(name)}", {"metadata": {"ownerReferences": [owner]}})
+
+    async def _attach(self, api: Kubernetes, found: Mapping[str, Any]) -> None:
+        """Take a cluster as it is; its certificate, if it is one of ours, comes from its secret."""
+        name, labels = self.cluster.name, found["metadata"].get("labels", {})
+        secret = await api.get(CORE, f"secrets/{spec.secret_name(name)}") if spec.OWNER_LABEL in labels else None
+        for file, text in secret["data"].items() if secret else ():
+            if file in (CERT_FILE, KEY_FILE):
+                write_private(self.cluster.folder / file, base64.b64decode(text))
+        group = await api.get(DASK, f"daskworkergroups/{spec.worker_group(name)}") or found
+        Parts(api.context, api.namespace, "", attached=True, slots=spec.slots_of(labels)).save(self.cluster)
+        self.cluster.update(workers=group["spec"]["worker"]["replicas"])
+        self.tell(f"the namespace {api.namespace} has a DaskCluster {name}: attached to it, as it is")
+
+    async def _await_scheduler(self, api: Kubernetes) -> None:
+        """Return when the scheduler's pod is ready. Raises ClusterError where it won't be, or not in time."""
+        told_at, told = 0.0, ""
+        while True:
+            pods = await api.items(CORE, "pods", cluster_labels(self.cluster.name, "scheduler"))
+            if any(is_ready(pod) for pod in pods):
+                return
+            trouble = trouble_of(pods[0]) if pods else None
+            words = f"the scheduler's pod: {trouble.words if trouble else 'is starting' if pods else 'not there yet'}"
+            now = time.monotonic()
+            if (trouble and trouble.hopeless) or now > self.deadline:
+                raise ClusterError(await self._why_not(api, pods, words))
+            if words != told or now - told_at > _TELL_EVERY_S:
+                self.tell(words)
+                told_at, told = now, words
+            await asyncio.sleep(_POLL_S)
+
+    async def _why_not(self, api: Kubernetes, pods: Sequence[Mapping[str, Any]], words: str) -> str:
+        """What keeps the scheduler from being ready."""
+        name = self.cluster.name
+        if pods:
+            said = (await log_of(api, pods[0], _LOG_LINES)).splitlines()
+            late = "" if trouble_of(pods[0]) else f" after {self.timeout_s:g} s (cluster.start_timeout_s)"
+            return f"{words}{late}" + "".join(f"\n  {line}" for line in said[:-1])
+        if why := await why_there_is_no_pod(api, name, "scheduler"):
+            return f"the scheduler of {name} gets no pod: {why}"
+        found = await api.get(DASK, f"daskclusters/{name}") or {}
+        if found.get("status", {}).get("phase"):
+            return f"the scheduler of {name} has got no pod within {self.timeout_s:g} s (cluster.start_timeout_s)"
+        return (
+            f"nobody has taken up the DaskCluster {name} within {self.timeout_s:g} s: is dask-kubernetes' operator "
+            f"running, and does it watch the namespace {api.namespace}? It is installed with {INSTALL_OPERATOR}"
+        )
+
+
+async def _logs(cluster: Deployment, lines: int) -> dict[str, str]:
+    parts = Parts.of(cluster)
+    if parts is None:
+        return {}
+    async with connected(parts.context, parts.namespace) as api:
+        return await logs_of(api, cluster.name, lines)
+
+
+async def _fault(cluster: Deployment) -> str | None:
+    parts = Parts.of(cluster)
+    if parts is None:
+        return None
+    async with connected(parts.context, parts.namespace) as api:
+        for pod in await api.items(CORE, "pods", cluster_labels(cluster.name)):
+            trouble = trouble_of(pod)
+            if trouble and trouble.hopeless:
+                return f"the pod {pod['metadata']['name']}: {trouble.words}"
+    return None
+
+
+async def _stop(cluster: Deployment, tell: Tell) -> None:
+    parts = Parts.of(cluster)
+    if parts is None:
+        return
+    if parts.attached:
+        tell(f"the DaskCluster {cluster.name} was there before, and stays: kubectl delete daskcluster ends it")
+        return
+    ours = {spec.OWNER_LABEL: parts.owner}
+    async with connected(parts.context, parts.namespace) as api:
+        await _delete(api, "daskclusters", ours)
+        await _delete(api, "secrets", ours)
+        deadline = time.monotonic() + _STOP_S
+        while left := [
+            f"{plural.removesuffix('s')} {name}" for plural in _KINDS for name in await _names(api, plural, ours)
+        ]:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"Kubernetes has not ended {', '.join(left)} within {_STOP_S:g} s: is dask-kubernetes' operator "
+                    f"running? See kubectl --namespace {api.namespace} get {','.join(_KINDS)}"
+                )
+            if not left[0].startswith("daskcluster "):
+                # The operator makes a worker group first and gives it its owner later, which may be gone by then.
+                await _delete(api, "daskworkergroups", ours)
+            await asyncio.sleep(_POLL_S)
+
+
+async def _names(api: Kubernetes, plural: str, labels: Mapping[str, str]) -> list[str]:
+    return [str(thing["metadata"]["name"]) for thing in await api.items(_KINDS[plural], plural, labels)]
+
+
+async def _delete(api: Kubernetes, plural: str, labels: Mapping[str, str]) -> None:
+    for name in await _names(api, plural, labels):
+        await api.delete(_KINDS[plural], f"{plural}/{name}")

@@ -1,0 +1,60 @@
+"""A cluster of any backend that comes for a run and goes with it."""
+
+from __future__ import annotations
+
+import secrets
+
+from ddptrain.clusters import lifecycle, resolve
+from ddptrain.clusters.provider import Tell
+from ddptrain.clusters.resolve import Target
+from ddptrain.config.models import ClusterConfig
+from ddptrain.errors import ClusterError
+
+# A driver that is killed can't end its cluster: it ends by itself then.
+_IDLE_TIMEOUT_S = 300.0
+
+
+class RunCluster:
+    """A cluster that `ddptrain cluster list` shows as run-<hex> for as long as its run lasts."""
+
+    def __init__(self, config: ClusterConfig, tell: Tell) -> None:
+        idle_timeout_s = config.idle_timeout_s or _IDLE_TIMEOUT_S
+        self.config = config.model_copy(update={"idle_timeout_s": idle_timeout_s})
+        self.name = f"run-{secrets.token_hex(4)}"
+        self._tell = tell
+        self._is_up = False
+
+    @property
+    def words(self) -> str:
+        """What it is, for messages."""
+        return f"a cluster of backend {self.config.backend}"
+
+    def begin(self) -> None:
+        """Nothing that could be started without waiting for it."""
+
+    def connect(self) -> Target:
+        """Bring it up. Raises ClusterError, UsageError; nothing of it is left then."""
+        self._tell(f"starting {self.words}")
+        view = lifecycle.up(self.config, self.name, self._tell)
+        self._is_up = True
+        return resolve.of_deployment(view.deployment)
+
+    def worker_fault(self) -> str | None:
+        """Its workers are watched through the scheduler alone."""
+        return None
+
+    def mend(self, *, leaving: bool) -> None:
+        """Nothing: what has come back, or comes within the wait for slots, is used."""
+
+    def last_words(self) -> str:
+        """What its processes have logged."""
+        return lifecycle.last_words(self.name)
+
+    def close(self) -> None:
+        """End it, whatever may still be on it."""
+        if not self._is_up:
+            return
+        try:
+            lifecycle.down(self.name, self._tell, now=True)
+        except ClusterError as error:
+            self._tell(f"{error}; try again with `ddptrain cluster down {self.name}`")

@@ -1,0 +1,43 @@
+"""`python -m ddptrain.clusters.backends.saturn_idle`: has Saturn close a cluster that no run has been on for too long.
+
+    python -P -m ddptrain.clusters.backends.saturn_idle --name NAME
+
+It needs SATURN_TOKEN. DIR/ended.json says what it has done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from ddptrain.clusters import state
+from ddptrain.clusters.backends import saturn
+from ddptrain.clusters.backends.foreign_cluster import write_ended
+from ddptrain.clusters.resolve import of_deployment
+from ddptrain.clusters.scheduler.idle import IdleWatch
+from ddptrain.errors import DdptrainError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Watch until the cluster has been idle for too long."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddptrain.clusters.backends.saturn_idle", description="Ends a cluster that nobody uses."
+    )
+    parser.add_argument("--name", required=True, help="the cluster's name")
+    cluster = state.find(parser.parse_args(argv).name)
+    timeout_s = cluster.record.idle_timeout_s
+    watch = IdleWatch(of_deployment(cluster), timeout_s)
+    while not watch.is_over():
+        time.sleep(watch.pause_s)
+    reason = f"idle for {timeout_s:g} s"
+    try:
+        saturn.close(cluster, print)
+    except DdptrainError as error:
+        reason = f"{reason}, but it may still run: {error}"
+    write_ended(cluster.folder, reason)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Clusters as jobs of Slurm: scheduler and workers in the cluster's first job, more workers in jobs of their own."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddptrain.clusters.backends.slurm_script import JobPlan, scheduler_lines, script, worker_lines
+from ddptrain.clusters.provider import Tell
+from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
+from ddptrain.clusters.state import Deployment
+from ddptrain.config.clusters import slots_to_order
+from ddptrain.errors import ClusterError, UsageError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_COMMAND_S = 30.0
+_END_S = 40.0  # Slurm's own KillWait is 30 s
+_POLL_S = 0.2
+_TAIL_BYTES = 64 * 1024
+_LINKED = ("scheduler.json", "ended.json")
+_OVER = re.compile(r"invalid job id|no such job", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One that squeue still lists: its state and, while it waits, why."""
+
+    id: str
+    state: str
+    reason: str
+
+    @property
+    def words(self) -> str:
+        """As Slurm says it: job 12 is PENDING (Resources)."""
+        why = f" ({self.reason})" if self.reason not in ("", "None") else ""
+        return f"job {self.id} is {self.state}{why}"
+
+
+class SlurmProvider:
+    """A worker on each node of a job, with a slot per GPU of the allocation; the submitting shell may go."""
+
+    tls = True
+
+    def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
+        """Submit what is missing, or cancel and shrink what is too much. Raises ClusterError, UsageError."""
+        if not _jobs_of(cluster):
+            _submit_first(cluster, slots, tell)
+            return
+        with _connected(cluster) as client:
+            _resize(cluster, int(slots or 0), client, tell)
+
+    def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
+        """What scheduler, workers and the jobs themselves have written; of a job that waits, why it does."""
+        folder = _folder(cluster)
+        found = {}
+        for path in sorted(folder.glob("*.log")):
+            source = path.stem.replace("-", " ", 1) if path.stem != "scheduler" else path.stem
+            found[source] = _tail(path, lines)
+        for job in _listed(_jobs_of(cluster)):
+            if job.state != "RUNNING":
+                found[f"job {job.id}"] = f"{found.get(f'job {job.id}', '')}{job.words}\n"
+        return found
+
+    def stop(self, cluster: Deployment, tell: Tell) -> None:
+        """Cancel all jobs, and wait until Slurm has ended them. Raises ClusterError."""
+        ids = _jobs_of(cluster)
+        if ids:
+            _call("scancel", *ids, passes=_OVER)
+            tell(f"cancelled job {', '.join(ids)}")
+        deadline = time.monotonic() + _END_S
+        while left := _listed(ids):
+            if time.monotonic() > deadline:
+                raise ClusterError(f"Slurm has not ended within {_END_S:g} s: {'; '.join(job.words for job in left)}")
+            time.sleep(_POLL_S)
+        folder = _folder(cluster)
+        if folder != cluster.folder:
+            _remove(folder)
+
+    def fault(self, cluster: Deployment) -> str | None:
+        """Which job has ended."""
+        ids = _jobs_of(cluster)
+        there = {job.id for job in _listed(ids)}
+        gone = [job for job in ids if job not in there]
+        return f"job {', '.join(gone)} has ended" if gone else None
+
+
+def _submit_first(cluster: Deployment, slots: int | None, tell: Tell) -> None:
+    settings = cluster.record.settings
+    _check_gpus(settings)
+    folder = _made_folder(cluster)
+    each = settings["slurm"]["ranks_per_node"]
+    wanted = slots_to_order(settings["ranks"], slots)
+    nodes = int(settings["slurm"]["nodes"])
+    if wanted is not None and each == "auto":
+        each = math.ceil(wanted / nodes)
+    elif wanted is not None:
+        nodes = math.ceil(wanted / int(each))
+    per_node = None if each == "auto" else int(each)
+    plan = _plan(cluster, folder, nodes, per_node)
+    cluster.update(workers=nodes)
+    idle_s = cluster.record.idle_timeout_s
+    if settings["slurm"]["array"]:
+        _submit(cluster, plan.of(1), scheduler_lines(plan, idle_s), tell, what="the scheduler")
+        _submit(cluster, plan.as_array(nodes), worker_lines(plan), tell, what=f"{nodes} workers")
+        return
+    what = f"the scheduler and {nodes} workers" if nodes > 1 else "the scheduler and a worker"
+    _submit(cluster, plan, [*scheduler_lines(plan, idle_s, alone=False), *worker_lines(plan)], tell, what=what)
+
+
+def _check_gpus(settings: Mapping[str, Any]) -> None:
+    if settings["gpus"] not in ("auto", 0):
+        raise UsageError(
+            f"cluster.gpus is {settings['gpus']}: with backend slurm it is auto or 0; cluster.slurm.gres asks for GPUs"
+        )
+
+
+def _plan(cluster: Deployment, folder: Path, nodes: int, per_node: int | None) -> JobPlan:
+    settings = cluster.record.settings
+    return JobPlan(
+        name=f"ddptrain-{cluster.name}",
+        folder=folder,
+        nodes=nodes,
+        slots=per_node,
+        python=settings["slurm"]["python"] or sys.executable,
+        tls=cluster.tls_dir is not None,
+        gpus=settings["gpus"] != 0,
+        start_timeout_s=float(settings["start_timeout_s"]),
+        slurm=settings["slurm"],
+    )
+
+
+def _submit(cluster: Deployment, plan: JobPlan, lines: Sequence[str], tell: Tell, *, what: str) -> None:
+    """Hand a job in, and save its number. Raises ClusterError with what sbatch says."""
+    path = plan.folder / f"job-{len(_jobs_of(cluster)) + 1}.sh"
+    write_private(path, script(plan, lines).encode())
+    answer = _call("sbatch", "--parsable", str(path), env=plan.slurm["env"])
+    job = answer.strip().splitlines()[-1].partition(";")[0]
+    cluster.update(parts={**cluster.record.parts, "jobs": [*_jobs_of(cluster), job]})
+    tell(f"job {job}: {what}")
+
+
+def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> None:
+    from ddptrain.clusters.scheduler import slots
+    from ddptrain.worker import task
+
+    workers = client.run_on_scheduler(slots.overview)["workers"]
+    total = sum(worker["slots"] for worker in workers)
+    if wanted > total:
+        each = max([int(worker["slots"]) for worker in workers], default=1)
+        nodes = math.ceil((wanted - total) / each)
+        plan = _plan(cluster, _folder(cluster), nodes, min(each, wanted - total))
+        cluster.update(workers=len(workers) + nodes)
+        _submit(cluster, plan.as_array(nodes), worker_lines(plan), tell, what=f"{nodes} workers more")
+        return
+    for job in reversed(_jobs_of(cluster)[1:]):
+        of_job = [worker for worker in workers if _job_of(worker["name"]) == job]
+        spare = sum(worker["slots"] for worker in of_job)
+        if of_job and total - spare >= wanted and not any(worker["held"] for worker in of_job):
+            _call("scancel", job, passes=_OVER)
+            cluster.update(parts={**cluster.record.parts, "jobs": [each for each in _jobs_of(cluster) if each != job]})
+            tell(f"cancelled job {job}")
+            total -= spare
+            workers = [worker for worker in workers if worker not in of_job]
+    for worker in reversed(workers):
+        if (fewer := min(total - wanted, worker["slots"] - 1)) > 0:
+            client.run(task.set_slots, worker["slots"] - fewer, workers=[worker["address"]])
+            total -= fewer
+    cluster.update(workers=len(workers))
+
+
+def _job_of(worker: str) -> str:
+    """The job that a worker is of: n1-17, or n1-17_3 in an array."""
+    return worker.rpartition("-")[2].partition("_")[0]
+
+
+def _connected(cluster: Deployment) -> Client:
+    from distributed import Client
+
+    from ddptrain.clusters.resolve import of_deployment
+    from ddptrain.clusters.scheduler.process import LOOKER
+
+    target = of_deployment(cluster)
+    return Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False)
+
+
+def _listed(ids: Sequence[str]) -> list[Job]:
+    """Those of the jobs that have not ended. Raises ClusterError where squeue can't tell."""
+    if not ids:
+        return []
+    answer = _call("squeue", "--noheader", "--jobs", ",".join(ids), "--format", "%F|%T|%r", passes=_OVER)
+    rows = [line.split("|") for line in answer.splitlines() if line.count("|") == 2]
+    return list({row[0].strip(): Job(*(cell.strip() for cell in row)) for row in rows}.values())
+
+
+def _call(
+    program: str, *arguments: str, passes: re.Pattern[str] | None = None, env: Mapping[str, str] | None = None
+) -> str:
+    """What a command of Slurm prints. Raises ClusterError with its last line, unless it `passes`."""
+    try:
+        done = subprocess.run(
+            [program, *arguments],
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError as error:
+        raise ClusterError(
+            f"there is no {program} here: backend slurm needs Slurm's commands on a submit host"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"{program} did not answer within {_COMMAND_S:g} s: is Slurm's controller down?") from error
+    if done.returncode and not (passes and passes.search(done.stderr)):
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ClusterError(f"{shlex.join([program, *arguments][:2])}: {said[-1]}")
+    return done.stdout
+
+
+def _made_folder(cluster: Deployment) -> Path:
+    """Where the jobs find and leave their files; the cluster's own folder has links to what the scheduler tells."""
+    chosen = cluster.record.settings["slurm"]["folder"]
+    if chosen is None:
+        return cluster.folder
+    folder = Path(chosen).expanduser().absolute() / f"ddptrain-{cluster.name}-{os.urandom(4).hex()}"
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+    except OSError as error:
+        raise ClusterError(f"cluster.slurm.folder {chosen} can't be used: {error.strerror}") from error
+    cluster.update(parts={**cluster.record.parts, "folder": str(folder)})
+    for name in (CERT_FILE, KEY_FILE) if cluster.tls_dir else ():
+        write_private(folder / name, (cluster.folder / name).read_bytes())
+    for name in _LINKED:
+        (cluster.folder / name).symlink_to(folder / name)
+    return folder
+
+
+def _folder(cluster: Deployment) -> Path:
+    return Path(cluster.record.parts.get("folder", cluster.folder))
+
+
+def _jobs_of(cluster: Deployment) -> list[str]:
+    return list(cluster.record.parts.get("jobs", []))
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tail(path: Path, lines: int) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return "".join(file.read().decode("utf-8", "replace").splitlines(keepends=True)[-lines:])

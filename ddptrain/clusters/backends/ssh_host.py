@@ -1,0 +1,112 @@
+"""One host that ssh reaches, and calls of `ddptrain.clusters.processes` there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddptrain import __version__
+from ddptrain.errors import ClusterError
+
+_CALL_S = 60.0
+# What the user's configuration says for logins (a terminal, a command, forwarded ports) is not meant for our calls.
+_OPTIONS = (
+    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5"),
+    *("-T", "-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes"),  # the user has set these for logins
+)
+_SSH_FAILED = 255
+_NOT_FOUND = (126, 127)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host of the settings: `name` is unique in the cluster, `target` is what ssh is given, `number` its place."""
+
+    name: str
+    target: str
+    number: int
+    ssh: tuple[str, ...]
+    python: str
+
+    @property
+    def address(self) -> str:
+        """What ssh connects to: HostName of the user's configuration. Raises ClusterError."""
+        answer = self._run([*self.ssh, "-G", self.target], "")
+        for line in answer.stdout.splitlines():
+            if line.startswith("hostname "):
+                return line.split(maxsplit=1)[1].strip()
+        return self.target.rpartition("@")[2]
+
+    def call(self, command: str, **given: Any) -> Any:
+        """The result of a command of `ddptrain.clusters.processes` on the host. Raises ClusterError, one line."""
+        remote = f"{_quoted(self.python)} -P -m ddptrain.clusters.processes {command}"
+        answer = self._run([*self.ssh, *_OPTIONS, self.target, remote], json.dumps(given))
+        # A login script may print something of its own before.
+        lines = [line for line in answer.stdout.splitlines() if line.startswith("{")]
+        if answer.returncode or not lines:
+            raise ClusterError(f"{self.name}: {self._reason(answer)}")
+        told: Mapping[str, Any] = json.loads(lines[-1])
+        if "error" in told:
+            raise ClusterError(f"{self.name}: {told['error']}")
+        return told["result"]
+
+    def _run(self, command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
+        try:
+            # stderr is no pipe: a master that ssh leaves behind (ControlPersist) may hold it, and it would never end.
+            with tempfile.TemporaryFile() as said:
+                answer = subprocess.run(
+                    command,
+                    input=text,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    encoding="utf-8",
+                    errors="replace",
+                    timeout=_CALL_S,
+                    check=False,
+                    start_new_session=True,  # Ctrl-C is not for ssh: its answer tells what has been started
+                )
+                said.seek(0)
+                answer.stderr = said.read().decode("utf-8", "replace")
+                return answer
+        except FileNotFoundError as error:
+            raise ClusterError(
+                f"there is no program {error.filename}: install an ssh client, or set cluster.ssh.command"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(f"{self.name}: no answer over ssh within {_CALL_S:g} s") from error
+
+    def _reason(self, answer: subprocess.CompletedProcess[str]) -> str:
+        """What went wrong, in a line."""
+        said = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
+        last = said[-1] if said else f"exit code {answer.returncode}"
+        if answer.returncode == _SSH_FAILED:
+            return f"ssh can't get there: {last}"
+        if answer.returncode in _NOT_FOUND:
+            return f"there is no {self.python} there ({last}): set cluster.ssh.python"
+        if "No module named" in last and "ddptrain" in last:
+            return f"ddptrain is missing there: {self.python} -m pip install ddptrain=={__version__}"
+        if "nknown option" in answer.stderr or "invalid choice" in last:
+            return f"{self.python} is too old there: ddptrain needs Python 3.11; set cluster.ssh.python"
+        return last
+
+
+def hosts_of(settings: Mapping[str, Any]) -> list[Host]:
+    """The hosts of a cluster's settings, in order."""
+    ssh = settings["ssh"]
+    times = Counter(ssh["hosts"])
+    hosts = []
+    for number, target in enumerate(ssh["hosts"]):
+        name = f"{target}#{number + 1}" if times[target] > 1 else target
+        hosts.append(Host(name, target, number, (ssh["command"], *ssh["options"]), ssh["python"]))
+    return hosts
+
+
+def _quoted(python: str) -> str:
+    """For the shell there, which still expands a leading ~/."""
+    return f"~/{shlex.quote(python[2:])}" if python.startswith("~/") else shlex.quote(python)

@@ -1,0 +1,274 @@
+"""Clusters that outlive the command that starts them: up, scale, logs, down."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, cast
+
+from ddptrain.clusters import resolve, state, status
+from ddptrain.clusters.provider import Provider, Tell
+from ddptrain.clusters.security import make_tls
+from ddptrain.clusters.signals import deferred
+from ddptrain.clusters.state import ClusterRecord, Deployment
+from ddptrain.clusters.status import State, View
+from ddptrain.config import registry
+from ddptrain.config.wording import counted, did_you_mean, shown
+from ddptrain.errors import ClusterError, DdptrainError, UsageError
+
+if TYPE_CHECKING:
+    from ddptrain.config.models import ClusterConfig
+
+_EXPOSED = (
+    "the scheduler at {address} asks nobody for a certificate: everyone who can reach its port, or that of a worker, "
+    "can run programs as you on every host of this cluster, and read what driver and workers send each other"
+)
+_SURE_S = 10.0  # before a cluster is taken for dead, and what is left of it is ended
+_END_S = 60.0  # for another command that takes back a start that failed
+_NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s"})
+
+
+def default_name(config: ClusterConfig) -> str:
+    """The name of a cluster that was given none: its backend's."""
+    return config.name or config.backend
+
+
+def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None) -> View:
+    """Start a cluster and wait until all its workers are warm; `tls` None leaves encryption to the backend.
+
+    Raises:
+        UsageError: it is up already, or the backend can't do what is asked.
+        ClusterError: it did not come up in time, and nothing of it is left; or another host has one of that name.
+    """
+    provider = _provider(config.backend)
+    encrypts = _encrypts(provider, config.backend, tls)
+    with state.locked(name):
+        if (view := _look_or_clean_up(name, tell)) is not None:
+            raise UsageError(f"the cluster {name} is up at {view.deployment.record.address}, {view.slots} slots")
+        return _start(config, name, provider, tell, encrypts=encrypts)
+
+
+def ensure_up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None) -> View:
+    """Like `up`, but a cluster that is up with the same settings is the result, not an error.
+
+    If another command is starting or ending the cluster, this one waits for that command first.
+
+    Raises:
+        UsageError: it is up with other settings, or the backend can't do what is asked.
+        ClusterError: it did not come up in time, or has lost workers; or another host has one of that name.
+    """
+    provider = _provider(config.backend)
+    encrypts = _encrypts(provider, config.backend, tls)
+    if state.is_locked(name):
+        tell(f"another command is starting or ending the cluster {name}: waiting for it")
+    with state.locked(name, patience_s=config.start_timeout_s + _END_S):
+        if (view := _look_or_clean_up(name, tell)) is None:
+            return _start(config, name, provider, tell, encrypts=encrypts)
+    _check_same(view, config, tls)
+    tell(f"the cluster {name} is up already")
+    return view
+
+
+def _check_same(view: View, config: ClusterConfig, tls: bool | None) -> None:
+    """Raises UsageError where a cluster that is up has other settings; ClusterError where it has lost workers."""
+    record, name = view.deployment.record, view.name
+    changes = different_settings(record.settings, config.model_dump(mode="json"))
+    if tls is not None and tls != (view.deployment.tls_dir is not None):
+        changes.append("--tls" if tls else "--no-tls")
+    if changes:
+        raise UsageError(
+            f"the cluster {name} is up at {record.address} with other settings ({', '.join(changes)}): leave them "
+            f"as they were, choose another --name, or end it with `ddptrain cluster down {name}`"
+        )
+    if (lost := record.workers - len(view.workers)) > 0:
+        raise ClusterError(
+            f"the cluster {name} is up at {record.address}, but has lost {counted(lost, 'worker')}: start what is "
+            f"missing with `ddptrain cluster scale {name} SLOTS`"
+        )
+
+
+def different_settings(started: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """The names of the settings that a cluster was started without, or with another value, as cluster.ranks.
+
+    What only says how to start it, or how to wait for it, does not count.
+    """
+    names = sorted({*started, *asked} - _NOT_OF_THE_CLUSTER)
+    return [f"cluster.{name}" for name in names if started.get(name) != asked.get(name)]
+
+
+def _start(config: ClusterConfig, name: str, provider: Provider, tell: Tell, *, encrypts: bool) -> View:
+    deployment = _created(config, name)
+    try:
+        if encrypts:
+            make_tls(deployment.folder)
+        return _bring_up(config, deployment, provider, tell)
+    except BaseException as error:
+        _take_back(deployment, provider, tell, error)
+        raise
+
+
+def scale(name: str, slots: int, tell: Tell) -> View:
+    """Give a cluster that many slots, and wait until it has them; slots that runs hold go when these end.
+
+    Raises: UsageError, ClusterError
+    """
+    from ddptrain.clusters.wait_ready import Gathering
+
+    with _held(name) as deployment:
+        provider = _provider(deployment.record.backend)
+        resolve.reopen(deployment)
+        before = status.probe(deployment, _SURE_S)
+        if before.state != State.UP:
+            raise ClusterError(f"the cluster {name} is not up: {before.reason}")
+        began = time.monotonic()
+        with deferred(breakable=True) as signals:
+            provider.scale(deployment, slots, signals.checked(tell))
+        timeout_s = float(deployment.record.settings["start_timeout_s"])
+        with Gathering(deployment, provider, tell, timeout_s, began) as gathering:
+            if slots >= before.slots:
+                return gathering.until_ready(slots)
+            view = gathering.until_shrunk(slots)
+    held = sum(worker.held for worker in view.workers)
+    if held > slots:
+        runs = ", ".join(run.run_id for run in view.runs)
+        tell(f"{counted(held - slots, 'slot')} more until {runs} ends")
+    return view
+
+
+def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
+    """The last lines of every process of a cluster, or of those of one source, by source; also of what has ended.
+
+    Raises: UsageError, ClusterError
+    """
+    deployment = state.find(name)
+    deployment.check_here()
+    found = dict(_provider(deployment.record.backend).logs(deployment, lines))
+    if source is None:
+        return found
+    chosen = {each: text for each, text in found.items() if source == each or source in each.split()}
+    if not chosen:
+        hint = did_you_mean(source, list(found))
+        raise UsageError(f'the cluster {name} has no log "{shown(source)}" ({hint})')
+    return chosen
+
+
+def last_words(name: str) -> str:
+    """What the processes of a cluster have logged last that have not joined it, to be put behind an error."""
+    from ddptrain.clusters import wait_ready
+
+    try:
+        deployment = state.find(name)
+        view = status.probe(deployment, status.LOOK_TIMEOUT_S)
+        return wait_ready.last_words(_provider(deployment.record.backend), deployment, view)
+    except DdptrainError as error:
+        return f"its logs can't be read: {error}"
+
+
+def down(name: str, tell: Tell, *, now: bool = False) -> None:
+    """End a cluster and forget it; with runs on it only if it must be `now`.
+
+    Raises: UsageError where runs are on it; ClusterError where a part of it did not end.
+    """
+    with _held(name) as deployment:
+        runs = () if now else _runs(status.probe(deployment, _SURE_S))
+        if runs:
+            raise UsageError(
+                f"the cluster {name} is in use by {', '.join(runs)}: wait for the end, or end it all with "
+                f"ddptrain cluster down {name} --now"
+            )
+        _end(deployment, _provider(deployment.record.backend), tell)
+
+
+def _runs(view: View) -> tuple[str, ...]:
+    return tuple(run.run_id for run in (*view.runs, *view.waiting))
+
+
+def _created(config: ClusterConfig, name: str) -> Deployment:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    settings = config.model_dump(mode="json")
+    record = ClusterRecord(name, config.backend, now, settings=settings, idle_timeout_s=config.idle_timeout_s)
+    try:
+        return state.create(record)
+    except OSError as error:
+        raise ClusterError(f"the cluster's folder {error.filename} can't be written: {error.strerror}") from error
+
+
+def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider, tell: Tell) -> View:
+    began = time.monotonic()
+    with deferred(breakable=True) as signals:
+        provider.scale(deployment, None, signals.checked(tell))
+        from ddptrain.clusters.wait_ready import Gathering  # imports Dask: while what was ordered starts
+
+    with Gathering(deployment, provider, tell, config.start_timeout_s, began) as gathering:
+        view = gathering.until_ready(config.ranks if isinstance(config.ranks, int) else None)
+    record = deployment.record
+    deployment.update(address=record.address, dashboard=record.dashboard)
+    if record.address.startswith("tcp://"):
+        tell(f"warning: {_EXPOSED.format(address=record.address)}")
+    return view
+
+
+def _look_or_clean_up(name: str, tell: Tell) -> View | None:
+    """The cluster of that name if it is up; else None, and what is left of it is ended.
+
+    Raises: UsageError where it may be up; ClusterError where another host has it.
+    """
+    try:
+        deployment = state.find(name)
+    except state.ClusterNotFound:
+        return None
+    deployment.check_here(f"or choose another --name; {_forget(deployment)}")
+    resolve.reopen(deployment)
+    view = status.probe(deployment, _SURE_S)
+    if view.state == State.UP:
+        return view
+    if not view.certain:
+        raise UsageError(f"there is a cluster {name}: {view.reason}; if it is dead, ddptrain cluster down {name}")
+    tell(f"a cluster {name} was there before: {view.reason}; cleaning up")
+    _end(deployment, _provider(deployment.record.backend), tell)
+    return None
+
+
+def _take_back(deployment: Deployment, provider: Provider, tell: Tell, error: BaseException) -> None:
+    """End what was started by half. Raises ClusterError where a part of it did not end."""
+    with deferred():
+        tell("ending what was started")
+        try:
+            _end(deployment, provider, tell)
+        except DdptrainError as stuck:
+            raise ClusterError(f"{error}; {stuck}; try ddptrain cluster down {deployment.name}") from error
+
+
+def _end(deployment: Deployment, provider: Provider, tell: Tell) -> None:
+    with deferred():
+        provider.stop(deployment, tell)
+        deployment.remove()
+
+
+@contextlib.contextmanager
+def _held(name: str) -> Iterator[Deployment]:
+    """The cluster of that name, which no other command changes meanwhile."""
+    state.find(name)
+    with state.locked(name):
+        deployment = state.find(name)
+        deployment.check_here(_forget(deployment))
+        yield deployment
+
+
+def _forget(deployment: Deployment) -> str:
+    return f"if that machine is gone for good, forget the cluster: rm -r {shlex.quote(str(deployment.folder))}"
+
+
+def _provider(backend: str) -> Provider:
+    return cast(Provider, registry.provider_class(backend)())
+
+
+def _encrypts(provider: Provider, backend: str, wanted: bool | None) -> bool:
+    """Whether to make a certificate: as wanted, else as the backend has it; some see to it themselves."""
+    usual: bool | None = getattr(provider, "tls", None)
+    if usual is None and wanted is not None:
+        raise UsageError(f"backend {backend} sees to encryption itself: leave --tls and --no-tls out")
+    return bool(usual if wanted is None else wanted)

@@ -1,0 +1,271 @@
+"""Processes of this host that outlive the command that starts them; also for other hosts, over ssh.
+
+    python -m ddptrain.clusters.processes start|end|alive|tail|read|describe < JSON
+
+reads the arguments of the function of that name as a JSON object, and prints {"result": ...} or {"error": "..."}. It
+imports little, for it is called on every host of a cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ddptrain import __version__
+from ddptrain.errors import ClusterError
+from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
+
+FOLDER = "{folder}"
+_POLL_S = 0.02
+_KILLED_S = 20.0  # for the kernel to end what was killed, also on a host that is very busy
+_TAIL_BYTES = 256 * 1024
+_PROC = Path("/proc")
+_ID = ".id"  # a file with the DaemonId, beside the log
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOrder:
+    """A process to start: `python -P *argv`, with `env` added to our environment; it writes into <name>.log.
+
+    `folder` "" asks for one in the user's state directory that is named `label`; FOLDER in `argv` stands for it.
+    `files` are written into the folder first: name -> text. Files, folder and log are for this user only.
+    """
+
+    name: str
+    folder: str
+    argv: Sequence[str]
+    files: Mapping[str, str] = field(default_factory=dict, repr=False)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonId:
+    """A process that was started; `created` tells it from any other that gets its pid. 0 if it ended at once.
+
+    `host` is where, and in which boot, the pid is valid.
+    """
+
+    name: str
+    pid: int
+    created: float
+    folder: str
+    host: HostId = UNKNOWN_HOST
+
+    def __post_init__(self) -> None:
+        if isinstance(self.host, Mapping):  # from JSON
+            object.__setattr__(self, "host", HostId(**self.host))
+
+
+def start(order: DaemonOrder) -> DaemonId:
+    """Start a process in a session of its own. Raises ClusterError where the folder or the program can't be used."""
+    try:
+        folder = _made(order)
+        for name, text in order.files.items():
+            _write_private(folder / name, text.encode())
+        log = os.open(folder / f"{order.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", *(word.replace(FOLDER, str(folder)) for word in order.argv)],
+                cwd=folder,
+                env={**os.environ, **order.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+    except OSError as error:
+        raise ClusterError(
+            f"the {order.name} could not be started in {order.folder or 'a new folder'}: {error}"
+        ) from error
+    process.returncode = 0  # it is not this object's to wait for
+    daemon = DaemonId(order.name, process.pid, _created(process.pid), str(folder), this_host())
+    if order.label:  # for `end`, should whoever has ordered it never get the answer
+        _write_private(folder / f"{order.name}{_ID}", json.dumps(dataclasses.asdict(daemon)).encode())
+    return daemon
+
+
+def alive(daemon: DaemonId) -> bool:
+    """Whether that very process runs; after a restart of its host it does not.
+
+    Raises: ClusterError on another host, where this can't be known.
+    """
+    here = this_host()
+    where = relation(daemon.host, here)
+    if where == Relation.OTHER:
+        raise ClusterError(f"the {daemon.name} (pid {daemon.pid}) runs on {where_to_run(daemon.host, here)}")
+    if where == Relation.RESTARTED:
+        return False
+    with suppress(ChildProcessError):  # one that we started ourselves and that has ended waits for us to see it
+        os.waitpid(daemon.pid, os.WNOHANG)
+    try:
+        is_zombie = psutil.Process(daemon.pid).status() == psutil.STATUS_ZOMBIE
+        return not is_zombie and 0 < daemon.created == _created(daemon.pid)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
+    """End processes: SIGTERM, and after `timeout_s` SIGKILL to what is left of their groups.
+
+    Those that have ended already are fine. Raises ClusterError that names those which can't be ended; where one is of
+    another host, none is ended.
+    """
+    ending = [daemon for daemon in daemons if alive(daemon)]
+    for daemon in ending:
+        with suppress(ProcessLookupError):
+            os.kill(daemon.pid, signal.SIGTERM)
+    ending = _wait(ending, timeout_s)
+    for daemon in ending:
+        with suppress(ProcessLookupError):
+            os.killpg(daemon.pid, signal.SIGKILL)
+    if left := _wait(ending, _KILLED_S):
+        names = ", ".join(f"{daemon.name} (pid {daemon.pid})" for daemon in left)
+        raise ClusterError(f"could not be ended, even by SIGKILL: {names}")
+
+
+def end(label: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
+    """Stop what was started with that label, `known` or not, and remove its folder. Raises ClusterError."""
+    folder = _labelled(label)
+    noted = [DaemonId(**json.loads(path.read_text())) for path in folder.glob(f"*{_ID}")]
+    found = {*known, *noted}
+    for daemon in found:
+        alive(daemon)  # the folder of another host's process stays
+    try:
+        stop(found, timeout_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def tail(folder: str, name: str, lines: int) -> str:
+    """The last lines that a process has written, or "" where it never has."""
+    try:
+        with Path(folder, f"{name}.log").open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    return "".join(text.splitlines(keepends=True)[-lines:])
+
+
+def read(folder: str, name: str, timeout_s: float) -> Any:
+    """The JSON that a process leaves in its folder, once it is there. Raises ClusterError, with what it has written."""
+    path, deadline = Path(folder, name), time.monotonic() + timeout_s
+    while True:
+        with suppress(FileNotFoundError):
+            return json.loads(path.read_text(encoding="utf-8"))
+        if time.monotonic() > deadline:
+            said = "; ".join(log.read_text(errors="replace").strip()[-500:] for log in Path(folder).glob("*.log"))
+            raise ClusterError(f"{name} did not appear within {timeout_s:g} s{': ' if said else ''}{said}")
+        time.sleep(_POLL_S)
+
+
+def describe(names: Sequence[str]) -> dict[str, Any]:
+    """What this host is: {"version", "hostname", "addresses": {name: the address, if it is ours}, "reached_at"}.
+
+    "reached_at" is the address of ours that the ssh connection came to.
+    """
+    import socket
+
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {
+        "version": __version__,
+        "hostname": socket.gethostname(),
+        "addresses": {name: _own_address(name) for name in names},
+        "reached_at": connection[2] if len(connection) == 4 else "",
+    }
+
+
+def _own_address(name: str) -> str:
+    """The address that the name stands for here, or "" where it is none of this host's."""
+    import socket
+
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as bound:
+            bound.bind(address)
+            return str(address[0])
+    return ""
+
+
+def _wait(daemons: list[DaemonId], timeout_s: float) -> list[DaemonId]:
+    """Those that still run after `timeout_s`, or none as soon as all have ended."""
+    deadline = time.monotonic() + timeout_s
+    left = [daemon for daemon in daemons if alive(daemon)]
+    while left and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        left = [daemon for daemon in left if alive(daemon)]
+    return left
+
+
+def _made(order: DaemonOrder) -> Path:
+    folder = Path(order.folder) if order.folder else _labelled(order.label)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    return folder
+
+
+def _labelled(label: str) -> Path:
+    from platformdirs import user_state_path
+
+    return user_state_path("ddptrain", appauthor=False) / "hosts" / label
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _created(pid: int) -> float:
+    """When a process was made, by a clock that nobody sets: seconds since boot on Linux; 0 where there is none."""
+    try:
+        if _PROC.exists():  # psutil adds the time of boot, which moves whenever the clock is set
+            words = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            return int(words[19]) / os.sysconf("SC_CLK_TCK")
+        return float(psutil.Process(pid).create_time())
+    except (OSError, psutil.NoSuchProcess):
+        return 0.0
+
+
+def _called(command: str, given: Mapping[str, Any]) -> Any:
+    """What the function of that name returns, as plain data."""
+    calls: dict[str, Callable[[], Any]] = {
+        "start": lambda: dataclasses.asdict(start(DaemonOrder(**given))),
+        "end": lambda: end(given["label"], [DaemonId(**each) for each in given["daemons"]], given["timeout_s"]),
+        "alive": lambda: [alive(DaemonId(**each)) for each in given["daemons"]],
+        "read": lambda: read(given["folder"], given["name"], given["timeout_s"]),
+        "describe": lambda: describe(given["names"]),
+        "tail": lambda: tail(given["folder"], given["name"], given["lines"]),
+    }
+    return calls[command]()
+
+
+def main() -> int:
+    """Serve one call: the name is the argument, JSON comes and goes."""
+    try:
+        answer = {"result": _called(sys.argv[1], json.load(sys.stdin))}
+    except ClusterError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

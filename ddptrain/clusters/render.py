@@ -1,0 +1,99 @@
+"""A cluster in words: a row of the list, and everything about one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from ddptrain.clusters.status import RunView, State, View, WorkerView
+from ddptrain.config.wording import counted
+from ddptrain.tables import Section, clean, on_a_line
+
+HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
+
+_ACCESS = {
+    "unix": "this user only: unix sockets",
+    "tls": "whoever has its certificate: TLS",
+    "tcp": "everyone who can reach it: no certificate",
+}
+_NO_DASHBOARD = "none; its scheduler needs ddptrain[dashboard] for one"
+
+
+def row(view: View) -> tuple[str, ...]:
+    """What the list tells of a cluster, as in HEADER; of one that is not up, why."""
+    record = view.deployment.record
+    is_up = view.state == State.UP
+    slots = (str(view.slots), str(view.free)) if is_up else ("-", "-")
+    runs = ", ".join(run.run_id for run in view.runs)
+    where = record.address if is_up else view.reason
+    cells = (view.name, str(view.state), record.backend, *slots, _time(record.started_at), where, runs)
+    return tuple(on_a_line(cell) for cell in cells)
+
+
+def sections(view: View) -> list[Section]:
+    """Everything about one cluster, as titled lists of names and values; empty ones are left out."""
+    record = view.deployment.record
+    idle_s = record.idle_timeout_s
+    about = [
+        ("state", f"{view.state}: {view.reason}" if view.reason else str(view.state)),
+        ("backend", record.backend),
+        ("address", record.address),
+        ("dashboard", record.dashboard or _NO_DASHBOARD if view.state == State.UP else ""),
+        ("access", _ACCESS.get(record.address.partition("://")[0], "")),
+        ("started", f"{_time(record.started_at)} UTC{f' on {record.host.name}' if record.host.name else ''}"),
+        ("ends", f"after {idle_s:g} s without a run" if idle_s else ""),
+        ("slots", _slots(view) if view.workers else ""),
+        ("missing", _missing(view)),
+        ("use", f"ddptrain train CONFIG --cluster {view.name}" if view.state == State.UP else ""),
+        ("logs", f"ddptrain cluster logs {view.name}"),
+    ]
+    parts = [
+        (f"cluster {view.name}", about),
+        ("workers", [(worker.host, _worker(worker)) for worker in view.workers]),
+        ("runs", [(run.run_id, f"{counted(run.slots, 'slot')} on {', '.join(run.hosts)}") for run in view.runs]),
+        ("waiting", [(f"{place}. {run.run_id}", _waits(run)) for place, run in enumerate(view.waiting, 1)]),
+        ("parts", [(name, _part(value)) for name, value in record.parts.items()]),
+    ]
+    filled = ((title, [(clean(name), clean(value)) for name, value in lines if value]) for title, lines in parts)
+    return [(title, lines) for title, lines in filled if lines]
+
+
+def _slots(view: View) -> str:
+    gpus = counted(view.gpus, "GPU") if view.gpus else "no GPU"
+    return f"{view.slots} on {counted(len(view.hosts), 'host')}, {view.free} free, {gpus}"
+
+
+def _missing(view: View) -> str:
+    """Workers that have been lost; `scale` orders them anew."""
+    lost = view.deployment.record.workers - len(view.workers)
+    if view.state != State.UP or lost <= 0:
+        return ""
+    return f"{counted(lost, 'worker')}; ddptrain cluster scale {view.name} SLOTS starts what is missing"
+
+
+def _worker(worker: WorkerView) -> str:
+    warm = {None: "", True: ", warm", False: ", not warm yet"}[worker.warm]
+    gpus = f", {counted(worker.gpus, 'GPU')}" if worker.gpus else ""
+    name = f", {worker.name}" if worker.name not in (worker.host, worker.address) else ""
+    return f"{counted(worker.slots, 'slot')}, {worker.free} free{gpus}{warm}{name}"
+
+
+def _waits(run: RunView) -> str:
+    asked = counted(run.asked, "slot") if run.asked is not None else "all slots"
+    return f"for {asked}, for {run.waited_s:.0f} s"
+
+
+def _part(value: Any) -> str:
+    """A process, job or pod as its provider has noted it."""
+    if isinstance(value, Mapping) and "pid" in value:
+        return f"process {value['pid']}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _time(text: str) -> str:
+    try:
+        return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}"
+    except ValueError:
+        return "-"

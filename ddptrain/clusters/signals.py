@@ -1,0 +1,119 @@
+"""Ctrl-C and SIGTERM while clusters start and end: nothing that was started may be forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from ddptrain.clusters.provider import Tell
+from ddptrain.errors import DdptrainError, Interrupted
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENOUGH = 3  # the person has asked that often: whatever we wait for, stop waiting
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """For the length of a command, a signal raises Interrupted; what the caller had ignored stays ignored.
+
+    So does what a library makes of it: it is raised at any place, also where a thread is just being started.
+    """
+    with _handled_by(_interrupt):
+        try:
+            yield
+        except DdptrainError:
+            raise
+        except Exception as error:
+            if interrupted := _beneath(error):
+                raise interrupted from error
+            raise
+
+
+@contextlib.contextmanager
+def deferred(*, breakable: bool = False) -> Iterator[Deferral]:
+    """Within the block signals wait; when it ends they go to the handlers that were there before.
+
+    If it is `breakable`, a second signal does not wait. The third one ends the process.
+    """
+    deferral = Deferral(breakable)
+    with _handled_by(deferral.take) as handlers:
+        deferral.handlers = handlers
+        try:
+            yield deferral
+        finally:
+            deferral.deliver()
+
+
+class Deferral:
+    """Signals that have come, and wait."""
+
+    def __init__(self, breakable: bool) -> None:
+        self.handlers: dict[int, Any] = {}
+        self._breakable = breakable
+        self._waiting: list[int] = []
+        self._count = 0
+
+    def take(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        self._count += 1
+        self._waiting.append(signum)
+        if self._count >= _ENOUGH:
+            os._exit(128 + signum)
+        if self._breakable and self._count > 1:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Give what waits to the handlers that were there before, which may raise."""
+        while self._waiting:
+            signum = self._waiting.pop(0)
+            handler = self.handlers[signum]
+            if callable(handler):
+                handler(signum, None)
+            else:
+                signal.signal(signum, handler)
+                signal.raise_signal(signum)
+
+    def checked(self, tell: Tell) -> Tell:
+        """`tell`, which also lets the signals through that wait."""
+
+        def telling(text: str) -> None:
+            tell(text)
+            self.deliver()
+
+        return telling
+
+
+def _beneath(error: BaseException) -> Interrupted | None:
+    """The Interrupted that another exception came of."""
+    seen: set[int] = set()
+    below: BaseException | None = error
+    while below is not None and id(below) not in seen:
+        if isinstance(below, Interrupted):
+            return below
+        seen.add(id(below))
+        below = below.__cause__ or below.__context__
+    return None
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise Interrupted(signum)
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Any) -> Iterator[dict[int, Any]]:
+    """Until the block ends, signals go to `handler`; yields who had them before. Nothing changes outside of main."""
+    if threading.current_thread() is not threading.main_thread():
+        yield {}
+        return
+    numbers = [number for number in _SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield before
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

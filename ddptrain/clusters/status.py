@@ -1,0 +1,246 @@
+"""What a cluster is doing: whether its scheduler answers, which hosts it has, and which runs are on it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit
+
+from ddptrain.clusters import state
+from ddptrain.clusters.resolve import of_deployment
+from ddptrain.clusters.scheduler.process import LOOKER
+from ddptrain.clusters.state import Deployment
+from ddptrain.hosts import Relation
+
+LOOK_TIMEOUT_S = 2.0
+_LEAVE_S = 0.3
+_PATIENCE_S = 0.3  # most schedulers answer within it; only then is the port itself asked
+
+
+class State(StrEnum):
+    """Whether a cluster can be used."""
+
+    UP = "up"
+    STARTING = "starting"
+    GONE = "gone"
+    ELSEWHERE = "elsewhere"  # on another host: nothing is known of it here
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker: its slots, how many of them have a GPU, how many are held; `warm` is None where it is not ours."""
+
+    host: str
+    name: str
+    address: str
+    slots: int
+    held: int
+    gpus: int
+    warm: bool | None
+
+    @property
+    def free(self) -> int:
+        """Slots that no run holds."""
+        return max(0, self.slots - self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run and the slots that it holds, or waits for (`asked` None: for all there are), so far for `waited_s`."""
+
+    run_id: str
+    slots: int = 0
+    hosts: tuple[str, ...] = ()
+    asked: int | None = None
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One look at a cluster. `reason` says why it is not up; `certain` is False where it may just be slow."""
+
+    deployment: Deployment
+    state: State
+    reason: str = ""
+    certain: bool = True
+    workers: tuple[WorkerView, ...] = ()
+    runs: tuple[RunView, ...] = ()
+    waiting: tuple[RunView, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The cluster's name."""
+        return self.deployment.name
+
+    @property
+    def slots(self) -> int:
+        """Slots of all workers."""
+        return sum(worker.slots for worker in self.workers)
+
+    @property
+    def free(self) -> int:
+        """Slots that no run holds."""
+        return sum(worker.free for worker in self.workers)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all workers."""
+        return sum(worker.gpus for worker in self.workers)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts of the workers, each once."""
+        return tuple(dict.fromkeys(worker.host for worker in self.workers))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The look as plain data, for --json."""
+        record = self.deployment.record
+        return {
+            "name": self.name,
+            "backend": record.backend,
+            "state": str(self.state),
+            "reason": self.reason,
+            "address": record.address,
+            "dashboard": record.dashboard,
+            "tls": record.address.startswith("tls://"),
+            "started_at": record.started_at,
+            "host": record.host.name,
+            "idle_timeout_s": record.idle_timeout_s,
+            "slots": self.slots,
+            "free": self.free,
+            "gpus": self.gpus,
+            "hosts": list(self.hosts),
+            "workers": [{**dataclasses.asdict(worker), "free": worker.free} for worker in self.workers],
+            "runs": [{"run_id": run.run_id, "slots": run.slots, "hosts": list(run.hosts)} for run in self.runs],
+            "waiting": [
+                {"run_id": run.run_id, "place": place, "asked": run.asked, "waited_s": run.waited_s}
+                for place, run in enumerate(self.waiting, 1)
+            ],
+            "parts": dict(record.parts),
+        }
+
+
+def every() -> list[View]:
+    """All clusters of this user, looked at side by side: within LOOK_TIMEOUT_S, however many do not answer."""
+    return [_if_starting(view) for view in _probe(state.every(), LOOK_TIMEOUT_S)]
+
+
+def at(deployment: Deployment) -> View:
+    """One cluster, within LOOK_TIMEOUT_S."""
+    return _if_starting(probe(deployment, LOOK_TIMEOUT_S))
+
+
+def probe(deployment: Deployment, timeout_s: float) -> View:
+    """One cluster as its scheduler tells it, for the command that holds its lock."""
+    return _probe([deployment], timeout_s)[0]
+
+
+def _if_starting(view: View) -> View:
+    all_there = view.state == State.UP and len(view.workers) >= max(1, view.deployment.record.workers)
+    if (
+        view.state == State.ELSEWHERE
+        or (all_there and all(worker.warm is not False for worker in view.workers))
+        or not state.is_locked(view.name)
+    ):
+        return view
+    return dataclasses.replace(view, state=State.STARTING, reason="a command is starting or ending it now")
+
+
+def seen(deployment: Deployment, told: Mapping[str, Any]) -> View:
+    """The look at a cluster that is up, from what its scheduler has told (`slots.overview`)."""
+    fields = [field.name for field in dataclasses.fields(WorkerView)]
+    workers = [WorkerView(**{name: worker[name] for name in fields}) for worker in told["workers"]]
+    runs = [RunView(run["run_id"], run["slots"], tuple(run["hosts"])) for run in told["runs"]]
+    waiting = [RunView(run["run_id"], asked=run["asked"], waited_s=run["waited_s"]) for run in told["waiting"]]
+    return View(deployment, State.UP, "", True, tuple(workers), tuple(runs), tuple(waiting))
+
+
+def _probe(deployments: Sequence[Deployment], timeout_s: float) -> list[View]:
+    if any(deployment.record.address for deployment in deployments):
+        import distributed
+
+        # It tells of every connection that it tries again; what came of it stands in the view.
+        logging.getLogger(distributed.__name__).setLevel(logging.CRITICAL)
+
+    async def probed() -> list[View]:
+        return list(await asyncio.gather(*(_probe_one(deployment, timeout_s) for deployment in deployments)))
+
+    return asyncio.run(probed())
+
+
+async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
+    if where := deployment.elsewhere:
+        return View(deployment, State.ELSEWHERE, f"it runs on {where}", certain=False)
+    ended = deployment.ended
+    if ended:
+        return View(deployment, State.GONE, f"it ended by itself at {ended.get('at')}: {ended.get('reason')}")
+    address = deployment.record.address
+    if not address:
+        return View(deployment, State.GONE, "its start was broken off")
+    if deployment.relation == Relation.RESTARTED:
+        return View(
+            deployment, State.GONE, f"{deployment.record.host.name} was restarted after the cluster was started"
+        )
+    asked = asyncio.ensure_future(_ask(deployment, timeout_s))
+    refused = asyncio.ensure_future(_is_refused(address))
+    done, _ = await asyncio.wait((asked, refused), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in (asked, refused):
+        task.cancel()
+    await asyncio.wait((asked, refused), timeout=_LEAVE_S)
+    is_certain = refused in done  # also where Dask has given up meanwhile: it does not say for sure
+    if asked in done and not (is_certain and asked.exception()):
+        try:
+            return seen(deployment, asked.result())
+        except Exception as error:
+            return View(deployment, State.GONE, f"{address} can't be asked: {error}", certain=False)
+    if is_certain:
+        return View(deployment, State.GONE, f"no scheduler listens at {address} any more")
+    return View(deployment, State.GONE, f"{address} does not answer within {timeout_s:g} s", certain=False)
+
+
+async def _ask(deployment: Deployment, timeout_s: float) -> Mapping[str, Any]:
+    from distributed import Client
+
+    from ddptrain.clusters.scheduler import slots
+
+    target = of_deployment(deployment)
+    client = Client(
+        target.address,
+        security=target.security,
+        timeout=timeout_s,
+        name=LOOKER,
+        asynchronous=True,
+        set_as_default=False,
+    )
+    try:
+        await client
+        told: Mapping[str, Any] = await client.run_on_scheduler(slots.overview)
+    finally:
+        await client.close()  # also one that has not connected: it would do so by itself, later
+    return told
+
+
+async def _is_refused(address: str) -> None:
+    """Return once it is certain that nothing listens there; wait for ever where something does.
+
+    Dask's own connection attempts go on until their time is out. Ours come late, for each leaves a line in the log of
+    a scheduler with TLS.
+    """
+    place = urlsplit(address)
+    await asyncio.sleep(_PATIENCE_S)
+    try:
+        if place.scheme == "unix":
+            _, writer = await asyncio.open_unix_connection(place.path)
+        else:
+            _, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return
+    except OSError:
+        pass
+    await asyncio.Event().wait()

@@ -1,0 +1,186 @@
+"""Waiting for a cluster that has been ordered: until its workers have joined and their rank servers are warm."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from ddptrain.clusters import status
+from ddptrain.clusters.provider import Provider, Tell
+from ddptrain.clusters.resolve import Target, of_deployment
+from ddptrain.clusters.scheduler import slots
+from ddptrain.clusters.signals import deferred
+from ddptrain.clusters.state import Deployment
+from ddptrain.clusters.status import View, WorkerView
+from ddptrain.config.wording import counted
+from ddptrain.errors import ClusterError
+from ddptrain.worker import task
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_POLL_S = 0.02
+_WARM_ROUND_S = 1.0  # how long the workers may be silent before we look around again
+_FAULT_EVERY_S = 2.0  # asking a batch system or a remote host costs it something
+_LAST_LOOK_S = 1.0  # for workers that came while the last of them were still being ordered
+_LOG_LINES = 12
+
+
+class Gathering:
+    """The wait for one cluster, which may take `timeout_s`, counted from `began` (monotonic seconds)."""
+
+    def __init__(self, deployment: Deployment, provider: Provider, tell: Tell, timeout_s: float, began: float) -> None:
+        self.deployment = deployment
+        self.provider = provider
+        self.tell = tell
+        self.timeout_s = timeout_s
+        self.deadline = max(began + timeout_s, time.monotonic() + _LAST_LOOK_S)
+        self._client: Client | None = None
+        self._asked_fault_at = time.monotonic()
+        self._told = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._client is not None:
+            self._client.close(timeout=2.0)
+
+    def view(self) -> View:
+        """The cluster as it is now. Raises ClusterError where its scheduler does not answer in time."""
+        try:
+            if self._client is None:
+                self._client = self._connected()
+            told = self._client.run_on_scheduler(slots.overview)
+        except (OSError, TimeoutError) as error:
+            address = self.deployment.record.address
+            raise ClusterError(f"the scheduler at {address} does not answer: {error}{self._last_words()}") from error
+        except ImportError as error:  # what the scheduler's own process has raised
+            raise ClusterError(
+                f"the scheduler at {self.deployment.record.address} can't be used ({error}): ddptrain must be "
+                "installed where it runs, and where its workers do"
+            ) from error
+        return status.seen(self.deployment, told)
+
+    def until_ready(self, asked: int | None) -> View:
+        """Wait for all workers that are expected, and for `asked` slots (None: whatever they have), all warm.
+
+        Raises: ClusterError, which says what came, from where, and what is written in the logs of the others.
+        """
+        while True:
+            view = self.view()
+            expected = max(1, self.deployment.record.workers)
+            self._tell_joined(view, expected)
+            all_there = len(view.workers) >= expected
+            if all_there and view.slots >= (asked or 1):
+                if (warm := self._warm(view)) is not None:
+                    self.tell("warm")
+                    return warm
+            elif all_there and self.deployment.record.workers:
+                raise ClusterError(
+                    f"{self._came(view, asked)}, and no more workers are expected{self._last_words(view)}"
+                )
+            self._go_on(lambda view=view: self._came(view, asked), view)
+
+    def until_shrunk(self, asked: int) -> View:
+        """Wait until the cluster has no more than `asked` slots, but for those that runs hold. Raises ClusterError."""
+        while True:
+            view = self.view()
+            if view.slots <= max(asked, sum(worker.held for worker in view.workers)):
+                return view
+            self._go_on(lambda view=view: f"{counted(view.slots, 'slot')} still there, {asked} asked for,", view)
+
+    def _connected(self) -> Client:
+        with deferred():  # a module whose import was interrupted stays broken, and the clean-up may need it
+            from distributed import Client
+
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # we tell what happens
+        target = self._target()
+        self.tell(f"scheduler at {target.address}")
+        timeout_s = max(1.0, self.deadline - time.monotonic())
+        return Client(
+            target.address, security=target.security, timeout=timeout_s, name="ddptrain-up", set_as_default=False
+        )
+
+    def _target(self) -> Target:
+        while not self.deployment.record.address:
+            self._go_on(lambda: "no scheduler has come up")
+        return of_deployment(self.deployment)
+
+    def _tell_joined(self, view: View, expected: int) -> None:
+        joined = f"{len(view.workers)} of {counted(expected, 'worker')} joined, {counted(view.slots, 'slot')}"
+        if view.workers and joined != self._told:
+            self.tell(joined)
+        self._told = joined
+
+    def _warm(self, view: View) -> View | None:
+        """The view once every worker's rank server is warm; None where one still is not, a second later.
+
+        Raises: ClusterError where one never will be.
+        """
+        assert self._client is not None
+        answers: Mapping[str, Any] = self._client.run(task.await_warm, _WARM_ROUND_S, on_error="return")
+        workers = []
+        for worker in view.workers:
+            answer = answers.get(worker.address)
+            if isinstance(answer, Exception) and not isinstance(answer, OSError):
+                raise ClusterError(f"the worker on {_place(worker)} can't be used: {answer!r}{self._last_words()}")
+            if not isinstance(answer, Mapping):
+                return None  # it has just gone
+            if answer["fault"]:
+                raise ClusterError(f"the worker on {_place(worker)} can't be used: {answer['fault']}")
+            if answer["ours"] and not answer["warm"]:
+                return None
+            workers.append(dataclasses.replace(worker, warm=answer["warm"] if answer["ours"] else None))
+        return dataclasses.replace(view, workers=tuple(workers))
+
+    def _go_on(self, what: Any, view: View | None = None) -> None:
+        """Wait a moment. Raises ClusterError where it is of no use any more."""
+        now = time.monotonic()
+        if now > self.deadline:
+            raise ClusterError(f"{what()} within {self.timeout_s:g} s{self._last_words(view)}")
+        if now - self._asked_fault_at > _FAULT_EVERY_S:
+            self._asked_fault_at = now
+            if (fault := _fault(self.provider, self.deployment)) is not None:
+                raise ClusterError(f"{what()}: {fault}{self._last_words(view)}")
+        time.sleep(_POLL_S)
+
+    def _came(self, view: View, asked: int | None) -> str:
+        room: Counter[str] = Counter()
+        for worker in view.workers:
+            room[_place(worker)] += worker.slots
+        whence = f" ({', '.join(f'{count} from {place}' for place, count in room.items())})" if room else ""
+        if asked is not None:
+            return f"{counted(asked, 'slot')} asked for, {view.slots} came{whence}"
+        ordered = counted(max(1, self.deployment.record.workers), "worker")
+        return f"{ordered} ordered, {len(view.workers)} joined with {counted(view.slots, 'slot')}{whence}"
+
+    def _last_words(self, view: View | None = None) -> str:
+        words = last_words(self.provider, self.deployment, view)
+        return f"\n{words}" if words else ""
+
+
+def last_words(provider: Provider, deployment: Deployment, view: View | None = None) -> str:
+    """What the processes of a cluster have written that have not joined; without a `view`, what all have."""
+    workers = view.workers if view is not None else ()
+    joined = {name for worker in workers for name in (worker.host, worker.name)} | ({"scheduler"} if workers else set())
+    quotes = [
+        f"last lines of {source}:\n  " + text.strip().replace("\n", "\n  ")
+        for source, text in provider.logs(deployment, _LOG_LINES).items()
+        if text.strip() and not joined.intersection(source.split())
+    ]
+    return "\n".join(quotes)
+
+
+def _fault(provider: Provider, deployment: Deployment) -> str | None:
+    ask = getattr(provider, "fault", None)  # not every provider can tell
+    fault: str | None = ask(deployment) if ask is not None else None
+    return fault
+
+
+def _place(worker: WorkerView) -> str:
+    return worker.host if worker.name in (worker.host, worker.address) else f"{worker.name} ({worker.host})"

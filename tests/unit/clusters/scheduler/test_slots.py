@@ -1,0 +1,306 @@
+"""The book of slots: all or none, never twice, and free again when the holder goes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddptrain.clusters.scheduler import slots
+from ddptrain.clusters.scheduler.slots import SlotBook
+
+LOOP = asyncio.new_event_loop()  # of the scheduler, which sends orders to workers in it
+
+
+class FakeScheduler:
+    """Workers by name: how many slots each has (None: a worker of others); its host is the name's first letter."""
+
+    def __init__(self, **workers: int | None) -> None:
+        self.plugins: dict[str, Any] = {}
+        self.orders: list[tuple[str, list[str]]] = []
+        self.workers = {f"tcp://{name}": worker(name, count) for name, count in workers.items()}
+
+    def add_plugin(self, plugin: Any, name: str) -> None:
+        self.plugins[name] = plugin
+
+    def remove_plugin(self, name: str) -> None:
+        del self.plugins[name]
+
+    def broadcast(self, msg: dict[str, Any], workers: list[str], on_error: str) -> asyncio.Future[None]:
+        self.orders.append((msg["name"], sorted(workers)))
+        answered: asyncio.Future[None] = LOOP.create_future()
+        answered.set_result(None)
+        return answered
+
+    @property
+    def book(self) -> SlotBook:
+        return cast(SlotBook, self.plugins[slots.PLUGIN_NAME])
+
+
+def worker(name: str, count: int | None) -> Any:
+    resources = {} if count is None else {"slot": float(count)}
+    return SimpleNamespace(
+        host=name[0],
+        name=name,
+        status=SimpleNamespace(name="running"),
+        resources=resources,
+        metrics={} if count is None else {"ddptrain": {"warm": True}},
+        last_seen=0.0,
+    )
+
+
+def scheduler(**workers: int | None) -> Any:
+    return FakeScheduler(**workers)
+
+
+def ask(there: Any, run: str, count: int | None = 1, **options: Any) -> Any:
+    return slots.reserve(f"client-{run}", run, count, there, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def event_loop() -> Iterator[None]:
+    yield
+    LOOP.close()
+
+
+def test_gang_gets_all_its_slots_or_none() -> None:
+    there = scheduler(a=2, b=1)
+    assert "refusal" in ask(there, "r1", 4)
+    assert len(ask(there, "r1", 3)["slots"]) == 3
+
+
+def test_second_gang_is_told_who_holds_the_slots() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 2)
+    refusal = ask(there, "r2", 1)["refusal"]
+    assert (refusal["free"], refusal["total"], refusal["holders"], refusal["place"]) == (0, 2, ("r1",), 0)
+
+
+def test_gang_stays_on_one_host_where_it_fits() -> None:
+    there = scheduler(a1=2, b1=2, b2=2)
+    assert {slot[1] for slot in ask(there, "r1", 4)["slots"]} == {"b"}
+
+
+def test_ranks_of_a_host_stand_together() -> None:
+    there = scheduler(a1=1, b1=1, a2=1, b2=1)
+    hosts = [slot[1] for slot in ask(there, "r1", 4)["slots"]]
+    assert hosts in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
+
+
+def test_no_number_asks_for_every_slot() -> None:
+    assert len(ask(scheduler(a=2, b=3), "r1", None)["slots"]) == 5
+
+
+def test_slots_of_a_driver_that_died_are_free() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 2)
+    there.book.remove_client(there, "client-r1")
+    assert "slots" in ask(there, "r2", 2)
+
+
+def test_slots_of_a_lost_worker_are_gone() -> None:
+    there = scheduler(a=1, b=1)
+    ask(there, "r1", 2)
+    there.workers.pop("tcp://a")
+    there.book.remove_worker(there, "tcp://a")
+    assert ask(there, "r2", 2)["refusal"]["total"] == 1
+    assert all(slot.worker == "tcp://b" for slot in there.book.holders)
+
+
+def test_line_is_served_in_order() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 2)
+    assert [ask(there, run, 1, in_line=True)["refusal"]["place"] for run in ("r2", "r3", "r2")] == [1, 2, 1]
+    slots.release("r1", there)
+    assert "refusal" in ask(there, "r3", 1, in_line=True)  # r2 comes first, and r3 waits for it
+    assert "slots" in ask(there, "r2", 1, in_line=True)
+    assert "slots" in ask(there, "r3", 1, in_line=True)
+
+
+def test_who_does_not_wait_does_not_pass_those_who_do() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 1)
+    ask(there, "large", 2, in_line=True)
+    refusal = ask(there, "r2", 1)["refusal"]
+    assert (refusal["free"], refusal["place"]) == (1, 0)
+
+
+def test_request_that_can_never_be_met_holds_up_nobody() -> None:
+    there = scheduler(a=2)
+    assert ask(there, "huge", 9, in_line=True)["refusal"]["place"] == 0
+    assert "slots" in ask(there, "r2", 2)
+
+
+def test_driver_that_died_leaves_the_line() -> None:
+    there = scheduler(a=1)
+    ask(there, "r1", 1)
+    ask(there, "r2", 1, in_line=True)
+    assert ask(there, "r3", 1, in_line=True)["refusal"]["place"] == 2
+    there.book.remove_client(there, "client-r2")
+    assert ask(there, "r3", 1, in_line=True)["refusal"]["place"] == 1
+
+
+def test_driver_that_died_in_the_line_leaves_no_topic() -> None:
+    there = scheduler(a=1)
+    there._broker = SimpleNamespace(_topics={"ddptrain/r1": [], "ddptrain/r2": []})
+    ask(there, "r1", 1)
+    ask(there, "r2", 1, in_line=True)
+    there.book.remove_client(there, "client-r2")
+    assert set(there._broker._topics) == {"ddptrain/r1"}
+
+
+def test_topic_of_a_run_that_another_driver_has_taken_up_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_LAST_WORDS_S", 0.01)
+    there = scheduler(a=2)
+    topics = {f"ddptrain/{run}": SimpleNamespace(subscribers={f"client-{run}"}) for run in ("r1", "r2")}
+    there._broker = SimpleNamespace(_topics=topics)
+    there.clients = {"client-r1": None, "client-r2": None}
+    for run in ("r1", "r2"):
+        ask(there, run, 1)
+        there.clients.pop(f"client-{run}")
+    book = there.book
+    for run in ("r1", "r2"):
+        book.remove_client(there, f"client-{run}")
+    topics["ddptrain/r2"].subscribers.add("another")
+    there.clients["another"] = None
+    LOOP.run_until_complete(asyncio.sleep(0.05))
+    assert set(topics) == {"ddptrain/r2"}
+
+
+def test_waiter_that_says_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = scheduler(a=1)
+    ask(there, "r1", 1)
+    ask(there, "silent", 1, in_line=True)
+    slots.release("r1", there)
+    later = time.monotonic() + 60.0
+    monkeypatch.setattr("ddptrain.clusters.scheduler.slots.time.monotonic", lambda: later)
+    assert "slots" in ask(there, "r2", 1)
+
+
+def test_worker_of_others_is_asked_first_what_it_offers() -> None:
+    there = scheduler(a=None, b=None)
+    assert ask(there, "r1", None)["unknown"] == ["tcp://a", "tcp://b"]
+    slots.learn({"tcp://a": (1, 1), "tcp://b": (1, 0)}, there)
+    assert ask(there, "r1", None)["slots"] == [["tcp://a", "a", 0, True, False], ["tcp://b", "b", 0, False, False]]
+
+
+def test_only_slots_with_a_gpu_are_given_where_they_are_asked_for() -> None:
+    there = scheduler(a=None, b=None)
+    slots.learn({"tcp://a": (1, 0), "tcp://b": (1, 1)}, there)
+    assert [slot[0] for slot in ask(there, "r1", 1, gpus_only=True)["slots"]] == ["tcp://b"]
+    assert ask(there, "r2", 2, gpus_only=True)["refusal"]["total"] == 1
+
+
+def test_last_run_takes_the_book_along() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 1)
+    ask(there, "r2", 1)
+    slots.release("r1", there)
+    assert slots.is_busy(there)
+    there.book.remove_client(there, "client-r2")
+    assert there.plugins == {} and not slots.is_busy(there)
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_run_that_leaves_takes_its_plugin_from_its_workers(died: bool) -> None:
+    there = scheduler(a=1, b=1)
+    ask(there, "r1", 1)
+
+    worker_of_r1 = next(iter(there.book.holders)).worker
+    if died:
+        there.book.remove_client(there, "client-r1")
+    else:
+        slots.release("r1", there)
+    assert there.orders == [("ddptrain-r1", [worker_of_r1])]
+
+
+def test_run_that_asks_again_gets_other_slots_for_its_own_and_passes_the_line() -> None:
+    there = scheduler(a=2, b=2)
+    first = ask(there, "r1", 4)["slots"]
+    ask(there, "r2", 1, in_line=True)
+    assert ask(there, "r1", 4)["slots"] == first
+    there.workers.pop("tcp://a")
+    there.book.remove_worker(there, "tcp://a")
+    assert ask(there, "r1", 4)["refusal"]["total"] == 2  # and keeps what it has
+    assert [slot[0] for slot in ask(there, "r1", 2)["slots"]] == ["tcp://b", "tcp://b"]
+    slots.release("r1", there)
+    assert there.orders == [("ddptrain-r1", ["tcp://b"])]
+
+
+def test_worker_that_was_made_smaller_under_a_run_has_no_slot_free() -> None:
+    there = scheduler(a=2)
+    ask(there, "one", 1)
+    ask(there, "two", 1)
+    slots.release("one", there)
+    there.workers["tcp://a"].resources["slot"] = 1.0
+    assert ask(there, "three", 1)["refusal"]["free"] == 0
+    slots.release("two", there)
+    assert "slots" in ask(there, "three", 1)
+
+
+def test_run_whose_workers_are_all_lost_is_still_known() -> None:
+    there = scheduler(a=1)
+    ask(there, "r1", 1)
+    there.book.remove_worker(there, "tcp://a")
+    assert slots.is_busy(there)
+    there.book.remove_client(there, "client-r1")
+    assert not slots.is_busy(there)
+
+
+def test_overview_tells_who_holds_what_and_who_waits() -> None:
+    there = scheduler(a=2, b=None)
+    slots.learn({"tcp://b": (1, 0)}, there)
+    ask(there, "r1", 2)
+    ask(there, "r2", 2, in_line=True)
+    seen = slots.overview(there)
+    assert [(each["address"], each["slots"], each["held"], each["warm"]) for each in seen["workers"]] == [
+        ("tcp://a", 2, 2, True),
+        ("tcp://b", 1, 0, None),
+    ]
+    assert seen["runs"] == [{"run_id": "r1", "slots": 2, "hosts": ["a"]}]
+    assert [(each["run_id"], each["asked"]) for each in seen["waiting"]] == [("r2", 2)]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.sampled_from(["ask", "wait", "leave"])), max_size=30
+    )
+)
+def test_no_order_of_requests_gives_a_slot_twice(requests: list[tuple[str, int, str]]) -> None:
+    there = scheduler(a=3, b=3, c=1)
+    held: Counter[str] = Counter()
+    for run, count, what in requests:
+        if what == "leave":
+            slots.release(run, there)
+            held.pop(run, None)
+            continue
+        holders = there.book.holders if there.plugins else {}
+        others = {slot for slot, holder in holders.items() if holder.run_id != run}
+        answer = ask(there, run, count, in_line=what == "wait")
+        if "slots" in answer:
+            got = {slots.Slot(*slot) for slot in answer["slots"]}
+            assert len(got) == count and not got & others
+            held[run] = count
+    assert sum(held.values()) <= 7
+    assert (len(there.book.holders) if there.plugins else 0) == sum(held.values())
+
+
+def test_scheduler_follows_the_longest_cut_that_a_run_on_it_wants_to_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[float] = []
+    monkeypatch.setattr(slots, "follow", lambda _, lost_after_s: followed.append(lost_after_s))
+    there = scheduler(a=3)
+    assert "lost_after_s" not in ask(there, "r0")
+    assert ask(there, "r1", lost_after_s=20.0)["lost_after_s"] == 20.0
+    assert ask(there, "r2", lost_after_s=90.0)["lost_after_s"] == 90.0
+    slots.release("r2", there)
+    assert there.book.lost_after_s == 20.0
+    assert ask(there, "r3", lost_after_s=5.0)["lost_after_s"] == 20.0
+    assert followed == [20.0, 90.0, 20.0]
