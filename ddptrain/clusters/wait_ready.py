@@ -18,7 +18,7 @@ from ddptrain.clusters.state import Deployment
 from ddptrain.clusters.status import View, WorkerView
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError
-from ddptrain.worker import task
+from ddptrain.worker import tasks
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -123,7 +123,7 @@ class Gathering:
         Raises: ClusterError where one never will be.
         """
         assert self._client is not None
-        answers: Mapping[str, Any] = self._client.run(task.await_warm, _WARM_ROUND_S, on_error="return")
+        answers: Mapping[str, Any] = self._client.run(tasks.await_warm, _WARM_ROUND_S, on_error="return")
         workers = []
         for worker in view.workers:
             answer = answers.get(worker.address)

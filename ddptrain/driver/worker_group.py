@@ -21,7 +21,7 @@ from ddptrain.driver.reservation import Queue, Watchers, Wish
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.encryption import has_secrets, seal_spec
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
-from ddptrain.worker import task
+from ddptrain.worker import tasks
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 _ALL_TOPIC = "all"  # where the scheduler tells of workers that come and go
@@ -75,7 +75,7 @@ class Gang:
         scheduler: Any = client.scheduler  # None only before it has connected
         self._address = str(scheduler.address)
         self._echo: set[str] = set()
-        self._topic = task.topic(run_id)
+        self._topic = tasks.topic(run_id)
         self._workers: set[str] = set()
         self._avoided: set[str] = set()
         self._worker_of: dict[int, str] = {}
@@ -126,7 +126,7 @@ class Gang:
 
     def _learn(self, workers: list[str]) -> None:
         """Ask workers that are not ours what they offer, and tell the book."""
-        about = self.client.run(task.offer, workers=workers, on_error="ignore")
+        about = self.client.run(tasks.offer, workers=workers, on_error="ignore")
         offers = dict.fromkeys(workers, (0, 0))  # who does not answer offers nothing
         offers |= {worker: (offer["slots"], offer["gpus"]) for worker, offer in about.items()}
         self.client.run_on_scheduler(slots.learn, offers)
@@ -161,7 +161,7 @@ class Gang:
     def _about(self, hosts: Mapping[str, str], lost_after_s: float | None) -> Mapping[str, Mapping[str, str]]:
         """What workers tell of themselves. Raises ClusterError that names the host of one that can't."""
         about: Mapping[str, Any] = self.client.run(
-            task.describe_host,
+            tasks.describe_host,
             self.run_id,
             lost_after_s=lost_after_s,
             workers=sorted(hosts),
@@ -215,7 +215,7 @@ class Gang:
         if not workers:
             return list(specs)
         try:
-            keys = self.client.run(task.sealing_key, self.run_id, workers=workers)
+            keys = self.client.run(tasks.sealing_key, self.run_id, workers=workers)
         except Exception as error:
             raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
         return [
@@ -226,7 +226,7 @@ class Gang:
     def submit(self, spec: RankSpec, slot: slots.Slot) -> None:
         """Start one rank in its slot."""
         future = self.client.submit(
-            task.run_rank,
+            tasks.run_rank,
             spec.to_json(),
             key=spec.key,
             workers=[slot.worker],
@@ -271,7 +271,7 @@ class Gang:
 
     def stop(self, specs: Iterable[RankSpec], grace_s: float | None) -> None:
         """Have the workers stop these ranks: SIGTERM, `grace_s` (None: the run's), SIGKILL. Does not wait for it."""
-        self._order(task.stop_ranks, [spec.key for spec in specs], grace_s)
+        self._order(tasks.stop_ranks, [spec.key for spec in specs], grace_s)
 
     def _order(self, function: Callable[..., Any], keys: list[str], what: object) -> None:
         """Have every worker do something with its own ones of these keys."""
@@ -284,7 +284,7 @@ class Gang:
 
     def tell(self, specs: Iterable[RankSpec], order: str) -> None:
         """Give these ranks an order. Does not wait for it."""
-        self._order(task.tell_ranks, [spec.key for spec in specs], order)
+        self._order(tasks.tell_ranks, [spec.key for spec in specs], order)
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
         """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError where they can't be had.
@@ -294,7 +294,7 @@ class Gang:
         try:
             if not self.has(worker):
                 raise ConnectionError("it is lost")
-            return self._answered(worker, task.read_spool, self.run_id, str(path), offset, size_bytes)
+            return self._answered(worker, tasks.read_spool, self.run_id, str(path), offset, size_bytes)
         except Exception as error:
             self._check_on(worker, error)
             raise ClusterError(f"could not read {path} from the worker {worker}: {error}") from error
@@ -364,7 +364,7 @@ class Gang:
         for worker in dict.fromkeys(place.slot.worker for place in places):
             try:
                 text = marker.read_text(encoding="utf-8")
-                seen = self.client.run(task.holds_file, str(marker), text, workers=[worker])[worker]
+                seen = self.client.run(tasks.holds_file, str(marker), text, workers=[worker])[worker]
                 found[worker] = str(folder) if seen else self._copied(worker, folder, files)
             except Exception as error:
                 raise ClusterError(f"could not bring {what} {folder} to the worker {worker}: {error}") from error
@@ -377,7 +377,7 @@ class Gang:
                 offset = 0
                 while (data := file.read(READ_LIMIT_BYTES)) or not offset:
                     path = f"brought-{folder.name}/{name}"
-                    answer = self.client.run(task.write_spool, self.run_id, path, offset, data, workers=[worker])
+                    answer = self.client.run(tasks.write_spool, self.run_id, path, offset, data, workers=[worker])
                     target = str(Path(answer[worker]).parent)
                     offset += len(data)
                     if not data:

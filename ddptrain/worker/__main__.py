@@ -28,12 +28,12 @@ from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker import environment
-from ddptrain.worker.server import OwnRankServer
+from ddptrain.worker.rank_server_client import OwnRankServer
 
 if TYPE_CHECKING:
     from distributed import Security, Worker
 
-    from ddptrain.worker.host import RankHost
+    from ddptrain.worker.rank_host import RankHost
 
 _FILE_POLL_S = 0.05
 _END_TIMEOUT_S = 8.0  # for the rank server: its ranks' last grace, and a margin
@@ -141,7 +141,7 @@ def _serve(options: argparse.Namespace, servers: _Servers, *, owned: bool) -> No
     _import_dask()
     import asyncio
 
-    from ddptrain.worker.host import RankHost, slot_resources
+    from ddptrain.worker.rank_host import RankHost, slot_resources
 
     resources = slot_resources(slots, gpus)
     address = _address(options)
@@ -212,7 +212,7 @@ async def _live(options: argparse.Namespace, address: str, host: RankHost, resou
     from distributed import Worker
 
     from ddptrain.protocol.rank_spec import WORKER_METRIC
-    from ddptrain.worker.host import MOST_SLOTS
+    from ddptrain.worker.rank_host import MOST_SLOTS
 
     worker = Worker(
         address,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
-from ddptrain.worker.standin import FLIGHT_RECORD
+from ddptrain.worker.diagnostics import FLIGHT_RECORD
 
 # glibc gives pages back to the kernel after every training step and faults them in again for the next: a third of a
 # CPU step is spent there. Only both settings together keep the pages; either one alone makes it worse.

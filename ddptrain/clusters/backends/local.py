@@ -86,11 +86,11 @@ def _start(cluster: Deployment, name: str, arguments: list[str]) -> None:
 def _resize(cluster: Deployment, slots: int) -> None:
     from distributed import Client
 
-    from ddptrain.worker import task
+    from ddptrain.worker import tasks
 
     target = of_deployment(cluster)
     with Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False) as client:
-        client.run(task.set_slots, slots)
+        client.run(tasks.set_slots, slots)
 
 
 def _room(settings: Mapping[str, Any], slots: int | None) -> tuple[int, tuple[str, ...]]:

@@ -152,7 +152,7 @@ def _submit(cluster: Deployment, plan: JobPlan, lines: Sequence[str], tell: Tell
 
 def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> None:
     from ddptrain.clusters.scheduler import slots
-    from ddptrain.worker import task
+    from ddptrain.worker import tasks
 
     workers = client.run_on_scheduler(slots.overview)["workers"]
     total = sum(worker["slots"] for worker in workers)
@@ -174,7 +174,7 @@ def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> Non
             workers = [worker for worker in workers if worker not in of_job]
     for worker in reversed(workers):
         if (fewer := min(total - wanted, worker["slots"] - 1)) > 0:
-            client.run(task.set_slots, worker["slots"] - fewer, workers=[worker["address"]])
+            client.run(tasks.set_slots, worker["slots"] - fewer, workers=[worker["address"]])
             total -= fewer
     cluster.update(workers=len(workers))
 

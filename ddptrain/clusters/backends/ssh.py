@@ -239,7 +239,7 @@ def _resize(
 ) -> None:
     """Give each host its slots: change those of a worker that runs, start it where it is missing, end it at none."""
     from ddptrain.clusters.scheduler import slots
-    from ddptrain.worker import task
+    from ddptrain.worker import tasks
 
     workers = {worker["name"]: worker for worker in client.run_on_scheduler(slots.overview)["workers"]}
     missing, spare = [], []
@@ -248,7 +248,7 @@ def _resize(
         if worker is None and (count is None or count > 0):
             missing.append((host, count))
         elif worker is not None and count:
-            client.run(task.set_slots, count, workers=[worker["address"]])
+            client.run(tasks.set_slots, count, workers=[worker["address"]])
         elif worker is not None and count == 0 and worker["held"]:
             tell(f"the worker on {host.name} stays, for a run is on it: scale again when that has ended")
         elif worker is not None and count == 0:

@@ -18,8 +18,8 @@ from distributed import Worker, get_worker
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
 from ddptrain.compat.dask_pytorch_ddp.rankside import ERROR, VALUE, answered
 from ddptrain.protocol.rank_spec import RankExit, RankSpec
-from ddptrain.worker import spool, task
-from ddptrain.worker.attach import rank_host
+from ddptrain.worker import spool, tasks
+from ddptrain.worker.foreign_worker import rank_host
 
 _LOOK_S = 0.1
 _TAIL_BYTES = 2000
@@ -52,7 +52,7 @@ def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> A
     )
     log = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank).log
     with _echoed(log):
-        exited = RankExit.from_json(task.run_rank(spec.to_json()))
+        exited = RankExit.from_json(tasks.run_rank(spec.to_json()))
     return _outcome(spec, str(answer), log, exited)
 
 

@@ -12,7 +12,7 @@ from ddptrain.driver.transfer.code_package import Package
 from ddptrain.driver.worker_group import Gang, Place
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import identity
-from ddptrain.worker import codetasks, task
+from ddptrain.worker import code_tasks, tasks
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 
@@ -37,19 +37,19 @@ def ship(
     sample = package.sample
     arguments = (str(package.folder), sample, identity(package.folder, sample))
     # Where nothing would go along, no worker can tell the folder from another one.
-    seen = _ask(gang, [*host_of], codetasks.sees_code, *arguments) if sample else {}
+    seen = _ask(gang, [*host_of], code_tasks.sees_code, *arguments) if sample else {}
     without = [worker for worker in host_of if not seen.get(worker)]
     found = dict.fromkeys(host_of, "")
     code = ""
     if without:
         package.check(needed, max_mb)
         code = package.hash
-        found |= _ask(gang, without, codetasks.use_code, gang.run_id, code)
+        found |= _ask(gang, without, code_tasks.use_code, gang.run_id, code)
     if not all(found[worker] for worker in without):
         archive, code = package.archive()
         for worker in without:
             # Another worker of the host may have been brought it a moment ago.
-            found |= _ask(gang, [worker], codetasks.use_code, gang.run_id, code)
+            found |= _ask(gang, [worker], code_tasks.use_code, gang.run_id, code)
             if not found[worker]:
                 tell(f"taking {len(names)} files of {package.folder} along to host {host_of[worker]}")
                 found[worker] = _send(gang, worker, names, code, archive)
@@ -65,7 +65,7 @@ def check_imports(gang: Gang, places: Sequence[Place], file: Path, paths: Sequen
     lacking: dict[str, list[str]] = {}
     first_on = {place.slot.worker: (place, path) for place, path in zip(places, paths, strict=True)}
     for worker, (place, path) in first_on.items():
-        for module in _ask(gang, [worker], codetasks.missing_modules, modules, list(path))[worker]:
+        for module in _ask(gang, [worker], code_tasks.missing_modules, modules, list(path))[worker]:
             lacking.setdefault(module, []).append(place.hostname)
     if lacking:
         what = "; ".join(f"{module} on {', '.join(dict.fromkeys(hosts))}" for module, hosts in lacking.items())
@@ -93,8 +93,8 @@ def _send(gang: Gang, worker: str, names: list[str], code: str, archive: bytes) 
     name = f"code-{code}.tar.gz"
     for offset in range(0, len(archive), READ_LIMIT_BYTES):
         chunk = archive[offset : offset + READ_LIMIT_BYTES]
-        _ask(gang, [worker], task.write_spool, gang.run_id, name, offset, chunk)
-    return str(_ask(gang, [worker], codetasks.unpack_code, gang.run_id, code, name, names)[worker])
+        _ask(gang, [worker], tasks.write_spool, gang.run_id, name, offset, chunk)
+    return str(_ask(gang, [worker], code_tasks.unpack_code, gang.run_id, code, name, names)[worker])
 
 
 def _ask(gang: Gang, workers: list[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddptrain.worker.server import RankServerLost
+from ddptrain.worker.rank_server_client import RankServerLost
 from tests.unit.worker.stubs import Bench, has_ended, is_gone, status, until
 
 STUBBORN = """

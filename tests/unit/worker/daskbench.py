@@ -17,7 +17,7 @@ import psutil
 from distributed import Client, Future, Security
 
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankExit, attached_plugin
-from ddptrain.worker import task
+from ddptrain.worker import tasks as worker_tasks
 from tests.conftest import PATIENCE_S
 from tests.unit.specs import make_spec
 from tests.unit.worker.stubs import until
@@ -123,7 +123,7 @@ class Driver:
         self.notices: list[dict[str, Any]] = []
         self.futures: list[Future[str]] = []
         self.about: dict[str, dict[str, str]] = {}
-        client.subscribe_topic(task.topic(run_id), lambda event: self.notices.append(event[1]))
+        client.subscribe_topic(worker_tasks.topic(run_id), lambda event: self.notices.append(event[1]))
 
     @property
     def about_workers(self) -> dict[str, dict[str, Any]]:
@@ -145,7 +145,7 @@ class Driver:
 
     def attach(self, worker: str) -> dict[str, str]:
         """Have a worker be a host of the run."""
-        self.about[worker] = self.call(task.describe_host, self.run_id, worker=worker)
+        self.about[worker] = self.call(worker_tasks.describe_host, self.run_id, worker=worker)
         return self.about[worker]
 
     def start(self, worker: str, code: str, rank: int = 0, **spec: Any) -> Future[str]:
@@ -165,7 +165,7 @@ class Driver:
         address, about = next((at, each) for at, each in self.about_workers.items() if each["name"] == worker)
         slots = about["resources"].get(SLOT_RESOURCE)
         future = self.client.submit(
-            task.run_rank,
+            worker_tasks.run_rank,
             order.to_json(),
             key=order.key,
             workers=[address],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ddptrain.worker.server import OwnRankServer, RankServer, SharedRankServer
+from ddptrain.worker.rank_server_client import OwnRankServer, RankServer, SharedRankServer
 from tests.unit.specs import make_spec
 
 _SITE = """

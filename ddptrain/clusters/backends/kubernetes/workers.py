@@ -14,7 +14,7 @@ from ddptrain.clusters.resolve import of_deployment
 from ddptrain.clusters.scheduler.process import LOOKER
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError
-from ddptrain.worker import task
+from ddptrain.worker import tasks
 
 _ASK_S = 15.0  # a scheduler on a busy machine answers late, and without its answer nothing can be scaled
 
@@ -64,4 +64,4 @@ def _set_slots(cluster: Deployment, slots: Mapping[str, int]) -> None:
     target = of_deployment(cluster)
     with Client(target.address, security=target.security, timeout=_ASK_S, name=LOOKER, set_as_default=False) as client:
         for address, count in slots.items():
-            client.run(task.set_slots, count, workers=[address])
+            client.run(tasks.set_slots, count, workers=[address])

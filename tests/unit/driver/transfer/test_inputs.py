@@ -19,7 +19,7 @@ from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.transfer.inputs import CONTENTS, Inputs
 from ddptrain.driver.worker_group import Gang, Place
 from ddptrain.errors import ClusterError, ExitCode, UsageError
-from ddptrain.worker import task
+from ddptrain.worker import tasks
 from tests.unit.worker.stubs import has_ended, until
 
 PREPARES = """
@@ -162,11 +162,11 @@ class Elsewhere:
 
     def run(self, function: object, *words: Any, workers: list[str]) -> dict[str, Any]:
         (worker,) = workers
-        if function is task.holds_file:
+        if function is tasks.holds_file:
             return {worker: worker not in self.far and Path(words[0]).read_text() == words[1]}
-        assert function is task.write_spool
+        assert function is tasks.write_spool
         _, path, offset, data = words
-        return {worker: task._write_below(self.root / worker, path, offset, data)}
+        return {worker: tasks._write_below(self.root / worker, path, offset, data)}
 
 
 def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begun: Callable[[str], Inputs]) -> None:

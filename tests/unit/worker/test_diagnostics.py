@@ -15,9 +15,9 @@ import pytest
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL
-from ddptrain.worker import standin
+from ddptrain.worker import diagnostics
+from ddptrain.worker.procfs import Vitals, catches
 from ddptrain.worker.spool import RankSpool
-from ddptrain.worker.vitals import Vitals, catches
 from tests.unit.specs import make_spec
 
 
@@ -48,7 +48,7 @@ def test_stopped_process_is_told_at_once_with_a_file(spool: RankSpool, sleeper: 
     sleeper.send_signal(signal.SIGSTOP)
     while Vitals(sleeper.pid).state() != "T":
         time.sleep(0.01)
-    standin.stand_by(spool, sleeper.pid, 2, 1)
+    diagnostics.stand_by(spool, sleeper.pid, 2, 1)
     stacks, file = told(spool, 2)
     assert isinstance(stacks, events.Stacks)
     assert stacks.state == "stopped"
@@ -61,7 +61,7 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
     spool: RankSpool, sleeper: subprocess.Popen[bytes]
 ) -> None:
     assert not catches(sleeper.pid, STACKS_SIGNAL)
-    standin.stand_by(spool, sleeper.pid, 1, 1)
+    diagnostics.stand_by(spool, sleeper.pid, 1, 1)
     stacks, _ = told(spool, 2)
     assert isinstance(stacks, events.Stacks)
     assert (stacks.state, stacks.main) == ("busy", ())
@@ -69,7 +69,7 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
 
 
 def test_stacks_are_waited_for_on_a_busy_machine(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standin, "_DUMP_S", 30 * standin._DUMP_S)  # on one that is busier still
+    monkeypatch.setattr(diagnostics, "_DUMP_S", 30 * diagnostics._DUMP_S)  # on one that is busier still
     code = """
 import signal, sys, time
 def write(*_):
@@ -83,14 +83,14 @@ time.sleep(600)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
         try:
-            assert standin._dump(spool, process.pid) == "slowly"
+            assert diagnostics._dump(spool, process.pid) == "slowly"
         finally:
             process.kill()
 
 
 def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standin, "_ANSWER_S", 60.0)
-    standin.stand_by(spool, os.getpid(), 1, 1)
+    monkeypatch.setattr(diagnostics, "_ANSWER_S", 60.0)
+    diagnostics.stand_by(spool, os.getpid(), 1, 1)
     spool.events.write_bytes(events.encode(events.Stacks(1, ("a.py:1 f",))))
     for thread in threading.enumerate():
         if thread.name == "ddptrain-standin":
@@ -101,19 +101,19 @@ def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool, monkeypatch
 
 def test_flight_record_is_handed_over_where_there_is_one(spool: RankSpool) -> None:
     spec = make_spec(rank=1)
-    standin.hand_over_flight_record(spool, spec)
+    diagnostics.hand_over_flight_record(spool, spec)
     assert told(spool, 0) == []
     (spool.staging / "flight-record-1").write_bytes(b"pickle")
-    standin.hand_over_flight_record(spool, spec)
+    diagnostics.hand_over_flight_record(spool, spec)
     (file,) = told(spool, 1)
     assert isinstance(file, events.FileSaved)
     assert (file.path, file.staging, file.size_bytes) == ("flight-recorder/rank-1.pickle", "flight-record-1", 6)
 
 
 def test_last_words_of_nccls_watchdog_are_known(spool: RankSpool) -> None:
-    assert not standin.timed_out(spool)
+    assert not diagnostics.timed_out(spool)
     spool.log.write_text("[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
-    assert standin.timed_out(spool)
+    assert diagnostics.timed_out(spool)
 
 
 def test_processor_time_counts_children_of_the_group_too() -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ddptrain.errors import ClusterError
-from ddptrain.worker.server import OwnRankServer, RankServerLost, SharedRankServer
+from ddptrain.worker.rank_server_client import OwnRankServer, RankServerLost, SharedRankServer
 from tests.unit.worker.stubs import Bench, is_gone, listening, status, until
 
 PARENT = "import os, time; print(os.getppid(), flush=True); time.sleep(600)"
@@ -51,7 +51,7 @@ def test_shared_server_outlives_the_worker_that_started_it(bench: Bench) -> None
     code = """
 import os, sys, time
 from pathlib import Path
-from ddptrain.worker.server import SharedRankServer
+from ddptrain.worker.rank_server_client import SharedRankServer
 server = SharedRankServer(Path(sys.argv[1]), dict(os.environ))
 server.listen()
 server.ready.wait(60)
@@ -82,7 +82,7 @@ def test_ranks_end_with_a_killed_worker(bench: Bench) -> None:
 import os, sys
 from pathlib import Path
 from tests.unit.worker.stubs import Bench
-from ddptrain.worker.server import SharedRankServer
+from ddptrain.worker.rank_server_client import SharedRankServer
 bench = Bench(Path(sys.argv[1]))
 server = SharedRankServer(bench.shared_folder, bench.env)
 server.listen()

@@ -11,15 +11,15 @@ import pytest
 
 from ddptrain.driver.transfer.code_package import Package, pack
 from ddptrain.errors import ClusterError
-from ddptrain.worker import codecache
-from ddptrain.worker.codecache import CodeCache
+from ddptrain.worker import code_cache
+from ddptrain.worker.code_cache import CodeCache
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[CodeCache]:
     yield CodeCache(tmp_path / "cache", limit_bytes=5_000)
     for run in ("one", "two", "three"):
-        codecache.release(run)
+        code_cache.release(run)
 
 
 def package(folder: Path, text: str) -> Package:
@@ -64,7 +64,7 @@ def test_what_was_not_used_for_longest_goes_and_what_is_in_use_stays(cache: Code
     assert Path(first).is_dir()  # too much, but in use
     for home in (first, second):
         os.utime(home, (1, 1))
-    codecache.release("two")
+    code_cache.release("two")
     third = unpacked(cache, tmp_path, "three", "3" * 3_000)
     assert [Path(home).is_dir() for home in (first, second, third)] == [True, False, True]
 

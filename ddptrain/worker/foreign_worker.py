@@ -20,9 +20,9 @@ from ddptrain import __version__
 from ddptrain.gpus import visible_gpus
 from ddptrain.protocol.exec_env import exec_only
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
-from ddptrain.worker import codecache, environment
-from ddptrain.worker.host import RankHost, own_host
-from ddptrain.worker.server import RankServerLost, SharedRankServer
+from ddptrain.worker import code_cache, environment
+from ddptrain.worker.rank_host import RankHost, own_host
+from ddptrain.worker.rank_server_client import RankServerLost, SharedRankServer
 
 # Exported by every nanny, without standing in Dask's configuration (distributed/nanny.py).
 _NANNY_HASH_SEED = {"PYTHONHASHSEED": "6640"}
@@ -53,7 +53,7 @@ class RunPlugin(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """The run is over, or its driver is gone."""
         self._removed = True
-        codecache.release(self.run_id)
+        code_cache.release(self.run_id)
         host, self.host = self.host, None
         if host is not None and self._own:
             await asyncio.to_thread(host.remove_run, self.run_id)

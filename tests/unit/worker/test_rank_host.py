@@ -10,8 +10,8 @@ import pytest
 from distributed import Worker
 
 from ddptrain.errors import ClusterError
-from ddptrain.worker.host import RankHost, slot_resources
-from ddptrain.worker.server import RankServer
+from ddptrain.worker.rank_host import RankHost, slot_resources
+from ddptrain.worker.rank_server_client import RankServer
 
 
 class FakeServer:

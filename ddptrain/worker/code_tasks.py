@@ -11,8 +11,8 @@ from pathlib import Path
 from distributed import Worker
 
 from ddptrain.protocol.code_digest import identity
-from ddptrain.worker.attach import rank_host
-from ddptrain.worker.codecache import CodeCache
+from ddptrain.worker.code_cache import CodeCache
+from ddptrain.worker.foreign_worker import rank_host
 
 
 async def sees_code(folder: str, names: list[str], expected: str) -> bool:

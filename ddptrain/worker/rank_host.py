@@ -19,7 +19,7 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol.encryption import Opener
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
 from ddptrain.worker import environment
-from ddptrain.worker.server import RankServer
+from ddptrain.worker.rank_server_client import RankServer
 
 PLUGIN_NAME = "ddptrain"
 MOST_SLOTS = 1024

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from ddptrain.protocol import error_file, events
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
+from ddptrain.worker.procfs import Vitals, catches
 from ddptrain.worker.spool import RankSpool
-from ddptrain.worker.vitals import Vitals, catches
 
 _ANSWER_S = 1.5  # for the rank itself to tell where it is
 _DUMP_S = 2.0  # for C code to write stacks

@@ -10,7 +10,7 @@ import dask
 import pytest
 from distributed import Worker
 
-from ddptrain.worker import attach
+from ddptrain.worker import foreign_worker
 
 
 def worker(*, nthreads: int = 1, nanny: str | None = None, **resources: float) -> Worker:
@@ -26,7 +26,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def visible(environ: dict[str, str]) -> tuple[str, ...]:
         return tuple(environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","))
 
-    monkeypatch.setattr(attach, "visible_gpus", visible)
+    monkeypatch.setattr(foreign_worker, "visible_gpus", visible)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -48,32 +48,32 @@ def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
 ) -> None:
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert attach.offered(worker(**known)) == offered
+    assert foreign_worker.offered(worker(**known)) == offered
 
 
 def test_machine_without_gpus_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert attach.offered(worker()) == (1, ())
+    assert foreign_worker.offered(worker()) == (1, ())
 
 
 def test_nannys_exports_are_those_of_its_configuration() -> None:
     with dask.config.set({"distributed.nanny.pre-spawn-environ": {"A": 1}, "distributed.nanny.environ": {"B": "2"}}):
-        assert attach._nannys(worker(nanny="tcp://127.0.0.1:1")) == {"A": 1, "B": "2", "PYTHONHASHSEED": "6640"}
-        assert attach._nannys(worker()) == {}
+        assert foreign_worker._nannys(worker(nanny="tcp://127.0.0.1:1")) == {"A": 1, "B": "2", "PYTHONHASHSEED": "6640"}
+        assert foreign_worker._nannys(worker()) == {}
 
 
 def test_workers_meet_only_where_one_server_serves_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = attach._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
-    assert here == attach._server_folder("tcp://a:1", {"HOME": "/y", "LD_PRELOAD": "a.so"})
-    assert here != attach._server_folder("tcp://b:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
-    assert here != attach._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "b.so"})
-    monkeypatch.setattr(attach, "_surroundings", lambda: ["net:[4026531999]"])
-    assert here != attach._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
+    here = foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
+    assert here == foreign_worker._server_folder("tcp://a:1", {"HOME": "/y", "LD_PRELOAD": "a.so"})
+    assert here != foreign_worker._server_folder("tcp://b:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
+    assert here != foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "b.so"})
+    monkeypatch.setattr(foreign_worker, "_surroundings", lambda: ["net:[4026531999]"])
+    assert here != foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
 
 
 @pytest.mark.skipif(not Path("/proc/self/ns").is_dir(), reason="the system has no namespaces")
 def test_surroundings_name_the_network_namespace_and_the_control_group() -> None:
-    namespaces, group = attach._surroundings()[:-1], attach._surroundings()[-1]
+    namespaces, group = foreign_worker._surroundings()[:-1], foreign_worker._surroundings()[-1]
     assert any(name.startswith("net:[") for name in namespaces)
     assert group == Path("/proc/self/cgroup").read_text()

@@ -18,14 +18,14 @@ from distributed import Worker, get_worker
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.encryption import open_spec
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, RankExit, RankSpec, key_prefix
-from ddptrain.worker import environment, spool, standin
-from ddptrain.worker.attach import attach, offered, rank_host
+from ddptrain.worker import diagnostics, environment, spool
+from ddptrain.worker.foreign_worker import attach, offered, rank_host
 from ddptrain.worker.gpu_use import gpu_percent
-from ddptrain.worker.host import RankHost, own_host, slot_resources
-from ddptrain.worker.memory import MemoryWatch
-from ddptrain.worker.server import RankServerLost
+from ddptrain.worker.oom import MemoryWatch
+from ddptrain.worker.procfs import Vitals
+from ddptrain.worker.rank_host import RankHost, own_host, slot_resources
+from ddptrain.worker.rank_server_client import RankServerLost
 from ddptrain.worker.tcp_timeouts import follow
-from ddptrain.worker.vitals import Vitals
 
 POLL_S = 0.02  # how soon the driver hears that a busy rank has printed something
 _IDLE_POLL_S = 0.1  # of one that has been silent for a while: each look costs the training some microseconds
@@ -110,8 +110,8 @@ class _RankTask:
             self._look()
             if time.monotonic() - self.told_at > self.spec.alive_s:
                 self._notify(alive=True, **self._use())
-        standin.hand_over_flight_record(self.spool, self.spec)
-        standin.hand_over_error(self.spool, report["status"])
+        diagnostics.hand_over_flight_record(self.spool, self.spec)
+        diagnostics.hand_over_error(self.spool, report["status"])
         self._tell_growth()
         ended = self._ended(report)
         self._notify(exit=ended.to_json())
@@ -141,7 +141,7 @@ class _RankTask:
         if report["status"] == -signal.SIGKILL and self.memory is not None:
             oom = self.memory.why()
         elif report["status"] == -signal.SIGABRT:
-            timed_out = standin.timed_out(self.spool)
+            timed_out = diagnostics.timed_out(self.spool)
         sizes = self.spool.sizes()
         return RankExit(
             self.spec.rank, report["pid"], report["status"], report["time_ns"], *sizes, oom=oom, timed_out=timed_out
@@ -220,7 +220,7 @@ async def tell_ranks(run_id: str, keys: list[str], order: str, dask_worker: Work
 
 def _stand_by(host: RankHost, run_id: str, key: str, pid: int) -> None:
     attempt, rank = (int(word) for word in key.removeprefix(key_prefix(run_id)).split("/"))
-    standin.stand_by(spool.rank_spool(host.scratch, run_id, attempt, rank), pid, attempt, rank)
+    diagnostics.stand_by(spool.rank_spool(host.scratch, run_id, attempt, rank), pid, attempt, rank)
 
 
 async def read_spool(run_id: str, path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
