@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank import randomstate
-from ddptrain.rank.agreement import Calls, Due, GangStore, Preempted
+from ddptrain.rank.checkpoint import random_state
+from ddptrain.rank.checkpoint.coordination import Calls, Due, GangStore, Preempted
+from ddptrain.rank.checkpoint.load import Resumed, loaded
+from ddptrain.rank.checkpoint.snapshot import HostBuffers, plain_bytes
+from ddptrain.rank.checkpoint.writer import Save, Saver, done_key, state_key
+from ddptrain.rank.collective.calls import GangCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.files import Files
-from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.plainnumbers import number, optional, whole
-from ddptrain.rank.resume import Resumed, loaded
-from ddptrain.rank.saver import Save, Saver, done_key, state_key
-from ddptrain.rank.snapshot import HostBuffers, plain_bytes
-from ddptrain.rank.tracked import Tracked
+from ddptrain.rank.trackers import Tracked
 
 if TYPE_CHECKING:
     import torch
     import torch.utils.data
 
-    from ddptrain.rank.exchange import Exchange
-    from ddptrain.rank.feeding import GangLoader
-    from ddptrain.rank.showing import Showing
+    from ddptrain.rank.collective.values import Exchange
+    from ddptrain.rank.data.loader import GangLoader
+    from ddptrain.rank.media.log import Showing
 
 __all__ = ["Preempted", "RankContext", "Resumed"]
 
@@ -170,7 +170,7 @@ class RankContext:
 
     @cached_property
     def _showing(self) -> Showing:
-        from ddptrain.rank.showing import Showing
+        from ddptrain.rank.media.log import Showing
 
         return Showing(self.rank, self._files, self._tracked)
 
@@ -192,7 +192,7 @@ class RankContext:
         All ranks must call it. `precision` is "fp32", or "bf16" for a forward pass under autocast; `ddp` are arguments
         of DistributedDataParallel. The weights keep their names. Raises ValueError for another precision.
         """
-        from ddptrain.rank.preparing import prepared
+        from ddptrain.rank.prepare import prepared
 
         said = {"precision": precision, "compile": compile, "channels_last": channels_last}
         given = {name: value for name, value in said.items() if value is not None}
@@ -217,7 +217,7 @@ class RankContext:
         of the epoch, `remaining` what is left. Its place in the epoch is saved with every checkpoint, and gone on from,
         also by other ranks; loaders are told apart by their order. Raises TypeError for data without a length.
         """
-        from ddptrain.rank.feeding import gang_loader
+        from ddptrain.rank.data.loader import gang_loader
 
         how = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
         made = gang_loader(dataset, batch_size, self.rank, self.world_size, self.device, **how)
@@ -247,7 +247,7 @@ class RankContext:
 
     @cached_property
     def _exchange(self) -> Exchange:
-        from ddptrain.rank.exchange import Exchange
+        from ddptrain.rank.collective.values import Exchange
 
         return Exchange(self._spec, self._gang_calls)
 
@@ -351,7 +351,7 @@ class RankContext:
         rank_state: Any,
         more: Mapping[str, Any],
     ) -> None:
-        own = plain_bytes({"random": randomstate.capture(self.device), "rank_state": rank_state})
+        own = plain_bytes({"random": random_state.capture(self.device), "rank_state": rank_state})
         self._saves += 1
         self._calls.has_saved = True
         if self.rank != 0:

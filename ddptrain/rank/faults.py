@@ -104,7 +104,9 @@ def name_search_path(error: BaseException) -> None:
 def user_traceback(error: BaseException) -> str:
     """The traceback from the user's first frame on: the frames of the launcher say nothing about the fault."""
     lines = traceback.TracebackException.from_exception(error)
-    ours = {str(Path(__file__).with_name(name)) for name in ("process.py", "scripts.py", "calling.py", "loading.py")}
+    ours = {
+        str(Path(__file__).with_name(name)) for name in ("process.py", "script.py", "entrypoint.py", "load_workload.py")
+    }
     ours.add(_dispatch_file())
     kept = [frame for frame in lines.stack if frame.filename not in ours]
     lines.stack[:] = kept or list(lines.stack)

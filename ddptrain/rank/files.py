@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank import checkpoint
+from ddptrain.rank.checkpoint import files
 from ddptrain.rank.emitter import Emitter
 
 
@@ -52,5 +52,5 @@ class Files:
 
     def announce(self, path: str, staged: Path, area: str = "artifacts") -> None:
         """Tell the driver of a file that is complete. Raises OSError."""
-        size, digest = checkpoint.hash_file(staged)
+        size, digest = files.hash_file(staged)
         self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, size, digest, area))

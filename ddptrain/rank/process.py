@@ -28,16 +28,17 @@ from ddptrain.protocol import error_file, events
 from ddptrain.protocol.commands import Orders
 from ddptrain.protocol.exec_env import names_working_directory
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
-from ddptrain.rank import current, faults, procs, scripts
-from ddptrain.rank.agreement import EXIT_PREEMPTED, Calls, GangStore, Preempted
-from ddptrain.rank.calling import as_json, bind
+from ddptrain.rank import current, faults, script
+from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, Calls, GangStore, Preempted
+from ddptrain.rank.collective.calls import GangCalls
+from ddptrain.rank.control import Obeying
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.folding import folded
-from ddptrain.rank.gang_calls import GangCalls
-from ddptrain.rank.loading import load_function
-from ddptrain.rank.obeying import Obeying
+from ddptrain.rank.entrypoint import as_json, bind
+from ddptrain.rank.load_workload import load_function
+from ddptrain.rank.server import process_control
+from ddptrain.rank.short_traceback import folded
 from ddptrain.rank.stacks import tell_of_threads
-from ddptrain.rank.tracked import Tracked
+from ddptrain.rank.trackers import Tracked
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, orders_fd: int, *, col
     Orders of the driver come through `orders_fd`. `cold` says that this is a fresh program, not a fork of the warm
     rank server; the person is told why.
     """
-    procs.name_process(f"ddptrain-rank{spec.rank}")
+    process_control.name_process(f"ddptrain-rank{spec.rank}")
     _redirect_output(log_fd)
     emitter = Emitter(events_fd)
     if cold and spec.rank == 0:
@@ -155,7 +156,7 @@ class _Rank:
             self._emit_started(device)
             current.provide(lambda: self._own_context(device))
             if self.spec.is_script:
-                self._work(lambda: scripts.run(self.spec, self.tracked.begin))
+                self._work(lambda: script.run(self.spec, self.tracked.begin))
             else:
                 call = bind(load_function(self.spec.workload), self.spec.params)
                 self._dispatch(call, device)
@@ -181,9 +182,9 @@ class _Rank:
         import torch
         from torch.distributed import distributed_c10d as c10d
 
-        from ddptrain.rank import loaderworkers
+        from ddptrain.rank.data import workers
 
-        loaderworkers.protect()
+        workers.protect()
         np.random.seed(None)  # forks share the server's state otherwise
         torch.set_num_threads(self.spec.cpu_threads)
         timeout = dt.timedelta(seconds=self.spec.dist_timeout_s)
@@ -302,7 +303,7 @@ class _Rank:
         )
         self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
         self.tracked.finish("preempted")
-        procs.die_of_sigterm()
+        process_control.die_of_sigterm()
 
     def _end_tracking(self) -> None:
         """Trackers of a rank that has failed finish at once: it is about to be stopped."""
@@ -388,7 +389,7 @@ def _run_exit_handlers() -> None:
 def main() -> None:
     """A rank started cold: the spec's, the log's, the events' and the orders' descriptors are the arguments."""
     spec_fd, log_fd, events_fd, orders_fd = (int(word) for word in sys.argv[1:5])
-    procs.die_with_parent()
+    process_control.die_with_parent()
     code = 70
     try:
         code = run_rank(read_spec(spec_fd), log_fd, events_fd, orders_fd, cold=True)

@@ -21,8 +21,8 @@ from types import FrameType
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.rank import faults
+from ddptrain.rank.collective.calls import GangCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.gang_calls import GangCalls
 
 _MOST_FRAMES = 200
 

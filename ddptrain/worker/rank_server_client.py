@@ -305,7 +305,7 @@ def _is_served(link: socket.socket) -> bool:
 
 def _start_process(words: list[str], env: Mapping[str, str], link_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "ddptrain.rank.server", *words],
+        [sys.executable, "-P", "-m", "ddptrain.rank.server.process", *words],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=log_fd,

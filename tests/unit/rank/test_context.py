@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from ddptrain.protocol import events
-from ddptrain.rank.agreement import GangStore
+from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.writer import done_key
 from ddptrain.rank.context import Preempted, RankContext
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.saver import done_key
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
 

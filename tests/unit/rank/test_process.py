@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.rank import faults
-from ddptrain.rank.loading import load_function
+from ddptrain.rank.load_workload import load_function
 
 
 def test_function_is_found_by_its_module_and_name() -> None:

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from ddptrain.protocol import events
-from ddptrain.rank import checkpoint, saver
-from ddptrain.rank.agreement import GangStore
+from ddptrain.rank.checkpoint import files, writer
+from ddptrain.rank.checkpoint.coordination import GangStore
 from ddptrain.rank.context import Preempted
 from tests.unit.rank.stores import Gang
 from tests.unit.rank.test_context import Rank
@@ -103,12 +103,12 @@ def test_safetensors_reads_every_type_and_large_state_lies_in_a_file_of_its_own(
     assert isinstance(event, events.CheckpointSaved)
     folder = tmp_path / "staging" / event.staging
     for file in event.files:
-        assert checkpoint.hash_file(folder / file.name) == (file.size_bytes, file.sha256)
+        assert files.hash_file(folder / file.name) == (file.size_bytes, file.sha256)
     stored = load_file(folder / "model.safetensors")
     assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())
     assert {file.name for file in event.files} == {"model.safetensors", "tensors.safetensors", "state.pt"}
     assert (folder / "state.pt").stat().st_size < 100_000
-    extra = checkpoint.read_state(folder)["extra"]
+    extra = files.read_state(folder)["extra"]
     assert torch.equal(extra["moments"][0], moments[0]) and extra["moments"][1] == 3
     rank.file.close()
 
@@ -116,8 +116,8 @@ def test_safetensors_reads_every_type_and_large_state_lies_in_a_file_of_its_own(
 def test_what_is_saved_is_what_was_there_at_the_call(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while the checkpoint is being written."""
     go = threading.Event()
-    write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *args: (go.wait(60), write(*args))[1])
+    write = files.write
+    monkeypatch.setattr(files, "write", lambda *args: (go.wait(60), write(*args))[1])
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
     history = [1]
@@ -129,7 +129,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(rank: Rank, monkeypatch: py
     rank.context.close()
     folder = rank.folder / "staging/checkpoint-0"
     assert torch.equal(load_file(folder / "model.safetensors")["weight"], before)
-    assert checkpoint.read_state(folder)["extra"] == {"history": [1]}
+    assert files.read_state(folder)["extra"] == {"history": [1]}
 
 
 def test_scheduler_and_sampler_come_back_and_random_numbers_go_on(rank: Rank, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ class FullDisk:
         self.left = times
         self._write = os.write
         monkeypatch.setattr(os, "write", self.write)
-        monkeypatch.setattr(saver, "_LONGEST_PAUSE_S", 0.05)
+        monkeypatch.setattr(writer, "_LONGEST_PAUSE_S", 0.05)
 
     def write(self, descriptor: int, data: bytes | memoryview) -> int:
         if isinstance(data, memoryview) and self.left > 0:  # a checkpoint's; events are bytes

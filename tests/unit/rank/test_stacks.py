@@ -12,8 +12,8 @@ import pytest
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_SIGNAL
+from ddptrain.rank.collective.calls import GangCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.gang_calls import GangCalls
 from ddptrain.rank.stacks import Stacks, tell_of_threads
 from tests.unit.specs import make_spec
 

@@ -20,7 +20,7 @@ from ddptrain.driver.tracking.check import check_trackers
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.tracked import Tracked
+from ddptrain.rank.trackers import Tracked
 from ddptrain.tracking.factory import load, open_hub
 from ddptrain.tracking.items import Checkpoint, Model, Numbers
 from tests.unit.specs import make_spec

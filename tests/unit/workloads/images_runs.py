@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from ddptrain.protocol.events import CheckpointSaved
-from ddptrain.rank.checkpoint import write
-from ddptrain.rank.snapshot import HostBuffers
+from ddptrain.rank.checkpoint.files import write
+from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
 from ddptrain.results.record import RunRecord, RunStatus
 from ddptrain.workloads.images.models import build, describe

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ddptrain.protocol import events
-from ddptrain.rank import gang_calls
-from ddptrain.rank.agreement import GangStore
+from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.snapshot import plain_bytes
+from ddptrain.rank.checkpoint.writer import state_key
+from ddptrain.rank.collective import calls
+from ddptrain.rank.collective.calls import GangCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.gang_calls import GangCalls
-from ddptrain.rank.saver import state_key
-from ddptrain.rank.snapshot import plain_bytes
 from tests.conftest import PATIENCE_S
 from tests.unit.rank.stores import Gang
 from tests.unit.rank.test_context import Rank
@@ -36,8 +36,8 @@ class Told:
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    monkeypatch.setattr(gang_calls, "FIRST_S", 0.05)
-    monkeypatch.setattr(gang_calls, "_LOOK_S", 0.01)
+    monkeypatch.setattr(calls, "FIRST_S", 0.05)
+    monkeypatch.setattr(calls, "_LOOK_S", 0.01)
     made = Told(tmp_path, Gang())
     yield made
     made.file.close()
@@ -90,8 +90,8 @@ def test_ranks_meet_in_a_call_and_not_before_the_last_has_come(tmp_path: Path) -
 def test_checkpoint_of_a_rank_that_others_leave_alone_is_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gang_calls, "FIRST_S", 0.05)
-    monkeypatch.setattr(gang_calls, "_LOOK_S", 0.01)
+    monkeypatch.setattr(calls, "FIRST_S", 0.05)
+    monkeypatch.setattr(calls, "_LOOK_S", 0.01)
     gang = Gang()
     rank = Rank(tmp_path, world_size=2, master_addr="127.0.0.1", master_port=gang.store.port, dist_timeout_s=20.0)
     model = torch.nn.Linear(1, 1)

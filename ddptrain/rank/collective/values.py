@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.gang_calls import GangCalls
+from ddptrain.rank.collective.calls import GangCalls
 
 _CODES = {"mean": 1.0, "all_finite": 2.0}  # so that ranks notice when they are in different calls
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ddptrain.protocol.events import StagedFile
-from ddptrain.rank.snapshot import SAFETENSORS_TYPES, Snapshot, unwrapped
+from ddptrain.rank.checkpoint.snapshot import SAFETENSORS_TYPES, Snapshot, unwrapped
 from ddptrain.workloads.versions import versioned
 
 MODEL_FILE = "model.safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank import checkpoint, randomstate
+from ddptrain.rank.checkpoint import files, random_state
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def loaded(
     note: Callable[[str], None],
 ) -> tuple[Resumed, list[dict[str, int]]]:
     """Load the checkpoint of `spec` into what is given; return it, and where its loaders were."""
-    state = checkpoint.read(Path(spec.resume_from), model, optimizer, device)
+    state = files.read(Path(spec.resume_from), model, optimizer, device)
     extra: dict[str, Any] = state["extra"]
     for name, value in more.items():
         if name in extra:
@@ -57,7 +57,7 @@ def _restore_random(
     spec: RankSpec, device: torch.device, ranks: list[Any], own: Any, note: Callable[[str], None]
 ) -> None:
     if own:
-        randomstate.restore(own["random"], device)
+        random_state.restore(own["random"], device)
     elif ranks:
         note(
             f"the checkpoint is of {len(ranks)} ranks, this run has {spec.world_size}: it goes on where they were, "
@@ -65,7 +65,7 @@ def _restore_random(
             if len(ranks) != spec.world_size
             else "the checkpoint lacks the random states of some ranks: those are new"
         )
-        randomstate.reseed(ranks[0]["random"], spec.rank)
+        random_state.reseed(ranks[0]["random"], spec.rank)
 
 
 def _on(device: torch.device, value: Any) -> Any:

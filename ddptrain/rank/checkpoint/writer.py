@@ -14,10 +14,11 @@ from typing import Any
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank import checkpoint, snapshot
-from ddptrain.rank.agreement import GangStore
+from ddptrain.rank.checkpoint import files as checkpoint_files
+from ddptrain.rank.checkpoint import snapshot
+from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.snapshot import Snapshot
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.snapshot import Snapshot
 
 _POLL_S = 0.01
 _LONGEST_PAUSE_S = 60.0
@@ -117,7 +118,7 @@ class Saver:
         failures = 0
         while True:
             try:
-                files = checkpoint.write(save.folder, save.snapshot, ranks)
+                files = checkpoint_files.write(save.folder, save.snapshot, ranks)
                 self._written(save.step, save.folder, save.metrics)
                 self._emitter.emit(
                     events.CheckpointSaved(

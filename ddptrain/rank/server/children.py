@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from ddptrain.protocol.exec_env import exec_only
-from ddptrain.rank import procs
+from ddptrain.rank.server import process_control
 
 
 def start_rank(spec_fd: int, log_fd: int, events_fd: int, orders_fd: int, *, warm: bool, close: Sequence[int]) -> int:
@@ -57,7 +57,7 @@ def _become_child(main: Callable[[], int], close: set[int]) -> NoReturn:
     code = 70
     try:
         os.setpgid(0, 0)
-        procs.die_with_parent()
+        process_control.die_with_parent()
         signal.set_wakeup_fd(-1)
         gc.enable()
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
@@ -90,7 +90,7 @@ def _run_store(host: str, port: int, listen_fd: int) -> int:
     """Host the gang's TCPStore on a listening socket until this process is told to end."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    procs.name_process("ddptrain-store")
+    process_control.name_process("ddptrain-store")
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listen_fd))
     signal.pause()
     del store

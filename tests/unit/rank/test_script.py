@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.scripts import find_script
+from ddptrain.rank.script import find_script
 from tests.unit.specs import make_spec
 
 RUN = """
 import sys
-from ddptrain.rank.scripts import run
+from ddptrain.rank.script import run
 from ddptrain.protocol.rank_spec import RankSpec
 run(RankSpec.from_json(sys.argv[1]))
 """

@@ -87,7 +87,9 @@ def test_rank_that_is_stopped_while_it_waits_is_never_started(bench: Bench) -> N
 
 
 def test_place_that_does_not_become_free_is_told_with_its_holder(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, at_import="import ddptrain.rank.server as s; sys.modules['__main__'].PLACE_TIMEOUT_S = 0.3")
+    bench = Bench(
+        tmp_path, at_import="import ddptrain.rank.server.process as s; sys.modules['__main__'].PLACE_TIMEOUT_S = 0.3"
+    )
     with bench.own() as server:
         bench.order(server, "first", STUBBORN, place="GPU 0")
         bench.wait_for("first", "under way")

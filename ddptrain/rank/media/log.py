@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.rank import tabular
 from ddptrain.rank.files import Files, stays_below
-from ddptrain.rank.images import is_image, png
+from ddptrain.rank.media import tables
+from ddptrain.rank.media.images import is_image, png
 from ddptrain.tracking.items import Image, Table
 
 if TYPE_CHECKING:
-    from ddptrain.rank.tracked import Tracked
+    from ddptrain.rank.trackers import Tracked
 
 _Cell = float | str | bool | None
 
@@ -55,7 +55,7 @@ class Showing:
         parquet; ImportError where pyarrow is missing.
         """
         _check(name)
-        if form not in tabular.FORMATS:
+        if form not in tables.FORMATS:
             raise ValueError(f"a table is written as csv or parquet, not as {form!r}")
         heads = tuple(str(column) for column in columns)
         wanted = self._tracked.wants(Table)
@@ -69,7 +69,7 @@ class Showing:
             if wanted:
                 told.append(tuple(shown for _, shown in cells))
         at = f"step-{step}-" if step is not None else ""
-        self._files.save(f"tables/{name}/{at}rank-{self._rank}.{form}", tabular.encode(heads, written, form))
+        self._files.save(f"tables/{name}/{at}rank-{self._rank}.{form}", tables.encode(heads, written, form))
         if wanted:
             lent = [cell.path for row in told for cell in row if isinstance(cell, Image)]
             self._tracked.put_lent(Table(time.time_ns(), name, heads, tuple(told), step), *lent)

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import pytest
 from pydantic import BaseModel
 
-from ddptrain.rank.calling import WrongParams, as_json, bind
+from ddptrain.rank.entrypoint import WrongParams, as_json, bind
 
 CONTEXT = cast(Any, "the context")
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.protocol import commands, socket_dir
-from ddptrain.rank import children, procs
+from ddptrain.rank.server import children, process_control
 
 MAX_MESSAGE_BYTES = 64 * 1024
 ORPHAN_GRACE_S = 2.0  # how long ranks may take to end once their worker is gone
@@ -122,8 +122,8 @@ class RankServer:
 
     def serve(self) -> None:
         """Import what ranks need, say "ready", and serve until the workers are gone and every child has ended."""
-        procs.name_process("ddptrain-ranks")
-        procs.become_subreaper()
+        process_control.name_process("ddptrain-ranks")
+        process_control.become_subreaper()
         signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler must exist for the wake-up pipe to be written
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._import_torch()
@@ -140,11 +140,11 @@ class RankServer:
             self._reap()
             self._kill_overdue()
             self._start_waiting()
-        procs.kill_descendants()
+        process_control.kill_descendants()
 
     def _import_torch(self) -> None:
         try:
-            from ddptrain.rank import warmup
+            from ddptrain.rank.server import warmup
 
             warmup.import_everything()
         except BaseException:
@@ -154,7 +154,7 @@ class RankServer:
             for connection in self.connections:
                 connection.report(report="broken", message=message)
             raise
-        self.warm = procs.thread_count() == 1
+        self.warm = process_control.thread_count() == 1
         gc.freeze()  # forked ranks then share these pages instead of copying them at their first collection
 
     # --- connections ---
@@ -312,7 +312,7 @@ class RankServer:
                 self._tell(owner, child_id, commands.STOP)
                 kill_at = time.monotonic() + grace_s
                 child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
-                procs.signal_group(child.pid, signal.SIGTERM)
+                process_control.signal_group(child.pid, signal.SIGTERM)
 
     def _reap(self) -> None:
         while True:
@@ -326,19 +326,19 @@ class RankServer:
             child = self.children.pop(pid, None)
             if child is None:
                 continue  # an orphan of a rank
-            procs.signal_group(pid, signal.SIGKILL)  # what a rank leaves behind ends with it
+            process_control.signal_group(pid, signal.SIGKILL)  # what a rank leaves behind ends with it
             if child.orders_fd is not None:
                 os.close(child.orders_fd)
             code = os.waitstatus_to_exitcode(status)
             child.owner.report(report="exited", id=child.id, pid=pid, status=code, time_ns=time_ns)
             if not self.children:
-                procs.kill_descendants()
+                process_control.kill_descendants()
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
         for child in self.children.values():
             if child.kill_at is not None and child.kill_at <= now:
-                procs.signal_group(child.pid, signal.SIGKILL)
+                process_control.signal_group(child.pid, signal.SIGKILL)
                 child.kill_at = now + 1.0
 
     def _timeout_s(self) -> float | None:

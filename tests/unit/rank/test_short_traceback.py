@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import ddptrain
-from ddptrain.rank.folding import folded
+from ddptrain.rank.short_traceback import folded
 
 TORCH = (
     '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 7, in _call_impl\n    return f()\n'

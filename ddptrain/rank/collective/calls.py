@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.agreement import GangStore
+from ddptrain.rank.checkpoint.coordination import GangStore
 from ddptrain.rank.emitter import Emitter
 
 FIRST_S = 2.0  # in a call, before the driver is told

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank.agreement import Calls, Due, GangStore
+from ddptrain.rank.checkpoint.coordination import Calls, Due, GangStore
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
 

@@ -16,7 +16,7 @@ _MODULES = (
     "torch.utils.data.distributed",
     "safetensors.torch",
     "ddptrain.rank.context",
-    "ddptrain.rank.loaderworkers",
+    "ddptrain.rank.data.workers",
     "ddptrain.rank.process",
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddptrain.rank.feeding import GangLoader, gang_loader
+from ddptrain.rank.data.loader import GangLoader, gang_loader
 from tests.unit.rank.test_context import Rank
 
 CPU = torch.device("cpu")

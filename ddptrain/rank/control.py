@@ -16,12 +16,12 @@ from ddptrain.protocol import commands as orders
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Orders
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank import procs
-from ddptrain.rank.agreement import Calls
+from ddptrain.rank.checkpoint.coordination import Calls
+from ddptrain.rank.collective.calls import GangCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.gang_calls import GangCalls
+from ddptrain.rank.server import process_control
 from ddptrain.rank.stacks import Stacks
-from ddptrain.rank.tracked import Tracked
+from ddptrain.rank.trackers import Tracked
 
 if TYPE_CHECKING:
     from ddptrain.tracking.protocol import State
@@ -74,7 +74,7 @@ class Obeying:
             self.calls.tell_to_end()
         elif self._is_ours():
             self.tracked.finish("preempted")
-            procs.die_of_sigterm()
+            process_control.die_of_sigterm()
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -89,4 +89,4 @@ class Obeying:
         self.tracked.finish(self.state())
         if self.tracked.is_on and self.state() != "crashed":
             time.sleep(_EXIT_S)  # the main thread has waited for the same, and ends with its own exit code
-        procs.die_of_sigterm()
+        process_control.die_of_sigterm()

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from ddptrain.rank import randomstate
-from ddptrain.rank.snapshot import from_bytes, plain_bytes
+from ddptrain.rank.checkpoint import random_state
+from ddptrain.rank.checkpoint.snapshot import from_bytes, plain_bytes
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def leave_no_trace() -> Iterator[None]:
-    before = randomstate.capture(CPU)
+    before = random_state.capture(CPU)
     yield
-    randomstate.restore(before, CPU)
+    random_state.restore(before, CPU)
 
 
 def draws() -> list[float]:
@@ -28,17 +28,17 @@ def draws() -> list[float]:
 
 def test_states_go_on_where_they_were_captured_and_load_without_pickles() -> None:
     draws()
-    state = from_bytes(plain_bytes(randomstate.capture(CPU)))
+    state = from_bytes(plain_bytes(random_state.capture(CPU)))
     first = [draws(), draws()]
-    randomstate.restore(state, CPU)
+    random_state.restore(state, CPU)
     assert [draws(), draws()] == first
 
 
 def test_new_ranks_draw_differently_but_the_same_each_time() -> None:
-    state = randomstate.capture(CPU)
+    state = random_state.capture(CPU)
 
     def first_draws(rank: int) -> list[float]:
-        randomstate.reseed(state, rank)
+        random_state.reseed(state, rank)
         return draws()
 
     assert first_draws(0) == first_draws(0)

@@ -1,0 +1,1 @@
+"""ctx methods that all ranks must call."""

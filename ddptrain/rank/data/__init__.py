@@ -1,0 +1,1 @@
+"""ctx.loader and the processes of DataLoaders."""

@@ -1,0 +1,1 @@
+"""The rank server, which forks ranks."""
