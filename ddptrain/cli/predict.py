@@ -57,7 +57,7 @@ def predict(
     """
     from ddptrain.results.remote.runs import open_runs_dir, split_run
     from ddptrain.results.run_store import Need
-    from ddptrain.workloads.images.given import images_of
+    from ddptrain.workloads.images.data.predict_inputs import images_of
 
     if as_json and as_csv:
         raise typer.BadParameter("give --json or --csv, not both")
@@ -67,8 +67,8 @@ def predict(
     run_dir = runs.find(name, Need.MODEL).layout.root
     given = images_of(images, options)  # before torch is imported: most mistakes are in the paths
 
+    from ddptrain.workloads.images.model.saved import load_model
     from ddptrain.workloads.images.predict import Classifier, choose_device, default_batch_size
-    from ddptrain.workloads.images.saved import load_model
 
     where = choose_device(device)
     saved = load_model(run_dir)

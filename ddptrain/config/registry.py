@@ -51,7 +51,7 @@ BUILT_IN = {
     "images": BuiltIn(
         "ddptrain.workloads.images.train:train",
         "ddptrain.workloads.images.params:ImagesParams",
-        "ddptrain.workloads.images.listing:prepare",
+        "ddptrain.workloads.images.data.listing:prepare",
     ),
 }
 

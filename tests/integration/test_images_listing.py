@@ -24,9 +24,9 @@ from ddptrain.storage.base import (
     Transient,
     open_store,
 )
-from ddptrain.workloads.images import listing
-from ddptrain.workloads.images.listing import list_images, prepare
-from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.data import listing
+from ddptrain.workloads.images.data.listing import list_images, prepare
+from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from tests.conftest import PATIENCE_S, Cli
 from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
@@ -45,14 +45,14 @@ from ddptrain.cli.main import main
 registry.BUILT_IN["pictures"] = registry.BuiltIn(
     "seen:train",
     "ddptrain.workloads.images.params:ImagesParams",
-    "ddptrain.workloads.images.listing:prepare",
+    "ddptrain.workloads.images.data.listing:prepare",
 )
 sys.exit(main())
 """
 SEEN = """
 import hashlib, os
 import torch
-from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.storage.base import open_store
 from ddptrain.workloads.images.params import ImagesParams
 
@@ -289,8 +289,8 @@ def test_a_signal_while_the_store_is_silent_ends_the_command(
 def test_a_store_that_does_not_answer_is_given_up_in_time(
     tmp_path: Path, bucket: ImageBucket, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddptrain.workloads.images.listing._TIMEOUT_S", 0.4)
-    monkeypatch.setattr("ddptrain.workloads.images.listing._PATIENCE_S", 0.8)
+    monkeypatch.setattr("ddptrain.workloads.images.data.listing._TIMEOUT_S", 0.4)
+    monkeypatch.setattr("ddptrain.workloads.images.data.listing._PATIENCE_S", 0.8)
     proxy.inject(Fault("stall", delay_s=60))
     params = {"source": bucket.url, "source_options": bucket.signed_options(proxy.url)}
     began = time.monotonic()

@@ -12,10 +12,10 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from ddptrain.storage.base import Location
-from ddptrain.workloads.images.cache import Cache
-from ddptrain.workloads.images.decoding import FORMATS
-from ddptrain.workloads.images.folderlist import listed_elsewhere, listed_here
-from ddptrain.workloads.images.reading import REQUESTS, SURVIVE_A_FORK, Reader, ReadFault, Tries, Wanted
+from ddptrain.workloads.images.data.listing_process import listed_elsewhere, listed_here
+from ddptrain.workloads.images.loader.cache import Cache
+from ddptrain.workloads.images.loader.decode import FORMATS
+from ddptrain.workloads.images.loader.reader import REQUESTS, SURVIVE_A_FORK, Reader, ReadFault, Tries, Wanted
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.data import S3ImageFolder

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.workloads.images.feeding import Batch
+from ddptrain.workloads.images.loader.loader import Batch
 
 # (index [n], class [n], output [n], probability [n]) of the images of a batch, all on the device.
 Keep = Callable[[Tensor, Tensor, Tensor, Tensor], None]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ddptrain.config.types import FilledText, wrong_field
 from ddptrain.config.wording import did_you_mean, nearest, seen
 from ddptrain.storage.base import BUILTIN
-from ddptrain.workloads.images.catalogue import SMALL_CNN, architectures, weight_names
+from ddptrain.workloads.images.model.catalogue import SMALL_CNN, architectures, weight_names
 
 WEIGHTS_NAME = re.compile(r"[A-Z][A-Z0-9_]*")  # DEFAULT, IMAGENET1K_V1: anything else is a path or a URL
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.decoded import THREADS, Image, decoded
-from ddptrain.workloads.images.given import Given, Trouble
-from ddptrain.workloads.images.models import Pixels
-from ddptrain.workloads.images.saved import SavedModel
+from ddptrain.workloads.images.data.predict_inputs import Given, Trouble
+from ddptrain.workloads.images.loader.predict_reader import THREADS, Image, decoded
+from ddptrain.workloads.images.model.models import Pixels
+from ddptrain.workloads.images.model.saved import SavedModel
 
 
 @dataclass(frozen=True, slots=True)

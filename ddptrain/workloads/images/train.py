@@ -17,16 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ddptrain.config.wording import counted, shown
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import Preempted
-from ddptrain.workloads.dealing import Part
-from ddptrain.workloads.images.beginning import begin_with_weights, built_model, described_model
+from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.evaluate import evaluate, share_buffers
-from ddptrain.workloads.images.feeding import Batch, Feeder, check_bad
-from ddptrain.workloads.images.manifest import Manifest
-from ddptrain.workloads.images.metering import Meter
-from ddptrain.workloads.images.models import Pixels
-from ddptrain.workloads.images.optimizing import Schedule, highest_rate, make_optimizer
+from ddptrain.workloads.images.loader.batch_plan import plan_epoch
+from ddptrain.workloads.images.loader.loader import Batch, Feeder, check_bad
+from ddptrain.workloads.images.metrics import Meter
+from ddptrain.workloads.images.model.init import begin_with_weights, built_model, described_model
+from ddptrain.workloads.images.model.models import Pixels
+from ddptrain.workloads.images.optimizer import Schedule, highest_rate, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.plan import plan_epoch
 from ddptrain.workloads.images.predictions import (
     TRAINED,
     TRAINED_COLUMNS,
@@ -36,6 +35,7 @@ from ddptrain.workloads.images.predictions import (
     example_words,
     table_file,
 )
+from ddptrain.workloads.sharding import Part
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext, Resumed

@@ -8,7 +8,7 @@ from pathlib import Path
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames.alphabet import normalise
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
-from ddptrain.workloads.savedruns import load_saved
+from ddptrain.workloads.saved import load_saved
 
 
 def load_model(run_dir: Path) -> tuple[CharacterModel, str]:

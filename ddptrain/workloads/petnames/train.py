@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddptrain.config.wording import counted
-from ddptrain.workloads.dealing import Part
 from ddptrain.workloads.petnames.data import Rows, Share, make_rows, plan_epoch
 from ddptrain.workloads.petnames.evaluate import mean_nll
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
 from ddptrain.workloads.petnames.names import Split, chosen_names, split_names
 from ddptrain.workloads.petnames.params import PetnamesParams
 from ddptrain.workloads.petnames.schedule import learning_rate_factor
+from ddptrain.workloads.sharding import Part
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext, Resumed

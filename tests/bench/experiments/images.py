@@ -20,7 +20,7 @@ from PIL import Image
 
 from ddptrain.storage.base import Location, open_store
 from ddptrain.worker.environment import MALLOC_DEFAULTS
-from ddptrain.workloads.images.listing import ImageSource, list_images, make_manifest
+from ddptrain.workloads.images.data.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.params import ImagesParams
 from tests.bench.measure import Experiment, Figures, Goal, NotHere, Row, Source, Variants
 from tests.bench.stage import DDPTRAIN, BenchError, Stage

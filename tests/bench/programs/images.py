@@ -20,8 +20,8 @@ def from_s3(manifest: str, params: dict[str, Any]) -> Iterator[int]:
     """Sizes of the batches of as many epochs as the parameters say, each followed by the number 0."""
     import torch
 
-    from ddptrain.workloads.images.feeding import Feeder
-    from ddptrain.workloads.images.manifest import Manifest
+    from ddptrain.workloads.images.data.manifest import Manifest
+    from ddptrain.workloads.images.loader.loader import Feeder
     from ddptrain.workloads.images.params import ImagesParams
 
     listed = Manifest.read(Path(manifest))
@@ -47,7 +47,7 @@ def s3_image_folder(bucket: str) -> Iterator[int]:
 
 def from_memory(folder: str, count: int) -> Iterator[int]:
     """Sizes of batches that this process decodes and transforms as those of S3 are, from bytes that it holds."""
-    from ddptrain.workloads.images.decoding import decode_pixels
+    from ddptrain.workloads.images.loader.decode import decode_pixels
 
     encoded = [path.read_bytes() for path in sorted(Path(folder).rglob("*.jpg"))]
     draw, n_bytes = random.Random(), SIZE * SIZE * 3

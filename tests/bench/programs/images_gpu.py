@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.models import resnet50
 
-from ddptrain.workloads.images.feeding import Feeder
-from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.loader.loader import Feeder
 from ddptrain.workloads.images.params import ImagesParams
 
 BATCH, WARM_STEPS = 256, 10

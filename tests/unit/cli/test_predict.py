@@ -10,8 +10,8 @@ import pytest
 
 from ddptrain.cli.main import main
 from ddptrain.workloads.images import predict as workload
-from ddptrain.workloads.images import saved as models
-from ddptrain.workloads.images.given import Given, Trouble
+from ddptrain.workloads.images.data.predict_inputs import Given, Trouble
+from ddptrain.workloads.images.model import saved as models
 from ddptrain.workloads.images.predict import Prediction, Result
 
 CLASSES = ("blue", "green", "a very long name of a class that nobody wants to read to its end")
@@ -156,7 +156,7 @@ def test_impossible_arguments_end_with_2(
 def test_options_of_the_store_are_read_as_yaml_reads_them(
     seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ddptrain.workloads.images import given
+    from ddptrain.workloads.images.data import predict_inputs as given
 
     asked: list[object] = []
 

@@ -23,7 +23,7 @@ def test_a_built_in_workload_has_a_target_and_a_strict_params_model() -> None:
 
 
 def test_what_is_only_checked_is_left_to_ranks_elsewhere() -> None:
-    names, images = "ddptrain.workloads.petnames.names:check", "ddptrain.workloads.images.listing:prepare"
+    names, images = "ddptrain.workloads.petnames.names:check", "ddptrain.workloads.images.data.listing:prepare"
     mine = {"names": "mine.csv"}
     assert registry.prepare_target("petnames", mine, here=True) == names
     assert registry.prepare_target("petnames", mine, here=False) == ""

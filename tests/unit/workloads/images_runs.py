@@ -14,7 +14,7 @@ from ddptrain.rank.checkpoint.files import write
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
 from ddptrain.results.record import RunRecord, RunStatus
-from ddptrain.workloads.images.models import build, describe
+from ddptrain.workloads.images.model.models import build, describe
 
 COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 20), "red": (220, 20, 30)}
 SIZE = 16

@@ -12,7 +12,7 @@ import torch
 from ddptrain.storage.base import NotFound
 from ddptrain.storage.synthetic import SHAPES, Drawings
 from ddptrain.workloads.images.evaluate import _sums
-from ddptrain.workloads.images.models import describe
+from ddptrain.workloads.images.model.models import describe
 from ddptrain.workloads.images.predictions import (
     COLUMNS,
     Predictions,

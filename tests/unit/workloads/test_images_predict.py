@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ddptrain.errors import ExitCode, UsageError
-from ddptrain.workloads.images.given import Given, NothingGiven, Trouble, images_of
-from ddptrain.workloads.images.models import build
+from ddptrain.workloads.images.data.predict_inputs import Given, NothingGiven, Trouble, images_of
+from ddptrain.workloads.images.model.models import build
+from ddptrain.workloads.images.model.saved import SavedConfig, SavedModel
 from ddptrain.workloads.images.predict import Classifier, Result, choose_device, default_batch_size
-from ddptrain.workloads.images.saved import SavedConfig, SavedModel
 from tests.unit.workloads.images_runs import COLOURS, description, model_of_colours, picture
 
 CPU = torch.device("cpu")

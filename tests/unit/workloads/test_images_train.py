@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.feeding import Feeder
-from ddptrain.workloads.images.listing import prepare
-from ddptrain.workloads.images.manifest import Manifest
-from ddptrain.workloads.images.models import Pixels, build
-from ddptrain.workloads.images.optimizing import Schedule, make_optimizer
+from ddptrain.workloads.images.data.listing import prepare
+from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.loader.batch_plan import plan_epoch
+from ddptrain.workloads.images.loader.loader import Feeder
+from ddptrain.workloads.images.model.models import Pixels, build
+from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.plan import plan_epoch
 from ddptrain.workloads.images.train import _described_again
 
 pytestmark = pytest.mark.timeout(420)  # of the three ranks that all tests look at, also on a machine with other work

@@ -1,0 +1,1 @@
+"""Which images there are, and how they are split."""

@@ -1,0 +1,378 @@
+"""Lists a source of images once, for all ranks: finds the classes, chooses and splits the images, writes the list."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+from ddptrain.config.wording import counted, nearest, shown
+from ddptrain.errors import UsageError
+from ddptrain.storage.base import Listed, Location, open_store
+from ddptrain.workloads.images.data.manifest import FILE, Manifest, is_plain_key
+from ddptrain.workloads.images.data.source_layout import Layout, check_classes_agree, detect, is_split_folder
+from ddptrain.workloads.images.data.split import sample, split
+from ddptrain.workloads.images.model.preflight import check_weights, checked_labels, is_weights_name
+from ddptrain.workloads.images.params import ImagesParams
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
+# A store that does not answer is given up after the sum of the two; a page of a listing takes well below a second.
+_TIMEOUT_S = 6.0
+_PATIENCE_S = 12.0
+_RETRIES = 4
+_TELL_FIRST_S, _TELL_EVERY_S = 2.0, 10.0
+_MOST_NAMED = 8
+_WORDNET = re.compile(r"^n\d{8}-")  # in front of the names of ImageNet's classes
+
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Found:
+    """What a source holds: the images of each class; how many files are no images, hidden, or in no class's folder.
+
+    folders: all of the source's own, which should be those of the classes.
+    """
+
+    by_class: dict[str, list[Listed]] = field(default_factory=dict)
+    suffixes: Counter[str] = field(default_factory=Counter)
+    n_hidden: int = 0
+    n_stray: int = 0
+    folders: set[str] = field(default_factory=set)
+
+    @classmethod
+    def among(cls, items: Iterable[Listed], inside: str = "") -> Self:
+        """What there is among the files of a listing, or of one folder in it."""
+        found = cls()
+        for item in items:
+            if inside and item.key.startswith(f"{inside}/"):
+                _add(found, item, item.key.removeprefix(f"{inside}/"))
+            elif not inside:
+                _add(found, item, item.key)
+        return found
+
+    @property
+    def n_images(self) -> int:
+        """Images in a class's folder."""
+        return sum(len(images) for images in self.by_class.values())
+
+    @property
+    def ignored(self) -> str:
+        """What is left out, in words; "" where nothing is."""
+        others = sum(self.suffixes.values())
+        parts = [
+            f"{counted(others, 'file')} that {'is' if others == 1 else 'are'} no {_kind(others)}" if others else "",
+            f"{counted(self.n_hidden, 'hidden file')}" if self.n_hidden else "",
+            f"{counted(self.n_stray, 'image')} in no class's folder" if self.n_stray else "",
+            _imageless(sorted(self.folders - self.by_class.keys())),
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def _imageless(folders: Sequence[str]) -> str:
+    """What is said of folders without an image, which are no classes."""
+    names = ", ".join(shown(name, 40) for name in folders[:_MOST_NAMED])
+    more = ", ..." if len(folders) > _MOST_NAMED else ""
+    return f"{counted(len(folders), 'folder')} without an image ({names}{more})" if folders else ""
+
+
+def _kind(number: int) -> str:
+    return "image" if number == 1 else "images"
+
+
+def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
+    """Have the run's list of images in `folder`: the one that is there, or else a new one.
+
+    Raises: UsageError where the parameters or the source do not do, StoreError where the source can't be listed.
+    """
+    settings = ImagesParams.model_validate_json(json.dumps(params), strict=True)
+    location = Location.at(settings)
+    made_of = _made_of(settings, location)
+    known = Manifest.read(folder) if (folder / FILE).exists() else None
+    if known is None:  # else there is a checkpoint, or the ranks look
+        check_weights(settings)
+    if known is not None and known.made_of == made_of:
+        tell(f"the run's list of images is used again: {_summary(known)}")
+        manifest = known
+    else:
+        if known is not None:
+            tell(f"the images are listed anew: {_differences(known.made_of, made_of)}")
+        source = find_source(location, settings, tell)
+        manifest = make_manifest(source, settings, location, made_of)
+        tell(f"{_summary(manifest)}{source.words}")
+    labels = checked_labels(settings, manifest.classes)
+    if known is None and settings.weights is not None and not is_weights_name(settings.weights):
+        from ddptrain.workloads.images.model.weights_check import check_weights_fit  # takes two seconds, for torch
+
+        check_weights_fit(settings, manifest.classes, labels, tell)
+    if settings.scheduler == "plateau" and not manifest.val:
+        raise UsageError(
+            "params.scheduler: plateau watches val/loss, and there are too few images for any to validate with: lower "
+            "params.train_pct, or choose another scheduler"
+        )
+    if manifest is not known:
+        manifest.write(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """The images to train on, and those to validate with, where a folder of its own holds them.
+
+    Keys of `train`, and of `val` where `val_location` is None, are relative to the source, whatever `layout` it has.
+    """
+
+    train: Found
+    val: Found | None = None
+    layout: Layout | None = None
+    val_location: Location | None = None
+
+    def val_words(self, location: Location) -> str:
+        """The folder of the images to validate with, as people know it."""
+        if self.val_location is not None:
+            return self.val_location.words
+        return f"{location.words}/{self.layout.val}" if self.layout else location.words
+
+    @property
+    def words(self) -> str:
+        """What is left out, and the layout, if there is one; begins with ";" where it says anything."""
+        ignored = [self.train.ignored, self.val.ignored if self.val else ""]
+        left_out = "".join(f"; left out: {said}" for said in ignored if said)
+        if self.layout is None:
+            return left_out
+        parts = [f"{self.layout.train}/ trains", f"{self.layout.val}/ validates" if self.layout.val else ""]
+        parts += [f"{name}/ is not used" for name in self.layout.unused]
+        return f"{left_out}; the source is split: {', '.join(part for part in parts if part)}"
+
+
+def list_images(location: Location, tell: Tell | None = None) -> Found:
+    """What the source holds, in one pass over it; its folders are classes.
+
+    Raises: UsageError where there are no images in folders of classes; StoreError where it can't be listed.
+    """
+    found = Found.among(_listing(location, tell))
+    found.folders |= _folders_of(location)
+    _check(found, location)
+    return found
+
+
+def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSource:
+    """What there is to train on and to validate with.
+
+    Raises: UsageError where it can't be used; StoreError where it can't be listed.
+    """
+    items = list(_listing(location, tell))
+    whole = Found.among(items)
+    whole.folders |= _folders_of(location)
+    _check(whole, location)
+    val_location = None if params.val_source is None else Location.of(params.val_source, params.source_options)
+    if val_location == location:
+        raise UsageError(f"params.val_source is params.source, {location.words}: give another folder, or leave it out")
+    layout = detect(_class_folders(whole), location.words, params.subset, has_val_source=val_location is not None)
+    train = whole if layout is None else _part(items, location, layout.train)
+    if val_location is not None:
+        return ImageSource(train, list_images(val_location, tell), layout, val_location)
+    return ImageSource(train, _part(items, location, layout.val) if layout and layout.val else None, layout)
+
+
+def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
+    next_word = time.monotonic() + _TELL_FIRST_S
+    store = open_store(location, timeout_s=_TIMEOUT_S, retries=_RETRIES, patience_s=_PATIENCE_S)
+    for number, item in enumerate(store.listing(), 1):
+        yield item
+        if tell is not None and number % 1000 == 0 and time.monotonic() > next_word:
+            next_word = time.monotonic() + _TELL_EVERY_S
+            tell(f"listing {location.words}: {number:,} files so far")
+
+
+def _folders_of(location: Location, inside: str = "") -> set[str]:
+    """The folders in a folder of this machine, empty ones too; in a store no folder is empty."""
+    if location.protocol != "file":
+        return set()
+    return {entry.name for entry in os.scandir(Path(location.url, inside)) if entry.is_dir() and entry.name[0] != "."}
+
+
+def _class_folders(found: Found) -> dict[str, int]:
+    """Of each folder with images how many class folders it holds: 0 where an image lies directly in it.
+
+    Folders without images are among them, with 0, if they may have been meant as parts of a split source.
+    """
+    counts = dict.fromkeys(filter(is_split_folder, found.folders), 0)
+    for name, items in found.by_class.items():
+        inside = {tuple(item.key.split("/")[1:-1][:1]) for item in items}
+        counts[name] = 0 if () in inside else len(inside)
+    return counts
+
+
+def _part(items: Iterable[Listed], location: Location, name: str) -> Found:
+    """What one folder of a split source holds."""
+    found = Found.among(items, name)
+    found.folders |= _folders_of(location, name)
+    return found
+
+
+def make_manifest(
+    source: ImageSource, params: ImagesParams, location: Location, made_of: Mapping[str, object] | None = None
+) -> Manifest:
+    """The images that the parameters choose, and which of them train.
+
+    Raises: UsageError for a subset that names no class, or leaves fewer than two; for classes of the images to validate
+    with that are not those of the images to train on.
+    """
+    found = source.train
+    where = f"{location.words}/{source.layout.train}" if source.layout else location.words
+    classes = chosen_classes(sorted(found.by_class), params.subset, where)
+    if len(classes) < 2:
+        raise UsageError(_too_few(found, classes, where, depth=2 if source.layout else 1))
+    used, val_keys = _sampled(found, classes, params), set[str]()
+    val: dict[str, list[Listed]] = {}
+    if source.val is None:
+        _, val_keys = split(
+            {name: [item.key for item in used[name]] for name in classes}, params.train_pct, params.seed
+        )
+    else:
+        check_classes_agree(sorted(found.by_class), classes, sorted(source.val.by_class), source.val_words(location))
+        val = _sampled(source.val, classes, params)
+    chosen = [(item, label, False) for label, name in enumerate(classes) for item in used[name]]
+    chosen += [(item, label, True) for label, name in enumerate(classes) for item in val.get(name, [])]
+    is_val = [is_held or item.key in val_keys for item, _, is_held in chosen]
+    return Manifest(
+        url=location.words,
+        val_url=source.val_location.words if source.val_location else "",
+        classes=tuple(classes),
+        keys=tuple(item.key for item, _, _ in chosen),
+        labels=tuple(label for _, label, _ in chosen),
+        sizes=tuple(item.size_bytes for item, _, _ in chosen),
+        versions=tuple(item.version for item, _, _ in chosen),
+        train=tuple(index for index, held in enumerate(is_val) if not held),
+        val=tuple(index for index, held in enumerate(is_val) if held),
+        made_of=made_of or _made_of(params, location),
+    )
+
+
+def _sampled(found: Found, classes: Sequence[str], params: ImagesParams) -> dict[str, list[Listed]]:
+    """The images of each class that are used, by their keys."""
+    items = {item.key: item for name in classes for item in found.by_class[name]}
+    keys = sample(
+        {name: [item.key for item in found.by_class[name]] for name in classes}, params.downsample_to, params.seed
+    )
+    return {name: [items[key] for key in keys[name]] for name in classes}
+
+
+def chosen_classes(classes: Sequence[str], subset: int | Sequence[str] | None, where: str) -> list[str]:
+    """The classes to use: all, the first so many, or those named, in the order of names.
+
+    Raises: UsageError for a name that is none, with the nearest one, and for more classes than there are.
+    """
+    if subset is None:
+        return list(classes)
+    if isinstance(subset, int):
+        if subset > len(classes):
+            raise UsageError(f"params.subset asks for {subset} classes, and {where} has {len(classes)}")
+        return list(classes[:subset])
+    unknown = [name for name in subset if name not in set(classes)]
+    if unknown:
+        said = "; ".join(_unknown(name, classes) for name in unknown[:_MOST_NAMED])
+        more = f"; and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+        raise UsageError(f"params.subset names what is no class of {where}: {said}{more}")
+    return sorted(set(subset))
+
+
+def _unknown(name: str, classes: Sequence[str]) -> str:
+    inside = [known for known in classes if name.lower() in known.lower()]
+    names = {_WORDNET.sub("", known): known for known in classes} | {known: known for known in classes}
+    match = inside[0] if len(inside) == 1 else names.get(nearest(name, names) or "")
+    some = ", ".join(shown(known, 40) for known in classes[:_MOST_NAMED])
+    more = ", ..." if len(classes) > _MOST_NAMED else ""
+    return f'"{shown(name)}" ({f"did you mean {shown(match)}?" if match else f"there are {some}{more}"})'
+
+
+def _add(found: Found, item: Listed, path: str) -> None:
+    """`path` is the key below the folder that holds the classes."""
+    parts = path.split("/")
+    if any(part.startswith(".") for part in parts) or not _is_text(item.key):
+        found.n_hidden += 1
+        return
+    if len(parts) > 1:
+        found.folders.add(parts[0])
+    if (suffix := PurePosixPath(parts[-1]).suffix.lower()) not in SUFFIXES:
+        found.suffixes[suffix] += 1
+    elif not is_plain_key(path):
+        found.n_stray += 1
+    else:
+        found.by_class.setdefault(parts[0], []).append(item)
+
+
+def _is_text(key: str) -> bool:
+    """Whether a key can be written down: a file's name may be bytes that are none."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check(found: Found, location: Location) -> None:
+    """Raises UsageError where there is nothing to be used."""
+    if found.by_class:
+        return
+    where = location.words
+    want = "params.source is the folder that holds a folder of images for each class"
+    if found.n_stray:
+        raise UsageError(
+            f"{where} has its {counted(found.n_stray, 'image')} directly in it, in no folders of classes: {want}"
+        )
+    n_files = sum(found.suffixes.values()) + found.n_hidden
+    if not n_files and found.folders:
+        raise UsageError(f"there is no file in {where}, only {_imageless(sorted(found.folders))}; {want}")
+    if not n_files:
+        why = "the folder is empty" if location.protocol == "file" else "it is empty, or does not exist"
+        raise UsageError(f"there is nothing in {where}: {why}; {want}")
+    common = ", ".join(f"{n:,} {shown(suffix, 20) or 'without suffix'}" for suffix, n in found.suffixes.most_common(3))
+    raise UsageError(f"there is no image in {where}, only {counted(n_files, 'other file')} ({common}); {want}")
+
+
+def _too_few(found: Found, classes: Sequence[str], where: str, depth: int) -> str:
+    said = f"{where} gives {counted(len(classes), 'class')} only, {shown(classes[0])}: at least 2 are needed"
+    if len(found.by_class) > 1:
+        return f"{said}; see params.subset"
+    deeper = sum(item.key.count("/") > depth for item in found.by_class[classes[0]])
+    if deeper:
+        return f"{said}; did you mean params.source: {where}/{shown(classes[0])}?"
+    return f"{said}; params.source is the folder that holds a folder of images for each class"
+
+
+def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:
+    """The parameters that decide what is in the list, as JSON has them."""
+    subset = params.subset if isinstance(params.subset, int | None) else sorted(set(params.subset))
+    made_of: dict[str, object] = {
+        "source": location.words,
+        "subset": subset,
+        "train_pct": params.train_pct,
+        "downsample_to": params.downsample_to,
+        "seed": params.seed,
+    }
+    if params.val_source is not None:  # a run without it goes on with a list that was made before there was one
+        made_of["val_source"] = Location.of(params.val_source, {}).words
+    return made_of
+
+
+def _differences(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    changed = [
+        f"params.{name} was {shown(str(before.get(name)), 60)} and is {shown(str(now.get(name)), 60)}"
+        for name in {**now, **before}
+        if before.get(name) != now.get(name)
+    ]
+    return ", ".join(changed) or "they were listed with other parameters"
+
+
+def _summary(manifest: Manifest) -> str:
+    n_source = len(manifest.keys) - (len(manifest.val) if manifest.val_url else 0)
+    of = f"{n_source:,} images of {len(manifest.classes):,} classes in {manifest.url}"
+    val = f"{len(manifest.val):,} from {manifest.val_url}" if manifest.val_url else f"{len(manifest.val):,}"
+    return f"{of}: {len(manifest.train):,} to train on, {val} to validate with"

@@ -1,0 +1,1 @@
+"""Models, weights and labels of images."""

@@ -1,0 +1,220 @@
+"""Weights to begin with: found, fetched once for all ranks of a host, read without executing a pickle, and loaded."""
+
+from __future__ import annotations
+
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.workloads.images.model.models import outline
+from ddptrain.workloads.images.model.preflight import BadWeights, is_safetensors
+from ddptrain.workloads.versions import versioned
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "state")
+_PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
+_AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
+# As DenseNet's weights are named in torchvision's files: 'norm.1' was allowed in a module's name once.
+_OLD_DENSENET = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..*)")
+# As vision transformers' are: their perceptrons had named layers once (torchvision's pull request 6053).
+_OLD_PERCEPTRON = re.compile(r"(.*encoder_layer_\d+\.mlp\.)linear_([12])(\..*)")
+_LAYER_OF = {"1": "0", "2": "3"}
+_MOST_NAMED = 5
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Weights that torchvision has: where they lie, and the images that they were made for.
+
+    mean, std: what those were normalised with, per channel; image_size: their side in pixels.
+    """
+
+    url: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    image_size: int
+
+
+def named(architecture: str, name: str) -> Named:
+    """The weights of that name. Raises: BadWeights where there are none."""
+    from torchvision import models
+
+    kinds = models.get_model_weights(architecture)
+    if name not in kinds.__members__:
+        hint = did_you_mean(name, list(kinds.__members__))
+        raise BadWeights(f"{architecture} has no weights {name!r} ({hint}): see params.weights")
+    found = kinds[name]
+    shows = found.transforms()
+    return Named(found.url, tuple(shows.mean), tuple(shows.std), max(shows.crop_size))
+
+
+def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Tensor]:
+    """The tensors of a safetensors file or of a state dict that torch.save wrote; nothing is executed.
+
+    `source` is what the file is called in errors; `lazily` leaves what is in the tensors on disk, as far as that goes.
+
+    Raises: BadWeights.
+    """
+    source = source or str(path)
+    try:
+        found: Any = load_file(path) if _begins_as_safetensors(path) else _saved(path, lazily=lazily)
+    except UnpicklingError as error:
+        raise BadWeights(
+            f"{source} is not loaded, as it holds more than tensors, which may run code{_forbidden(error)}; save "
+            "what it should hold by safetensors, or by torch.save(model.state_dict(), FILE)"
+        ) from error
+    except Exception as error:  # what a damaged file raises is anything
+        raise BadWeights(f"can't read the weights {source}: {_first_line(error)}; is the file whole?") from error
+    for wrapper in _WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
+            found = found[wrapper]
+    tensors = found.items() if isinstance(found, Mapping) else ()
+    state = {_plain(str(name)): value for name, value in tensors if isinstance(value, Tensor)}
+    if not state:
+        raise BadWeights(f"{source} holds no weights: expected a state dict, a tensor for each name")
+    return state
+
+
+def load(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    model_config: Mapping[str, Any],
+    source: str,
+    *,
+    keep_head: bool,
+    new_head: bool = False,
+) -> int | None:
+    """Loads weights into the model; returns how many outputs theirs have where their head was left out.
+
+    One of another size is, which must not be with `keep_head`; with `new_head` one of the same size is, too.
+
+    Raises: BadWeights where they are of another model.
+    """
+    fitting, others = fit(model, state, model_config, source, keep_head=keep_head, new_head=new_head)
+    model.load_state_dict(versioned(model, fitting), strict=False)
+    return others
+
+
+def fit(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    model_config: Mapping[str, Any],
+    source: str,
+    *,
+    keep_head: bool,
+    new_head: bool = False,
+) -> tuple[dict[str, Tensor], int | None]:
+    """What `load` loads, and returns; of the model no more than names and shapes are looked at.
+
+    Raises: as `load` does.
+    """
+    own = model.state_dict()
+    state = _fitted(state, own, model_config)
+    wrong = [name for name, value in own.items() if name in state and state[name].shape != value.shape]
+    if new_head and not wrong:
+        wrong = [name for name in _head(own, model_config) if name in state]
+    others = _head_outputs(wrong, state, own, model_config["n_outputs"])
+    missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
+    unexpected = [name for name in state if name not in own]
+    if missing or unexpected or (wrong and others is None):
+        bent = [] if others else [f"{name} ({_shape(state[name])}, not {_shape(own[name])})" for name in wrong]
+        told = {"missing": missing, "not known to it": unexpected, "of another shape": bent}
+        raise BadWeights(
+            f"the weights {source} are not of {model_config['architecture']}: "
+            + "; ".join(f"{what}: {_listed(names)}" for what, names in told.items() if names)
+            + "; set params.architecture to what they are of, or params.weights to others, or to null"
+        )
+    if others is not None and keep_head:
+        raise BadWeights(
+            f"the weights {source} have {others:,} outputs, but params.label_map names {model_config['n_outputs']:,}: "
+            "give the labels of these weights"
+        )
+    return {name: value for name, value in state.items() if name not in wrong}, others
+
+
+def _begins_as_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return is_safetensors(file.read(9))
+
+
+def _saved(path: Path, *, lazily: bool) -> Any:
+    mmap = lazily and zipfile.is_zipfile(path)  # the form before torch 1.6 can't be
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of other versions of pickle: what matters raises
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _plain(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _fitted(
+    state: Mapping[str, Tensor], own: Mapping[str, Tensor], model_config: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The weights under this version's names, without auxiliary heads, a ViT's places stretched to the image's size."""
+    fitted = {
+        _named_now(name): value
+        for name, value in state.items()
+        if not (model_config["options"].get("aux_logits") is False and name.startswith(_AUXILIARY))
+    }
+    places, patches = "encoder.pos_embedding", "conv_proj.weight"
+    if places in own and places in fitted and fitted[places].shape[1:2] != own[places].shape[1:2]:
+        from torchvision.models.vision_transformer import interpolate_embeddings
+
+        with suppress(ValueError, RuntimeError):  # theirs are of no square image: they are told with their shape
+            fitted = interpolate_embeddings(model_config["image_size"], own[patches].shape[-1], fitted)
+    return fitted
+
+
+def _named_now(name: str) -> str:
+    name = _OLD_DENSENET.sub(r"\1\2", name)
+    return _OLD_PERCEPTRON.sub(lambda found: f"{found[1]}{_LAYER_OF[found[2]]}{found[3]}", name)
+
+
+def _head(own: Mapping[str, Tensor], model_config: Mapping[str, Any]) -> list[str]:
+    """The names of what depends on the number of outputs."""
+    larger = outline({**model_config, "n_outputs": model_config["n_outputs"] + 1}).state_dict()
+    return [name for name, value in own.items() if larger[name].shape != value.shape]
+
+
+def _head_outputs(
+    wrong: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor], n_outputs: int
+) -> int | None:
+    """How many outputs the head in `state` has, where the weights in `wrong` are all of it, and fit but for that."""
+    modules = {name.rpartition(".")[0] for name in wrong}
+    sizes = {len(state[name]) if state[name].dim() else 0 for name in wrong}
+    fits = all(own[name].shape[:1] == (n_outputs,) and own[name].shape[1:] == state[name].shape[1:] for name in wrong)
+    return sizes.pop() if wrong and fits and len(modules) == len(sizes) == 1 else None
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a number"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(shown(name) for name in names[:_MOST_NAMED]) + more
+
+
+def _forbidden(error: UnpicklingError) -> str:
+    """What a pickle would have called, as torch names it amid much advice; "" where it doesn't."""
+    found = _GLOBAL.search(str(error))
+    return f": {shown(found[1], 100)}" if found else ""
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return shown(text.splitlines()[0] if text else type(error).__name__, 200)

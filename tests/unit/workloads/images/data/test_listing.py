@@ -1,0 +1,210 @@
+"""The list of a run's images: classes are found, chosen and split, once for all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.errors import UsageError
+from ddptrain.storage.base import Location, StoreMissing
+from ddptrain.workloads.images.data.listing import chosen_classes, list_images, prepare
+from ddptrain.workloads.images.data.manifest import FILE, DamagedManifest, Manifest
+from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
+
+CLASSES = ["n02085620-Chihuahua", "n02088364-beagle", "n02099601-golden_retriever"]
+
+
+def fill(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return fill(tmp_path / "source", *(f"{name}/{number}.jpg" for name in CLASSES for number in range(10)))
+
+
+def prepared(folder: Path, source: Path, **params: Any) -> tuple[Manifest, list[str]]:
+    folder.mkdir(exist_ok=True)
+    said: list[str] = []
+    prepare({"source": str(source), **params}, folder, said.append)
+    return Manifest.read(folder), said
+
+
+def test_the_list_holds_every_image_by_class_and_what_it_is_for(tmp_path: Path, source: Path) -> None:
+    manifest, said = prepared(tmp_path / "inputs", source)
+    assert manifest.classes == tuple(CLASSES)
+    assert list(manifest.keys) == sorted(f"{name}/{number}.jpg" for name in CLASSES for number in range(10))
+    assert all(CLASSES[label] in key for key, label in zip(manifest.keys, manifest.labels, strict=True))
+    assert (len(manifest.train), len(manifest.val)) == (24, 6)
+    assert said == [f"30 images of 3 classes in {source}: 24 to train on, 6 to validate with"]
+
+
+def test_other_files_are_left_out_and_counted(tmp_path: Path) -> None:
+    good = ["a/1.JPG", "a/x/2.jpeg", "b/3.PNG", "b/4.bmp", "b/5.gif", "b/6.webp", "b/7.tif", "b/8.tiff"]
+    rest = ["a/.hidden.jpg", ".thumbs/a.jpg", "a/notes.txt", "b/labels.csv", "README", "stray.jpg"]
+    manifest, said = prepared(tmp_path / "inputs", fill(tmp_path / "source", *good, *rest))
+    assert sorted(manifest.keys) == sorted(good)
+    assert said[0].endswith("; left out: 3 files that are no images, 2 hidden files, 1 image in no class's folder")
+
+
+def test_a_list_that_is_there_is_used_again(tmp_path: Path, source: Path) -> None:
+    first, _ = prepared(tmp_path / "inputs", source)
+    fill(source, "n00000000-new/1.jpg")
+    again, said = prepared(tmp_path / "inputs", source)
+    assert again == first and "used again" in said[0]
+
+
+def test_other_parameters_make_another_list_and_say_so(tmp_path: Path, source: Path) -> None:
+    prepared(tmp_path / "inputs", source)
+    manifest, said = prepared(tmp_path / "inputs", source, train_pct=0.5, subset=2)
+    assert (len(manifest.train), len(manifest.keys)) == (10, 20)
+    assert "params.subset was None and is 2, params.train_pct was 0.8 and is 0.5" in said[0]
+
+
+def test_parameters_that_do_not_decide_it_leave_the_list_alone(tmp_path: Path, source: Path) -> None:
+    first, _ = prepared(tmp_path / "inputs", source)
+    again, said = prepared(tmp_path / "inputs", source, epochs=99, source_options={"secret": "s3cret"})
+    assert again == first and "used again" in said[0]
+    assert "s3cret" not in (tmp_path / "inputs" / FILE).read_text()
+
+
+def test_a_damaged_list_is_not_replaced_behind_ones_back(tmp_path: Path, source: Path) -> None:
+    prepared(tmp_path / "inputs", source)
+    (tmp_path / "inputs" / FILE).write_text("{}")
+    with pytest.raises(DamagedManifest, match="delete it"):
+        prepared(tmp_path / "inputs", source)
+
+
+def test_a_share_of_the_images_is_taken_of_every_class(tmp_path: Path, source: Path) -> None:
+    manifest, _ = prepared(tmp_path / "inputs", source, downsample_to=0.3, train_pct=1.0)
+    assert [manifest.labels.count(label) for label in range(3)] == [3, 3, 3]
+    assert manifest.val == ()
+
+
+def test_the_first_classes_or_named_ones_are_used(tmp_path: Path, source: Path) -> None:
+    assert prepared(tmp_path / "a", source, subset=2)[0].classes == tuple(CLASSES[:2])
+    assert prepared(tmp_path / "b", source, subset=[CLASSES[2], CLASSES[0]])[0].classes == (CLASSES[0], CLASSES[2])
+
+
+@pytest.mark.parametrize(
+    ("subset", "complaint"),
+    [
+        (4, "params.subset asks for 4 classes, and s3://x has 3"),
+        (["Chihuahua"], '"Chihuahua" (did you mean n02085620-Chihuahua?)'),
+        (["beagel"], '"beagel" (did you mean n02088364-beagle?)'),
+        ([CLASSES[0], "zzz"], '"zzz" (there are n02085620-Chihuahua, n02088364-beagle, n02099601-golden_retriever)'),
+        ([f"no-{number}" for number in range(20)], "and 12 more"),
+    ],
+)
+def test_a_class_that_is_none_is_named_with_the_nearest(subset: int | list[str], complaint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        chosen_classes(CLASSES, subset, "s3://x")
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ([], "there is nothing in .*/source: the folder is empty; params.source is the folder that"),
+        ([".a/1.jpg"], "there is no image in .*/source, only 1 other file"),
+        (["1.jpg", "2.jpg"], "has its 2 images directly in it, in no folders of classes"),
+        (["a/1.txt", "b/2.csv", "b/3.csv"], "there is no image in .*, only 3 other files \\(2 .csv, 1 .txt\\)"),
+        (["a/1.jpg"], "gives 1 class only, a: at least 2 are needed; params.source is the folder that"),
+        (["Images/a/1.jpg", "Images/b/1.jpg"], "did you mean params.source: .*/source/Images\\?"),
+    ],
+)
+def test_a_source_that_does_not_do_is_a_clear_error(tmp_path: Path, files: list[str], complaint: str) -> None:
+    (tmp_path / "source").mkdir()
+    with pytest.raises(UsageError, match=complaint) as caught:
+        prepared(tmp_path / "inputs", fill(tmp_path / "source", *files))
+    assert str(tmp_path / "source") in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "inputs" / FILE).exists()
+
+
+def test_a_local_source_that_is_not_there_and_one_without_a_file_are_told_apart(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    with pytest.raises(StoreMissing, match=r"/source does not exist: params\.source is the folder that"):
+        prepared(tmp_path / "inputs", source)
+    (source / "a").mkdir(parents=True)
+    (source / "b").mkdir()
+    with pytest.raises(UsageError, match=r"^there is no file in .*/source, only 2 folders without an image \(a, b\); "):
+        prepared(tmp_path / "inputs", source)
+
+
+def test_a_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:
+    fill(tmp_path / "source", "a/1.jpg", "b/1.jpg")
+    with open(bytes(tmp_path / "source" / "a") + b"/\xff.jpg", "wb"):
+        pass
+    assert list_images(Location(str(tmp_path / "source"))).n_hidden == 1
+
+
+def test_labels_that_miss_a_class_end_it_before_anything_starts(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddptrain.workloads.images.model.weights_check.check_weights_fit", lambda *_: None)
+    labels = tmp_path / "labels.json"
+    mapped = {"weights": "https://nowhere/weights.pth", "label_map": str(labels)}
+    labels.write_text(json.dumps(["Chihuahua", "beagle"]))
+    with pytest.raises(UsageError, match="golden_retriever"):
+        prepared(tmp_path / "inputs", source, **mapped)
+    labels.write_text(json.dumps(["Chihuahua", "golden retriever", "beagle"]))
+    manifest, _ = prepared(tmp_path / "inputs", source, **mapped)
+    assert manifest.classes == tuple(CLASSES)
+
+
+def test_labels_of_another_model_than_the_named_weights_are_refused_before_anything_starts(
+    tmp_path: Path, source: Path
+) -> None:
+    labels = tmp_path / "labels.json"
+    known = ["Chihuahua", "golden retriever", "beagle"]
+    for others in (N_OUTPUTS - 4, N_OUTPUTS - 2):
+        labels.write_text(json.dumps([*known, *(f"other {number}" for number in range(others))]))
+        with pytest.raises(UsageError, match=rf"labels.json are {others + 3:,}, but the model has 1,000 outputs"):
+            prepared(tmp_path / "inputs", source, weights="DEFAULT", label_map=str(labels))
+    labels.write_text(json.dumps([*known, *(f"other {number}" for number in range(N_OUTPUTS - 3))]))
+    prepared(tmp_path / "inputs", source, weights="DEFAULT", label_map=str(labels))
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "there are no weights .*model.pth: params.weights is the path of a file that the command and every"),
+        (b"", "model.pth holds no weights: it is empty"),
+        (b"PK\x03\x04cut", "model.pth are not whole: the file has 7 bytes"),
+        (b"\xff\0\0\0\0\0\0\0{cut", "model.pth are not whole: the file has 12 bytes"),
+        (b"<!DOCTYPE html>", "model.pth holds no weights: it begins with b'<!DOCTYPE'"),
+    ],
+)
+def test_file_that_holds_no_weights_is_told_before_anything_starts(
+    tmp_path: Path, source: Path, content: bytes | None, complaint: str
+) -> None:
+    weights = tmp_path / "model.pth"
+    if content is not None:
+        weights.write_bytes(content)
+    with pytest.raises(UsageError, match=complaint) as caught:
+        prepared(tmp_path / "inputs", source, weights=str(weights))
+    assert "\n" not in str(caught.value)
+    prepared(tmp_path / "inputs", source)
+    weights.unlink(missing_ok=True)
+    prepared(tmp_path / "inputs", source, weights=str(weights))  # a run that goes on has a checkpoint
+
+
+def test_folders_without_an_image_are_told_for_they_may_have_been_meant_as_classes(tmp_path: Path) -> None:
+    fill(tmp_path / "source", "a/1.jpg", "b/1.jpg", "heic/1.heic", "control\n/1.txt", ".git/1.txt")
+    for name in ("empty", ".cache"):
+        (tmp_path / "source" / name).mkdir()
+    manifest, said = prepared(tmp_path / "inputs", tmp_path / "source")
+    assert manifest.classes == ("a", "b")
+    assert said[0].endswith("3 folders without an image (control\\u000a, empty, heic)")
+
+
+def test_plateau_needs_an_image_to_validate_with(tmp_path: Path) -> None:
+    fill(tmp_path / "source", "a/1.jpg", "b/1.jpg")
+    with pytest.raises(UsageError, match="plateau watches val/loss, and there are too few images"):
+        prepared(tmp_path / "inputs", tmp_path / "source", scheduler="plateau")

@@ -1,0 +1,214 @@
+"""A source that is split into train and val folders, and images to validate with that have a folder of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.errors import ConfigError, UsageError
+from ddptrain.workloads.images.data.listing import prepare
+from ddptrain.workloads.images.data.manifest import FILE, Manifest
+from ddptrain.workloads.images.data.source_layout import Layout, check_classes_agree, detect
+from ddptrain.workloads.images.params import ImagesParams
+
+
+def fill(folder: Path, *names: str, each: int = 4) -> Path:
+    for name in names:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(each):
+            (folder / name / f"{number}.jpg").write_bytes(b"x")
+    return folder
+
+
+def prepared(folder: Path, source: Path, **params: Any) -> tuple[Manifest, list[str]]:
+    folder.mkdir(exist_ok=True)
+    said: list[str] = []
+    prepare({"source": str(source), **params}, folder, said.append)
+    return Manifest.read(folder), said
+
+
+def keys_of(manifest: Manifest, indices: tuple[int, ...]) -> list[str]:
+    return [manifest.keys[index] for index in indices]
+
+
+# --- which sources are split ---
+
+
+@pytest.mark.parametrize(
+    ("folders", "layout"),
+    [
+        ({"train": 2, "val": 2}, Layout("train", "val")),
+        ({"train": 2, "valid": 2}, Layout("train", "valid")),
+        ({"train": 2, "validation": 2}, Layout("train", "validation")),
+        ({"Train": 2, "Val": 2, "TEST": 2}, Layout("Train", "Val", ("TEST",))),
+        ({"train": 2, "val": 2, "test": 0}, Layout("train", "val", ("test",))),  # a test set without labels
+        ({"train": 2, "test": 2}, Layout("train", "", ("test",))),
+        ({"train": 2}, Layout("train")),
+        ({"cat": 0, "dog": 0}, None),
+        ({"train": 0, "bus": 0, "car": 0}, None),  # a class named train
+        ({"train": 1, "bus": 1, "car": 1}, None),  # as CLASS/images/IMAGE
+        ({"val": 2}, None),
+        ({"test": 0, "cat": 0}, None),
+    ],
+)
+def test_a_source_is_split_where_all_its_folders_are_parts_of_one(
+    folders: dict[str, int], layout: Layout | None
+) -> None:
+    assert detect(folders, "SRC") == layout
+
+
+@pytest.mark.parametrize(
+    ("folders", "complaint"),
+    [
+        (
+            {"train": 2, "val": 2, "extra": 1},
+            "SRC holds train with 2 folders in it, .* and also extra/: give the folder",
+        ),
+        ({"train": 9, "other": 0}, "list the classes in params.subset"),
+        ({"val": 2, "test": 2}, "SRC holds test/, val/ and no train"),
+        ({"train": 2, "val": 2, "valid": 2}, "SRC holds train/, val/, valid/, which name the same part"),
+        ({"train": 0, "val": 0}, "train/, val/ has no images in class folders"),
+        ({"train": 2, "val": 0}, "and val/ has no images in class folders"),
+    ],
+)
+def test_a_source_that_could_be_either_is_refused_with_what_to_write(folders: dict[str, int], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint) as caught:
+        detect(folders, "SRC")
+    assert "params." in str(caught.value)
+
+
+def test_a_subset_that_names_the_folders_says_that_they_are_classes() -> None:
+    folders = {"train": 2, "bus": 0, "val": 2}
+    assert detect(folders, "SRC", ["train", "bus"]) is None
+    assert detect({"train": 2, "val": 2}, "SRC", ["cat", "dog"]) == Layout("train", "val")
+    assert detect({"train": 2, "val": 2}, "SRC", 2) == Layout("train", "val")
+
+
+def test_a_separate_validation_folder_takes_the_place_of_the_split_ones() -> None:
+    folders = {"train": 2, "val": 0, "valid": 2}
+    assert detect(folders, "SRC", has_val_source=True) == Layout("train", "", ("val", "valid"))
+
+
+@pytest.mark.parametrize(
+    ("val", "complaint"),
+    [
+        (["cat", "cow"], "VAL, .* has folders that are no classes of the training data: cow/; .* cat/, dog/, emu/"),
+        (["cat"], "VAL, .* has no images of dog/: it needs some of every class"),
+    ],
+)
+def test_classes_to_validate_with_are_those_of_training(val: list[str], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        check_classes_agree(["cat", "dog", "emu"], ["cat", "dog"], val, "VAL")
+    check_classes_agree(["cat", "dog", "emu"], ["cat", "dog"], ["cat", "dog", "emu"], "VAL")
+
+
+# --- the list that is made of them ---
+
+
+def test_train_trains_val_validates_and_test_is_left_alone(tmp_path: Path) -> None:
+    source = fill(tmp_path / "source", "train/cat", "train/dog", "val/cat", "val/dog", "test/cat", "test/x")
+    manifest, said = prepared(tmp_path / "inputs", source)
+    assert manifest.classes == ("cat", "dog") and manifest.val_url == ""
+    assert keys_of(manifest, manifest.train) == [f"train/{name}/{n}.jpg" for name in ("cat", "dog") for n in range(4)]
+    assert keys_of(manifest, manifest.val) == [f"val/{name}/{n}.jpg" for name in ("cat", "dog") for n in range(4)]
+    assert [manifest.labels[index] for index in manifest.val] == [0] * 4 + [1] * 4
+    layout = "the source is split: train/ trains, val/ validates, test/ is not used"
+    assert said == [f"16 images of 2 classes in {source}: 8 to train on, 8 to validate with; {layout}"]
+
+
+def test_a_split_source_without_val_validates_with_a_share_of_train(tmp_path: Path) -> None:
+    source = fill(tmp_path / "source", "train/cat", "train/dog", "test/cat", "test/dog")
+    manifest, _ = prepared(tmp_path / "inputs", source, train_pct=0.5)
+    assert (len(manifest.train), len(manifest.val)) == (4, 4)
+    assert all(key.startswith("train/") for key in manifest.keys)
+
+
+def test_subset_and_downsampling_count_for_both_parts(tmp_path: Path) -> None:
+    names = [f"{part}/{name}" for part in ("train", "val") for name in ("cat", "dog", "emu")]
+    source = fill(tmp_path / "source", *names)
+    manifest, _ = prepared(tmp_path / "inputs", source, subset=["cat", "emu"], downsample_to=0.5)
+    assert manifest.classes == ("cat", "emu")
+    assert (len(manifest.train), len(manifest.val)) == (4, 4)
+    assert not any("dog" in key for key in manifest.keys)
+
+
+def test_a_folder_of_its_own_validates_and_all_of_the_source_trains(tmp_path: Path) -> None:
+    source, val = fill(tmp_path / "source", "cat", "dog"), fill(tmp_path / "held", "cat", "dog", each=2)
+    manifest, said = prepared(tmp_path / "inputs", source, val_source=str(val))
+    assert (len(manifest.train), len(manifest.val), manifest.val_url) == (8, 4, str(val))
+    # The same keys as in training, in another place.
+    assert keys_of(manifest, manifest.val) == ["cat/0.jpg", "cat/1.jpg", "dog/0.jpg", "dog/1.jpg"]
+    assert [manifest.name(manifest.train[0]), manifest.name(manifest.val[0])] == ["cat/0.jpg", f"{val}/cat/0.jpg"]
+    assert said == [f"8 images of 2 classes in {source}: 8 to train on, 4 from {val} to validate with"]
+    again, said = prepared(tmp_path / "inputs", source, val_source=str(val))
+    assert again == manifest and "used again" in said[0]
+    manifest, said = prepared(tmp_path / "inputs", source)
+    assert manifest.val_url == "" and "params.val_source was " in said[0]
+
+
+def test_a_folder_of_its_own_comes_before_the_val_folder_of_the_source(tmp_path: Path) -> None:
+    source = fill(tmp_path / "source", "train/cat", "train/dog", "val/cat", "val/dog")
+    held = fill(tmp_path / "held", "cat", "dog")
+    manifest, said = prepared(tmp_path / "inputs", source, val_source=str(held))
+    assert {key.split("/")[0] for key in keys_of(manifest, manifest.train)} == {"train"}
+    assert "train/ trains, val/ is not used" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("folders", "val", "complaint"),
+    [
+        (["cat", "dog"], ["cat"], r"held, .* has no images of dog/"),
+        (["cat", "dog"], ["cat", "dog", "cow"], r"held, .* are no classes of the training data: cow/"),
+        (["train/cat", "train/dog", "val/cat"], [], r"source/val, .* has no images of dog/"),
+        (["train/cat", "train/dog", "val/cat", "val/Dog"], [], r"source/val, .* no classes of the training data: Dog/"),
+        (
+            ["train/cat", "val/cat"],
+            [],
+            r"source/train gives 1 class only, cat: at least 2 are needed; params.source is",
+        ),
+        (["train/cat", "train/dog", "val"], [], r"source is split into train/, val/, and val/ has no images in class"),
+        (["cat", "dog"], ["."], r"held has its 4 images directly in it"),
+    ],
+)
+def test_folders_that_do_not_agree_end_it_before_anything_starts(
+    tmp_path: Path, folders: list[str], val: list[str], complaint: str
+) -> None:
+    source = fill(tmp_path / "source", *folders)
+    params = {"val_source": str(fill(tmp_path / "held", *val))} if val else {}
+    with pytest.raises(UsageError, match=complaint) as caught:
+        prepared(tmp_path / "inputs", source, **params)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "inputs" / FILE).exists()
+
+
+def test_a_validation_folder_without_an_image_is_not_passed_over(tmp_path: Path) -> None:
+    source = fill(tmp_path / "source", "train/cat", "train/dog")
+    (source / "val" / "cat").mkdir(parents=True)
+    with pytest.raises(UsageError, match="and val/ has no images in class folders"):
+        prepared(tmp_path / "inputs", source)
+
+
+def test_the_folder_to_train_on_can_not_validate_as_well(tmp_path: Path) -> None:
+    source = fill(tmp_path / "source", "cat", "dog")
+    with pytest.raises(UsageError, match=r"params\.val_source is params\.source"):
+        prepared(tmp_path / "inputs", source, val_source=f"{source}/")
+
+
+def test_plateau_may_watch_a_folder_of_its_own_though_all_the_source_trains() -> None:
+    with pytest.raises((ConfigError, ValueError), match="plateau"):
+        ImagesParams(train_pct=1.0, scheduler="plateau")
+    assert ImagesParams(train_pct=1.0, scheduler="plateau", val_source="/data/val").val_source == "/data/val"
+
+
+def test_ranks_read_images_to_validate_with_where_the_driver_has_found_them() -> None:
+    place: dict[str, Any] = {"url": "s3://b/train", "classes": ("a", "b"), "labels": (0, 1, 0)}
+    place |= {"keys": ("a/1", "b/1", "a/1"), "sizes": (-1,) * 3, "versions": ("",) * 3, "train": (0, 1), "val": (2,)}
+    options = {"key": "k"}
+    params = ImagesParams(source="s3://b/train", val_source="s3://me/val/", source_options=options)
+    location = Manifest(**place, val_url="s3://me/val").val_location(params)
+    assert location is not None and (location.url, location.options) == ("s3://me/val", options)
+    location = Manifest(**place, val_url="/data/val").val_location(ImagesParams(val_source="val"))
+    assert location is not None and location.url == "/data/val"
+    assert Manifest(**place).val_location(params) is None

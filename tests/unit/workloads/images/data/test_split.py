@@ -1,0 +1,71 @@
+"""Which images are used, and which of them train."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddptrain.workloads.images.data.split import sample, split
+
+ByClass = dict[str, list[str]]
+
+
+def classes(*sizes: int) -> ByClass:
+    return {f"class-{i}": [f"class-{i}/{number}.jpg" for number in range(size)] for i, size in enumerate(sizes)}
+
+
+def all_keys(by_class: ByClass) -> set[str]:
+    return {key for keys in by_class.values() for key in keys}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    share=st.floats(0.01, 1.0),
+    seed=st.integers(0, 3),
+)
+def test_every_image_is_on_one_side_and_every_class_trains(sizes: list[int], share: float, seed: int) -> None:
+    by_class = classes(*sizes)
+    train, val = split(by_class, share, seed)
+    assert train | val == all_keys(by_class) and not train & val
+    for keys in by_class.values():
+        n = len(train & set(keys))
+        assert n >= 1 and abs(n - len(keys) * share) <= 1
+
+
+def test_the_whole_is_as_exact_as_it_can_be_and_each_class_too() -> None:
+    by_class = classes(*[171] * 60, *[172] * 60)
+    train, val = split(by_class, 0.8, 0)
+    assert (len(train), len(val)) == (16464, 4116)
+    assert {len(train & set(keys)) for keys in by_class.values()} <= {136, 137, 138}
+
+
+def test_neither_the_order_of_keys_nor_that_of_classes_matters() -> None:
+    by_class = classes(9, 30, 4, 1)
+    shuffled = {name: random.Random(1).sample(keys, len(keys)) for name, keys in reversed(by_class.items())}
+    assert split(by_class, 0.7, 5) == split(shuffled, 0.7, 5)
+    assert sample(by_class, 0.5, 5) == sample(shuffled, 0.5, 5)
+
+
+def test_another_seed_splits_otherwise() -> None:
+    assert split(classes(50, 50), 0.5, 1) != split(classes(50, 50), 0.5, 2)
+
+
+def test_a_class_of_one_image_trains() -> None:
+    train, val = split(classes(1, 10), 0.1, 0)
+    assert "class-0/0.jpg" in train and len(val) == 9
+
+
+def test_all_images_train_when_nothing_is_to_validate() -> None:
+    by_class = classes(3, 4)
+    assert split(by_class, 1.0, 0) == (all_keys(by_class), set())
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 60), (0.5, 30), (0.01, 3)])
+def test_a_sample_has_its_share_and_something_of_every_class(share: float, expected: int) -> None:
+    used = sample(classes(10, 20, 30), share, 0)
+    assert sum(map(len, used.values())) == expected
+    assert all(keys and keys == sorted(keys) for keys in used.values())

@@ -1,0 +1,163 @@
+import multiprocessing
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddptrain.storage.base import Location, NotFound, StoreForbidden, Transient
+from ddptrain.workloads.images.loader.cache import Cache
+from ddptrain.workloads.images.loader.reader import Reader, ReadFault, Tries, Wanted
+
+S3 = Location("s3://bucket/dogs")
+QUICK = Tries(deadline_s=60, first_wait_s=0.001, longest_wait_s=0.01)
+
+
+class Scripted:
+    """A store that gives of each key what its script says, the last thing for ever; there are no others."""
+
+    def __init__(self, **scripts: list[bytes | Exception]) -> None:
+        self.scripts = scripts
+        self.asked: Counter[str] = Counter()
+
+    def get(self, key: str) -> bytes:
+        script = self.scripts.get(key, [NotFound(key)])
+        answer = script[min(self.asked[key], len(script) - 1)]
+        self.asked[key] += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def reader(self, cache: Cache | None = None, tries: Tries = QUICK) -> Reader:
+        return Reader(S3, cache, tries, opener=lambda _: self)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What a reader would sleep for; the clock goes on by it."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
+    return slept
+
+
+def test_what_passes_is_tried_again_with_waits_that_grow_and_differ(pauses: list[float]) -> None:
+    store = Scripted(a=[Transient("503"), Transient("reset"), Transient("timeout"), Transient("503"), b"image"])
+    assert store.reader(tries=Tries()).read(Wanted("a", 5)) == b"image"
+    assert all(0.5 * full <= pause <= full for pause, full in zip(pauses, [0.1, 0.2, 0.4, 0.8], strict=True))
+    assert pauses != [0.1, 0.2, 0.4, 0.8]
+
+
+def test_image_is_given_up_at_its_deadline_with_the_last_reason(pauses: list[float]) -> None:
+    fault = Scripted(a=[Transient("first"), Transient("503 Slow Down")]).reader(tries=Tries()).read(Wanted("a", 5))
+    assert fault == ReadFault("a", "tried for 60 s, the last time: 503 Slow Down")
+    assert sum(pauses) == pytest.approx(60) and max(pauses) <= 5
+
+
+def test_missing_and_forbidden_images_are_not_tried_again() -> None:
+    store = Scripted(gone=[NotFound("gone")], closed=[StoreForbidden("the store refuses it")])
+    assert store.reader().read(Wanted("gone")) == ReadFault("gone", "it is no longer there")
+    assert store.reader().read(Wanted("closed")) == ReadFault("closed", "the store refuses it")
+    assert store.asked == {"gone": 1, "closed": 1}
+
+
+def test_body_cut_short_is_read_again() -> None:
+    store = Scripted(a=[b"im", b"imag", b"image"])
+    assert store.reader().read(Wanted("a", 5)) == b"image"
+
+
+def test_image_that_has_another_size_than_was_listed_is_a_fault() -> None:
+    store = Scripted(a=[b"other image"])
+    assert store.reader().read(Wanted("a", 5)) == ReadFault("a", "it has 11 bytes, and had 5 when it was listed")
+    assert store.asked["a"] == 3
+    assert store.reader().read(Wanted("a")) == b"other image", "whose size the store has not told"
+
+
+def test_cache_is_asked_first_and_filled(tmp_path: Path) -> None:
+    store = Scripted(a=[b"image"], gone=[NotFound("gone")])
+    for _ in range(2):
+        reader = store.reader(Cache(tmp_path, 1 << 20))
+        assert reader.read(Wanted("a", 5, "v1")) == b"image"
+        assert isinstance(reader.read(Wanted("gone", 5, "v1")), ReadFault)
+    assert store.asked == {"a": 1, "gone": 2}
+    assert store.reader(Cache(tmp_path, 1 << 20)).read(Wanted("a", 5, "v2")) == b"image"
+    assert store.asked["a"] == 2, "another version"
+
+
+class Slow:
+    """A store whose answers take a while; it knows how many it gave at a time."""
+
+    def __init__(self) -> None:
+        self.lock, self.at_a_time, self.most, self.all = threading.Lock(), 0, 0, 0
+
+    def get(self, key: str) -> bytes:
+        with self.lock:
+            self.at_a_time += 1
+            self.all += 1
+            self.most = max(self.most, self.at_a_time)
+        time.sleep(0.01)
+        with self.lock:
+            self.at_a_time -= 1
+        return key.encode()
+
+
+def test_many_requests_are_under_way_and_no_more_than_asked_for() -> None:
+    store = Slow()
+    found = dict(Reader(S3, opener=lambda _: store).read_all([Wanted(str(n)) for n in range(100)], requests=8))
+    assert found == {n: str(n).encode() for n in range(100)}
+    assert 4 <= store.most <= 8
+
+
+def test_images_that_nobody_takes_are_not_read_ahead_without_end() -> None:
+    store = Slow()
+    images = Reader(S3, opener=lambda _: store).read_all((Wanted(str(n)) for n in range(10_000)), requests=4)
+    for _ in range(3):
+        next(images)
+    time.sleep(0.1)
+    assert store.all <= 16
+    images.close()  # type: ignore[attr-defined]
+    assert store.all <= 24
+
+
+def test_reader_can_be_pickled_also_after_it_has_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"image")
+    reader = Reader(Location(str(tmp_path)), Cache(tmp_path / "cache", 1 << 20))
+    assert reader.read(Wanted("a.jpg")) == b"image"
+    assert dict(reader.read_all([Wanted("a.jpg")], 2)) == {0: b"image"}
+    assert pickle.loads(pickle.dumps(reader)).read(Wanted("a.jpg")) == b"image"
+
+
+def in_a_fork(check: Callable[[], object]) -> str:
+    """What `check` raises in a forked child, "" for nothing."""
+    context = multiprocessing.get_context("fork")
+    mine, its = context.Pipe()
+
+    def run() -> None:
+        try:
+            check()
+            its.send("")
+        except Exception as error:
+            its.send(f"{type(error).__name__}: {error}")
+
+    child = context.Process(target=run)
+    child.start()
+    try:
+        return str(mine.recv()) if mine.poll(60) else "it hangs"
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_fork_after_a_read_is_told_for_stores_that_do_not_survive_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"image")
+    remote, local = Scripted(a=[b"image"]).reader(), Reader(Location(str(tmp_path)))
+    for reader, key in ((remote, "a"), (local, "a.jpg")):
+        assert dict(reader.read_all([Wanted(key)], 2)) == {0: b"image"}
+    assert 'multiprocessing_context="forkserver"' in in_a_fork(lambda: dict(remote.read_all([Wanted("a")], 2)))
+    assert in_a_fork(lambda: dict(local.read_all([Wanted("a.jpg")], 2))) == ""
+    fresh = Scripted(a=[b"image"]).reader()
+    assert in_a_fork(lambda: dict(fresh.read_all([Wanted("a")], 2))) == ""
