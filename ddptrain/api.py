@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddptrain.errors import ConfigError, UsageError
-from ddptrain.launched import Run, error_of
+from ddptrain.run_handle import Run, error_of
 
 if TYPE_CHECKING:
     from ddptrain.config.models import RunConfig

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ddptrain
-from ddptrain import api, launched
+from ddptrain import api, run_handle
 from ddptrain.api import launch
 from ddptrain.config.models import RunConfig
 from ddptrain.errors import (
@@ -26,7 +26,7 @@ from ddptrain.errors import (
     TrainingFailed,
     UsageError,
 )
-from ddptrain.launched import Run
+from ddptrain.run_handle import Run
 
 
 def top_level(ctx: Any) -> None:
@@ -153,7 +153,7 @@ def test_model_and_dict_say_the_same() -> None:
     ],
 )
 def test_exit_code_of_the_driver_decides_what_is_raised(code: int, kind: type[DdptrainError]) -> None:
-    error = launched.error_of(code, "cause")
+    error = run_handle.error_of(code, "cause")
     assert type(error) is kind
     assert code < 0 or error.exit_code == code
 
@@ -198,7 +198,7 @@ def test_run_of_another_process_is_found_and_read(tmp_path: Path) -> None:
 def test_whole_lines_of_the_driver_are_passed_on_once(tmp_path: Path) -> None:
     said: list[str] = []
     log = tmp_path / "driver.log"
-    follower = launched._Said(log, said.append)
+    follower = run_handle._Said(log, said.append)
     follower.pass_on()
     log.write_text("a\nb")
     follower.pass_on()
