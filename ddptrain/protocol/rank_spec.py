@@ -76,7 +76,7 @@ class RankSpec(_Message):
     `tracking` is empty where no tracker is on, else {"strict", "queue", "config" (the run's, secrets left out), "name",
     "resumed_from" (the step of the checkpoint, or None), "folder" ("" where the run directory is not to be seen from
     the worker: below `staging` then), "trackers": [{"name", "options", "finish_timeout_s", "told"}]}; the driver's
-    tracking.py makes it, tracking/hub.py uses it.
+    driver/tracking/setup.py makes it, tracking/manager.py uses it.
     """
 
     run_id: str

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.unit.workloads.test_images_feeding import CLASSES, PER_CLASS, Told, feeder, manifest_of, seen
+from tests.unit.workloads.images.loader.test_loader import CLASSES, PER_CLASS, Told, feeder, manifest_of, seen
 
 from ddptrain.workloads.images.loader import decode_worker
 from ddptrain.workloads.images.loader.decode_pool import DecodeProcessLost, ProcessCrew
