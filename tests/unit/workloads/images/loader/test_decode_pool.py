@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.unit.workloads.images.loader.test_loader import CLASSES, PER_CLASS, Told, feeder, manifest_of, seen
 
 from ddptrain.workloads.images.loader import decode_worker
 from ddptrain.workloads.images.loader.decode_pool import DecodeProcessLost, ProcessCrew
 from ddptrain.workloads.images.loader.loader import Feeder
 from tests.integration.images_on_s3 import draw_folder
 from tests.unit.worker.stubs import until
+from tests.unit.workloads.images.loader.test_loader import CLASSES, PER_CLASS, Told, feeder, manifest_of, seen
 
 MARK = b"this one kills"
 # What a process does before all else; decoding an image with the mark in it calls `fatal`.
