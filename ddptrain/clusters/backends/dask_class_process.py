@@ -278,7 +278,8 @@ def _security_of_ours(made: Any, kwargs: Mapping[str, Any], folder: Path) -> dic
     from distributed import LocalCluster
 
     is_local = isinstance(made, type) and issubclass(made, LocalCluster)
-    if not is_local or {"security", "protocol"} & kwargs.keys() or not _takes(made, "security"):
+    chosen = {"security", "protocol"} & kwargs.keys() or kwargs.get("processes") is False  # then nobody can connect
+    if not is_local or chosen or not _takes(made, "security"):
         return {}
     security.make_tls(folder)
     return {"security": security.own_security(folder)}
