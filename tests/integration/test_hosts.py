@@ -86,7 +86,7 @@ def hold(ctx):
 OVERVIEW = """
 import json, sys
 from distributed import Client
-from ddptrain.clusters import slots
+from ddptrain.clusters.scheduler import slots
 print(json.dumps(Client(sys.argv[1]).run_on_scheduler(slots.overview)))
 """
 

@@ -39,7 +39,7 @@ ONE_LISTING = {"list": 2}  # of 1,250 keys: two pages
 # A built-in workload that looks at its inputs and does no more.
 COMMAND = """
 import sys
-from ddptrain import registry
+from ddptrain.config import registry
 from ddptrain.cli.main import main
 
 registry.BUILT_IN["pictures"] = registry.BuiltIn(

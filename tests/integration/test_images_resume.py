@@ -102,7 +102,7 @@ class Runs:
 
 
 def decode_processes(rank: psutil.Process) -> list[psutil.Process]:
-    return [child for child in rank.children() if "decodeprocess" in " ".join(child.cmdline())]
+    return [child for child in rank.children() if "decode_process" in " ".join(child.cmdline())]
 
 
 def test_run_whose_driver_and_decode_process_are_killed_in_mid_epoch_ends_bit_equal(

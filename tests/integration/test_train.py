@@ -77,7 +77,7 @@ def odd_output(ctx):
 
 def escape(ctx):
     if ctx.rank == 0:
-        from ddptrain import events
+        from ddptrain.protocol import events
         ctx._emitter.emit(events.FileSaved(time.time_ns(), "../../stolen.txt", "../../../victim.txt", 3, "0" * 64))
     time.sleep(30)
 

@@ -8,7 +8,7 @@ import sys
 
 SCRIPT = """
 import json, sys
-from ddptrain.rank import procs, warmup
+from ddptrain.rank.server import process_control, warmup
 warmup.import_everything()
 wanted = ["torch", "torch._dynamo", "torch.nn.parallel", "safetensors.torch", "dask_pytorch_ddp.dispatch"]
 import dask
@@ -16,7 +16,7 @@ print(json.dumps({
     "imported": [name in sys.modules for name in wanted],
     "dask_is_real": hasattr(dask, "compute"),
     "cuda": sys.modules["torch"].cuda.is_initialized(),
-    "threads": procs.thread_count(),
+    "threads": process_control.thread_count(),
 }))
 """
 

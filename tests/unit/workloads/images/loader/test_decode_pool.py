@@ -24,13 +24,13 @@ MARK = b"this one kills"
 # What a process does before all else; decoding an image with the mark in it calls `fatal`.
 HOOK = f"""
 import os, signal
-from ddptrain.workloads.images import decodeprocess, pipeline
-decode, setup = pipeline.decode_pixels, decodeprocess.Setup
+from ddptrain.workloads.images.loader import decode_process, pipeline
+decode, setup = pipeline.decode_pixels, decode_process.Setup
 def noted(**told):
     global answers_fd
     answers_fd = told["answers_fd"]
     return setup(**told)
-decodeprocess.Setup = noted
+decode_process.Setup = noted
 pipeline.decode_pixels = lambda data, *more: (data.endswith({MARK!r}) and fatal()) or decode(data, *more)
 def fatal():
 """
