@@ -6,17 +6,17 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Three files at a time, for most tests wait for processes; in their order, as the short ones at the end fill the gaps.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
-# A test that fails runs once more, three of the whole suite at most, and each is told: see R in the summary.
+# An integration test that fails runs once more, three of them at most; the summary lists each (R).
 AGAIN := --reruns 1 --max-suite-reruns 3 -r sR
 # uv's progress is for people.
 QUIET := $(shell test -t 2 || echo --quiet)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train lint format test check long chaos bench wheel clean
+.PHONY: help venv train lint format test test-integration test-all check long chaos bench wheel clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-14s%s\n' "$$target" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-14s%s\n' "$$target" "$$what"; done
 
 venv: $(INSTALLED) ## make .venv with everything that development needs
 
@@ -40,8 +40,13 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: $(INSTALLED) ## run the tests; options go into ARGS
-	$(PYTEST) $(AGAIN) $(ARGS)
+test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS
+	$(PYTEST) tests/unit tests/end_to_end $(ARGS)
+
+test-integration: $(INSTALLED) ## run the tests with real servers, clusters and faults; options go into ARGS
+	$(PYTEST) $(AGAIN) tests/integration $(ARGS)
+
+test-all: test test-integration ## run all tests
 
 long: $(INSTALLED) ## run the tests that take minutes; options go into ARGS
 	$(PYTEST) -m long $(ARGS)
