@@ -16,7 +16,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 .PHONY: help venv train lint format test test-integration test-all check long chaos bench wheel clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-14s%s\n' "$$target" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s%s\n' "$$target" "$$what"; done
 
 venv: $(INSTALLED) ## make .venv with everything that development needs
 
