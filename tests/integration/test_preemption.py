@@ -302,4 +302,4 @@ def test_function_that_has_saved_its_last_step_has_succeeded_though_it_was_to_en
 def test_rank_that_exits_with_75_alone_is_named_as_the_cause(poller: Poller) -> None:
     ended = poller.train("--run-id", "alone", function="leaves")
     assert ended.rc == 1, ended.stderr
-    assert "failed first: sys.exit(75)" in ended.stderr and "(only victims: rank 1)" in ended.stderr
+    assert "rank 0 on " in ended.stderr and "failed first: sys.exit(75)" in ended.stderr

@@ -170,13 +170,17 @@ def test_script_of_a_file_takes_arguments_and_may_ask_for_its_context(
     assert said.rc == 0, said.stdout + said.stderr
     assert "[rank 1] argv ['--lr', '0.1', 'silently']" in said.stdout
     record = run_json(tmp_path)
-    assert (record["name"], record["workload"], record["last_metrics"]) == ("ends", "ends.py", {"mine": 0.0})
+    assert (record["name"], record["workload"], record["last_metrics"]) == ("ends", "ends.py", {"mine": 0.5})
 
 
 def test_minimal_example_trains_and_its_return_value_is_kept(run_cli: Cli, tmp_path: Path) -> None:
     said = run_cli("train", EXAMPLES / "minimal.yaml")
     assert said.rc == 0, said.stdout + said.stderr
     record = run_json(tmp_path)
-    assert record["result"]["loss"] == pytest.approx(record["last_metrics"]["train/loss"])
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    last = {row["rank"]: row["train/loss"] for row in rows if row["epoch"] == 3}
+    assert record["result"]["loss"] == pytest.approx(last[0]) and sorted(last) == [0, 1]
+    assert record["last_metrics"]["train/loss"] == pytest.approx((last[0] + last[1]) / 2)
     assert len((EXAMPLES / "minimal_function.py").read_text().splitlines()) < 40
     assert 'result       {"loss": ' in run_cli("results", "show", "latest").stdout
