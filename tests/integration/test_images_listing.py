@@ -203,7 +203,9 @@ class Pictures:
     def config(self, place: str = "runs", env: dict[str, str] | None = None) -> Path:
         path = self.cli.folder / "pictures.yaml"
         params = {"source": self.source, "source_options": self.options}
-        content = {"workload": "pictures", "params": params, "env": env or {}, "results": {"dir": place}}
+        # Ranks of built-in workloads do not look for modules in the working directory.
+        variables = {"PYTHONPATH": str(self.cli.folder), **(env or {})}
+        content = {"workload": "pictures", "params": params, "env": variables, "results": {"dir": place}}
         path.write_text(json.dumps(content))
         return path
 
