@@ -176,12 +176,12 @@ def test_images_come_from_the_web_one_by_one_or_by_their_links(saved: SavedModel
     (folder / "deep" / "circle").unlink()
     (folder / "broken.jpg").write_text("no image")
     with web_server(folder) as url:
-        found = results(saved, f"{url}/deep/", f"{url}/b-red.png?sig=1", f"{url}/gone.png", f"{url}/broken.jpg")
+        found = results(saved, f"{url}/deep/", f"{url}/b-red.png?width=64", f"{url}/gone.png", f"{url}/broken.jpg")
     assert [(one.file.removeprefix(url), one.predictions[0].name if one.predictions else one.error) for one in found][
         :3
     ] == [
         ("/deep/er/c-blue.gif", "blue"),
-        ("/b-red.png?sig=1", "red"),
+        ("/b-red.png?width=64", "red"),
         ("/gone.png", "it is not there"),
     ]
     assert found[3].error.startswith("not an image")
