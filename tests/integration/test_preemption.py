@@ -255,9 +255,10 @@ class Poller(Trainer):
         return path
 
     def told_to_go(self, run: str, **settings: Any) -> tuple[Finished, dict[str, Any]]:
-        """The run, sent SIGTERM when it is under way; and its record."""
+        """The run, sent SIGTERM when both ranks are under way; and its record."""
         running = self.start("--run-id", run, **settings)
-        running.wait_for("under way")
+        for rank in range(2):
+            running.wait_for(f"[rank {rank}] under way")
         os.kill(running.popen.pid, signal.SIGTERM)
         return running.finish(), self.record(run)
 
