@@ -72,12 +72,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _serve(options: argparse.Namespace) -> None:
+    from ddptrain.protocol import unix_comm
+
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     folder: Path = options.folder
-    from ddptrain.protocol import unix_comm
-
     scheduler = await _started(options)
     _write_json(folder / SCHEDULER_FILE, _card(scheduler))
     ends = {
