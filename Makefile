@@ -13,7 +13,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train lint format test test-integration test-all check long chaos bench wheel clean
+.PHONY: help venv train lint format schema test test-integration test-all check long chaos bench wheel release-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s%s\n' "$$target" "$$what"; done
@@ -40,6 +40,9 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+schema: $(INSTALLED) ## write configs/ddptrain.schema.json anew
+	$(BIN)/ddptrain schema > configs/ddptrain.schema.json
+
 test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS
 	$(PYTEST) tests/unit tests/end_to_end $(ARGS)
 
@@ -61,6 +64,9 @@ bench: $(INSTALLED) ## measure against torchrun; options go into ARGS
 
 wheel: $(INSTALLED) ## build the source archive and the wheel into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
+
+release-check: $(INSTALLED) ## check tag, changelog and wheel of a release; TAG=v0.2.0 names it
+	$(BIN)/python -m tests.release --tag $(TAG)
 
 clean: ## remove .venv, dist and caches; runs/ stays
 	rm -rf $(VENV) dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,22 @@
+"""configs/ddptrain.schema.json, which editors use for the examples, is the present schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddptrain.config.schema import config_schema
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def test_schema_file_is_current() -> None:
+    shipped = json.loads((CONFIGS / "ddptrain.schema.json").read_text(encoding="utf-8"))
+    assert shipped == config_schema(), "run `make schema`"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_names_the_schema_for_editors(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=ddptrain.schema.json\n")
