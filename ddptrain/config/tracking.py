@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from ddptrain.config.registry import TRACKERS, known_tracker, trackers
 from ddptrain.config.types import FilledText, Seconds, Strict, wrong_field
 from ddptrain.config.wording import did_you_mean, seen
+from ddptrain.protocol.rank_spec import TrackerSpec
 
 _FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits no longer."
 
@@ -120,8 +121,8 @@ class TrackingConfig(Strict):
         """Whether any rank has a tracker."""
         return bool(self.for_rank(0))
 
-    def for_rank(self, rank: int) -> list[dict[str, Any]]:
-        """The trackers of a rank, as RankSpec.tracking lists them, but for what the driver tells each."""
+    def for_rank(self, rank: int) -> list[TrackerSpec]:
+        """Return the trackers of a rank. The driver adds to each what it tells it."""
         wandb, board = self.wandb, self.tensorboard
         modes = [
             ("wandb", wandb.mode, wandb.model_dump(), wandb.finish_timeout_s),
@@ -129,7 +130,7 @@ class TrackingConfig(Strict):
             *((each.name, each.mode, dict(each.options), each.finish_timeout_s) for each in self.other),
         ]
         return [
-            {"name": name, "options": options, "finish_timeout_s": timeout_s, "told": {}}
+            TrackerSpec(name, options, timeout_s)
             for name, mode, options, timeout_s in modes
             if mode != "off" and (rank == 0 or mode != "rank0")
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import signal
 import time
@@ -179,7 +178,7 @@ class Attempt:
                 watch.given_up = True
             return
         for watch in self.ranks[1:]:
-            watch.spec = dataclasses.replace(watch.spec, master_port=port)
+            watch.spec = watch.spec.with_port(port)
             self._submit(watch)
 
     def _submit(self, watch: RankWatch) -> None:
@@ -242,7 +241,7 @@ class Attempt:
         self._advance(watch, ended.log_size, ended.events_size)
         self._take_events(watch)
         watch.ended = ended
-        if watch.spec.is_script and watch.fault is None:  # os._exit is an end like any other
+        if watch.spec.code.is_script and watch.fault is None:  # os._exit is an end like any other
             watch.finished = watch.finished or ended.status == 0
             watch.preempted = watch.preempted or ended.status == ExitCode.PREEMPTED
         if watch.preempted:
@@ -322,7 +321,7 @@ class Attempt:
         if self.notice is not None or self.stopping:
             return
         self.notice = notice
-        grace_s = self.ranks[0].spec.grace_s
+        grace_s = self.ranks[0].spec.supervision.grace_s
         if not all(watch.entered for watch in self.ranks):  # nothing is done yet that could be saved
             self._stop(failure_grace.at_once_s(self.ranks[0].spec))
             return
@@ -387,7 +386,7 @@ class Attempt:
         alive = [watch for watch in self.ranks if not watch.over]
         if spare_failed:
             alive = [watch for watch in alive if watch.fault is None or watch.fault.victim]
-        grace = self.ranks[0].spec.grace_s if grace_s is None else grace_s
+        grace = self.ranks[0].spec.supervision.grace_s if grace_s is None else grace_s
         until = time.monotonic() + grace + failure_grace.STOP_MARGIN_S
         self.stop_until = until if self.stop_until is None else min(self.stop_until, until)
         for watch in alive:

@@ -66,8 +66,8 @@ class RankWatch:
         """The rank's lines in run.json."""
         return RankRecord(
             rank=self.spec.rank,
-            local_rank=self.spec.local_rank,
-            node_rank=self.spec.node_rank,
+            local_rank=self.spec.placement.local_rank,
+            node_rank=self.spec.placement.node_rank,
             host=self.started.host if self.started else self.place.hostname,
             pid=self.started.pid if self.started else (self.ended.pid if self.ended else None),
             gpu=self.started.device if self.started and self.started.device != "cpu" else None,

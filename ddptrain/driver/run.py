@@ -295,7 +295,7 @@ class _Run:
 
     def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
         from ddptrain.clusters.compatibility import Needs, check_cluster
-        from ddptrain.driver.attempts import search_path
+        from ddptrain.driver.rank_specs import search_path
         from ddptrain.driver.transfer.code_package import project_of
 
         path = search_path(self.loaded)

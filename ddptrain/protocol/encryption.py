@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.rank_spec import RankSpec, TrackingSpec
+from ddptrain.protocol.typed_json import decode_json_data
 from ddptrain.redact import hide_secrets
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 SEALED = "DDPTRAIN_SEALED_ENV"  # the one variable that stands for all
 _FIELD = "="  # and a field's name, beside the variables, none of which can be called so
-_SEALED_FIELDS = ("params", "args", "tracking")
+_PARTS = ("params", "args", "tracking")
 _INFO = b"ddptrain rank environment"
 _KEY_BYTES = 32
 _NONCE = bytes(12)  # a key is used once
@@ -89,34 +90,47 @@ def seal(env: Mapping[str, str], public: str, purpose: str) -> dict[str, str]:
 
 
 def has_secrets(spec: RankSpec) -> bool:
-    """Whether nobody but its worker is to read all of a rank's order."""
-    return bool(spec.env) or bool(_with_secrets(spec))
+    """Whether only the rank's worker may read all of the spec."""
+    return bool(spec.env) or bool(_hidden_parts(spec))
 
 
-def _with_secrets(spec: RankSpec) -> dict[str, Any]:
-    """The fields that hold secrets, less these secrets: of `params`, of a script's `args`, of trackers' options."""
-    fields = {name: getattr(spec, name) for name in _SEALED_FIELDS}
-    hidden = {name: hide_secrets(value) for name, value in fields.items()}
-    return {name: type(fields[name])(value) for name, value in hidden.items() if value != _as_json(fields[name])}
+def _parts(spec: RankSpec) -> dict[str, Any]:
+    """The parts of a spec, besides its environment, that may contain secrets, as JSON data."""
+    tracking = dataclasses.asdict(spec.tracking) if spec.tracking else None
+    parts = {"params": spec.code.params, "args": spec.code.args, "tracking": tracking}
+    return {name: json.loads(json.dumps(value)) for name, value in parts.items()}
+
+
+def _hidden_parts(spec: RankSpec) -> dict[str, Any]:
+    """Those of the parts that contain secrets, without these secrets."""
+    parts = _parts(spec)
+    hidden = {name: hide_secrets(value) for name, value in parts.items()}
+    return {name: value for name, value in hidden.items() if value != parts[name]}
+
+
+def _with_parts(spec: RankSpec, parts: Mapping[str, Any]) -> RankSpec:
+    """The spec with these parts instead of its own."""
+    code = {name: value for name, value in parts.items() if name != "tracking"}
+    if "args" in code:
+        code["args"] = tuple(code["args"])
+    changes: dict[str, Any] = {"code": dataclasses.replace(spec.code, **code)}
+    if "tracking" in parts:
+        changes["tracking"] = decode_json_data(TrackingSpec, parts["tracking"], "tracking")
+    return dataclasses.replace(spec, **changes)
 
 
 def seal_spec(spec: RankSpec, public: str) -> RankSpec:
-    """A rank's order as only the owner of `public` can read all of it: the environment, and fields with secrets."""
-    hidden = _with_secrets(spec)
-    env = {**spec.env, **{_FIELD + name: json.dumps(getattr(spec, name)) for name in hidden}}
-    return dataclasses.replace(spec, env=seal(env, public, spec.key), **hidden)
+    """Encrypt the environment and the parts with secrets, so that only the owner of `public` can read them."""
+    parts, hidden = _parts(spec), _hidden_parts(spec)
+    env = {**spec.env, **{_FIELD + name: json.dumps(parts[name]) for name in hidden}}
+    return dataclasses.replace(_with_parts(spec, hidden), env=seal(env, public, spec.key))
 
 
 def open_spec(spec: RankSpec, opener: Opener) -> RankSpec:
-    """The order as it was before it was sealed. Raises ClusterError where it was sealed for another worker."""
+    """Return the spec as it was before seal_spec. Raises ClusterError if it was encrypted for another worker."""
     env = opener.open(spec.env, spec.key)
-    told = {name: env.pop(_FIELD + name) for name in _SEALED_FIELDS if _FIELD + name in env}
-    fields = {name: type(getattr(spec, name))(json.loads(text)) for name, text in told.items()}
-    return dataclasses.replace(spec, env=env, **fields)
-
-
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
+    parts = {name: json.loads(env.pop(_FIELD + name)) for name in _PARTS if _FIELD + name in env}
+    return dataclasses.replace(_with_parts(spec, parts), env=env)
 
 
 def _cipher(shared: bytes, sender: bytes) -> ChaCha20Poly1305:

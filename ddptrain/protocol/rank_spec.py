@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from ddptrain import __version__
 from ddptrain.errors import ClusterError
+from ddptrain.protocol.typed_json import UnknownFields, decode_json_data
 
 LOST_AFTER_S = 60.0  # without a word from a worker or the scheduler: the default of failure.lost_after_s
 DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own, of a collective operation
@@ -42,92 +43,180 @@ def key_prefix(run_id: str) -> str:
 
 
 class _Message:
-    """JSON in, JSON out, for the dataclasses below."""
+    """Base of the dataclasses that travel as JSON text."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises ClusterError where the other side is of another version."""
-        fields = json.loads(text)
-        if unknown := fields.keys() - {known.name for known in dataclasses.fields(cls)}:  # type: ignore[arg-type]
+        """Raises ClusterError if a field is unknown (the sender is of another version), missing or of a wrong type."""
+        try:
+            decoded: Self = decode_json_data(cls, json.loads(text))
+        except UnknownFields as error:
             raise ClusterError(
-                f"ddptrain {__version__} in {sys.prefix} does not know {', '.join(sorted(unknown))}: driver and "
+                f"ddptrain {__version__} in {sys.prefix} does not know {error}: driver and "
                 "workers are of different versions; start the cluster again with the driver's"
-            )
-        return cls(**fields)
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ClusterError(f"malformed {cls.__name__}: {error}") from error
+        return decoded
 
 
 @dataclass(frozen=True, slots=True)
-class RankSpec(_Message):
-    """Everything that one rank needs to run. `env` and `tracking` may hold secrets: they are left out of repr.
+class Placement:
+    """Where a rank runs, and its position among the other ranks. The names are those of torchrun.
 
-    The worker fills in, from `slot` and what it knows of its host: `gpu`, the one device that the rank sees (an entry
-    for CUDA_VISIBLE_DEVICES; None on the CPU), `staging`, `cpu_threads`, the rest of `env`, and `environment` (what of
-    it was tuned, and by whom). `shared` says that driver and worker see the same file system; without `use_gpu` the
-    rank trains on the CPU, whatever its slot has. `sys_path` is where modules are looked for first; for a
-    `built_in` workload it comes last, and is empty unless the user has written a tracker.
-
-    A rank is a function (`workload`, with `params`) or a program (`script`, as it was typed, or `module`, with
-    `args`), which makes its own process group and sees `local_gpus`, the devices of all of the run's ranks on its host
-    in the order of their local ranks.
-
-    `tracking` is empty where no tracker is on, else {"strict", "queue", "config" (the run's, secrets left out), "name",
-    "resumed_from" (the step of the checkpoint, or None), "folder" ("" where the run directory is not to be seen from
-    the worker: below `staging` then), "trackers": [{"name", "options", "finish_timeout_s", "told"}]}; the driver's
-    driver/tracking/setup.py makes it, tracking/manager.py uses it.
+    `slot` is the number of the slot on its worker. `hosts` is the number of hosts of the run. `local_gpus` are the
+    devices of all ranks of the run on this host, in the order of their local ranks. `use_gpu` is False if the rank
+    trains on the CPU although its slot has a GPU. `shared` is True if the worker sees the run directory.
     """
 
-    run_id: str
-    attempt: int
-    rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     node_rank: int
     slot: int
-    workload: str
-    params: Mapping[str, Any]
-    dist_backend: str
-    dist_timeout_s: float
-    grace_s: float
-    every_epochs: int | None
-    every_steps: int | None
-    every_s: float | None
-    workdir: str
-    sys_path: tuple[str, ...] = ()
-    built_in: bool = False
-    master_addr: str = ""
-    master_port: int = 0
-    shared: bool = True
-    use_gpu: bool = True
-    max_restarts: int = 0
-    asynchronous: bool = True
-    code: str = ""  # the hash of the code that has come along, "" where the rank sees the project itself
-    prepare: Mapping[str, Any] = field(default_factory=dict)
-    max_failures: int = 5
-    gpu: str | None = None
-    staging: str = ""
-    resume_from: str = ""
-    inputs: str = ""  # the folder with what the driver has prepared, "" where there is none
-    cpu_threads: int = 1
-    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     hosts: int = 1
     local_gpus: tuple[str, ...] = ()
+    use_gpu: bool = True
+    shared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """How ranks find each other: the torch.distributed backend, and the TCPStore at `master_addr`:`master_port`.
+
+    `timeout_s` limits each collective operation. `master_port` is 0 until the worker of rank 0 has opened the store.
+    """
+
+    backend: str
+    timeout_s: float
+    master_addr: str = ""
+    master_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """When and how a rank saves. `resume_from` is the folder of the checkpoint to load, "" to start from scratch."""
+
+    every_epochs: int | None = None
+    every_steps: int | None = None
+    every_s: float | None = None
+    asynchronous: bool = True
+    max_failures: int = 5
+    resume_from: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What the rank executes: a function (`workload`, called with `params`) or a program.
+
+    A program is a file (`script`, as the user typed it) or a `module`. It gets `args`, creates its own process group,
+    and sees the devices `Placement.local_gpus`. `sys_path` are the folders where modules are searched first; for a
+    `built_in` workload they are searched last, and are empty unless the user wrote a tracker. `content_hash` names the
+    copy of the project's code on this host; it is "" if the worker sees the project itself. `inputs` is the folder of
+    the inputs that the driver prepared, or "".
+    """
+
+    workload: str
+    workdir: str
+    params: Mapping[str, Any] = field(default_factory=dict)
     script: str = ""
     module: str = ""
     args: tuple[str, ...] = ()
     local_rank_arg: bool = False
+    sys_path: tuple[str, ...] = ()
+    built_in: bool = False
+    content_hash: str = ""
+    inputs: str = ""
     full_traceback: bool = False
-    tracking: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    alive_s: float = 2.0  # without another word of the rank, until its worker tells that it is there
 
     @property
     def is_script(self) -> bool:
         """Whether the rank is a program of its own, not a function."""
         return bool(self.script or self.module)
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """What the worker and the rank need to know of the failure policy.
+
+    `grace_s` is the time between SIGTERM and SIGKILL. `alive_s` is the time without another message of the rank after
+    which its worker reports that the rank is alive.
+    """
+
+    grace_s: float
+    alive_s: float = 2.0
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerSpec:
+    """One tracker of a rank; `told` is what the driver tells it (for W&B: the run's id, the mode, and so on)."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    finish_timeout_s: float = 30.0
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingSpec:
+    """The trackers of a rank, and what all of them share.
+
+    `queue` is how many items may wait for a tracker. `config` is the run's configuration without secrets.
+    `resumed_from` is the step of the checkpoint that the attempt starts from. `folder` is where trackers write, "" if
+    the worker does not see the run directory (they then write below the staging folder).
+    """
+
+    trackers: tuple[TrackerSpec, ...]
+    name: str = ""
+    strict: bool = False
+    queue: int = 10_000
+    config: Mapping[str, Any] = field(default_factory=dict)
+    resumed_from: int | None = None
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What the worker fills in.
+
+    `gpu` is the only device that the rank sees (an entry for CUDA_VISIBLE_DEVICES), None on the CPU. `environment`
+    lists the variables that were tuned, with their values and who chose them.
+    """
+
+    gpu: str | None = None
+    staging: str = ""
+    cpu_threads: int = 1
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec(_Message):
+    """Everything that one rank needs to run.
+
+    `env` are the environment variables of the run; the worker adds the rest. `env` and `tracking` may contain secrets,
+    so repr omits them. `prepare` are the arguments of ctx.prepare (see config/models.py).
+    """
+
+    run_id: str
+    attempt: int
+    rank: int
+    placement: Placement
+    group: ProcessGroup
+    checkpointing: Checkpointing
+    code: Code
+    supervision: Supervision
+    prepare: Mapping[str, Any] = field(default_factory=dict)
+    tracking: TrackingSpec | None = field(default=None, repr=False)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    host: HostSettings = HostSettings()
+
+    def with_port(self, port: int) -> RankSpec:
+        """Return the spec with the port of the TCPStore."""
+        return dataclasses.replace(self, group=dataclasses.replace(self.group, master_port=port))
 
     @property
     def key(self) -> str:

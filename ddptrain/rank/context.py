@@ -83,27 +83,27 @@ class RankContext:
     @property
     def world_size(self) -> int:
         """How many ranks the run has."""
-        return self._spec.world_size
+        return self._spec.placement.world_size
 
     @property
     def local_rank(self) -> int:
         """This process among the run's ranks on its host."""
-        return self._spec.local_rank
+        return self._spec.placement.local_rank
 
     @property
     def local_world_size(self) -> int:
         """How many of the run's ranks are on this host."""
-        return self._spec.local_world_size
+        return self._spec.placement.local_world_size
 
     @property
     def node_rank(self) -> int:
         """This host among the run's hosts."""
-        return self._spec.node_rank
+        return self._spec.placement.node_rank
 
     @property
     def inputs(self) -> Path | None:
         """The folder of what the driver has prepared for all ranks; None where the workload prepares nothing."""
-        return Path(self._spec.inputs) if self._spec.inputs else None
+        return Path(self._spec.code.inputs) if self._spec.code.inputs else None
 
     @property
     def preempted(self) -> bool:
@@ -120,7 +120,7 @@ class RankContext:
     @property
     def resume_folder(self) -> Path | None:
         """The folder of the checkpoint that this attempt goes on from, if any."""
-        return Path(self._spec.resume_from) if self._spec.resume_from else None
+        return Path(self._spec.checkpointing.resume_from) if self._spec.checkpointing.resume_from else None
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
@@ -334,7 +334,7 @@ class RankContext:
         if not (due or last or ends):
             return False
         self._save(model, optimizer, int(step), optional("epoch", epoch), metrics, rank_state, more)
-        if not self._spec.asynchronous or ends:
+        if not self._spec.checkpointing.asynchronous or ends:
             self._saver.wait()
         if ends and not last:
             self._emitter.emit(events.Preempted(time.time_ns(), int(step)))
@@ -390,7 +390,7 @@ class RankContext:
         """
         self._calls.saves = True
         self._meet("resume", self._gang_calls.enter("resume"))
-        if not self._spec.resume_from:
+        if not self._spec.checkpointing.resume_from:
             return None
         resumed, self._places = loaded(self._spec, self.device, model, optimizer, more, self._note)
         self._due.step = resumed.step

@@ -65,7 +65,7 @@ class Obeying:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _preempt(self) -> None:
-        grace_s = self.spec.grace_s
+        grace_s = self.spec.supervision.grace_s
         self.calls.notified = True
         self.tracked.hurry(grace_s - min(_PREEMPT_MARGIN_S, grace_s / 4))
         if self.state() != "crashed":
@@ -79,7 +79,7 @@ class Obeying:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _stop(self) -> None:
-        self.tracked.hurry(self.spec.grace_s)
+        self.tracked.hurry(self.spec.supervision.grace_s)
         ours = self._is_ours()
         if ours:
             self.tracked.end(self.state())

@@ -30,7 +30,7 @@ class Files:
 
     def new_staging(self, kind: str) -> Path:
         """A path in the staging folder that nobody else has."""
-        return Path(self._spec.staging) / f"{kind}-{next(self._counter)}"
+        return Path(self._spec.host.staging) / f"{kind}-{next(self._counter)}"
 
     def save(self, path: str, data: bytes | str | Path, lend: Callable[[Path], None] | None = None) -> None:
         """Hand over a file for artifacts/`path`; `lend` is called with the file before the driver may take it away.

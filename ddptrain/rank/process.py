@@ -102,15 +102,15 @@ def _enter_environment(spec: RankSpec) -> None:
     """Make this process look as if it had been started with the rank's environment, folder and path."""
     os.environ.clear()
     os.environ.update(spec.env)
-    os.chdir(spec.workdir)
+    os.chdir(spec.code.workdir)
     # A script sees its own folder first, and no other; scripts.run sees to it.
-    entries = [*(spec.sys_path if not spec.script else ())]
-    if names_working_directory(spec.env) and spec.workdir not in entries:
-        entries.append(spec.workdir)
+    entries = [*(spec.code.sys_path if not spec.code.script else ())]
+    if names_working_directory(spec.env) and spec.code.workdir not in entries:
+        entries.append(spec.code.workdir)
     kept = [entry for entry in sys.path if entry not in entries]
-    sys.path[:] = [*kept, *entries] if spec.built_in else [*entries, *kept]
+    sys.path[:] = [*kept, *entries] if spec.code.built_in else [*entries, *kept]
     importlib.invalidate_caches()
-    sys.argv = [spec.workload]
+    sys.argv = [spec.code.workload]
     random.seed()
     tz = getattr(time, "tzset", None)
     if tz is not None:
@@ -155,10 +155,10 @@ class _Rank:
             device = self._set_up_torch()
             self._emit_started(device)
             current.provide(lambda: self._own_context(device))
-            if self.spec.is_script:
+            if self.spec.code.is_script:
                 self._work(lambda: script.run(self.spec, self.tracked.begin))
             else:
-                call = bind(load_function(self.spec.workload), self.spec.params)
+                call = bind(load_function(self.spec.code.workload), self.spec.code.params)
                 self._dispatch(call, device)
         except SystemExit as stop:
             if not (self.failed or self.finished or self.preempted):
@@ -186,21 +186,21 @@ class _Rank:
 
         workers.protect()
         np.random.seed(None)  # forks share the server's state otherwise
-        torch.set_num_threads(self.spec.cpu_threads)
-        timeout = dt.timedelta(seconds=self.spec.dist_timeout_s)
-        if self.spec.gpu is None:
+        torch.set_num_threads(self.spec.host.cpu_threads)
+        timeout = dt.timedelta(seconds=self.spec.group.timeout_s)
+        if self.spec.host.gpu is None:
             device = torch.device("cpu")
         else:
-            device = torch.device("cuda", self.spec.local_rank if self.spec.is_script else 0)
-        if self.spec.is_script:
+            device = torch.device("cuda", self.spec.placement.local_rank if self.spec.code.is_script else 0)
+        if self.spec.code.is_script:
             return device  # how long its collectives may take, and what touches the device first, is the script's
         # dispatch_with_ddp has no timeout argument: these are init_process_group's defaults.
         vars(c10d).update(default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
-        if self.spec.gpu is None:
+        if self.spec.host.gpu is None:
             return device
         if not torch.cuda.is_available():
             raise RuntimeError(
-                f"this rank was given GPU {self.spec.gpu}, but torch sees none: check the driver and torch's build"
+                f"this rank was given GPU {self.spec.host.gpu}, but torch sees none: check the driver and torch's build"
             )
         torch.cuda.set_device(device)
         return device
@@ -214,7 +214,7 @@ class _Rank:
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 device=self._device_name(device),
-                environment=self.spec.environment,
+                environment=self.spec.host.environment,
                 versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
             )
         )
@@ -225,7 +225,7 @@ class _Rank:
         if device.type != "cuda":
             return "cpu"
         # Asking for the name brings CUDA up, which is the script's to do: it may fork first.
-        return str(self.spec.gpu) if self.spec.is_script else torch.cuda.get_device_name(device)
+        return str(self.spec.host.gpu) if self.spec.code.is_script else torch.cuda.get_device_name(device)
 
     def _dispatch(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
         """Let dask_pytorch_ddp bring the process group up, call the function, and bring it down."""
@@ -234,13 +234,13 @@ class _Rank:
         self.phase = "rendezvous"
         dispatch_with_ddp(
             self._call,
-            self.spec.master_addr,
-            self.spec.master_port,
+            self.spec.group.master_addr,
+            self.spec.group.master_port,
             self.spec.rank,
-            self.spec.world_size,
+            self.spec.placement.world_size,
             function,
             device,
-            backend=self.spec.dist_backend,
+            backend=self.spec.group.backend,
         )
 
     def _call(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
@@ -308,7 +308,7 @@ class _Rank:
     def _end_tracking(self) -> None:
         """Trackers of a rank that has failed finish at once: it is about to be stopped."""
         if self.failed:
-            self.tracked.hurry(self.spec.grace_s)
+            self.tracked.hurry(self.spec.supervision.grace_s)
             self.tracked.end(self._state())
 
     def _returned(self, value: Any) -> None:
@@ -326,11 +326,11 @@ class _Rank:
         """The failure has been told, or the gang is being stopped: a checkpoint that is being written is still kept."""
         if self.context is not None:
             with contextlib.suppress(Exception):
-                self.context.close(self.spec.grace_s, failed=True)
+                self.context.close(self.spec.supervision.grace_s, failed=True)
 
     def _meet(self) -> None:
         """Wait for all ranks: one that fails or ends at once would look like a lost peer to those still connecting."""
-        if self.spec.dist_backend == "gloo":  # NCCL connects later, at the first collective
+        if self.spec.group.backend == "gloo":  # NCCL connects later, at the first collective
             from torch import distributed
 
             distributed.barrier()
@@ -344,7 +344,7 @@ class _Rank:
         if code == 0:
             self._finish()
             return
-        if code == EXIT_PREEMPTED and (self.spec.is_script or self.calls.notified):
+        if code == EXIT_PREEMPTED and (self.spec.code.is_script or self.calls.notified):
             self.preempted = True
             self.emitter.emit(events.Preempted(time.time_ns(), step=0))
             return
@@ -357,7 +357,7 @@ class _Rank:
     def _failure_event(self, error: BaseException) -> None:
         faults.name_search_path(error)
         trace = faults.user_traceback(error)
-        print(trace if self.spec.full_traceback else folded(trace), end="", file=sys.stderr)
+        print(trace if self.spec.code.full_traceback else folded(trace), end="", file=sys.stderr)
         failure, recorded = faults.failure(error, self.phase), self._recorded()
         if recorded is not None and recorded.message.partition("\n")[0] not in failure.message:
             failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
@@ -365,7 +365,7 @@ class _Rank:
 
     def _recorded(self) -> events.Failure | None:
         """What a script has written as its error, as torch elastic's record() does."""
-        return error_file.take(Path(self.spec.staging) / ERROR_FILE) if self.spec.is_script else None
+        return error_file.take(Path(self.spec.host.staging) / ERROR_FILE) if self.spec.code.is_script else None
 
     def _fail(self, failure: events.Failure) -> None:
         self.failed = True

@@ -24,16 +24,16 @@ def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
     """
     _be_fresh(spec)
     main = _new_main()
-    if spec.script:
+    if spec.code.script:
         path = find_script(spec)
         sys.path.insert(0, str(path.resolve().parent))
-        sys.argv = [spec.script, *_arguments(spec)]
+        sys.argv = [spec.code.script, *_arguments(spec)]
         main.__file__ = str(path)
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", str(path))
         code = _compiled(path)
     else:
         sys.argv = ["-m", *_arguments(spec)]
-        found = _find_module(spec.module)
+        found = _find_module(spec.code.module)
         sys.argv[0] = str(found.origin)
         main.__file__, main.__loader__, main.__spec__ = found.origin, found.loader, found
         main.__package__ = found.parent
@@ -45,22 +45,22 @@ def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
 
 def find_script(spec: RankSpec) -> Path:
     """The file: where it was typed to be, as seen from where the user's code lies. Raises FileNotFoundError."""
-    folders = dict.fromkeys((*spec.sys_path, spec.workdir))
+    folders = dict.fromkeys((*spec.code.sys_path, spec.code.workdir))
     for folder in folders:
-        path = Path(folder) / spec.script
+        path = Path(folder) / spec.code.script
         if path.is_file():
             return Path(os.path.abspath(path))
-    looked = f" (looked for in {', '.join(folders)})" if not os.path.isabs(spec.script) else ""
-    raise FileNotFoundError(f"there is no script {spec.script} on host {socket.gethostname()}{looked}")
+    looked = f" (looked for in {', '.join(folders)})" if not os.path.isabs(spec.code.script) else ""
+    raise FileNotFoundError(f"there is no script {spec.code.script} on host {socket.gethostname()}{looked}")
 
 
 def _arguments(spec: RankSpec) -> list[str]:
-    return [f"--local-rank={spec.local_rank}"] * spec.local_rank_arg + list(spec.args)
+    return [f"--local-rank={spec.placement.local_rank}"] * spec.code.local_rank_arg + list(spec.code.args)
 
 
 def _be_fresh(spec: RankSpec) -> None:
     """What was noted when the rank server started is as it would be in a program that starts now."""
-    multiprocessing.process.ORIGINAL_DIR = spec.workdir  # type: ignore[attr-defined]  # children find __main__ by it
+    multiprocessing.process.ORIGINAL_DIR = spec.code.workdir  # type: ignore[attr-defined]  # children use it to find __main__
 
 
 def _new_main() -> types.ModuleType:

@@ -36,7 +36,7 @@ class Stacks:
         self._emitter = emitter
         self._counter = itertools.count()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        dump_fd = os.open(Path(spec.staging) / STACKS_DUMP, flags, 0o600)  # from the start: C code can open no file
+        dump_fd = os.open(Path(spec.host.staging) / STACKS_DUMP, flags, 0o600)  # opened now: C code cannot open files
         faulthandler.register(STACKS_SIGNAL, file=dump_fd, all_threads=True)
 
     def tell(self) -> None:
@@ -49,7 +49,7 @@ class Stacks:
         main = frames.get(threading.main_thread().ident or 0)
         self._emitter.emit(self._event(main))
         data = _text(self._spec, frames).encode("utf-8", "backslashreplace")
-        staged = Path(self._spec.staging) / f"stacks-{next(self._counter)}"
+        staged = Path(self._spec.host.staging) / f"stacks-{next(self._counter)}"
         staged.write_bytes(data)
         path = stacks_path(self._spec.attempt, self._spec.rank)
         digest = hashlib.sha256(data).hexdigest()

@@ -154,7 +154,8 @@ class Tracked:
         from ddptrain.tracking.factory import tracking_folder
 
         folder = tracking_folder(self._spec)
-        if self._carried or self._spec.tracking.get("folder") or not folder.is_dir():
+        tracking = self._spec.tracking
+        if self._carried or (tracking and tracking.folder) or not folder.is_dir():
             return
         self._carried = True
         for path in sorted(folder.rglob("*")):

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from ddptrain.config.registry import TRACKER_PACKAGES, TRACKERS, tracker_target
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
 from ddptrain.redact import hide_known, known_secrets
 from ddptrain.tracking.items import Checkpoint, Item, Model
 from ddptrain.tracking.manager import Hub
@@ -30,14 +30,14 @@ _importing = threading.RLock()
 
 def open_hub(spec: RankSpec, emit: Emit) -> Hub | None:
     """The hub of a rank, its trackers starting; None where it has none."""
-    chosen = spec.tracking.get("trackers") or ()
-    if not chosen:
+    tracking = spec.tracking
+    if tracking is None:
         return None
     _keep_forks_apart()
-    emit = _without_secrets(emit, [each.get("options") for each in chosen])
-    wanted = [_wanted(each, spec, emit) for each in chosen]
-    limit, strict = int(spec.tracking.get("queue", 10_000)), bool(spec.tracking.get("strict"))
-    return Hub(wanted, emit, Path(spec.staging) / _LENT, queue=limit, strict=strict)
+    emit = _without_secrets(emit, [each.options for each in tracking.trackers])
+    wanted = [_wanted(each, tracking, spec, emit) for each in tracking.trackers]
+    lent = Path(spec.host.staging) / _LENT
+    return Hub(wanted, emit, lent, queue=tracking.queue, strict=tracking.strict)
 
 
 def _without_secrets(emit: Emit, options: list[Any]) -> Emit:
@@ -53,25 +53,27 @@ def _without_secrets(emit: Emit, options: list[Any]) -> Emit:
 
 def tracking_folder(spec: RankSpec) -> Path:
     """Where trackers of this rank write: the run directory's tracking/, or what will be brought there."""
-    return Path(spec.tracking.get("folder") or Path(spec.staging) / FOLDER)
+    return Path((spec.tracking and spec.tracking.folder) or Path(spec.host.staging) / FOLDER)
 
 
-def _wanted(chosen: Mapping[str, Any], spec: RankSpec, emit: Emit) -> Wanted:
-    name, options = str(chosen["name"]), chosen.get("options") or {}
+def _wanted(chosen: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, emit: Emit) -> Wanted:
+    name, options = chosen.name, chosen.options
     declined: list[type[Item]] = [] if options.get("checkpoints") is True else [Checkpoint]
     if options.get("watch", "off") in ("off", False, None):
         declined.append(Model)
-    facts = _facts(name, chosen.get("told") or {}, spec, emit)
+    facts = _facts(chosen, tracking, spec, emit)
     return Wanted(
         name,
         lambda: cast(Tracker, load(name)(options)),
         facts,
-        float(chosen.get("finish_timeout_s", 30.0)),
+        chosen.finish_timeout_s,
         tuple(declined),
     )
 
 
-def _facts(name: str, told: Mapping[str, Any], spec: RankSpec, emit: Emit) -> Facts:
+def _facts(chosen: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, emit: Emit) -> Facts:
+    name = chosen.name
+
     def tell(text: str) -> None:
         with suppress(Exception):  # a full disk, which is told of elsewhere
             emit(events.Note(time.time_ns(), f"{name}: {text}"))
@@ -82,18 +84,18 @@ def _facts(name: str, told: Mapping[str, Any], spec: RankSpec, emit: Emit) -> Fa
 
     return Facts(
         run_id=spec.run_id,
-        name=str(spec.tracking.get("name", "")),
+        name=tracking.name,
         attempt=spec.attempt,
         rank=spec.rank,
-        world_size=spec.world_size,
-        local_rank=spec.local_rank,
-        node_rank=spec.node_rank,
-        hosts=spec.hosts,
+        world_size=spec.placement.world_size,
+        local_rank=spec.placement.local_rank,
+        node_rank=spec.placement.node_rank,
+        hosts=spec.placement.hosts,
         folder=tracking_folder(spec),
-        config=spec.tracking.get("config") or {},
-        resumed_from=spec.tracking.get("resumed_from"),
+        config=tracking.config,
+        resumed_from=tracking.resumed_from,
         resumed=spec.attempt > 1,  # attempts are counted over all commands that the run was resumed with
-        told=told,
+        told=chosen.told,
         tell=tell,
         found=found,
     )

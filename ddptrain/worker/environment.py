@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddptrain.protocol.exec_env import without_working_directory
-from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
+from ddptrain.protocol.rank_spec import ERROR_FILE, HostSettings, RankSpec
 from ddptrain.worker.diagnostics import FLIGHT_RECORD
 
 # glibc gives pages back to the kernel after every training step and faults them in again for the next: a third of a
@@ -60,15 +60,15 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
     `environ` is the worker's, without the nanny's additions.
     """
     chosen = {**environ, **spec.env}
-    gpu = place.gpu if spec.use_gpu else None
-    threads = max(1, place.cpus // spec.local_world_size)
+    gpu = place.gpu if spec.placement.use_gpu else None
+    threads = max(1, place.cpus // spec.placement.local_world_size)
     tuned = {**tuned_defaults(), "OMP_NUM_THREADS": str(threads)}
     if place.interface is not None:
         tuned["GLOO_SOCKET_IFNAME"] = place.interface  # gloo asks the host's name otherwise: often a wrong address
-    if "nccl" in spec.dist_backend:
+    if "nccl" in spec.group.backend:
         tuned |= _flight_recorder(place.staging)
     env = {**tuned, **chosen, **_contract(spec, gpu, place.staging)}
-    if spec.built_in:
+    if spec.code.built_in:
         env = without_working_directory(env)
     report = {
         name: {"value": env[name], "source": "user" if name in chosen else "ddptrain"}
@@ -77,7 +77,7 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
     }
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
-    return dataclasses.replace(spec, env=env, gpu=gpu, cpu_threads=threads, staging=place.staging, environment=report)
+    return dataclasses.replace(spec, env=env, host=HostSettings(gpu, place.staging, threads, report))
 
 
 def _flight_recorder(staging: str) -> dict[str, str]:
@@ -102,10 +102,10 @@ def interface_of(host: str) -> str | None:
 def _script_contract(spec: RankSpec, staging: str) -> dict[str, str | int]:
     """What else torchrun's own scripts may ask for: all ranks have one role, and a file for their error."""
     return {
-        "GROUP_WORLD_SIZE": spec.hosts,
+        "GROUP_WORLD_SIZE": spec.placement.hosts,
         "ROLE_NAME": "default",
         "ROLE_RANK": spec.rank,
-        "ROLE_WORLD_SIZE": spec.world_size,
+        "ROLE_WORLD_SIZE": spec.placement.world_size,
         "TORCHELASTIC_ERROR_FILE": f"{staging}/{ERROR_FILE}",
     }
 
@@ -114,21 +114,21 @@ def _contract(spec: RankSpec, gpu: str | None, staging: str) -> dict[str, str]:
     """What torchrun promises to a rank, and the device that this one sees."""
     variables: dict[str, str | int] = {
         "RANK": spec.rank,
-        "WORLD_SIZE": spec.world_size,
-        "LOCAL_RANK": spec.local_rank,
-        "LOCAL_WORLD_SIZE": spec.local_world_size,
-        "GROUP_RANK": spec.node_rank,
-        "MASTER_ADDR": spec.master_addr,
-        "MASTER_PORT": spec.master_port,
+        "WORLD_SIZE": spec.placement.world_size,
+        "LOCAL_RANK": spec.placement.local_rank,
+        "LOCAL_WORLD_SIZE": spec.placement.local_world_size,
+        "GROUP_RANK": spec.placement.node_rank,
+        "MASTER_ADDR": spec.group.master_addr,
+        "MASTER_PORT": spec.group.master_port,
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": spec.attempt - 1,
-        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+        "TORCHELASTIC_MAX_RESTARTS": spec.supervision.max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins the store as a client, too: it has a process of its own
         "DDPTRAIN_RUN_ID": spec.run_id,
         "CUDA_VISIBLE_DEVICES": gpu if gpu is not None else "",
     }
-    if spec.is_script:
+    if spec.code.is_script:
         variables |= _script_contract(spec, staging)
-        if gpu is not None and spec.local_gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.local_gpus)  # LOCAL_RANK is an index into these
+        if gpu is not None and spec.placement.local_gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.placement.local_gpus)  # LOCAL_RANK is an index into these
     return {name: str(value) for name, value in variables.items()}

@@ -71,11 +71,11 @@ class _RankTask:
     def run(self) -> str:
         self.spool.create()
         spec = self._completed()
-        self.host.hold(spec.key, spec.key, spec.grace_s)
+        self.host.hold(spec.key, spec.key, spec.supervision.grace_s)
         append = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         log_fd, events_fd = os.open(self.spool.log, append), os.open(self.spool.events, append)
         try:
-            self.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd, self.host.place_of(spec.slot))
+            self.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd, self.host.place_of(spec.placement.slot))
         finally:
             os.close(log_fd)
             os.close(events_fd)
@@ -85,19 +85,19 @@ class _RankTask:
 
     def _completed(self) -> RankSpec:
         spec = self._with_rendezvous()
-        if not os.path.isdir(spec.workdir):  # the driver's folder, on a host that doesn't have it
-            spec = dataclasses.replace(spec, workdir=str(self.spool.folder))
-        gpu = self.host.gpu_of(spec.slot)
+        if not os.path.isdir(spec.code.workdir):  # the driver's folder, on a host that doesn't have it
+            spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))
+        gpu = self.host.gpu_of(spec.placement.slot)
         place = environment.Place(gpu, cpu_count(), self.host.interface, str(self.spool.staging))
         return environment.complete(spec, self.host.environ, place)
 
     def _with_rendezvous(self) -> RankSpec:
         """Rank 0's task opens the gang's store and publishes its port; the others were told it."""
-        if self.spec.rank != 0 or self.spec.master_port:  # the client may have had it opened before
+        if self.spec.rank != 0 or self.spec.group.master_port:  # the client may have had it opened before
             return self.spec
-        port = self.host.open_store(self.spec.key, self.spec.master_addr)
+        port = self.host.open_store(self.spec.key, self.spec.group.master_addr)
         self._notify(store_port=port)
-        return dataclasses.replace(self.spec, master_port=port)
+        return self.spec.with_port(port)
 
     def _watch(self) -> str:
         pause_s = POLL_S
@@ -108,7 +108,7 @@ class _RankTask:
                 told_to_leave = True
                 self._notify(leaving=True)
             self._look()
-            if time.monotonic() - self.told_at > self.spec.alive_s:
+            if time.monotonic() - self.told_at > self.spec.supervision.alive_s:
                 self._notify(alive=True, **self._use())
         diagnostics.hand_over_flight_record(self.spool, self.spec)
         diagnostics.hand_over_error(self.spool, report["status"])
@@ -120,7 +120,8 @@ class _RankTask:
     def _use(self) -> dict[str, float]:
         """How much CPU time the rank has used, and how busy its GPU is, where that is known."""
         use = {"cpu_s": self.vitals.cpu_s() if self.vitals is not None else 0.0}
-        percent = gpu_percent(gpu) if (gpu := self.host.gpu_of(self.spec.slot)) and self.spec.use_gpu else None
+        gpu = self.host.gpu_of(self.spec.placement.slot) if self.spec.placement.use_gpu else None
+        percent = gpu_percent(gpu) if gpu else None
         return use if percent is None else {**use, "gpu_percent": percent}
 
     def _look(self) -> None:
@@ -152,7 +153,7 @@ class _RankTask:
         sizes = dict(zip(("log", "events"), self.spool.sizes(), strict=True))
         if sizes == self.told:
             return False
-        if self.spec.shared:
+        if self.spec.placement.shared:
             self._notify(sizes=sizes)
         else:
             self._send_bytes(sizes)

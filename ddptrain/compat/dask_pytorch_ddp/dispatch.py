@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import queue
@@ -20,7 +19,16 @@ from ddptrain.compat.dask_pytorch_ddp import gangwatch, job
 from ddptrain.driver.reservation import Watchers, Wish
 from ddptrain.driver.worker_group import Gang, Place
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec
+from ddptrain.protocol.rank_spec import (
+    DIST_TIMEOUTS_S,
+    SLOT_RESOURCE,
+    Checkpointing,
+    Code,
+    Placement,
+    ProcessGroup,
+    RankSpec,
+    Supervision,
+)
 from ddptrain.results.layout import new_run_id
 
 if TYPE_CHECKING:
@@ -33,7 +41,6 @@ logger = logging.getLogger(__name__)
 _WORKLOAD = "ddptrain.compat.dask_pytorch_ddp.rankside:main"
 _START_S = 60.0  # for a first worker to appear
 _WAIT_S = 300.0  # in line, for slots that others hold
-_DIST_TIMEOUT_S = 1800.0  # as torch has it
 
 
 def run(
@@ -114,22 +121,13 @@ def _specs(run_id: str, places: Sequence[Place], backend: str | None) -> list[Ra
             run_id=run_id,
             attempt=1,
             rank=place.rank,
-            world_size=len(places),
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
-            node_rank=place.node_rank,
-            slot=place.slot.index,
-            workload=_WORKLOAD,
-            params={},
-            dist_backend=chosen,
-            dist_timeout_s=_DIST_TIMEOUT_S,
-            grace_s=gangwatch.GRACE_S,
-            every_epochs=1,
-            every_steps=None,
-            every_s=None,
-            workdir=os.getcwd(),
-            sys_path=_search_path(),
-            master_addr=places[0].slot.host,
+            placement=Placement(
+                len(places), place.local_rank, place.local_world_size, place.node_rank, place.slot.index
+            ),
+            group=ProcessGroup(chosen, DIST_TIMEOUTS_S["gloo"], places[0].slot.host),
+            checkpointing=Checkpointing(every_epochs=1),
+            code=Code(_WORKLOAD, os.getcwd(), sys_path=_search_path()),
+            supervision=Supervision(gangwatch.GRACE_S),
         )
         for place in places
     ]
@@ -144,9 +142,9 @@ def _search_path() -> tuple[str, ...]:
 def _store_port(client: Client, first: RankSpec, place: Place) -> int:
     worker = place.slot.worker
     try:
-        ports = client.run(job.open_store, first.run_id, first.key, first.master_addr, workers=[worker])
+        ports = client.run(job.open_store, first.run_id, first.key, first.group.master_addr, workers=[worker])
     except OSError as error:
-        raise ClusterError(f"the worker {worker} can't listen on {first.master_addr}: {error}") from error
+        raise ClusterError(f"the worker {worker} can't listen on {first.group.master_addr}: {error}") from error
     return int(ports[worker])
 
 
@@ -155,7 +153,7 @@ def _submit(
 ) -> Future[Any]:
     return client.submit(
         job.run_job,
-        dataclasses.replace(spec, master_port=port).to_json(),
+        spec.with_port(port).to_json(),
         pickled,
         given,
         key=spec.key,

@@ -46,8 +46,11 @@ def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> A
     )  # what is pickled stays so: torch is not for this process
     spec = dataclasses.replace(
         spec,
-        params={"job": str(job), "answer": str(answer)},
-        sys_path=(*spec.sys_path, worker.local_directory),  # Client.upload_file puts modules there
+        code=dataclasses.replace(
+            spec.code,
+            params={"job": str(job), "answer": str(answer)},
+            sys_path=(*spec.code.sys_path, worker.local_directory),  # Client.upload_file puts modules there
+        ),
         env={**spec.env, outbox.VARIABLE: str(outbox.make_box(worker, spec.run_id))},
     )
     log = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank).log

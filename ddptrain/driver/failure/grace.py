@@ -15,9 +15,9 @@ _TRACKERS_S = 10.0  # for those of such ranks to tell how they have ended
 
 def at_once_s(spec: RankSpec) -> float:
     """The grace of ranks that have nothing to save; `spec` is rank 0's, which has trackers where any has."""
-    return min(_TRACKERS_S, spec.grace_s) if spec.tracking else _AT_ONCE_S
+    return min(_TRACKERS_S, spec.supervision.grace_s) if spec.tracking else _AT_ONCE_S
 
 
 def hung_s(spec: RankSpec) -> float:
     """The grace of ranks that hang; `spec` is rank 0's."""
-    return min(_TRACKERS_S if spec.tracking else _HUNG_S, spec.grace_s)
+    return min(_TRACKERS_S if spec.tracking else _HUNG_S, spec.supervision.grace_s)

@@ -17,7 +17,7 @@ def check_trackers(config: RunConfig) -> None:
     if not config.cluster.is_embedded:
         return
     for tracker in config.tracking.for_rank(0):
-        name = str(tracker["name"])
+        name = tracker.name
         if name in TRACKERS and find_spec(name) is None:
             raise UsageError(
                 f"tracking.{name} is on, but the package {name} is not installed: pip install "

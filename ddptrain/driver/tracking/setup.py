@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from ddptrain.config.load import resolved_config, without_secrets
 from ddptrain.config.models import RunConfig
 from ddptrain.driver.tracking.wandb_credentials import BASE_URL, KEY, find_access
 from ddptrain.driver.worker_group import Place
+from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
 from ddptrain.results.metrics import AllSeries
@@ -49,21 +51,21 @@ class Tracking:
         self._resumed_from = checkpoint.step if checkpoint else None
         self._series = series
 
-    def of(self, place: Place) -> dict[str, Any]:
-        """RankSpec.tracking of the rank at a place; empty where it has no tracker."""
-        chosen = [each for each in self._config.for_rank(place.rank) if each["name"] != WANDB or self._wandb]
+    def of(self, place: Place) -> TrackingSpec | None:
+        """Return RankSpec.tracking of the rank at a place, or None if it has no tracker."""
+        chosen = [each for each in self._config.for_rank(place.rank) if each.name != WANDB or self._wandb]
         if not chosen:
-            return {}
+            return None
         told = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
-        return {
-            "strict": self._config.strict,
-            "queue": self._config.queue,
-            "config": self._facts,
-            "name": self._name,
-            "resumed_from": self._resumed_from,
-            "folder": str(self._writer.layout.tracking_dir) if place.shared else "",
-            "trackers": [{**each, "told": told.get(each["name"], {})} for each in chosen],
-        }
+        return TrackingSpec(
+            trackers=tuple(dataclasses.replace(each, told=told.get(each.name, {})) for each in chosen),
+            name=self._name,
+            strict=self._config.strict,
+            queue=self._config.queue,
+            config=self._facts,
+            resumed_from=self._resumed_from,
+            folder=str(self._writer.layout.tracking_dir) if place.shared else "",
+        )
 
     def _look_at_wandb(self, environ: Mapping[str, str], *, embedded: bool) -> None:
         access = find_access(environ)

@@ -37,8 +37,8 @@ class GangStore:
     """
 
     def __init__(self, spec: RankSpec) -> None:
-        self._address = (spec.master_addr, spec.master_port)
-        self._timeout = dt.timedelta(seconds=spec.dist_timeout_s)
+        self._address = (spec.group.master_addr, spec.group.master_port)
+        self._timeout = dt.timedelta(seconds=spec.group.timeout_s)
         self._prefix = f"ddptrain/{spec.attempt}/"
         self._connections = threading.local()
 
@@ -92,7 +92,7 @@ class Calls:
         self.notified = False  # whether the order to end has come, for a workload that never saves as well
         self.seen = False  # whether the workload knows that it is to end
         self.complete = False  # whether it has saved its last step
-        self.has_saved = bool(spec.resume_from)  # whether there is a checkpoint, of this attempt or one before
+        self.has_saved = bool(spec.checkpointing.resume_from)  # whether any attempt has saved a checkpoint
 
     @property
     def ends_early(self) -> bool:
@@ -113,7 +113,7 @@ class Calls:
                 return
             self.told_to_end = True
             entered = self._entered
-            if self._spec.world_size == 1:
+            if self._spec.placement.world_size == 1:
                 self._last = entered + 1
                 return
         # In a thread: to reach a store that is gone takes its time, and the caller has other orders to hear.
@@ -133,8 +133,8 @@ class Calls:
 
     def _agree(self) -> float:
         """Every rank publishes within a moment of the notice; one that doesn't in grace_s has more to tell."""
-        deadline = time.monotonic() + self._spec.grace_s
-        keys = [f"end/{rank}" for rank in range(self._spec.world_size)]
+        deadline = time.monotonic() + self._spec.supervision.grace_s
+        keys = [f"end/{rank}" for rank in range(self._spec.placement.world_size)]
         try:
             while not all(map(self.store.has, keys)):
                 if time.monotonic() > deadline:
@@ -149,9 +149,9 @@ class Due:
     """Which calls of ctx.checkpoint save: the same ones in every rank."""
 
     def __init__(self, spec: RankSpec, store: GangStore) -> None:
-        self._every_epochs, self._every_steps = spec.every_epochs, spec.every_steps
-        self._pace = Pace(spec, store, spec.every_s) if spec.every_s is not None else None
-        self._always = spec.every_steps is None and spec.every_s is None
+        self._every_epochs, self._every_steps = spec.checkpointing.every_epochs, spec.checkpointing.every_steps
+        self._pace = Pace(spec, store, spec.checkpointing.every_s) if spec.checkpointing.every_s is not None else None
+        self._always = spec.checkpointing.every_steps is None and spec.checkpointing.every_s is None
         self.step = 0
 
     def now(self, call: int, step: int, epoch: float | None) -> bool:
@@ -179,7 +179,7 @@ class Pace:
     """
 
     def __init__(self, spec: RankSpec, store: GangStore, every_s: float) -> None:
-        self._leads, self._alone = spec.rank == 0, spec.world_size == 1
+        self._leads, self._alone = spec.rank == 0, spec.placement.world_size == 1
         self._store = store
         self._every_s = every_s
         self._look_at = 1

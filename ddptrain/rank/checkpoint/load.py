@@ -37,7 +37,7 @@ def loaded(
     note: Callable[[str], None],
 ) -> tuple[Resumed, list[dict[str, int]]]:
     """Load the checkpoint of `spec` into what is given; return it, and where its loaders were."""
-    state = files.read(Path(spec.resume_from), model, optimizer, device)
+    state = files.read(Path(spec.checkpointing.resume_from), model, optimizer, device)
     extra: dict[str, Any] = state["extra"]
     for name, value in more.items():
         if name in extra:
@@ -45,11 +45,11 @@ def loaded(
         else:
             note(f"the checkpoint of step {state['step']} holds no {name!r}: it begins afresh")
     ranks = state.get("ranks") or []
-    own = ranks[spec.rank] if len(ranks) == spec.world_size else None
+    own = ranks[spec.rank] if len(ranks) == spec.placement.world_size else None
     data = {name: _on(device, value) for name, value in extra.items() if name not in more}
     _restore_random(spec, device, ranks, own, note)
     rank_state = own["rank_state"] if own else None
-    resumed = Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or spec.world_size)
+    resumed = Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or spec.placement.world_size)
     return resumed, state.get("loaders") or []
 
 
@@ -59,10 +59,11 @@ def _restore_random(
     if own:
         random_state.restore(own["random"], device)
     elif ranks:
+        world_size = spec.placement.world_size
         note(
-            f"the checkpoint is of {len(ranks)} ranks, this run has {spec.world_size}: it goes on where they were, "
+            f"the checkpoint is of {len(ranks)} ranks, this run has {world_size}: it goes on where they were, "
             "with new random states"
-            if len(ranks) != spec.world_size
+            if len(ranks) != world_size
             else "the checkpoint lacks the random states of some ranks: those are new"
         )
         random_state.reseed(ranks[0]["random"], spec.rank)

@@ -104,7 +104,7 @@ class Saver:
             raise error
 
     def _run(self, save: Save) -> None:
-        if self._spec.asynchronous:
+        if self._spec.checkpointing.asynchronous:
             with suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux: of this thread
         try:
@@ -130,7 +130,7 @@ class Saver:
                 shutil.rmtree(save.folder, ignore_errors=True)
                 failures += 1
                 pause_s = min(2.0 ** (failures - 1), _LONGEST_PAUSE_S)
-                given_up = failures >= self._spec.max_failures or self._hurry.is_set()
+                given_up = failures >= self._spec.checkpointing.max_failures or self._hurry.is_set()
                 self._tell_failure(save, error, failures, given_up)
                 if given_up or self._hurry.wait(pause_s):
                     raise
@@ -142,10 +142,10 @@ class Saver:
 
     def _gathered(self, save: Save) -> list[Any]:
         """What each rank adds, None for one that does not come. Raises _Dropped."""
-        deadline = time.monotonic() + self._spec.dist_timeout_s
+        deadline = time.monotonic() + self._spec.group.timeout_s
         self.gathers = True
         try:
-            others = [self._awaited(rank, save, deadline) for rank in range(1, self._spec.world_size)]
+            others = [self._awaited(rank, save, deadline) for rank in range(1, self._spec.placement.world_size)]
         finally:
             self.gathers = False
         return [snapshot.from_bytes(save.own), *others]

@@ -64,7 +64,7 @@ class GangCalls:
     ) -> Iterator[None]:
         """Within the block the rank may wait for others, in a call that it has entered."""
         before, self._wait = self._wait, Wait(name, step, time.monotonic(), for_others)
-        if self._thread is None and self._spec.world_size > 1:
+        if self._thread is None and self._spec.placement.world_size > 1:
             self._thread = threading.Thread(target=self._watch, name="ddptrain-gang-calls", daemon=True)
             self._thread.start()
         try:
@@ -76,7 +76,7 @@ class GangCalls:
         """Wait until all ranks have come to their call of that name and number."""
         store.set(f"met/{name}/{number}/{self._spec.rank}", "")
         with self.waiting(name):
-            store.wait([f"met/{name}/{number}/{rank}" for rank in range(self._spec.world_size)])
+            store.wait([f"met/{name}/{number}/{rank}" for rank in range(self._spec.placement.world_size)])
 
     def _watch(self) -> None:
         told, next_s = None, FIRST_S

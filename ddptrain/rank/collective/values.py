@@ -44,10 +44,10 @@ class Exchange:
         sums = torch.tensor([code, code * code, first, second], dtype=torch.float64)
         with self._calls.waiting(name):
             if self._group is None:
-                timeout = dt.timedelta(seconds=self._spec.dist_timeout_s)
+                timeout = dt.timedelta(seconds=self._spec.group.timeout_s)
                 self._group = distributed.new_group(backend="gloo", timeout=timeout)
             distributed.all_reduce(sums, group=self._group)
-        size = self._spec.world_size
+        size = self._spec.placement.world_size
         if sums[:2].tolist() != [size * code, size * code * code]:
             raise RuntimeError(
                 f"rank {self._spec.rank} is in ctx.{name}, other ranks are in another call: "

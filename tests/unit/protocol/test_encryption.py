@@ -9,7 +9,7 @@ import pytest
 
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.encryption import SEALED, Opener, has_secrets, open_spec, seal, seal_spec
-from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
 from tests.unit.specs import make_spec
 
 ENV = {"WANDB_API_KEY": "k" * 40, "NAME": "münchen"}
@@ -44,13 +44,13 @@ OWN = {"login": {"password": ["hush-hush"]}, "url": "http://me:hush-hush@there",
 @pytest.mark.parametrize("env", [{}, ENV])
 def test_options_of_trackers_that_hold_secrets_are_sealed_with_the_environment(env: dict[str, str]) -> None:
     worker = Opener()
-    tracking = {"strict": True, "trackers": [{"name": "a:B", "options": OWN, "told": {}}]}
+    tracking = TrackingSpec((TrackerSpec("a:B", OWN),), strict=True)
     spec = make_spec(env=env, tracking=tracking)
     assert "hush-hush" not in repr(spec)
     assert has_secrets(spec)
     sealed = seal_spec(spec, worker.public)
     assert "hush-hush" not in sealed.to_json()
-    assert sealed.tracking["trackers"][0]["options"]["every"] == 3
+    assert sealed.tracking is not None and sealed.tracking.trackers[0].options["every"] == 3
     assert open_spec(sealed, worker) == spec
 
 
@@ -78,7 +78,7 @@ def test_params_and_arguments_that_hold_secrets_are_sealed(fields: dict[str, Any
 
 
 def test_order_without_secrets_is_not_sealed() -> None:
-    spec = make_spec(tracking={"trackers": [{"name": "a:B", "options": {"every": 3, "token": True, "key": ""}}]})
+    spec = make_spec(tracking=TrackingSpec((TrackerSpec("a:B", {"every": 3, "token": True, "key": ""}),)))
     assert not has_secrets(spec)
     assert open_spec(spec, Opener()) == spec
 

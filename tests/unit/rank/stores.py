@@ -19,4 +19,4 @@ class Gang:
     def spec(self, rank: int, world_size: int, **changes: Any) -> RankSpec:
         """A rank of `world_size`."""
         where = {"master_addr": "127.0.0.1", "master_port": self.store.port}
-        return make_spec(**{**where, "rank": rank, "world_size": world_size, "dist_timeout_s": 20.0, **changes})
+        return make_spec(**{**where, "rank": rank, "world_size": world_size, "timeout_s": 20.0, **changes})

@@ -19,7 +19,7 @@ from ddptrain.rank.emitter import Emitter
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
 
-_GANG = ("rank", "world_size", "master_addr", "master_port", "dist_timeout_s")
+_GANG = ("rank", "placement", "group")
 
 
 class Rank:

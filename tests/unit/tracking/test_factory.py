@@ -19,6 +19,7 @@ from ddptrain.config.tracking import TrackingConfig
 from ddptrain.driver.tracking.check import check_trackers
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.trackers import Tracked
 from ddptrain.tracking.factory import load, open_hub
@@ -41,7 +42,7 @@ class Mine:
 
 
 def names(rank: int, **settings: Any) -> list[str]:
-    return [each["name"] for each in TrackingConfig.model_validate(settings).for_rank(rank)]
+    return [each.name for each in TrackingConfig.model_validate(settings).for_rank(rank)]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ def test_section_says_which_ranks_have_which_trackers(
 def test_options_and_time_limits_go_along() -> None:
     config = {"wandb": {"watch": True, "finish_timeout_s": 5.0}, "other": [{"name": "a:B", "options": {"x": 1}}]}
     wandb, other = TrackingConfig.model_validate(config).for_rank(0)
-    assert (wandb["options"]["watch"], wandb["options"]["log_every"], wandb["finish_timeout_s"]) == ("gradients", 10, 5)
-    assert other == {"name": "a:B", "options": {"x": 1}, "finish_timeout_s": 30.0, "told": {}}
+    assert (wandb.options["watch"], wandb.options["log_every"], wandb.finish_timeout_s) == ("gradients", 10, 5)
+    assert other == TrackerSpec("a:B", {"x": 1}, 30.0)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +124,8 @@ def test_users_own_tracker_is_imported_in_its_thread_and_told_the_facts(
     (tmp_path / "sink_a.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     told: list[events.Event] = []
-    chosen = {"name": "sink_a:Mine", "options": {"watch": "all"}, "finish_timeout_s": 60, "told": {"id": "7"}}
-    tracking = {"config": {"a": 1}, "name": "pets", "folder": str(tmp_path / "runs/tracking"), "trackers": [chosen]}
+    chosen = TrackerSpec("sink_a:Mine", {"watch": "all"}, 60.0, {"id": "7"})
+    tracking = TrackingSpec((chosen,), "pets", config={"a": 1}, folder=str(tmp_path / "runs/tracking"))
     hub = open_hub(make_spec(attempt=2, rank=1, staging=str(tmp_path), tracking=tracking), told.append)
     assert hub is not None
     assert hub.wants(Model)
@@ -167,7 +168,7 @@ def test_tracker_that_can_not_be_had_is_off_with_its_reason(
     (tmp_path / "sink_b.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     told: list[events.Event] = []
-    hub = open_hub(make_spec(staging=str(tmp_path), tracking={"trackers": [{"name": name}]}), told.append)
+    hub = open_hub(make_spec(staging=str(tmp_path), tracking=TrackingSpec((TrackerSpec(name),))), told.append)
     assert hub is not None
     hub.end("finished")
     hub.wait()
@@ -181,7 +182,7 @@ def test_process_is_not_forked_in_the_middle_of_a_trackers_import(
 ) -> None:
     (tmp_path / "sink_c.py").write_text(f"import time\ntime.sleep(0.5)\n{MODULE}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    spec = make_spec(staging=str(tmp_path), tracking={"trackers": [{"name": "sink_c:Mine"}]})
+    spec = make_spec(staging=str(tmp_path), tracking=TrackingSpec((TrackerSpec("sink_c:Mine"),)))
     hub = open_hub(spec, lambda event: None)
     assert hub is not None
     while "sink_c" not in sys.modules:

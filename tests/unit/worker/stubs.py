@@ -29,7 +29,7 @@ def run_rank(spec, log_fd, events_fd, orders_fd):
     os.dup2(log_fd, 2)
     os.environ.clear()
     os.environ.update(spec.env)
-    exec(spec.params["code"], {{"spec": spec, "say": lambda *words: print(*words, flush=True)}})
+    exec(spec.code.params["code"], {{"spec": spec, "say": lambda *words: print(*words, flush=True)}})
     return 0
 process.read_spec, process.run_rank = read_spec, run_rank
 sys.modules["ddptrain.rank.server.warmup"], sys.modules["ddptrain.rank.process"] = warmup, process

@@ -38,18 +38,18 @@ def test_torchruns_contract_is_complete() -> None:
 
 def test_cores_are_shared_by_the_ranks_of_a_host() -> None:
     spec = completed({}, cpus=8)
-    assert (spec.env["OMP_NUM_THREADS"], spec.cpu_threads) == ("4", 4)
-    assert completed({}, cpus=1).cpu_threads == 1
+    assert (spec.env["OMP_NUM_THREADS"], spec.host.cpu_threads) == ("4", 4)
+    assert completed({}, cpus=1).host.cpu_threads == 1
 
 
 def test_users_environment_wins_over_what_we_tune() -> None:
     spec = completed({"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1"})
-    assert (spec.env["OMP_NUM_THREADS"], spec.cpu_threads, spec.env["MALLOC_TRIM_THRESHOLD_"]) == ("3", 3, "1")
-    assert spec.environment["OMP_NUM_THREADS"] == {"value": "3", "source": "user"}
+    assert (spec.env["OMP_NUM_THREADS"], spec.host.cpu_threads, spec.env["MALLOC_TRIM_THRESHOLD_"]) == ("3", 3, "1")
+    assert spec.host.environment["OMP_NUM_THREADS"] == {"value": "3", "source": "user"}
 
 
 def test_what_we_tune_is_told_as_ours() -> None:
-    assert completed({}).environment["OMP_NUM_THREADS"]["source"] == "ddptrain"
+    assert completed({}).host.environment["OMP_NUM_THREADS"]["source"] == "ddptrain"
 
 
 def test_configuration_wins_over_the_workers_environment() -> None:
@@ -67,15 +67,15 @@ def test_rank_sees_its_one_gpu_or_none() -> None:
 
 def test_rank_that_shall_use_no_gpu_sees_none() -> None:
     spec = completed({}, gpu="GPU-1", use_gpu=False)
-    assert (spec.gpu, spec.env["CUDA_VISIBLE_DEVICES"]) == (None, "")
+    assert (spec.host.gpu, spec.env["CUDA_VISIBLE_DEVICES"]) == (None, "")
 
 
 def test_gloo_is_told_the_workers_interface_unless_the_user_has_chosen_one() -> None:
     spec = completed({})
     assert spec.env["GLOO_SOCKET_IFNAME"] == "eth7"
-    assert spec.environment["GLOO_SOCKET_IFNAME"] == {"value": "eth7", "source": "ddptrain"}
+    assert spec.host.environment["GLOO_SOCKET_IFNAME"] == {"value": "eth7", "source": "ddptrain"}
     chosen = completed({"GLOO_SOCKET_IFNAME": "ib0"})
-    assert chosen.environment["GLOO_SOCKET_IFNAME"] == {"value": "ib0", "source": "user"}
+    assert chosen.host.environment["GLOO_SOCKET_IFNAME"] == {"value": "ib0", "source": "user"}
     assert completed({}, env={"GLOO_SOCKET_IFNAME": "ib1"}).env["GLOO_SOCKET_IFNAME"] == "ib1"
     assert "GLOO_SOCKET_IFNAME" not in completed({}, interface=None).env
 
@@ -99,7 +99,7 @@ def test_repr_shows_no_environment() -> None:
 
 def test_nccls_flight_recorder_is_on_and_the_user_has_the_last_word() -> None:
     assert not [name for name in completed({}).env if "NCCL" in name]
-    env = completed({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, dist_backend="nccl").env
+    env = completed({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, backend="nccl").env
     assert env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
     assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/s/flight-record-"
@@ -107,7 +107,7 @@ def test_nccls_flight_recorder_is_on_and_the_user_has_the_last_word() -> None:
 
 def test_script_sees_the_gpus_of_all_ranks_beside_it_and_torchruns_other_variables() -> None:
     spec = completed({}, gpu="3", script="train.py", hosts=2, local_gpus=("7", "3"))
-    assert (spec.env["CUDA_VISIBLE_DEVICES"], spec.gpu) == ("7,3", "3")
+    assert (spec.env["CUDA_VISIBLE_DEVICES"], spec.host.gpu) == ("7,3", "3")
     names = ("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE")
     assert [spec.env[name] for name in names] == ["2", "default", "3", "4", "/s/error.json"]
     assert completed({}, gpu="3", local_gpus=("7", "3")).env["CUDA_VISIBLE_DEVICES"] == "3"

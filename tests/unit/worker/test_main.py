@@ -238,7 +238,7 @@ def test_rank_whose_folder_is_not_on_its_host_runs_in_its_spool(dask: DaskBench)
     dask.ours("--slots", "1", "--gpus", "none")
     with dask.driver(workers=1) as driver:
         scratch = driver.attach("ours")["scratch"]
-        assert ended(driver.start("ours", "say(spec.workdir)", workdir="/no/such/folder")).status == 0
+        assert ended(driver.start("ours", "say(spec.code.workdir)", workdir="/no/such/folder")).status == 0
         assert driver.said("ours").startswith(scratch)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -102,13 +101,15 @@ def place(rank: int, *, shared: bool = True) -> Place:
 
 
 def told(tracking: Tracking, rank: int = 0) -> dict[str, Any]:
-    (tracker,) = tracking.of(place(rank))["trackers"]
-    return dict(tracker["told"])
+    spec = tracking.of(place(rank))
+    assert spec is not None
+    (tracker,) = spec.trackers
+    return dict(tracker.told)
 
 
 def test_ranks_of_a_run_without_trackers_are_told_nothing(make: Make) -> None:
     tracking, said = make({"WANDB_API_KEY": KEY}, mode="off")
-    assert (tracking.of(place(0)), tracking.env, said) == ({}, {}, [])
+    assert (tracking.of(place(0)), tracking.env, said) == (None, {}, [])
 
 
 def test_run_with_a_key_is_online(make: Make, writer: RunWriter) -> None:
@@ -116,12 +117,13 @@ def test_run_with_a_key_is_online(make: Make, writer: RunWriter) -> None:
     about = told(tracking)
     assert (about["mode"], about["online"], said) == ("rank0", True, [])
     assert about["id"] == writer.record.tracking["wandb"]["id"]
-    assert tracking.of(place(1)) == {}
+    assert tracking.of(place(1)) is None
     assert tracking.env["WANDB_API_KEY"] == KEY
-    assert KEY not in json.dumps(tracking.of(place(0))) + writer.layout.run_json.read_text() + repr(tracking)
-    assert "wh1sper" not in json.dumps(tracking.of(place(0)))
-    assert tracking.of(place(0))["folder"] == str(writer.layout.root / "tracking")
-    assert tracking.of(place(0, shared=False))["folder"] == ""
+    assert KEY not in repr(tracking.of(place(0))) + writer.layout.run_json.read_text() + repr(tracking)
+    assert "wh1sper" not in repr(tracking.of(place(0)))
+    here, elsewhere = tracking.of(place(0)), tracking.of(place(0, shared=False))
+    assert here is not None and here.folder == str(writer.layout.root / "tracking")
+    assert elsewhere is not None and elsewhere.folder == ""
 
 
 def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: RunWriter) -> None:
@@ -182,7 +184,7 @@ def test_wandb_mode_of_the_configuration_comes_before_that_of_the_shell(
 
 def test_wandb_that_is_disabled_is_off(make: Make) -> None:
     tracking, (line,) = make({"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, mode="process")
-    assert tracking.of(place(0)) == {}
+    assert tracking.of(place(0)) is None
     assert "WANDB_MODE" in line
 
 

@@ -93,7 +93,7 @@ def test_checkpoint_of_a_rank_that_others_leave_alone_is_a_wait(
     monkeypatch.setattr(calls, "FIRST_S", 0.05)
     monkeypatch.setattr(calls, "_LOOK_S", 0.01)
     gang = Gang()
-    rank = Rank(tmp_path, world_size=2, master_addr="127.0.0.1", master_port=gang.store.port, dist_timeout_s=20.0)
+    rank = Rank(tmp_path, world_size=2, master_addr="127.0.0.1", master_port=gang.store.port, timeout_s=20.0)
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1)
     second = threading.Thread(target=lambda: rank.context.checkpoint(model=model, step=2))

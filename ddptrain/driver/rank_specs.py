@@ -1,0 +1,182 @@
+"""Builds the rank specs of an attempt: what each rank is, runs and reports to."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddptrain.config.load import LoadedConfig, search_folders
+from ddptrain.config.models import RunConfig
+from ddptrain.config.registry import is_built_in, workload_target
+from ddptrain.driver.failure.watchdog import alive_s
+from ddptrain.driver.tracking.setup import Tracking
+from ddptrain.driver.transfer.code_package import pack, project_of
+from ddptrain.driver.transfer.code_upload import check_imports, ship
+from ddptrain.driver.transfer.inputs import Inputs
+from ddptrain.driver.worker_group import Gang, Place
+from ddptrain.protocol.code_digest import moved
+from ddptrain.protocol.rank_spec import (
+    DIST_TIMEOUTS_S,
+    Checkpointing,
+    Code,
+    Placement,
+    ProcessGroup,
+    RankSpec,
+    Supervision,
+)
+from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
+from ddptrain.results.checkpoints import MANIFEST
+from ddptrain.results.record import CodeRecord
+from ddptrain.results.writer import RunWriter
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpecs:
+    """Builds the specs of all ranks, and brings to their workers the files that the specs name."""
+
+    loaded: LoadedConfig
+    writer: RunWriter
+    gang: Gang
+    inputs: Inputs
+    tracking: Tracking
+    tell: Callable[[str], None]
+    full_traceback: bool
+
+    def build(self, attempt: int, places: Sequence[Place], checkpoint: VerifiedCheckpoint | None) -> list[RankSpec]:
+        """Return the specs in the order of `places`, with secrets encrypted for the rank's worker."""
+        folders = [""] * len(places)
+        if checkpoint is not None:
+            folders = self.gang.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
+        inputs = self.inputs.place(self.gang, places)
+        specs = [
+            self._spec(attempt, place, places, folder, prepared)
+            for place, folder, prepared in zip(places, folders, inputs, strict=True)
+        ]
+        if not self.loaded.config.cluster.is_embedded:
+            specs = self._with_code(specs, places)
+        return self.gang.sealed(specs, places)
+
+    def _spec(self, attempt: int, place: Place, places: Sequence[Place], resume_from: str, inputs: str) -> RankSpec:
+        config = self.loaded.config
+        return RankSpec(
+            run_id=self.writer.run_id,
+            attempt=attempt,
+            rank=place.rank,
+            placement=placement(place, places, use_gpu=config.cluster.gpus != 0),
+            group=process_group(config, places),
+            checkpointing=checkpointing(config, resume_from),
+            code=dataclasses.replace(code(self.loaded), inputs=inputs, full_traceback=self.full_traceback),
+            supervision=supervision(config),
+            prepare=config.prepare.model_dump(),
+            tracking=self.tracking.of(place),
+            env={**self.tracking.env, **config.env},
+        )
+
+    def _with_code(self, specs: list[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
+        """Copy the project to workers that do not see its folder; return the specs with the paths of the copies."""
+        project = project_of(self.loaded, search_path(self.loaded))
+        if project is None:
+            return specs
+        package = pack(project.folder, [self.writer.layout.root.parent])
+        shipped = ship(self.gang, places, package, project.file, self.loaded.config.code.max_mb, self.tell)
+        if not any(shipped.roots):
+            return specs
+        size = len(package.names), package.size_bytes
+        self.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
+        moved_specs = [
+            dataclasses.replace(spec, code=move_code(spec.code, package.folder, root, shipped.code)) if root else spec
+            for spec, root in zip(specs, shipped.roots, strict=True)
+        ]
+        check_imports(self.gang, places, project.file, [spec.code.sys_path for spec in moved_specs])
+        return moved_specs
+
+
+def placement(place: Place, places: Sequence[Place], *, use_gpu: bool) -> Placement:
+    """Return where a rank runs among all ranks of the run."""
+    return Placement(
+        world_size=len(places),
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+        slot=place.slot.index,
+        hosts=len({other.slot.host for other in places}),
+        local_gpus=_gpus_of_host(place, places) if use_gpu else (),
+        use_gpu=use_gpu,
+        shared=place.shared,
+    )
+
+
+def _gpus_of_host(place: Place, places: Sequence[Place]) -> tuple[str, ...]:
+    """The devices of all ranks on this host in the order of their local ranks; empty if a rank has none."""
+    ranks = sorted((other for other in places if other.slot.host == place.slot.host), key=lambda each: each.local_rank)
+    return tuple(each.gpu for each in ranks) if all(each.gpu for each in ranks) else ()
+
+
+def process_group(config: RunConfig, places: Sequence[Place]) -> ProcessGroup:
+    """Return the backend (nccl if every rank has a GPU, unless the configuration names one), time limit and address."""
+    backend = str(config.dist.backend)
+    if backend == "auto":
+        on_gpus = config.cluster.gpus != 0 and all(place.slot.gpu for place in places)
+        backend = "nccl" if on_gpus else "gloo"
+    return ProcessGroup(backend, config.dist.timeout_s or DIST_TIMEOUTS_S[backend], places[0].slot.host)
+
+
+def checkpointing(config: RunConfig, resume_from: str) -> Checkpointing:
+    """Return the checkpoint settings of a rank that starts from the checkpoint in the folder `resume_from`."""
+    settings = config.checkpoint
+    return Checkpointing(
+        settings.every_epochs,
+        settings.every_steps,
+        settings.every_s,
+        settings.asynchronous,
+        settings.max_failures,
+        resume_from,
+    )
+
+
+def supervision(config: RunConfig) -> Supervision:
+    """Return the part of the failure policy that workers and ranks apply."""
+    failure = config.failure
+    return Supervision(failure.grace_s, alive_s(failure.hang_timeout_s, failure.lost_after_s), failure.max_restarts)
+
+
+def code(loaded: LoadedConfig) -> Code:
+    """Return what the ranks execute, with the paths on the driver's host.
+
+    A built-in workload needs no module from the user's folders, where anybody may have put a `pydantic.py`. It searches
+    them only if the user wrote a tracker.
+    """
+    config = loaded.config
+    script = config.script
+    built_in = is_built_in(config.workload)
+    needs_own_code = not built_in or any(":" in tracker.name for tracker in config.tracking.other)
+    return Code(
+        workload=script.words if script else workload_target(str(config.workload)),
+        workdir=os.getcwd(),
+        params=dict(config.params),
+        script=(script.script or "") if script else "",
+        module=(script.module or "") if script else "",
+        args=tuple(script.args) if script else (),
+        local_rank_arg=script.local_rank_arg if script else False,
+        sys_path=search_path(loaded) if needs_own_code else (),
+        built_in=built_in,
+    )
+
+
+def move_code(code: Code, project: Path, root: str, content_hash: str) -> Code:
+    """Return `code` with all paths below `project` replaced by those in the copy `root`."""
+    return dataclasses.replace(
+        code,
+        content_hash=content_hash,
+        workdir=moved(code.workdir, project, root),
+        script=moved(code.script, project, root) if os.path.isabs(code.script) else code.script,
+        sys_path=tuple(moved(entry, project, root) for entry in code.sys_path),
+    )
+
+
+def search_path(loaded: LoadedConfig) -> tuple[str, ...]:
+    """Return where the workload's module is searched first: beside the YAML file, then in the working directory."""
+    return search_folders(Path(loaded.path))

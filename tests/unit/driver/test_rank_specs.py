@@ -1,0 +1,111 @@
+"""The rank specs that a configuration and its places lead to, with known values."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.clusters.scheduler.slots import Slot
+from ddptrain.config.load import LoadedConfig, load_mapping
+from ddptrain.driver import rank_specs
+from ddptrain.driver.worker_group import Place
+from ddptrain.protocol.rank_spec import Checkpointing, Code, Placement, ProcessGroup, Supervision
+
+
+def load(folder: Path = Path("/project"), **config: Any) -> LoadedConfig:
+    return load_mapping({"workload": "petnames", **config}, folder)
+
+
+def places(*hosts: str, gpus: bool = True) -> list[Place]:
+    """Ranks 0, 1, ... on these hosts; each host's ranks are numbered from 0, and use its GPUs in reverse order."""
+    found = []
+    for rank, host in enumerate(hosts):
+        local, size = hosts[:rank].count(host), hosts.count(host)
+        slot = Slot(f"tcp://{host}", host, local, gpu=gpus)
+        node = list(dict.fromkeys(hosts)).index(host)
+        gpu = f"GPU-{host}-{size - 1 - local}" if gpus else ""
+        found.append(Place(rank, local, size, node, slot, host, Path("/scratch"), False, gpu))
+    return found
+
+
+def test_placement_counts_ranks_and_hosts_and_lists_the_gpus_of_its_host() -> None:
+    three = places("a", "a", "b")
+    assert rank_specs.placement(three[1], three, use_gpu=True) == Placement(
+        3, 1, 2, 0, 1, hosts=2, local_gpus=("GPU-a-1", "GPU-a-0"), use_gpu=True, shared=False
+    )
+    assert rank_specs.placement(three[2], three, use_gpu=True).local_gpus == ("GPU-b-0",)
+    assert rank_specs.placement(three[1], three, use_gpu=False).local_gpus == ()
+
+
+def test_gpus_of_a_host_are_listed_only_if_each_of_its_ranks_has_one() -> None:
+    mixed = [*places("a"), *places("a", gpus=False)]
+    assert rank_specs.placement(mixed[0], mixed, use_gpu=True).local_gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "expected"),
+    [
+        ({}, True, ProcessGroup("nccl", 600.0, "a")),
+        ({}, False, ProcessGroup("gloo", 1800.0, "a")),
+        ({"cluster": {"gpus": 0}}, True, ProcessGroup("gloo", 1800.0, "a")),
+        ({"dist": {"backend": "gloo", "timeout_s": 9}}, True, ProcessGroup("gloo", 9.0, "a")),
+        ({"dist": {"backend": "nccl"}}, False, ProcessGroup("nccl", 600.0, "a")),
+    ],
+)
+def test_backend_follows_the_gpus_and_its_time_limit_the_backend(
+    settings: dict[str, Any], gpus: bool, expected: ProcessGroup
+) -> None:
+    assert rank_specs.process_group(load(**settings).config, places("a", "b", gpus=gpus)) == expected
+
+
+def test_one_rank_without_gpu_makes_the_backend_gloo() -> None:
+    mixed = [*places("a"), *places("b", gpus=False)]
+    assert rank_specs.process_group(load().config, mixed).backend == "gloo"
+
+
+def test_checkpoint_settings_and_failure_policy_are_those_of_the_configuration() -> None:
+    config = load(
+        checkpoint={"every_steps": 7, "asynchronous": False, "max_failures": 2},
+        failure={"grace_s": 4, "max_restarts": 3, "hang_timeout_s": 8, "lost_after_s": 40},
+    ).config
+    assert rank_specs.checkpointing(config, "/from") == Checkpointing(
+        config.checkpoint.every_epochs, 7, None, asynchronous=False, max_failures=2, resume_from="/from"
+    )
+    assert rank_specs.supervision(config) == Supervision(4.0, 2.0, 3)
+
+
+def test_built_in_workload_searches_no_folder_of_the_users(tmp_path: Path) -> None:
+    code = rank_specs.code(load(tmp_path, params={"epochs": 2}))
+    assert code == Code("ddptrain.workloads.petnames.train:train", os.getcwd(), {"epochs": 2}, built_in=True)
+
+
+def test_built_in_workload_with_a_tracker_of_the_user_searches_their_folders(tmp_path: Path) -> None:
+    code = rank_specs.code(load(tmp_path, tracking={"other": [{"name": "mine:Tracker"}]}))
+    assert code.built_in and code.sys_path == (str(tmp_path), os.getcwd())
+
+
+def test_function_of_the_user_is_searched_beside_the_file_first(tmp_path: Path) -> None:
+    code = rank_specs.code(load(tmp_path, workload="mine:train"))
+    assert (code.workload, code.built_in, code.is_script) == ("mine:train", False, False)
+    assert code.sys_path == (str(tmp_path), os.getcwd())
+
+
+def test_script_goes_along_as_it_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "t.py").touch()
+    script = {"script": "t.py", "args": ["--lr", "1"], "local_rank_arg": True}
+    code = rank_specs.code(load(tmp_path, workload=script))
+    assert (code.script, code.module, code.args, code.local_rank_arg) == ("t.py", "", ("--lr", "1"), True)
+    assert code.is_script and code.params == {}
+
+
+def test_copied_code_has_the_paths_of_the_copy_and_leaves_other_paths_alone() -> None:
+    code = Code("m:f", "/home/p/sub", script="/home/p/t.py", sys_path=("/home/p", "/opt/lib"))
+    moved = rank_specs.move_code(code, Path("/home/p"), "/cache/1", "1")
+    assert moved == Code(
+        "m:f", "/cache/1/sub", script="/cache/1/t.py", sys_path=("/cache/1", "/opt/lib"), content_hash="1"
+    )
+    relative = rank_specs.move_code(Code("m:f", "/home/p", script="t.py"), Path("/home/p"), "/cache/1", "1")
+    assert relative.script == "t.py"
