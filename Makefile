@@ -13,7 +13,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train lint format schema test test-integration test-all check long chaos bench wheel release-check clean
+.PHONY: help venv train lint format schema test test-integration test-all check long chaos mutants bench wheel release-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s%s\n' "$$target" "$$what"; done
@@ -58,6 +58,9 @@ check: lint test ## lint and test
 
 chaos: $(INSTALLED) ## break runs in every way, some minutes long; options go into ARGS
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+mutants: $(INSTALLED) ## make small wrong changes that tests must catch; options go into ARGS
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 bench: $(INSTALLED) ## measure against torchrun; options go into ARGS
 	$(BIN)/python -m tests.bench $(ARGS)

@@ -1,0 +1,150 @@
+"""Runs mutants in copies of the working tree: for each, the tests that execute the changed lines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from tests.mutants.generate import Mutant
+from tests.mutants.record import Record, pytest_command, test_environment
+
+_START_S = 60.0  # for Python, pytest and imports of torch on a busy machine
+_SLOWER = 5.0  # than in the recording, for hypothesis takes longer where it has found a failure
+_TREE_AGE_S = 1_000_000.0  # sources of a tree are that old, so that each change of one is seen by its date
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a mutant; `by` is the first test that failed."""
+
+    mutant: Mutant
+    kind: Literal["caught", "timeout", "survived", "not executed"]
+    seconds: float
+    by: str = ""
+
+    @property
+    def is_caught(self) -> bool:
+        """A test failed, or did not end."""
+        return self.kind in {"caught", "timeout"}
+
+
+class Tree:
+    """A copy of the files of a git work tree, those that are not committed included; used by one thread."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="ddptrain-mutants-"))
+        self._changes = 0
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=root, stdout=subprocess.PIPE, check=True
+        )
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (root / name).is_file():
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, self.path / name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def write(self, path: str, content: bytes) -> None:
+        """Change a file. Its date tells Python that the bytecode of before is of another file."""
+        self._changes += 1
+        (self.path / path).write_bytes(content)
+        date = time.time() - _TREE_AGE_S + 10 * self._changes
+        os.utime(self.path / path, (date, date))
+
+    def run(self, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+        """(exit status, output) of pytest up to the first failure; the status is None after the limit."""
+        arguments = self.path / ".mutant-tests"
+        arguments.write_text("\n".join(tests), encoding="utf-8")
+        command = [*pytest_command("-x", "-r", "fE", "--tb", "no"), f"@{arguments}"]
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self.path,
+                env=test_environment(self.path),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status: int | None = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                status = None
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            output.seek(0)
+            return status, output.read().decode(errors="replace")
+
+
+def tests_of(record: Record, mutant: Mutant, statement: tuple[int, int]) -> list[str]:
+    """The tests that execute the mutant's lines, or else its statement; the test files that take less time first.
+
+    Lines that run when the module is imported belong to no test: then the tests that execute any line of the module.
+    """
+    for lines in (
+        range(mutant.lines[0], mutant.lines[1] + 1),
+        range(statement[0], statement[1] + 1),
+        range(1, 100_000),
+    ):
+        by_file = {path: known.executing(mutant.path, lines) for path, known in record.items()}
+        if any(by_file.values()):
+            break
+    seconds = {path: seconds_of(record, tests) for path, tests in by_file.items()}
+    return [test for path in sorted(by_file, key=lambda path: seconds[path]) for test in by_file[path]]
+
+
+def seconds_of(record: Record, tests: Sequence[str]) -> float:
+    """How long tests took when they were recorded."""
+    return sum(record[test.partition("::")[0]].tests[test][1] for test in tests)
+
+
+def outcome(tree: Tree, record: Record, mutant: Mutant, statement: tuple[int, int]) -> Outcome:
+    """Run a mutant. A test that fails without it too, as it is unstable, proves nothing and is left out."""
+    began = time.monotonic()
+    tests = tests_of(record, mutant, statement)
+    source = (tree.path / mutant.path).read_bytes()
+    while tests:
+        tree.write(mutant.path, mutant.apply(source))
+        try:
+            status, output = tree.run(tests, _START_S + _SLOWER * seconds_of(record, tests))
+        finally:
+            tree.write(mutant.path, source)
+        if status is None:
+            return Outcome(mutant, "timeout", time.monotonic() - began)
+        if status == 0:
+            return Outcome(mutant, "survived", time.monotonic() - began)
+        failed = failed_test(output)
+        if failed not in tests or tree.run([failed], _START_S + _SLOWER * seconds_of(record, [failed]))[0] == 0:
+            return Outcome(mutant, "caught", time.monotonic() - began, failed or "import")
+        tests.remove(failed)
+    return Outcome(mutant, "not executed", time.monotonic() - began)
+
+
+def failed_test(output: str) -> str:
+    """The test that failed, by pytest's summary; "" where no test could be run."""
+    for line in output.splitlines():
+        for word in ("FAILED ", "ERROR "):
+            if line.startswith(word):
+                return line.removeprefix(word).partition(" - ")[0]
+    return ""
+
+
+def by_file(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Outcomes by the file that was changed."""
+    found: dict[str, list[Outcome]] = defaultdict(list)
+    for one in outcomes:
+        found[one.mutant.path].append(one)
+    return dict(found)
