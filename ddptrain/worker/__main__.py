@@ -3,8 +3,8 @@
     python -m ddptrain.worker --scheduler tcp://127.0.0.1:8786 --slots 2
     python -m ddptrain.worker --scheduler-file scheduler.json --tls-dir DIR
 
-With `--scheduler -` the address comes as a line on stdin (the driver starts this process before it has a scheduler),
-and the end of stdin ends the process: it belongs to whoever holds the other end.
+With `--scheduler -` the address is a line on stdin, because the driver starts this process before it has a scheduler.
+The process ends when stdin ends, that is with its driver.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker import environment
-from ddptrain.worker.rank_server_client import OwnRankServer
+from ddptrain.worker.rank_server_client import OwnRankServerClient
 
 if TYPE_CHECKING:
     from distributed import Security, Worker
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from ddptrain.worker.rank_host import RankHost
 
 _FILE_POLL_S = 0.05
-_END_TIMEOUT_S = 8.0  # for the rank server: its ranks' last grace, and a margin
+_END_TIMEOUT_S = 8.0  # for the rank server to end: the last grace period of its ranks, and a margin
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve until the scheduler, the parent or a signal ends it; leave nothing behind."""
+    """Run the worker until the scheduler, the parent process or a signal ends it, and clean up."""
     options = _parser().parse_args(argv)
     owned = options.scheduler == "-"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # The driver answers Ctrl-C for the worker that it owns.
+    # Ctrl-C reaches the driver, too, which then stops the worker that it has started.
     signal.signal(signal.SIGINT, signal.SIG_IGN if owned else lambda *_: sys.exit(0))
     scratch = _scratch(options.scratch, owned=owned)
-    servers = _Servers(scratch)
-    servers.start()  # first of all: it imports torch for two seconds while this process imports Dask
+    servers = _RankServers(scratch)
+    servers.start()  # first of all: it imports torch for two seconds, while this process imports Dask
     code = 0
     try:
         _serve(options, servers, owned=owned)
@@ -60,32 +60,32 @@ def main(argv: list[str] | None = None) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    _tidy_up(servers)
-    os._exit(code)  # threads of tasks may still wait for a rank's end
+    _clean_up(servers)
+    os._exit(code)  # task threads may still wait for a rank to end
 
 
-class _Servers:
-    """The rank server, and any that takes the place of one that has died; `scratch` is deleted with the last."""
+class _RankServers:
+    """The rank servers of this worker: the first one, and those that replaced a server that had died."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
-        self.scheduler = ""  # its address, once it is known, if its folder for sockets goes with this worker
-        self.all: list[OwnRankServer] = []
+        self.scheduler = ""  # its address, if this worker has to remove the socket folder of a dead scheduler
+        self.all: list[OwnRankServerClient] = []
 
-    def start(self) -> OwnRankServer:
-        """Start a rank server, which imports while the caller goes on."""
+    def start(self) -> OwnRankServerClient:
+        """Start a rank server. It imports torch while the caller continues."""
         env = environment.server_environment(os.environ)
-        self.all.append(OwnRankServer(env, self.scratch / "rank-server.log"))
+        self.all.append(OwnRankServerClient(env, self.scratch / "rank-server.log"))
         return self.all[-1]
 
     def close(self) -> None:
-        """End every rank, and the servers."""
+        """End all servers and their ranks."""
         for server in self.all:
             server.close()
 
 
 class _LazyThreadPoolExecutor(ThreadPoolExecutor):
-    """Makes threads as they are needed; nobody waits for them at the end, for ranks end by other ways."""
+    """Starts threads on demand. Shutdown does not wait for them, because ranks are stopped in another way."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=True)
@@ -98,33 +98,31 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--scheduler", help="address of the scheduler, or - to read it from stdin")
     where.add_argument(
-        "--scheduler-file", type=Path, help="JSON file with the scheduler's address, which is waited for"
+        "--scheduler-file", type=Path, help="JSON file with the scheduler's address; waits until it exists"
     )
     parser.add_argument("--tls-dir", type=Path, help="folder with cert.pem and key.pem (default: no TLS)")
-    parser.add_argument("--slots", type=int, default=0, help="ranks that fit (default: one per GPU, else per 2 cores)")
-    parser.add_argument("--gpus", default="auto", help="auto, none, or devices as 0,1, one a slot (default: auto)")
+    parser.add_argument("--slots", type=int, default=0, help="ranks at a time (default: one per GPU, else per 2 cores)")
+    parser.add_argument("--gpus", default="auto", help="auto, none, or devices as 0,1, one per slot (default: auto)")
     parser.add_argument("--host", default="", help="address to listen on (default: the one that reaches the scheduler)")
-    parser.add_argument("--name", default="", help="what the scheduler calls this worker (default: its address)")
-    parser.add_argument("--scratch", default="", help="folder below which ranks write (default: the temporary one)")
+    parser.add_argument("--name", default="", help="name of this worker (default: its address)")
+    parser.add_argument("--scratch", default="", help="folder for the files of ranks (default: the temporary one)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the scheduler (default: 60)")
     return parser
 
 
 def _scratch(folder: str, *, owned: bool) -> Path:
-    """A folder of this process, deleted at its end; the driver hands its own one over to a worker that it owns."""
-    if not owned or not folder:
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        return Path(tempfile.mkdtemp(prefix="ddptrain-worker-", dir=folder or None))
-    scratch = Path(folder)
-    scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return scratch
+    """A folder for this process, deleted at its end. A driver gives its own folder to the worker that it starts."""
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        if owned:
+            return Path(folder)
+    return Path(tempfile.mkdtemp(prefix="ddptrain-worker-", dir=folder or None))
 
 
-def _tidy_up(servers: _Servers) -> None:
-    """End the ranks and their server, and delete what they wrote."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if threading.current_thread() is threading.main_thread():
+def _clean_up(servers: _RankServers) -> None:
+    """End the ranks and their server, and delete their files."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     servers.close()
     if all(server.wait(_END_TIMEOUT_S) for server in servers.all):
@@ -135,7 +133,7 @@ def _tidy_up(servers: _Servers) -> None:
         remove_dead_socket_dir(servers.scheduler)  # its driver may have been killed
 
 
-def _serve(options: argparse.Namespace, servers: _Servers, *, owned: bool) -> None:
+def _serve(options: argparse.Namespace, servers: _RankServers, *, owned: bool) -> None:
     gpus = _gpus(options.gpus)
     slots = options.slots or default_slots(gpus)
     _import_dask()
@@ -146,19 +144,19 @@ def _serve(options: argparse.Namespace, servers: _Servers, *, owned: bool) -> No
     resources = slot_resources(slots, gpus)
     address = _address(options)
     if not address:
-        return  # whoever owns this worker is gone already
+        return  # the driver that started this worker has already ended
     environ = environment.without_nanny(os.environ, {})
     host = RankHost(servers.all[0], servers.start, environ, gpus, servers.scratch)
     if owned:
         servers.scheduler = address
         threading.Thread(target=_wait_for_parent, args=(servers,), daemon=True).start()
-    asyncio.run(_live(options, address, host, resources))
+    asyncio.run(_run(options, address, host, resources))
 
 
-def _gpus(words: str) -> tuple[str, ...]:
-    if words == "auto":
+def _gpus(option: str) -> tuple[str, ...]:
+    if option == "auto":
         return visible_gpus(os.environ)
-    return tuple(name.strip() for name in words.split(",") if name.strip()) if words != "none" else ()
+    return tuple(name.strip() for name in option.split(",") if name.strip()) if option != "none" else ()
 
 
 def _import_dask() -> None:
@@ -171,10 +169,10 @@ def _import_dask() -> None:
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(
         {
-            "distributed.worker.http.routes": [],  # Dask's HTTP server always listens: nothing is to be seen there
-            "distributed.worker.profile.enabled": False,  # samples every thread 100 times a second
+            "distributed.worker.http.routes": [],  # Dask's HTTP server cannot be turned off: it shows nothing
+            "distributed.worker.profile.enabled": False,  # would sample every thread 100 times per second
             "distributed.admin.system-monitor.interval": "5s",
-            "distributed.admin.tick.interval": "1s",  # 50 wake-ups a second otherwise
+            "distributed.admin.tick.interval": "1s",  # 50 wake-ups per second by default
             "distributed.diagnostics.nvml": False,
             "distributed.comm.timeouts.connect": "15s",
             "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
@@ -183,20 +181,20 @@ def _import_dask() -> None:
 
 
 def _address(options: argparse.Namespace) -> str:
-    """The scheduler's address, once it is known; "" where nobody will tell it. Raises ClusterError."""
+    """Wait for the scheduler's address. Returns "" if stdin ends without one. Raises ClusterError at the time-out."""
     if options.scheduler_file is None:
         return sys.stdin.readline().strip() if options.scheduler == "-" else str(options.scheduler)
     deadline = time.monotonic() + options.timeout
     while True:
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not there, or half written
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # it does not exist yet, or is incomplete
             return str(json.loads(options.scheduler_file.read_text())["address"])
         if time.monotonic() > deadline:
-            raise ClusterError(f"{options.scheduler_file} has told no scheduler's address within {options.timeout:g} s")
+            raise ClusterError(f"{options.scheduler_file} has no scheduler's address within {options.timeout:g} s")
         time.sleep(_FILE_POLL_S)
 
 
 def _security(tls_dir: Path | None) -> Security | None:
-    """TLS with the cluster's one certificate, which is its own authority."""
+    """TLS with the cluster's certificate, which is self-signed: it is also the certificate authority."""
     from distributed import Security
 
     if tls_dir is None:
@@ -205,20 +203,20 @@ def _security(tls_dir: Path | None) -> Security | None:
     return Security(require_encryption=True, tls_ca_file=certificate, tls_worker_cert=certificate, tls_worker_key=key)
 
 
-async def _live(options: argparse.Namespace, address: str, host: RankHost, resources: dict[str, float]) -> None:
-    """Be a Dask worker until the scheduler or a signal ends it. Raises ClusterError where no scheduler answers."""
+async def _run(options: argparse.Namespace, address: str, host: RankHost, resources: dict[str, float]) -> None:
+    """Run the Dask worker until the scheduler or a signal ends it. Raises ClusterError if no scheduler answers."""
     import asyncio
 
     from distributed import Worker
 
     from ddptrain.protocol.rank_spec import WORKER_METRIC
-    from ddptrain.worker.rank_host import MOST_SLOTS
+    from ddptrain.worker.rank_host import MAX_SLOTS
 
     worker = Worker(
         address,
         name=options.name or None,
-        nthreads=MOST_SLOTS,  # the resources alone say how many ranks fit, so that they can grow
-        executor=_LazyThreadPoolExecutor(MOST_SLOTS, "ddptrain-task"),
+        nthreads=MAX_SLOTS,  # only the resources limit the number of ranks, so that it can be increased
+        executor=_LazyThreadPoolExecutor(MAX_SLOTS, "ddptrain-task"),
         resources=resources,
         **_listening(options.host, address),
         security=_security(options.tls_dir),
@@ -230,24 +228,24 @@ async def _live(options: argparse.Namespace, address: str, host: RankHost, resou
     )
     worker.metrics[WORKER_METRIC] = host.metric
     signals = _Signals()
-    life = asyncio.ensure_future(_joined(worker, address))
-    told_to_stop = asyncio.ensure_future(signals.first.wait())
-    await asyncio.wait((life, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
+    life = asyncio.ensure_future(_run_worker(worker, address))
+    stop_signal = asyncio.ensure_future(signals.first.wait())
+    await asyncio.wait((life, stop_signal), return_when=asyncio.FIRST_COMPLETED)
     if not life.done():
-        leaving = asyncio.ensure_future(host.leave(lambda: signals.count > 1))
-        await asyncio.wait((life, leaving), return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
+        draining = asyncio.ensure_future(host.drain(lambda: signals.count > 1))
+        await asyncio.wait((life, draining), return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
     host.server.close()
-    told_to_stop.cancel()
+    stop_signal.cancel()
     if life.done():
-        life.result()  # raises what ended it
+        life.result()  # raises the error that ended it, if any
     else:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the process ends in any case
             await asyncio.wait_for(worker.close(timeout=2.0, executor_wait=False, nanny=False), 3.0)
 
 
 def _listening(host: str, scheduler_address: str) -> dict[str, Any]:
-    """Where the worker listens: on a unix socket beside that of its scheduler, else at `host`."""
+    """Where the worker listens: on a unix socket next to the scheduler's, or at `host`."""
     from ddptrain.protocol import unix_comm
 
     if unix_comm.is_unix(scheduler_address):
@@ -256,7 +254,7 @@ def _listening(host: str, scheduler_address: str) -> dict[str, Any]:
 
 
 class _Signals:
-    """Counts what tells this process to end: SIGTERM, and Ctrl-C unless the driver answers that."""
+    """Counts SIGTERM, and SIGINT unless it is ignored because the driver handles it."""
 
     def __init__(self) -> None:
         import asyncio
@@ -272,21 +270,21 @@ class _Signals:
         self.first.set()
 
 
-async def _joined(worker: Worker, address: str) -> None:
+async def _run_worker(worker: Worker, address: str) -> None:
     try:
         await worker
     except (OSError, TimeoutError, RuntimeError) as error:
-        cause = error.__cause__ or error  # Dask's RuntimeError says only that something failed
+        cause = error.__cause__ or error  # Dask's RuntimeError says only that the start failed
         raise ClusterError(f"this worker could not join the Dask scheduler at {address}: {cause}") from error
     await worker.finished()
 
 
-def _wait_for_parent(servers: _Servers) -> NoReturn:
-    """Block until stdin ends: then nobody is left to serve, or to tidy up after this process."""
+def _wait_for_parent(servers: _RankServers) -> NoReturn:
+    """Wait for the end of stdin: the driver is gone, so that this process has to clean up by itself."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
-    _tidy_up(servers)
+    _clean_up(servers)
     os._exit(0)
 
 

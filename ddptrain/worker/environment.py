@@ -1,7 +1,7 @@
-"""The environment of a rank, built explicitly; nobody changes that of the driver or of the worker.
+"""Builds the environment of a rank. The environments of the driver and the worker are never changed.
 
-Layers, later ones win: the worker's own environment (less what Dask's nanny put there), our defaults where the user
-has set nothing, the configuration's `env`, and the variables of the torchrun contract.
+Layers, from lowest to highest priority: ddptrain's defaults, the worker's environment without the variables of Dask's
+nanny, the configuration's `env`, and the variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from dataclasses import dataclass
 
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.protocol.rank_spec import ERROR_FILE, HostSettings, RankSpec
-from ddptrain.worker.diagnostics import FLIGHT_RECORD
 
-# glibc gives pages back to the kernel after every training step and faults them in again for the next: a third of a
-# CPU step is spent there. Only both settings together keep the pages; either one alone makes it worse.
+FLIGHT_RECORD = "flight-record-"  # file name prefix, followed by the rank, in its staging folder
+# By default glibc returns memory pages to the kernel after every training step and faults them in again in the next,
+# which takes a third of a CPU step. Only both settings together keep the pages; either one alone is slower than none.
 MALLOC_DEFAULTS = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def tuned_defaults() -> dict[str, str]:
-    """What makes CPU ranks faster on this C library, for programs that are about to start."""
+    """Variables that make CPU ranks faster with this C library; they must be set before a program starts."""
     return dict(MALLOC_DEFAULTS) if platform.libc_ver()[0] == "glibc" else {}
 
 
 def server_environment(environ: Mapping[str, str], nanny: Mapping[str, object] | None = None) -> dict[str, str]:
-    """The rank server's: the user's, our defaults below it, and one BLAS thread, for it must fork with no other."""
+    """The rank server's environment. One BLAS thread by default, because a process with threads must not fork."""
     env = without_working_directory({**tuned_defaults(), **without_nanny(environ, nanny or {})})
     env.setdefault("OPENBLAS_NUM_THREADS", "1")
     return env
 
 
 def without_nanny(environ: Mapping[str, str], nanny: Mapping[str, object]) -> dict[str, str]:
-    """`environ` less the values that Dask's nanny exported (OMP_NUM_THREADS=1 and its like) and Dask's hand-over."""
+    """`environ` without the values that Dask's nanny exported, and without Dask's own configuration."""
     ours = {key: value for key, value in environ.items() if key not in nanny or str(nanny[key]) != value}
     ours.pop("DASK_INTERNAL_INHERIT_CONFIG", None)
     return ours
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a rank gets from its worker.
+class RankResources:
+    """What a worker provides for a rank.
 
-    `gpu` is the entry for CUDA_VISIBLE_DEVICES, None on the CPU; `cpus` how many cores the host's ranks share;
-    `interface` the network interface that carries the worker's address, None where there is none.
+    `gpu` is the entry for CUDA_VISIBLE_DEVICES (None on the CPU), `cpus` the number of cores that the ranks of the
+    host share, and `interface` the network interface with the worker's address (None if unknown).
     """
 
     gpu: str | None
@@ -54,20 +54,21 @@ class Place:
     staging: str
 
 
-def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSpec:
-    """The spec with its full environment, device, threads and staging folder, ready for the rank server.
+def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResources) -> RankSpec:
+    """The complete spec: with environment, device, threads and staging folder.
 
-    `environ` is the worker's, without the nanny's additions.
+    `environ` is the worker's environment without the nanny's variables.
     """
     chosen = {**environ, **spec.env}
-    gpu = place.gpu if spec.placement.use_gpu else None
-    threads = max(1, place.cpus // spec.placement.local_world_size)
+    gpu = resources.gpu if spec.placement.use_gpu else None
+    threads = max(1, resources.cpus // spec.placement.local_world_size)
     tuned = {**tuned_defaults(), "OMP_NUM_THREADS": str(threads)}
-    if place.interface is not None:
-        tuned["GLOO_SOCKET_IFNAME"] = place.interface  # gloo asks the host's name otherwise: often a wrong address
+    if resources.interface is not None:
+        # Otherwise gloo resolves the host name, which often gives a wrong address.
+        tuned["GLOO_SOCKET_IFNAME"] = resources.interface
     if "nccl" in spec.group.backend:
-        tuned |= _flight_recorder(place.staging)
-    env = {**tuned, **chosen, **_contract(spec, gpu, place.staging)}
+        tuned |= _flight_recorder(resources.staging)
+    env = {**tuned, **chosen, **_torchrun_variables(spec, gpu, resources.staging)}
     if spec.code.built_in:
         env = without_working_directory(env)
     report = {
@@ -77,11 +78,11 @@ def complete(spec: RankSpec, environ: Mapping[str, str], place: Place) -> RankSp
     }
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
-    return dataclasses.replace(spec, env=env, host=HostSettings(gpu, place.staging, threads, report))
+    return dataclasses.replace(spec, env=env, host=HostSettings(gpu, resources.staging, threads, report))
 
 
 def _flight_recorder(staging: str) -> dict[str, str]:
-    """NCCL writes down its last collective operations when one has timed out; newer torch reads these names, too."""
+    """Have NCCL write its last collective operations to a file after a time-out; newer torch reads these names, too."""
     return {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -90,7 +91,7 @@ def _flight_recorder(staging: str) -> dict[str, str]:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface that carries an IP address of this machine; None where none does."""
+    """The network interface that has an IP address of this machine; None if none has it."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -99,8 +100,8 @@ def interface_of(host: str) -> str | None:
     return "lo" if host.startswith("127.") and "lo" in psutil.net_if_addrs() else None
 
 
-def _script_contract(spec: RankSpec, staging: str) -> dict[str, str | int]:
-    """What else torchrun's own scripts may ask for: all ranks have one role, and a file for their error."""
+def _script_variables(spec: RankSpec, staging: str) -> dict[str, str | int]:
+    """Further variables that torchrun sets for scripts: all ranks have one role, and each has an error file."""
     return {
         "GROUP_WORLD_SIZE": spec.placement.hosts,
         "ROLE_NAME": "default",
@@ -110,8 +111,8 @@ def _script_contract(spec: RankSpec, staging: str) -> dict[str, str | int]:
     }
 
 
-def _contract(spec: RankSpec, gpu: str | None, staging: str) -> dict[str, str]:
-    """What torchrun promises to a rank, and the device that this one sees."""
+def _torchrun_variables(spec: RankSpec, gpu: str | None, staging: str) -> dict[str, str]:
+    """The variables that torchrun sets for a rank, and the devices that the rank sees."""
     variables: dict[str, str | int] = {
         "RANK": spec.rank,
         "WORLD_SIZE": spec.placement.world_size,
@@ -123,12 +124,12 @@ def _contract(spec: RankSpec, gpu: str | None, staging: str) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": spec.attempt - 1,
         "TORCHELASTIC_MAX_RESTARTS": spec.supervision.max_restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins the store as a client, too: it has a process of its own
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins the store as a client, too: a separate process hosts it
         "DDPTRAIN_RUN_ID": spec.run_id,
         "CUDA_VISIBLE_DEVICES": gpu if gpu is not None else "",
     }
     if spec.code.is_script:
-        variables |= _script_contract(spec, staging)
+        variables |= _script_variables(spec, staging)
         if gpu is not None and spec.placement.local_gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.placement.local_gpus)  # LOCAL_RANK is an index into these
     return {name: str(value) for name, value in variables.items()}

@@ -1,4 +1,4 @@
-"""How busy a GPU is, as NVML tells, without the NVIDIA driver's Python package and without touching CUDA."""
+"""Measures how busy a GPU is, with NVML through ctypes: no Python package is needed and CUDA is not initialized."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ _SUCCESS = 0
 
 
 class _Utilization(ctypes.Structure):
-    """nvmlUtilization_t: percent of the last moment in which a kernel ran, and in which memory was in use."""
+    """nvmlUtilization_t: percent of the last sample period in which a kernel ran, and in which memory was accessed."""
 
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
 def gpu_percent(name: str) -> int | None:
-    """The use of a GPU in percent; `name` is an entry of CUDA_VISIBLE_DEVICES: an index, or a UUID.
+    """The utilization of a GPU in percent. `name` is an entry of CUDA_VISIBLE_DEVICES: an index or a UUID.
 
-    None where it can't be measured: there is no NVIDIA driver, or the GPU is a MIG instance.
+    None if it cannot be measured: without an NVIDIA driver, or for a MIG instance.
     """
     nvml = _nvml()
     handle = ctypes.c_void_p()
-    if nvml is None or not _found(nvml, name, handle):
+    if nvml is None or not _find_device(nvml, name, handle):
         return None
     use = _Utilization()
     return int(use.gpu) if nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) == _SUCCESS else None
 
 
-def _found(nvml: ctypes.CDLL, name: str, handle: ctypes.c_void_p) -> bool:
+def _find_device(nvml: ctypes.CDLL, name: str, handle: ctypes.c_void_p) -> bool:
     if name.isdigit():
         status = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
     else:
@@ -37,7 +37,7 @@ def _found(nvml: ctypes.CDLL, name: str, handle: ctypes.c_void_p) -> bool:
 
 @functools.cache
 def _nvml() -> ctypes.CDLL | None:
-    """NVML, ready for questions; it stays open for the life of the process."""
+    """The initialized NVML library, which stays open until the process ends; None without an NVIDIA driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

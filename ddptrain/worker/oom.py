@@ -1,7 +1,7 @@
-"""Whether the kernel has killed a rank because memory ran out: counted by its control group, or else guessed.
+"""Finds out whether the kernel's out-of-memory (OOM) killer has ended a rank.
 
-A kill leaves no word in the process that it hits. Control groups count their kills (versions 1 and 2); where nothing
-counts, a rank that was short of memory a moment before has likely been killed for it.
+A killed process cannot report it. Control groups (versions 1 and 2) count such kills. Without a counter, a rank that
+was killed while memory was nearly used up was likely killed for that reason.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_NEARLY = 0.95  # of a limit
+_NEARLY = 0.95  # fraction of a limit
 _ROOT = Path("/sys/fs/cgroup")
-_NO_LIMIT_BYTES = 1 << 60  # version 1 writes a huge number
+_NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write a huge number instead of "max"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A control group with a memory controller: where it counts kills, and its limit and use."""
+class ControlGroup:
+    """A control group with a memory controller, and the names of its files."""
 
     folder: Path
     counter: str
@@ -26,7 +26,7 @@ class Group:
 
     @property
     def kills(self) -> int | None:
-        """How many processes were killed; None where it does not count."""
+        """The number of OOM kills; None if the group does not count them."""
         for line in _read(self.folder / self.counter).splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill" and value.isdigit():
@@ -35,28 +35,28 @@ class Group:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What its processes may use together; None where that is all there is."""
+        """The memory limit of the group; None if it has none."""
         limit = _number(self.folder / self.limit)
         return None if limit is None or limit >= _NO_LIMIT_BYTES else limit
 
     @property
     def usage_bytes(self) -> int:
-        """What they use."""
+        """The memory that the group uses."""
         return _number(self.folder / self.usage) or 0
 
 
-def groups_of(pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> list[Group]:
-    """The memory groups of a process, its own first and those around it after."""
+def groups_of(pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> list[ControlGroup]:
+    """The memory control groups of a process: its own first, then the enclosing ones."""
     found = []
     for line in _read(proc / str(pid) / "cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
             names = ("memory.events", "memory.max", "memory.current")
-            found += [Group(folder, *names) for folder in _upwards(root, path)]
+            found += [ControlGroup(folder, *names) for folder in _upwards(root, path)]
         elif "memory" in controllers.split(","):
             names = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes")
-            found += [Group(folder, *names) for folder in _upwards(root / "memory", path)]
+            found += [ControlGroup(folder, *names) for folder in _upwards(root / "memory", path)]
     return [group for group in found if group.kills is not None]
 
 
@@ -68,40 +68,40 @@ def _upwards(root: Path, path: str) -> Iterator[Path]:
 
 
 class MemoryWatch:
-    """Looks at a rank's memory while it runs, and says after SIGKILL whether it ran out."""
+    """Watches a rank's memory while it runs, and says after SIGKILL whether it was out of memory."""
 
     def __init__(self, pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._groups = groups_of(pid, root, proc)
         self._kills = [group.kills for group in self._groups]
-        self._host_kills = self._count_of_host()
-        self._tight = ""
+        self._host_kills = self._count_host_kills()
+        self._shortage = ""
 
-    def look(self) -> None:
-        """Remember whether memory is nearly used up; cheap enough for once a second."""
-        self._tight = ""
+    def update(self) -> None:
+        """Remember whether memory is nearly used up. Cheap enough for one call per second."""
+        self._shortage = ""
         for group in self._groups:
             limit = group.limit_bytes
             if limit is not None and group.usage_bytes >= _NEARLY * limit:
-                self._tight = f"{_gib(group.usage_bytes)} of {_gib(limit)} of its control group were used"
+                self._shortage = f"{_gib(group.usage_bytes)} of {_gib(limit)} of its control group were used"
                 return
         numbers = dict(line.split(":") for line in _read(self._proc / "meminfo").splitlines() if ":" in line)
         total, available = (_kib(numbers.get(name, "")) for name in ("MemTotal", "MemAvailable"))
         if total and available < (1 - _NEARLY) * total:
-            self._tight = f"{_gib(available)} of the host's {_gib(total)} were left"
+            self._shortage = f"{_gib(available)} of the host's {_gib(total)} were left"
 
-    def why(self) -> str:
-        """Why a rank that was sent SIGKILL was killed; empty where nothing points to its memory."""
+    def explain_kill(self) -> str:
+        """Why a rank that ended by SIGKILL was killed; "" if there is no sign of a memory shortage."""
         if any(group.kills != before for group, before in zip(self._groups, self._kills, strict=True)):
             limit = min((limit for group in self._groups if (limit := group.limit_bytes) is not None), default=None)
             if limit is None:
                 return "out of memory (the host's)"
             return f"out of memory (the memory limit of {_gib(limit)} of its control group)"
-        if self._count_of_host() != self._host_kills:
+        if self._count_host_kills() != self._host_kills:
             return "likely out of memory (the kernel has killed a process of this host for it)"
-        return f"likely out of memory ({self._tight} shortly before)" if self._tight else ""
+        return f"likely out of memory ({self._shortage} shortly before)" if self._shortage else ""
 
-    def _count_of_host(self) -> str:
+    def _count_host_kills(self) -> str:
         lines = _read(self._proc / "vmstat").splitlines()
         return next((line for line in lines if line.startswith("oom_kill ")), "")
 
@@ -119,8 +119,8 @@ def _number(path: Path) -> int | None:
 
 
 def _kib(text: str) -> int:
-    word = text.strip().partition(" ")[0]
-    return int(word) * 1024 if word.isdigit() else 0
+    number = text.strip().partition(" ")[0]
+    return int(number) * 1024 if number.isdigit() else 0
 
 
 def _gib(size_bytes: int) -> str:

@@ -1,54 +1,54 @@
-"""What the kernel tells of a rank's process: how much it works, and whether it is stopped."""
+"""Observes a rank's process group from outside: its CPU time, and whether it is stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-_SEARCH_S = 30.0  # between two searches for the processes that belong to a rank
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STATE, _GROUP, _TIMES = 0, 2, slice(11, 15)  # fields of /proc/PID/stat after the name
+import psutil
+
+_SEARCH_S = 30.0  # between two searches for the processes of the group
 
 
-class Vitals:
-    """A rank's process group, seen from outside; `pid` leads the group."""
+class ProcessMonitor:
+    """Observes the process group that `pid` leads."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._members = [pid]
+        self._members: list[psutil.Process] = []
         self._searched_at = -_SEARCH_S
 
     def cpu_s(self) -> float:
-        """Processor time that the rank has used, with that of its children (a DataLoader's workers, say)."""
+        """CPU time in seconds that the rank and its children (such as DataLoader workers) have used."""
         if time.monotonic() - self._searched_at > _SEARCH_S:
             self._searched_at = time.monotonic()
-            self._members = _members(self._pid)
-        ticks = sum(sum(int(word) for word in _fields(pid)[_TIMES]) for pid in self._members)
-        return ticks / _TICKS_PER_S
+            self._members = list(_members(self._pid))
+        total = 0.0
+        for member in self._members:
+            with contextlib.suppress(psutil.Error):
+                total += sum(member.cpu_times()[:4])  # user and system time, of the process and of its ended children
+        return total
 
-    def state(self) -> str:
-        """The kernel's letter for what the rank does: R runs, S waits, T is stopped, D waits in the kernel."""
-        fields = _fields(self._pid)
-        return fields[_STATE] if fields else ""
-
-
-def _members(group: int) -> list[int]:
-    pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
-    return [pid for pid in pids if (fields := _fields(pid)) and int(fields[_GROUP]) == group]
-
-
-def _fields(pid: int) -> list[str]:
-    """Of a process that has gone, none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()  # the name may hold anything
+    def status(self) -> str:
+        """The leader's state as psutil names it, such as "running" or "stopped"; "" if it has ended."""
+        try:
+            return str(psutil.Process(self._pid).status())
+        except psutil.Error:
+            return ""
 
 
-def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal, which would else end it."""
+def _members(group: int) -> Iterator[psutil.Process]:
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getpgid(pid) == group:
+                yield psutil.Process(pid)
+
+
+def has_handler(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal; without one the signal would end the process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

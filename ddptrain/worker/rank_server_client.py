@@ -1,7 +1,8 @@
-"""The worker's end of the rank server: start or join it, order ranks, hear what becomes of them."""
+"""The worker's client of the rank server: start or join the server, request ranks, receive reports."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -20,93 +21,88 @@ from ddptrain.protocol import socket_dir
 from ddptrain.protocol.rank_spec import describe_status
 
 _MAX_REPORT_BYTES = 64 * 1024
-_WITHOUT_STORE_S = 2.0  # for a rank to end: a checkpoint that is being written is still completed
-_DEATH_S = 0.5  # a killed process closes all its sockets within that
+_STORE_LOST_GRACE_S = 2.0  # time for a rank to complete its checkpoint after its store has died
+_SOCKET_CLOSE_S = 0.5  # the kernel closes all sockets of a killed process within this time
 
 
 class RankServerLost(ClusterError):
     """The rank server could not start, or is gone."""
 
 
-class RankServer:
-    """A connection to a rank server, and the ranks ordered over it; they end when it is closed or the server dies."""
+class RankServerClient:
+    """A connection to a rank server. Its ranks end when the connection is closed or the server dies."""
 
     def __init__(self, control: socket.socket, log_file: Path) -> None:
-        self.ready = threading.Event()  # it has imported everything
+        self.ready = threading.Event()  # set when the server has imported torch
         self.closed = False
+        self.fault: str | None = None  # why the server cannot start ranks any more
         self._control = control
         self._log_file = log_file
         self._lock = threading.Lock()
         self._inboxes: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._pids: dict[str, int] = {}
-        self._stores: dict[str, str] = {}  # those that nobody has told to end, and the rank that is lost without it
-        self._lost: str | None = None
+        self._stores: dict[str, str] = {}  # running stores that were not asked to stop -> the rank that needs the store
         self._reader = threading.Thread(target=self._read_reports, name="ddptrain-rank-server", daemon=True)
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The server's name in error messages."""
         return "the rank server"
 
     @property
-    def fault(self) -> str | None:
-        """Why no rank can be started any more; None as long as all is well."""
-        return self._lost
-
-    @property
     def ranks(self) -> int:
-        """How many ranks were ordered and have not ended."""
+        """The number of ranks that were requested and have not ended."""
         return len(self._inboxes)
 
     def has(self, rank_id: str) -> bool:
-        """Whether the rank was ordered and has not ended."""
+        """Whether the rank was requested and has not ended."""
         return rank_id in self._inboxes
 
     def pid_of(self, rank_id: str) -> int | None:
-        """The process of a rank that was started and has not ended."""
+        """The pid of a running rank; None if it has not started or has ended."""
         return self._pids.get(rank_id)
 
     def listen(self) -> None:
-        """Start to take the server's reports (in a thread; kept apart so that importing Dask comes first)."""
+        """Start the thread that reads reports. Separate from the constructor, so that Dask can be imported first."""
         self._reader.start()
 
-    def start_rank(self, rank_id: str, spec_json: str, log_fd: int, events_fd: int, place: str) -> None:
-        """Order a rank, which waits until no other rank is at its place. Raises RankServerLost."""
-        with tempfile.TemporaryFile() as file:  # no name: the spec may hold secrets
+    def start_rank(self, rank_id: str, spec_json: str, log_fd: int, events_fd: int, slot: str) -> None:
+        """Request a rank. It starts when no other rank holds the slot. Raises RankServerLost."""
+        with tempfile.TemporaryFile() as file:  # a file without a name, because the spec may contain secrets
             file.write(spec_json.encode())
             file.flush()
-            request = {"op": "rank", "id": rank_id, "place": place, "cpus": _own_cpus()}
-            self._order(request, [file.fileno(), log_fd, events_fd])
+            with self._lock:
+                if self.fault is not None:
+                    raise RankServerLost(self.fault)
+                self._inboxes[rank_id] = queue.SimpleQueue()
+            request = {"op": "rank", "id": rank_id, "slot": slot, "cpus": _own_cpus()}
+            self._send(request, [file.fileno(), log_fd, events_fd])
 
     def start_store(self, store_id: str, host: str, listening: socket.socket, rank_id: str = "") -> None:
-        """Order a process that hosts a TCPStore on a listening socket; `rank_id` is the rank that is lost without it.
+        """Request a process that hosts a TCPStore on a listening socket.
 
-        Raises RankServerLost.
+        If the store dies, the rank `rank_id` is stopped and reported as lost. Raises RankServerLost.
         """
         port = listening.getsockname()[1]
         self._stores[store_id] = rank_id
         self._send({"op": "store", "id": store_id, "host": host, "port": port}, [listening.fileno()])
 
     def stop(self, child_id: str, grace_s: float) -> None:
-        """SIGTERM to the child's process group now, SIGKILL after `grace_s`; nothing happens where it is gone."""
+        """Send SIGTERM to the child's process group, and SIGKILL after `grace_s`. A child that has ended is ignored."""
         self._stores.pop(child_id, None)
-        try:
-            self._send({"op": "stop", "id": child_id, "grace_s": grace_s}, [])
-        except RankServerLost:
-            pass
+        with contextlib.suppress(RankServerLost):
+            self._send({"op": "stop", "id": child_id, "grace_s": grace_s})
 
-    def tell(self, rank_id: str, order: str) -> None:
-        """Pass an order on to the rank (see `rank/orders.py`); nothing happens where it is gone."""
-        try:
-            self._send({"op": "tell", "id": rank_id, "order": order}, [])
-        except RankServerLost:
-            pass
+    def send_command(self, rank_id: str, command: str) -> None:
+        """Send a command (see `protocol/commands.py`) to a rank. A rank that has ended is ignored."""
+        with contextlib.suppress(RankServerLost):
+            self._send({"op": "command", "id": rank_id, "command": command})
 
     def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
-        """The child's exit report {"pid", "status", "time_ns"}, or None if it has not come in time.
+        """The rank's exit report {"pid", "status", "time_ns"}, or None if it does not arrive within `timeout_s`.
 
         Raises:
-            RankServerLost: the server is gone, or could not start the child.
+            RankServerLost: the server is gone, or could not start the rank.
         """
         try:
             report = self._inboxes[rank_id].get(timeout=timeout_s)
@@ -118,52 +114,42 @@ class RankServer:
         return report
 
     def close(self) -> None:
-        """Hang up, which is the order to end every rank of this connection: SIGTERM and, 2 s later, SIGKILL."""
+        """Hang up. The server then stops all ranks of this connection: SIGTERM, and SIGKILL after 2 s."""
         self.closed = True
-        try:
-            self._control.shutdown(socket.SHUT_WR)  # reports of the ends still come
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)  # exit reports are still received
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether every rank has ended once this is closed, waiting for it at most `timeout_s`."""
+        """Wait at most `timeout_s` after close(). Returns whether all ranks have ended."""
         self._reader.join(timeout_s)
         return not self._reader.is_alive()
 
-    def _order(self, request: dict[str, Any], fds: list[int]) -> None:
-        with self._lock:
-            if self._lost is not None:
-                raise RankServerLost(self._lost)
-            self._inboxes[request["id"]] = queue.SimpleQueue()
-        self._send(request, fds)
-
-    def _send(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         try:
-            socket.send_fds(self._control, [json.dumps(message).encode()], fds)
+            socket.send_fds(self._control, [json.dumps(message).encode()], fds or [])
         except OSError as error:
-            raise RankServerLost(self._lost or f"{self.name} is gone: {error}") from error
+            raise RankServerLost(self.fault or f"{self.name} is gone: {error}") from error
 
     def _read_reports(self) -> None:
         while data := self._next_report():
-            self._take(json.loads(data))
+            self._handle(json.loads(data))
         self._on_end()
         self._control.close()
 
     def _next_report(self) -> bytes:
-        """Empty at the end."""
+        """The next report; empty at the end of the connection."""
         while True:
             try:
                 return self._control.recv(_MAX_REPORT_BYTES)
             except ConnectionResetError:
-                continue  # it left an order unread, and is told of once; its last reports come after that
+                continue  # raised once if the server died with an unread request; its last reports are still readable
             except OSError:
                 return b""
 
     def _on_end(self) -> None:
-        """The server has hung up."""
-        self._mark_lost(f"{self.name} was closed" if self.closed else f"{self.name} is gone{self._last_words()}")
+        self._mark_lost(f"{self.name} was closed" if self.closed else f"{self.name} is gone{self._exit_details()}")
 
-    def _take(self, report: dict[str, Any]) -> None:
+    def _handle(self, report: dict[str, Any]) -> None:
         child_id = report.get("id", "")
         if report["report"] == "ready":
             self.ready.set()
@@ -173,10 +159,10 @@ class RankServer:
         elif report["report"] == "exited":
             self._pids.pop(child_id, None)
             if (rank_id := self._stores.pop(child_id, None)) is not None:
-                # Its ranks would wait for it for ever, or complain of each other.
-                words = f"the process of the gang's store (TCPStore) has ended: {describe_status(report['status'])}"
-                child_id, report = rank_id, {"report": "broken", "message": words}
-                self.stop(rank_id, _WITHOUT_STORE_S)
+                # Without the store the ranks would wait forever, or report each other as lost.
+                message = f"the store of the worker group (TCPStore) has ended: {describe_status(report['status'])}"
+                child_id, report = rank_id, {"report": "broken", "message": message}
+                self.stop(rank_id, _STORE_LOST_GRACE_S)
         elif not child_id:
             trace = report["message"].strip()
             last = trace.splitlines()[-1]
@@ -185,19 +171,18 @@ class RankServer:
             self._inboxes[child_id].put(report)
 
     def _mark_lost(self, message: str) -> None:
-        """Tell everyone who waits, and end the ranks' groups, which nobody watches any more."""
+        """Report the loss to all waiting tasks, and kill the ranks, which nobody supervises any more."""
         with self._lock:
-            self._lost = self._lost or message
+            self.fault = self.fault or message
             waiting = list(self._inboxes.values())
         for pid in list(self._pids.values()):
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
         for inbox in waiting:
-            inbox.put({"report": "broken", "message": self._lost})
+            inbox.put({"report": "broken", "message": self.fault})
 
-    def _last_words(self) -> str:
+    def _exit_details(self) -> str:
+        """The end of the server's log, for the error message."""
         try:
             tail = self._log_file.read_bytes()[-2000:].decode("utf-8", "replace").strip()
         except OSError:
@@ -205,44 +190,44 @@ class RankServer:
         return f": {tail}" if tail else ""
 
 
-class OwnRankServer(RankServer):
-    """The rank server of one worker, which has started it and takes it along when it ends."""
+class OwnRankServerClient(RankServerClient):
+    """Starts a rank server for one worker. The server ends with the worker."""
 
     def __init__(self, env: Mapping[str, str], log_file: Path) -> None:
-        """Start the process with `env`; it imports torch while the caller goes on; what it says goes to `log_file`."""
+        """Start the server with `env`; it writes to `log_file`, and imports torch while the caller continues."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log_file.open("ab") as log:
-            self._process = _start_process(["private", str(theirs.fileno())], env, theirs.fileno(), log.fileno())
+            self._process = _start_server(["private", str(theirs.fileno())], env, theirs.fileno(), log.fileno())
         super().__init__(control, log_file)
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The server's name in error messages."""
         return f"the rank server (pid {self._process.pid})"
 
     def close(self) -> None:
-        """End the server and every rank. While it still imports it reads no orders and has no ranks: it is killed."""
+        """End the server and its ranks. A server that still imports torch has no ranks and is killed."""
         if not self.ready.is_set():
             self._process.kill()
         super().close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the server's process has ended, waiting for it at most `timeout_s`."""
+        """Wait at most `timeout_s`. Returns whether the server's process has ended."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
         return True
 
-    def _last_words(self) -> str:
-        return f" (status {self._process.returncode})" + super()._last_words() if self.wait(1.0) else ""
+    def _exit_details(self) -> str:
+        return f" (status {self._process.returncode})" + super()._exit_details() if self.wait(1.0) else ""
 
 
-class SharedRankServer(RankServer):
-    """The rank server that the workers of a host share: it ends, and its folder goes, with its last connection."""
+class SharedRankServerClient(RankServerClient):
+    """Connects to the rank server that the workers of a host share. The server ends with its last connection."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
-        """Connect to the server of `folder`, or start it with `env`. Raises ClusterError where neither can be done."""
+        """Connect to the server of `folder`, or start it with `env`. Raises ClusterError if both fail."""
         self._folder = folder
         try:
             control = _join(folder, env)
@@ -253,59 +238,59 @@ class SharedRankServer(RankServer):
     def _on_end(self) -> None:
         super()._on_end()
         if not self.closed:
-            _sweep(self._folder)
+            _remove_dead_server(self._folder)
 
 
 def _join(folder: Path, env: Mapping[str, str]) -> socket.socket:
-    with socket_dir.locked(folder) as place:
-        if (link := place.connect()) is not None:
+    with socket_dir.locked(folder) as locked:
+        if (link := locked.connect()) is not None:
             return link
         try:
-            return _start_shared(place, env)
+            return _start_shared(locked, env)
         except BaseException:
-            place.remove()
+            locked.remove()
             raise
 
 
-def _start_shared(place: socket_dir.SocketFolder, env: Mapping[str, str]) -> socket.socket:
-    with place.listen() as listener, (place.path / socket_dir.LOG_FILE).open("ab") as log:
-        link = place.connect()  # before the server runs, for one with no connection ends
+def _start_shared(locked: socket_dir.SocketFolder, env: Mapping[str, str]) -> socket.socket:
+    with locked.listen() as listener, (locked.path / socket_dir.LOG_FILE).open("ab") as log:
+        link = locked.connect()  # before the server starts, because it exits if it has no connection
         assert link is not None
-        words = ["shared", str(listener.fileno()), str(place.path)]
+        arguments = ["shared", str(listener.fileno()), str(locked.path)]
         try:
-            process = _start_process(words, env, listener.fileno(), log.fileno())
+            process = _start_server(arguments, env, listener.fileno(), log.fileno())
         except BaseException:
             link.close()
             raise
-    # It may outlive this connection, and must not stay as a zombie of this worker.
+    # The server may end before this worker does. The thread reaps it, so that it does not stay as a zombie.
     threading.Thread(target=process.wait, name="ddptrain-reaper", daemon=True).start()
     return link
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what a server that died has left, unless another one is there already."""
-    with socket_dir.locked(folder) as place:
-        while (link := place.connect()) is not None:
+def _remove_dead_server(folder: Path) -> None:
+    """Remove the folder of a server that died, unless a new server already uses it."""
+    with socket_dir.locked(folder) as locked:
+        while (link := locked.connect()) is not None:
             with link:
                 if _is_served(link):
                     return
-        place.remove()
+        locked.remove()
 
 
 def _is_served(link: socket.socket) -> bool:
-    """Whether a live server holds the other end, not one that is just being taken apart by the kernel."""
-    link.settimeout(_DEATH_S)
+    """Whether a live server holds the other end, not a process that the kernel is about to remove."""
+    link.settimeout(_SOCKET_CLOSE_S)
     try:
         return bool(link.recv(_MAX_REPORT_BYTES))
     except TimeoutError:
-        return True  # it still imports
+        return True  # it is still importing torch
     except OSError:
         return False
 
 
-def _start_process(words: list[str], env: Mapping[str, str], link_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
+def _start_server(arguments: list[str], env: Mapping[str, str], link_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "ddptrain.rank.server.process", *words],
+        [sys.executable, "-P", "-m", "ddptrain.rank.server.process", *arguments],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=log_fd,
@@ -316,5 +301,5 @@ def _start_process(words: list[str], env: Mapping[str, str], link_fd: int, log_f
 
 
 def _own_cpus() -> list[int] | None:
-    """The cores that this worker was given; its ranks get the same, whoever has started the rank server."""
+    """The cores of this worker. Its ranks get the same, even if another worker has started the server."""
     return sorted(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else None

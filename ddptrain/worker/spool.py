@@ -1,7 +1,7 @@
-"""A rank's files on its worker: the log and the events that it appends to, and what it stages for the driver.
+"""The spool: a rank's files on its worker, with its log, its events, and the files staged for the driver.
 
-The rank writes straight into these files, so nothing is lost when a worker or a driver dies, and a slow reader never
-holds a rank up. The worker only watches how far they have grown.
+The rank writes directly into these files, so nothing is lost if the worker or the driver dies, and a slow reader
+never blocks a rank. The worker only watches the sizes of the files.
 """
 
 from __future__ import annotations
@@ -10,48 +10,48 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-READ_LIMIT_BYTES = 8 << 20  # one answer through the scheduler
+READ_LIMIT_BYTES = 8 << 20  # of one answer through the scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpool:
-    """Where one rank of one attempt writes on this worker."""
+    """The folder into which one rank of one attempt writes on its worker."""
 
     folder: Path
 
     @property
     def log(self) -> Path:
-        """stdout and stderr, in order, as raw bytes."""
+        """stdout and stderr as raw bytes, in the order of writing."""
         return self.folder / "log"
 
     @property
     def events(self) -> Path:
-        """One JSON event a line."""
+        """Events, one JSON object per line."""
         return self.folder / "events"
 
     @property
     def staging(self) -> Path:
-        """Files and checkpoints that wait for the driver."""
+        """Files and checkpoints that wait until the driver moves them to the run directory."""
         return self.folder / "staging"
 
     def create(self) -> None:
-        """Make the folder (0700) and the empty files."""
+        """Make the folder (mode 0700) and the empty files."""
         self.staging.mkdir(parents=True, mode=0o700)
         for path in (self.log, self.events):
             path.touch(mode=0o644, exist_ok=False)
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes in the log and in the events file."""
+        """Sizes of the log and the events file in bytes."""
         return os.stat(self.log).st_size, os.stat(self.events).st_size
 
 
 def rank_spool(scratch: Path, run_id: str, attempt: int, rank: int) -> RankSpool:
-    """The spool of a rank below the worker's scratch folder; driver and worker compute the same path."""
+    """The spool of a rank below the worker's scratch folder. Driver and worker compute the same path."""
     return RankSpool(scratch / run_id / f"attempt-{attempt}" / f"rank-{rank}")
 
 
 def read_chunk(path: Path, offset: int, size_bytes: int) -> bytes:
-    """Up to `size_bytes` of a file from `offset`."""
+    """Up to `size_bytes` bytes of a file from `offset`, and never more than READ_LIMIT_BYTES."""
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(min(size_bytes, READ_LIMIT_BYTES))

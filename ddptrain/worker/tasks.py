@@ -19,10 +19,10 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol.encryption import open_spec
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, RankExit, RankSpec, key_prefix
 from ddptrain.worker import diagnostics, environment, spool
-from ddptrain.worker.foreign_worker import attach, offered, rank_host
+from ddptrain.worker.foreign_worker import attach, offered_slots, rank_host
 from ddptrain.worker.gpu_use import gpu_percent
 from ddptrain.worker.oom import MemoryWatch
-from ddptrain.worker.procfs import Vitals
+from ddptrain.worker.procfs import ProcessMonitor
 from ddptrain.worker.rank_host import RankHost, own_host, slot_resources
 from ddptrain.worker.rank_server_client import RankServerLost
 from ddptrain.worker.tcp_timeouts import follow
@@ -64,18 +64,20 @@ class _RankTask:
         self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
         self.told = {"log": 0, "events": 0}
         self.told_at = time.monotonic()
-        self.vitals: Vitals | None = None  # once the process is there, as the next
+        self.process: ProcessMonitor | None = None  # once the process is there, as the next
         self.memory: MemoryWatch | None = None
         self.looked_at = 0.0
 
     def run(self) -> str:
         self.spool.create()
         spec = self._completed()
-        self.host.hold(spec.key, spec.key, spec.supervision.grace_s)
+        self.host.register(spec.key, spec.key, spec.supervision.grace_s)
         append = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         log_fd, events_fd = os.open(self.spool.log, append), os.open(self.spool.events, append)
         try:
-            self.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd, self.host.place_of(spec.placement.slot))
+            self.server.start_rank(
+                spec.key, spec.to_json(), log_fd, events_fd, self.host.slot_name(spec.placement.slot)
+            )
         finally:
             os.close(log_fd)
             os.close(events_fd)
@@ -88,8 +90,8 @@ class _RankTask:
         if not os.path.isdir(spec.code.workdir):  # the driver's folder, on a host that doesn't have it
             spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))
         gpu = self.host.gpu_of(spec.placement.slot)
-        place = environment.Place(gpu, cpu_count(), self.host.interface, str(self.spool.staging))
-        return environment.complete(spec, self.host.environ, place)
+        resources = environment.RankResources(gpu, cpu_count(), self.host.interface, str(self.spool.staging))
+        return environment.complete(spec, self.host.environ, resources)
 
     def _with_rendezvous(self) -> RankSpec:
         """Rank 0's task opens the gang's store and publishes its port; the others were told it."""
@@ -110,8 +112,8 @@ class _RankTask:
             self._look()
             if time.monotonic() - self.told_at > self.spec.supervision.alive_s:
                 self._notify(alive=True, **self._use())
-        diagnostics.hand_over_flight_record(self.spool, self.spec)
-        diagnostics.hand_over_error(self.spool, report["status"])
+        diagnostics.announce_flight_record(self.spool, self.spec)
+        diagnostics.report_error_file(self.spool, report["status"])
         self._tell_growth()
         ended = self._ended(report)
         self._notify(exit=ended.to_json())
@@ -119,7 +121,7 @@ class _RankTask:
 
     def _use(self) -> dict[str, float]:
         """How much CPU time the rank has used, and how busy its GPU is, where that is known."""
-        use = {"cpu_s": self.vitals.cpu_s() if self.vitals is not None else 0.0}
+        use = {"cpu_s": self.process.cpu_s() if self.process is not None else 0.0}
         gpu = self.host.gpu_of(self.spec.placement.slot) if self.spec.placement.use_gpu else None
         percent = gpu_percent(gpu) if gpu else None
         return use if percent is None else {**use, "gpu_percent": percent}
@@ -129,9 +131,9 @@ class _RankTask:
         if time.monotonic() - self.looked_at < _MEMORY_S:
             return
         if self.memory is not None:
-            self.memory.look()
+            self.memory.update()
         elif (pid := self.server.pid_of(self.spec.key)) is not None:
-            self.vitals, self.memory = Vitals(pid), MemoryWatch(pid)
+            self.process, self.memory = ProcessMonitor(pid), MemoryWatch(pid)
         else:
             return
         self.looked_at = time.monotonic()
@@ -140,7 +142,7 @@ class _RankTask:
         """The exit as the rank server reports it, and what lies behind the signal."""
         oom, timed_out = "", False
         if report["status"] == -signal.SIGKILL and self.memory is not None:
-            oom = self.memory.why()
+            oom = self.memory.explain_kill()
         elif report["status"] == -signal.SIGABRT:
             timed_out = diagnostics.timed_out(self.spool)
         sizes = self.spool.sizes()
@@ -216,12 +218,12 @@ async def tell_ranks(run_id: str, keys: list[str], order: str, dask_worker: Work
         for key in keys:
             if order == _STACKS and (pid := host.server.pid_of(key)) is not None:
                 _stand_by(host, run_id, key, pid)
-            host.server.tell(key, order)
+            host.server.send_command(key, order)
 
 
 def _stand_by(host: RankHost, run_id: str, key: str, pid: int) -> None:
     attempt, rank = (int(word) for word in key.removeprefix(key_prefix(run_id)).split("/"))
-    diagnostics.stand_by(spool.rank_spool(host.scratch, run_id, attempt, rank), pid, attempt, rank)
+    diagnostics.report_if_silent(spool.rank_spool(host.scratch, run_id, attempt, rank), pid, attempt, rank)
 
 
 async def read_spool(run_id: str, path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
@@ -277,7 +279,7 @@ async def sealing_key(run_id: str, dask_worker: Worker) -> str:
 
 async def offer(dask_worker: Worker) -> dict[str, Any]:
     """For client.run: {"slots", "gpus", "hostname", "ours"}: what this worker has for ranks; `gpus` is a number."""
-    slots, gpus = await asyncio.to_thread(offered, dask_worker)
+    slots, gpus = await asyncio.to_thread(offered_slots, dask_worker)
     ours = own_host(dask_worker) is not None
     return {"slots": slots, "gpus": len(gpus), "hostname": socket.gethostname(), "ours": ours}
 
@@ -293,7 +295,7 @@ async def await_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:
         if time.monotonic() > deadline:
             break
         await asyncio.sleep(POLL_S)
-    slots, gpus = await asyncio.to_thread(offered, dask_worker)
+    slots, gpus = await asyncio.to_thread(offered_slots, dask_worker)
     return {
         "ours": host is not None,
         "warm": host is not None and host.metric(dask_worker)["warm"],

@@ -1,6 +1,6 @@
-"""How long a connection of Dask's survives a cut network: as long as failure.lost_after_s says.
+"""Sets the TCP time-outs of Dask's connections, so that they survive a network cut of `failure.lost_after_s` seconds.
 
-TCP sends again what was lost once the network is back, unless the kernel has given the connection up before.
+TCP sends lost data again once the network is back, unless the kernel has closed the connection before.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import dask
 from distributed import Scheduler, Worker
 from distributed.comm.tcp import set_tcp_timeout
 
-_LEAST_S = 11  # Dask takes no less
+_MIN_S = 11  # Dask refuses a shorter time-out
 
 
 def tcp_timeout(lost_after_s: float) -> dict[str, str]:
-    """Dask's configuration for connections that are made from now on."""
-    return {"distributed.comm.timeouts.tcp": f"{max(_LEAST_S, math.ceil(lost_after_s))}s"}
+    """Dask's configuration for new connections."""
+    return {"distributed.comm.timeouts.tcp": f"{max(_MIN_S, math.ceil(lost_after_s))}s"}
 
 
 def follow(server: Scheduler | Worker, lost_after_s: float) -> None:
-    """Set the time-out of all connections of a scheduler or worker of ours, those that are there and new ones."""
+    """Set the time-out of all connections, present and new ones, of a scheduler or worker that ddptrain has started."""
     dask.config.set(tcp_timeout(lost_after_s))
     for comm in _comms(server):
         stream = getattr(comm, "stream", None)
@@ -40,4 +40,4 @@ def _comms(server: Scheduler | Worker) -> Iterator[Any]:
     else:
         batched = [*server.stream_comms.values(), *server.client_comms.values()]
     yield from (each.comm for each in batched if each is not None)
-    yield from chain(server._comms, *pool.available.values(), *pool.occupied.values())  # noqa: SLF001  # no public way
+    yield from chain(server._comms, *pool.available.values(), *pool.occupied.values())  # noqa: SLF001  # no public API

@@ -1,7 +1,8 @@
-"""How the rank server starts its children: ranks and stores, forked where that is as good as a fresh program."""
+"""How the rank server starts ranks and stores: by a fork where that is equivalent to a fresh process."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -15,25 +16,25 @@ from ddptrain.protocol.exec_env import exec_only
 from ddptrain.rank.server import process_control
 
 
-def start_rank(spec_fd: int, log_fd: int, events_fd: int, orders_fd: int, *, warm: bool, close: Sequence[int]) -> int:
-    """Start the rank whose order is in the file behind `spec_fd`; return its pid.
+def start_rank(spec_fd: int, log_fd: int, events_fd: int, commands_fd: int, *, warm: bool, close: Sequence[int]) -> int:
+    """Start the rank whose spec is in the file behind `spec_fd`. Returns its pid.
 
-    `orders_fd` is the end of a pipe that the rank reads orders from; `warm` says that this process may fork; `close`
-    are descriptors that a fork must not keep.
+    `commands_fd` is the read end of the pipe for commands. `warm` says that this process may fork. `close` lists the
+    descriptors that a forked child must close.
     """
     from ddptrain.rank import process
 
     os.lseek(spec_fd, 0, os.SEEK_SET)
     spec = process.read_spec(spec_fd)
     if warm and exec_only(spec.env) == exec_only(os.environ):
-        kept = {log_fd, events_fd, orders_fd}
-        return _fork(lambda: process.run_rank(spec, log_fd, events_fd, orders_fd), {*close, spec_fd} - kept)
+        kept = {log_fd, events_fd, commands_fd}
+        return _fork(lambda: process.run_rank(spec, log_fd, events_fd, commands_fd), {*close, spec_fd} - kept)
     os.lseek(spec_fd, 0, os.SEEK_SET)
-    return _start_cold(spec.env, (spec_fd, log_fd, events_fd, orders_fd))
+    return _start_cold(spec.env, (spec_fd, log_fd, events_fd, commands_fd))
 
 
 def start_store(host: str, port: int, listen_fd: int, *, close: Sequence[int]) -> int:
-    """Start a process that hosts a TCPStore on a listening socket; return its pid."""
+    """Start a process that hosts a TCPStore on a listening socket. Returns its pid."""
     return _fork(lambda: _run_store(host, port, listen_fd), {*close} - {listen_fd})
 
 
@@ -41,19 +42,13 @@ def _fork(main: Callable[[], int], close: set[int]) -> int:
     pid = os.fork()
     if pid == 0:
         _become_child(main, close)
-    _lead_group(pid)
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)  # parent and child both do it, so that neither can be too late
     return pid
 
 
-def _lead_group(pid: int) -> None:
-    try:
-        os.setpgid(pid, pid)  # also done by the child: whoever comes first
-    except OSError:
-        pass
-
-
 def _become_child(main: Callable[[], int], close: set[int]) -> NoReturn:
-    """In the fresh fork: leave everything of the server behind, run `main`, and never return."""
+    """Run `main` in the forked child, without the server's signal handlers and descriptors. Never returns."""
     code = 70
     try:
         os.setpgid(0, 0)
@@ -82,12 +77,12 @@ def _start_cold(env: Mapping[str, str], fds: tuple[int, int, int, int]) -> int:
         pass_fds=fds,
         process_group=0,
     )
-    child.returncode = 0  # the server reaps every child itself
+    child.returncode = 0  # the server itself reaps all children
     return child.pid
 
 
 def _run_store(host: str, port: int, listen_fd: int) -> int:
-    """Host the gang's TCPStore on a listening socket until this process is told to end."""
+    """Host the worker group's TCPStore on a listening socket until SIGTERM."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     process_control.name_process("ddptrain-store")

@@ -1,21 +1,22 @@
-"""The rank server: a process that has torch imported and forks a rank on request.
+"""The rank server: a process that imports torch once and forks ranks on request.
 
-It belongs to one worker, over a socket pair, or to the workers of one host that share it, over a socket that they
-connect to (`socketfolder`). One packet is one message, with file descriptors where it needs them. Children belong to
-the connection that ordered them and end when it ends; the server ends with its last connection.
+It serves one worker over a socket pair, or all workers of a host that share it over a listening socket
+(`protocol/socket_dir.py`). A packet is one JSON message, with file descriptors where needed. A child belongs to the
+connection that requested it and is stopped when that connection ends; the server exits after its last connection.
 
-    request  {"op": "rank", "id", "place", "cpus"} + fds [spec, log, events]
+    request  {"op": "rank", "id", "slot", "cpus"} + fds [spec, log, events]
              {"op": "store", "id", "host", "port"} + fd [listening]      {"op": "stop", "id", "grace_s"}
-             {"op": "tell", "id", "order"}: a word for the rank, see `orders`
+             {"op": "command", "id", "command"}: a command for the rank, see `protocol/commands.py`
     report   {"report": "ready", "pid", "warm"}   {"report": "started", "id", "pid"}
              {"report": "exited", "id", "pid", "status", "time_ns"}
-             {"report": "broken", "message"}: the server can't serve; with "id": that child could not be started
+             {"report": "broken", "message"}: the server cannot serve; with "id": this child could not be started
 
-A place (a GPU, or a worker's slot) holds one rank at a time: an order for a place that is taken waits until the rank
-there has really ended. `cpus` are the cores that the rank may use.
+`slot` names a GPU or a slot of one worker. It holds one rank at a time: a new rank waits until the old process has
+exited. `cpus` are the cores that the rank may use.
 
-The server runs no op and touches no CUDA, so that a fork is as good as a fresh process; where another thread is
-found in it, or a rank's environment must be there before the program starts, the rank is started cold instead.
+The server runs no torch operation and never initializes CUDA, so a forked rank is equivalent to a fresh process. If
+the server has a second thread, or a rank's environment must be set before the interpreter starts, the rank is
+started as a fresh process instead (a cold start).
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from ddptrain.protocol import commands, socket_dir
 from ddptrain.rank.server import children, process_control
 
 MAX_MESSAGE_BYTES = 64 * 1024
-ORPHAN_GRACE_S = 2.0  # how long ranks may take to end once their worker is gone
-PLACE_TIMEOUT_S = 60.0  # how long a rank may wait for its place; a killed process is gone in far less
+ORPHAN_GRACE_S = 2.0  # between SIGTERM and SIGKILL for ranks whose worker is gone
+SLOT_TIMEOUT_S = 60.0  # how long a rank waits for its slot; a killed process exits much faster
 _MAX_FDS = 4
 
 
 class Connection:
-    """A worker's end: requests come from it, reports go to it."""
+    """The connection to one worker: requests come in, reports go out."""
 
     def __init__(self, link: socket.socket) -> None:
         self.socket = link
-        self.closing = False  # it orders nothing any more; its children are being stopped
+        self.closing = False  # it sends no more requests, and its children are being stopped
 
-    def take(self) -> tuple[dict[str, Any] | None, list[int]]:
-        """The next request and its descriptors; None at the end."""
+    def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
+        """The next request and its file descriptors; None at the end of the connection."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, MAX_MESSAGE_BYTES, _MAX_FDS)
         except OSError:
@@ -63,46 +64,41 @@ class Connection:
         return (json.loads(data), fds) if data else (None, fds)
 
     def report(self, **message: Any) -> None:
-        """Tell the worker; one that is gone, or takes no reports, will be found out by the selector."""
+        """Send a report without blocking. The selector notices a worker that is gone."""
         try:
             self.socket.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
         except BlockingIOError:
-            self.socket.shutdown(socket.SHUT_RDWR)  # hundreds of reports wait: it hangs, and must not stop the others
+            self.socket.shutdown(socket.SHUT_RDWR)  # the worker hangs: it must not block the other workers
         except OSError:
             pass
 
 
 @dataclass
 class Child:
-    """A process that was started: a rank or a store; its process group has the same number."""
+    """A running rank or store; `pid` is also the id of its process group."""
 
     id: str
     pid: int
-    place: str  # "" for what needs none
+    slot: str  # "" for a store
     owner: Connection
-    orders_fd: int | None = None  # the server's end of the pipe that a rank reads orders from
-    kill_at: float | None = None  # monotonic seconds; set once it was asked to stop
+    commands_fd: int | None = None  # write end of the pipe from which a rank reads commands
+    kill_at: float | None = None  # monotonic seconds; set when the child was asked to stop
 
 
 @dataclass
-class Order:
-    """A rank to be started once its place is free."""
+class QueuedRank:
+    """A rank that waits until its slot is free."""
 
     id: str
-    place: str
+    slot: str
     cpus: list[int] | None
     fds: list[int]
     owner: Connection
-    until: float = field(default_factory=lambda: time.monotonic() + PLACE_TIMEOUT_S)
-
-    def close(self) -> None:
-        """Let go of the descriptors."""
-        for fd in self.fds:
-            os.close(fd)
+    deadline: float = field(default_factory=lambda: time.monotonic() + SLOT_TIMEOUT_S)
 
 
 class RankServer:
-    """Serves workers until the last one is gone: the one at `control`, or those that come to the shared `listener`."""
+    """Serves the worker at `control`, or the workers that connect to the shared `listener`, until all are gone."""
 
     def __init__(
         self,
@@ -114,17 +110,17 @@ class RankServer:
         self.listener = listener
         self.folder = folder
         self.children: dict[int, Child] = {}
-        self.orders: list[Order] = []
+        self.queue: list[QueuedRank] = []
         self.warm = False
         self.serving = False
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
-        """Import what ranks need, say "ready", and serve until the workers are gone and every child has ended."""
+        """Import torch, report "ready", and serve until all workers are gone and all children have exited."""
         process_control.name_process("ddptrain-ranks")
         process_control.become_subreaper()
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler must exist for the wake-up pipe to be written
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up pipe
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._import_torch()
         self._selector.register(self._wake_r, selectors.EVENT_READ, lambda: os.read(self._wake_r, 4096))
@@ -135,11 +131,11 @@ class RankServer:
         self._accept()
         while not self._is_over():
             for key, _ in self._selector.select(self._timeout_s()):
-                serve: Callable[[], object] = key.data
-                serve()
+                handle: Callable[[], object] = key.data
+                handle()
             self._reap()
             self._kill_overdue()
-            self._start_waiting()
+            self._start_queued()
         process_control.kill_descendants()
 
     def _import_torch(self) -> None:
@@ -150,39 +146,39 @@ class RankServer:
         except BaseException:
             message = traceback.format_exc()
             while not self._retire():
-                pass  # once nobody can come any more, all that came are told
+                pass  # workers may still connect; after this loop none can, and all connected ones get the report
             for connection in self.connections:
                 connection.report(report="broken", message=message)
             raise
         self.warm = process_control.thread_count() == 1
-        gc.freeze()  # forked ranks then share these pages instead of copying them at their first collection
+        gc.freeze()  # forked ranks share these pages; otherwise their first garbage collection would copy them
 
     # --- connections ---
 
     def _accept(self) -> bool:
-        """Take in the workers that have come; whether there were any."""
-        came = []
+        """Accept all pending connections. Returns whether there were any."""
+        accepted = []
         while self.listener is not None:
             try:
                 link, _ = self.listener.accept()
             except BlockingIOError:
                 break
             link.setblocking(True)
-            came.append(Connection(link))
-        self.connections += came
+            accepted.append(Connection(link))
+        self.connections += accepted
         if self.serving:
-            self._greet(came)
-        return bool(came)
+            self._greet(accepted)
+        return bool(accepted)
 
-    def _greet(self, came: Iterable[Connection]) -> None:
-        """Hear requests of these workers from now on."""
-        for connection in came:
-            take = functools.partial(self._take_request, connection)
-            self._selector.register(connection.socket, selectors.EVENT_READ, take)
+    def _greet(self, connections: Iterable[Connection]) -> None:
+        """Read requests of these workers from now on, and report "ready" to them."""
+        for connection in connections:
+            handle = functools.partial(self._handle_request, connection)
+            self._selector.register(connection.socket, selectors.EVENT_READ, handle)
             connection.report(report="ready", pid=os.getpid(), warm=self.warm)
 
     def _retire(self) -> bool:
-        """Whether nobody is about to come; the shared folder is removed then, so that nobody can."""
+        """Remove the shared folder so that no worker can connect. Returns False if one has just connected."""
         if self.folder is None:
             return True
         with socket_dir.locked(self.folder) as folder:
@@ -191,44 +187,43 @@ class RankServer:
             folder.remove()
         return True
 
-    def _take_request(self, connection: Connection) -> None:
-        request, fds = connection.take()
+    def _handle_request(self, connection: Connection) -> None:
+        request, fds = connection.receive()
         if request is None:
             self._close(connection)
             return
         try:
-            self._serve_request(connection, request, fds)
-        except Exception:
+            self._execute(connection, request, fds)
+        except Exception:  # a bad request must not end the ranks of other workers
             connection.report(report="broken", id=request.get("id"), message=traceback.format_exc())
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
 
-    def _serve_request(self, connection: Connection, request: Mapping[str, Any], fds: list[int]) -> None:
+    def _execute(self, connection: Connection, request: Mapping[str, Any], fds: list[int]) -> None:
         if request["op"] == "rank":
-            self.orders.append(Order(request["id"], request["place"], request["cpus"], fds, connection))
+            self.queue.append(QueuedRank(request["id"], request["slot"], request["cpus"], fds, connection))
         elif request["op"] == "stop":
             self._stop(connection, request["id"], request["grace_s"])
-        elif request["op"] == "tell":
-            self._tell(connection, request["id"], request["order"])
+        elif request["op"] == "command":
+            self._send_command(connection, request["id"], request["command"])
         else:
             pid = children.start_store(request["host"], request["port"], fds[0], close=self._own_fds())
             os.close(fds[0])
             self._adopt(Child(request["id"], pid, "", connection))
 
     def _close(self, connection: Connection) -> None:
-        """The worker is gone, or wants no more: so are its ranks."""
+        """Stop the ranks of a worker that is gone or has hung up."""
         self._selector.unregister(connection.socket)
         connection.closing = True
-        for order in [order for order in self.orders if order.owner is connection]:
-            self._drop(order)
+        for queued in [queued for queued in self.queue if queued.owner is connection]:
+            self._dequeue(queued)
         for child in [child for child in self.children.values() if child.owner is connection]:
             self._stop(connection, child.id, ORPHAN_GRACE_S)
 
     def _is_over(self) -> bool:
-        """Hang up on the workers that are done and have heard of their last child's end; whether that were all."""
+        """Close the connections whose children have all exited. Returns whether nothing is left to serve."""
         owners = [child.owner for child in self.children.values()]
         done = [connection for connection in self.connections if connection.closing and connection not in owners]
-        # The last one to be hung up on finds that nothing is left.
+        # Retire before the last connection is closed: the worker at its end expects the folder to be gone.
         over = len(done) == len(self.connections) and not self.children and self._retire()
         for connection in done:
             connection.socket.close()
@@ -237,84 +232,84 @@ class RankServer:
 
     # --- children ---
 
-    def _start_waiting(self) -> None:
-        """Start the ranks whose place is free, in the order in which they came."""
-        for order in list(self.orders):
-            holder = next((child for child in self.children.values() if child.place == order.place), None)
+    def _start_queued(self) -> None:
+        """Start the ranks whose slot is free, in the order of their requests."""
+        for queued in list(self.queue):
+            holder = next((child for child in self.children.values() if child.slot == queued.slot), None)
             if holder is None:
-                self._start(order)
-            elif order.until <= time.monotonic():
-                self._drop(order)
-                order.owner.report(
-                    report="broken",
-                    id=order.id,
-                    message=f"the slot ({order.place}) is still held by {holder.id} (pid {holder.pid}), "
-                    f"which has not ended within {PLACE_TIMEOUT_S:.0f} s",
+                self._start(queued)
+            elif queued.deadline <= time.monotonic():
+                self._dequeue(queued)
+                message = (
+                    f"the slot ({queued.slot}) is still held by {holder.id} (pid {holder.pid}), "
+                    f"which has not ended within {SLOT_TIMEOUT_S:.0f} s"
                 )
+                queued.owner.report(report="broken", id=queued.id, message=message)
 
-    def _start(self, order: Order) -> None:
+    def _start(self, queued: QueuedRank) -> None:
         try:
-            if order.cpus is not None:
-                os.sched_setaffinity(0, order.cpus)  # the child inherits it; to the server itself it is all the same
-            child = self._start_rank(order)
-        except Exception:
-            order.owner.report(report="broken", id=order.id, message=traceback.format_exc())
+            if queued.cpus is not None:
+                os.sched_setaffinity(0, queued.cpus)  # the child inherits it; the server itself needs no certain core
+            child = self._start_rank(queued)
+        except Exception:  # this rank cannot start; others can
+            queued.owner.report(report="broken", id=queued.id, message=traceback.format_exc())
         else:
             self._adopt(child)
-        self._drop(order)
+        self._dequeue(queued)
 
-    def _start_rank(self, order: Order) -> Child:
-        """Start the rank, with a pipe that it hears orders from for as long as it lives."""
-        theirs, ours = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(ours, False)
+    def _start_rank(self, queued: QueuedRank) -> Child:
+        """Start the rank, with a pipe for commands."""
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(write_end, False)
         try:
-            spec_fd, log_fd, events_fd = order.fds
-            close = [*self._own_fds(), ours]
-            pid = children.start_rank(spec_fd, log_fd, events_fd, theirs, warm=self.warm, close=close)
+            spec_fd, log_fd, events_fd = queued.fds
+            close = [*self._own_fds(), write_end]
+            pid = children.start_rank(spec_fd, log_fd, events_fd, read_end, warm=self.warm, close=close)
         except BaseException:
-            os.close(ours)
+            os.close(write_end)
             raise
         finally:
-            os.close(theirs)
-        return Child(order.id, pid, order.place, order.owner, ours)
+            os.close(read_end)
+        return Child(queued.id, pid, queued.slot, queued.owner, write_end)
 
-    def _tell(self, owner: Connection, child_id: str, order: str) -> None:
-        """Pass an order on; a rank that has ended, or reads none, is none the wiser."""
-        for child in self.children.values():
-            if (child.owner, child.id) == (owner, child_id) and child.orders_fd is not None:
+    def _send_command(self, owner: Connection, child_id: str, command: str) -> None:
+        """Send a command to a rank, if it is still running and reads commands."""
+        for child in self._children_of(owner, child_id):
+            if child.commands_fd is not None:
                 with contextlib.suppress(OSError):
-                    os.write(child.orders_fd, f"{order}\n".encode())
+                    os.write(child.commands_fd, f"{command}\n".encode())
+
+    def _children_of(self, owner: Connection, child_id: str) -> list[Child]:
+        return [child for child in self.children.values() if (child.owner, child.id) == (owner, child_id)]
 
     def _adopt(self, child: Child) -> None:
         self.children[child.pid] = child
         child.owner.report(report="started", id=child.id, pid=child.pid)
 
-    def _drop(self, order: Order) -> None:
-        self.orders.remove(order)
-        order.close()
+    def _dequeue(self, queued: QueuedRank) -> None:
+        self.queue.remove(queued)
+        _close_all(queued.fds)
 
     def _own_fds(self) -> list[int]:
-        """What a forked child must not keep."""
-        sockets = [connection.socket for connection in self.connections]
-        sockets += [self.listener] if self.listener is not None else []
-        waiting = [fd for order in self.orders for fd in order.fds]
-        told = [child.orders_fd for child in self.children.values() if child.orders_fd is not None]
-        return (
-            [link.fileno() for link in sockets] + waiting + told + [self._wake_r, self._wake_w, self._selector.fileno()]
-        )
+        """Descriptors that a forked child must close."""
+        links: list[Any] = [connection.socket for connection in self.connections]
+        links += [self._selector, *([self.listener] if self.listener is not None else [])]
+        queued = [fd for queued in self.queue for fd in queued.fds]
+        pipes = [child.commands_fd for child in self.children.values() if child.commands_fd is not None]
+        return [link.fileno() for link in links] + queued + pipes + [self._wake_r, self._wake_w]
 
     def _stop(self, owner: Connection, child_id: str, grace_s: float) -> None:
-        for order in [order for order in self.orders if (order.owner, order.id) == (owner, child_id)]:
-            self._drop(order)
+        for queued in [queued for queued in self.queue if (queued.owner, queued.id) == (owner, child_id)]:
+            self._dequeue(queued)
             owner.report(report="exited", id=child_id, pid=0, status=-signal.SIGTERM, time_ns=time.time_ns())
-        for child in self.children.values():
-            if (child.owner, child.id) == (owner, child_id):
-                self._tell(owner, child_id, commands.STOP)
-                kill_at = time.monotonic() + grace_s
-                child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
-                process_control.signal_group(child.pid, signal.SIGTERM)
+        self._send_command(owner, child_id, commands.STOP)
+        for child in self._children_of(owner, child_id):
+            kill_at = time.monotonic() + grace_s
+            child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
+            process_control.signal_group(child.pid, signal.SIGTERM)
 
     def _reap(self) -> None:
+        """Report all children that have exited, and kill what is left of their process groups."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -326,15 +321,16 @@ class RankServer:
             child = self.children.pop(pid, None)
             if child is None:
                 continue  # an orphan of a rank
-            process_control.signal_group(pid, signal.SIGKILL)  # what a rank leaves behind ends with it
-            if child.orders_fd is not None:
-                os.close(child.orders_fd)
+            process_control.signal_group(pid, signal.SIGKILL)
+            if child.commands_fd is not None:
+                os.close(child.commands_fd)
             code = os.waitstatus_to_exitcode(status)
             child.owner.report(report="exited", id=child.id, pid=pid, status=code, time_ns=time_ns)
             if not self.children:
                 process_control.kill_descendants()
 
     def _kill_overdue(self) -> None:
+        """SIGKILL children whose grace period is over, again every second until they have exited."""
         now = time.monotonic()
         for child in self.children.values():
             if child.kill_at is not None and child.kill_at <= now:
@@ -342,14 +338,20 @@ class RankServer:
                 child.kill_at = now + 1.0
 
     def _timeout_s(self) -> float | None:
+        """Seconds until the next deadline; None if there is none."""
         deadlines = [child.kill_at for child in self.children.values() if child.kill_at is not None]
-        deadlines += [order.until for order in self.orders]
+        deadlines += [queued.deadline for queued in self.queue]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
 
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 def main() -> None:
-    """Entry point of the process: `private FD`, its worker's socket, or `shared FD FOLDER`, a listening one."""
-    gc.disable()  # collecting while torch is imported takes a fifth of the time and finds nothing
+    """Entry point of the process: `private FD` (its worker's socket) or `shared FD FOLDER` (a listening socket)."""
+    gc.disable()  # garbage collection takes a fifth of torch's import time and finds nothing
     kind, fd, *folder = sys.argv[1:]
     link = socket.socket(fileno=int(fd))
     if kind == "private":

@@ -1,4 +1,4 @@
-"""What the kernel offers for keeping hold of child processes (Linux; elsewhere each is a harmless no-op)."""
+"""Controls processes through the kernel: names, signals, death with the parent. On other systems than Linux a no-op."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, however it ends."""
+    """Have the kernel send SIGKILL to this process when its parent exits, for whatever reason."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become_subreaper() -> None:
-    """Inherit orphaned descendants, so that none escapes by outliving its parent."""
+    """Become the parent of orphaned descendants, so that they can still be found and killed."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_of_sigterm() -> None:
-    """End as a process does that has no handler for SIGTERM; safe in any thread, unlike Python's own signal()."""
+    """End this process by SIGTERM with the default handler. Safe in any thread, unlike `signal.signal`."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
     libc.signal(int(signal.SIGTERM), None)  # SIG_DFL
@@ -36,24 +36,24 @@ def die_of_sigterm() -> None:
 
 
 def name_process(name: str) -> None:
-    """Set what `ps` and `top` show (15 bytes at the most)."""
+    """Set the process name that `ps` and `top` show (at most 15 bytes)."""
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def thread_count() -> int:
-    """Threads of this process; 1 where the system doesn't tell."""
+    """The number of threads of this process; 1 if the system does not say."""
     tasks = Path("/proc/self/task")
     return len(os.listdir(tasks)) if tasks.exists() else 1
 
 
 def signal_group(pgid: int, number: int) -> None:
-    """Send a signal to a whole process group; nothing happens where it is gone."""
+    """Send a signal to a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, number)
 
 
 def kill_descendants() -> None:
-    """SIGKILL every child of this process, and theirs: they were ranks' children that left their group."""
+    """SIGKILL all descendants of this process: children of ranks that have left their process group."""
     for pid in _children(os.getpid()):
         _kill_tree(pid)
 

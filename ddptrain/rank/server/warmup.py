@@ -1,4 +1,4 @@
-"""The imports that every rank would otherwise pay for: torch, DDP, and what an optimizer's constructor pulls in."""
+"""Imports everything that ranks need, so that a forked rank starts without importing torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import sys
 import types
 
-# The constructor of any optimizer pulls torch._dynamo in: a second of CPU. User code is never imported here.
+# torch._dynamo: the constructor of any optimizer imports it, which takes a second. User code is never imported here.
 _MODULES = (
     "torch",
     "torch._dynamo",
@@ -22,23 +22,23 @@ _MODULES = (
 
 
 def import_everything() -> None:
-    """Import what ranks use, without running an op or touching a device."""
+    """Import all modules that ranks use, without running a torch operation or touching a device."""
     for name in _MODULES:
         importlib.import_module(name)
     _import_dispatch()
 
 
 def _import_dispatch() -> None:
-    """Import dask_pytorch_ddp's dispatch without Dask, of which it names one class in an annotation.
+    """Import dask_pytorch_ddp.dispatch without Dask, which it needs only for one annotation.
 
-    Dask would cost every start 0.3 s. The stand-ins are gone when this returns: user code that imports Dask gets Dask.
+    Importing Dask takes 0.3 s. The placeholder modules are removed afterwards: user code that imports Dask gets Dask.
     """
-    stand_ins = {name: types.ModuleType(name) for name in ("dask", "dask.distributed") if name not in sys.modules}
-    for module in stand_ins.values():
+    placeholders = {name: types.ModuleType(name) for name in ("dask", "dask.distributed") if name not in sys.modules}
+    for module in placeholders.values():
         module.__dict__["Client"] = object
-    sys.modules.update(stand_ins)
+    sys.modules.update(placeholders)
     try:
         importlib.import_module("dask_pytorch_ddp.dispatch")
     finally:
-        for name in stand_ins:
+        for name in placeholders:
             del sys.modules[name]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ddptrain.worker.rank_server_client import OwnRankServer, RankServer, SharedRankServer
+from ddptrain.worker.rank_server_client import OwnRankServerClient, RankServerClient, SharedRankServerClient
 from tests.unit.specs import make_spec
 
 _SITE = """
@@ -49,23 +49,23 @@ class Bench:
         self.shared_folder = folder / "shared"
 
     @contextlib.contextmanager
-    def own(self) -> Iterator[RankServer]:
+    def own(self) -> Iterator[RankServerClient]:
         """A server of its own; it and its ranks have ended afterwards."""
-        with listening(OwnRankServer(self.env, self.folder / "own.log")) as server:
+        with listening(OwnRankServerClient(self.env, self.folder / "own.log")) as server:
             yield server
 
     @contextlib.contextmanager
-    def shared(self) -> Iterator[RankServer]:
+    def shared(self) -> Iterator[RankServerClient]:
         """A connection to the server of the shared folder; its ranks have ended afterwards."""
-        with listening(SharedRankServer(self.shared_folder, self.env)) as server:
+        with listening(SharedRankServerClient(self.shared_folder, self.env)) as server:
             yield server
 
-    def order(self, server: RankServer, rank_id: str, code: str, place: str | None = None) -> None:
+    def order(self, server: RankServerClient, rank_id: str, code: str, slot: str | None = None) -> None:
         """Order a rank that runs `code`."""
         spec = make_spec(params={"code": textwrap.dedent(code)}, env=self.env)
         fd = os.open(self.log(rank_id), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            server.start_rank(rank_id, spec.to_json(), fd, fd, place if place is not None else rank_id)
+            server.start_rank(rank_id, spec.to_json(), fd, fd, slot if slot is not None else rank_id)
         finally:
             os.close(fd)
 
@@ -83,7 +83,7 @@ class Bench:
 
 
 @contextlib.contextmanager
-def listening(server: RankServer) -> Iterator[RankServer]:
+def listening(server: RankServerClient) -> Iterator[RankServerClient]:
     """The server, heard, and closed at the end."""
     server.listen()
     try:
@@ -93,7 +93,7 @@ def listening(server: RankServer) -> Iterator[RankServer]:
         assert server.wait(60)
 
 
-def status(server: RankServer, rank_id: str, timeout_s: float = 60.0) -> int:
+def status(server: RankServerClient, rank_id: str, timeout_s: float = 60.0) -> int:
     """The rank's exit status, once it has ended."""
     deadline = time.monotonic() + timeout_s
     while (report := server.wait_exit(rank_id, 0.1)) is None:

@@ -16,7 +16,7 @@ import pytest
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL
 from ddptrain.worker import diagnostics
-from ddptrain.worker.procfs import Vitals, catches
+from ddptrain.worker.procfs import ProcessMonitor, has_handler
 from ddptrain.worker.spool import RankSpool
 from tests.unit.specs import make_spec
 
@@ -46,9 +46,9 @@ def told(spool: RankSpool, count: int) -> list[events.Event]:
 
 def test_stopped_process_is_told_at_once_with_a_file(spool: RankSpool, sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.send_signal(signal.SIGSTOP)
-    while Vitals(sleeper.pid).state() != "T":
+    while ProcessMonitor(sleeper.pid).status() != "stopped":
         time.sleep(0.01)
-    diagnostics.stand_by(spool, sleeper.pid, 2, 1)
+    diagnostics.report_if_silent(spool, sleeper.pid, 2, 1)
     stacks, file = told(spool, 2)
     assert isinstance(stacks, events.Stacks)
     assert stacks.state == "stopped"
@@ -60,8 +60,8 @@ def test_stopped_process_is_told_at_once_with_a_file(spool: RankSpool, sleeper: 
 def test_process_that_would_die_of_the_signal_is_not_sent_it(
     spool: RankSpool, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    assert not catches(sleeper.pid, STACKS_SIGNAL)
-    diagnostics.stand_by(spool, sleeper.pid, 1, 1)
+    assert not has_handler(sleeper.pid, STACKS_SIGNAL)
+    diagnostics.report_if_silent(spool, sleeper.pid, 1, 1)
     stacks, _ = told(spool, 2)
     assert isinstance(stacks, events.Stacks)
     assert (stacks.state, stacks.main) == ("busy", ())
@@ -90,10 +90,10 @@ time.sleep(600)
 
 def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "_ANSWER_S", 60.0)
-    diagnostics.stand_by(spool, os.getpid(), 1, 1)
+    diagnostics.report_if_silent(spool, os.getpid(), 1, 1)
     spool.events.write_bytes(events.encode(events.Stacks(1, ("a.py:1 f",))))
     for thread in threading.enumerate():
-        if thread.name == "ddptrain-standin":
+        if thread.name == "ddptrain-stacks":
             thread.join(30)
             assert not thread.is_alive()
     assert told(spool, 1) == [events.Stacks(1, ("a.py:1 f",))]
@@ -101,10 +101,10 @@ def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool, monkeypatch
 
 def test_flight_record_is_handed_over_where_there_is_one(spool: RankSpool) -> None:
     spec = make_spec(rank=1)
-    diagnostics.hand_over_flight_record(spool, spec)
+    diagnostics.announce_flight_record(spool, spec)
     assert told(spool, 0) == []
     (spool.staging / "flight-record-1").write_bytes(b"pickle")
-    diagnostics.hand_over_flight_record(spool, spec)
+    diagnostics.announce_flight_record(spool, spec)
     (file,) = told(spool, 1)
     assert isinstance(file, events.FileSaved)
     assert (file.path, file.staging, file.size_bytes) == ("flight-recorder/rank-1.pickle", "flight-record-1", 6)
@@ -127,11 +127,11 @@ time.sleep(600)
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"up\n"
-            vitals = Vitals(process.pid)
-            before, deadline = vitals.cpu_s(), time.monotonic() + 60
-            while vitals.cpu_s() - before < 0.3:
+            monitor = ProcessMonitor(process.pid)
+            before, deadline = monitor.cpu_s(), time.monotonic() + 60
+            while monitor.cpu_s() - before < 0.3:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-    assert Vitals(process.pid).state() == ""
+    assert ProcessMonitor(process.pid).status() == ""

@@ -21,7 +21,7 @@ def completed(
     **changes: Any,
 ) -> RankSpec:
     spec = make_spec(**{"rank": 3, "local_rank": 1, "node_rank": 1, "slot": 1, **changes})
-    return environment.complete(spec, environ, environment.Place(gpu, cpus, interface, staging="/s"))
+    return environment.complete(spec, environ, environment.RankResources(gpu, cpus, interface, staging="/s"))
 
 
 def test_torchruns_contract_is_complete() -> None:

@@ -48,19 +48,23 @@ def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
 ) -> None:
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert foreign_worker.offered(worker(**known)) == offered
+    assert foreign_worker.offered_slots(worker(**known)) == offered
 
 
 def test_machine_without_gpus_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert foreign_worker.offered(worker()) == (1, ())
+    assert foreign_worker.offered_slots(worker()) == (1, ())
 
 
 def test_nannys_exports_are_those_of_its_configuration() -> None:
     with dask.config.set({"distributed.nanny.pre-spawn-environ": {"A": 1}, "distributed.nanny.environ": {"B": "2"}}):
-        assert foreign_worker._nannys(worker(nanny="tcp://127.0.0.1:1")) == {"A": 1, "B": "2", "PYTHONHASHSEED": "6640"}
-        assert foreign_worker._nannys(worker()) == {}
+        assert foreign_worker._nanny_environ(worker(nanny="tcp://127.0.0.1:1")) == {
+            "A": 1,
+            "B": "2",
+            "PYTHONHASHSEED": "6640",
+        }
+        assert foreign_worker._nanny_environ(worker()) == {}
 
 
 def test_workers_meet_only_where_one_server_serves_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,12 +72,12 @@ def test_workers_meet_only_where_one_server_serves_both(monkeypatch: pytest.Monk
     assert here == foreign_worker._server_folder("tcp://a:1", {"HOME": "/y", "LD_PRELOAD": "a.so"})
     assert here != foreign_worker._server_folder("tcp://b:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
     assert here != foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "b.so"})
-    monkeypatch.setattr(foreign_worker, "_surroundings", lambda: ["net:[4026531999]"])
+    monkeypatch.setattr(foreign_worker, "_container_identity", lambda: ["net:[4026531999]"])
     assert here != foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
 
 
 @pytest.mark.skipif(not Path("/proc/self/ns").is_dir(), reason="the system has no namespaces")
-def test_surroundings_name_the_network_namespace_and_the_control_group() -> None:
-    namespaces, group = foreign_worker._surroundings()[:-1], foreign_worker._surroundings()[-1]
+def test_container_identity_name_the_network_namespace_and_the_control_group() -> None:
+    namespaces, group = foreign_worker._container_identity()[:-1], foreign_worker._container_identity()[-1]
     assert any(name.startswith("net:[") for name in namespaces)
     assert group == Path("/proc/self/cgroup").read_text()

@@ -60,7 +60,7 @@ def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) 
 def test_scheduler_that_never_tells_its_address_is_an_error(dask: DaskBench) -> None:
     worker = dask.ours("--timeout", "0.3")
     assert worker.wait(60) == 4
-    assert "scheduler.json has told no scheduler's address within 0.3 s" in dask.log("ours").read_text()
+    assert "scheduler.json has no scheduler's address within 0.3 s" in dask.log("ours").read_text()
     assert left_files(dask) == []
 
 

@@ -48,46 +48,49 @@ def machine(tmp_path: Path) -> Machine:
 def test_limit_of_the_group_is_told_where_it_has_counted_a_kill(machine: Machine, version: int) -> None:
     machine.group(version, "jobs/a", kills=1, limit=str(2 * GIB))
     watch = machine.watch()
-    assert watch.why() == ""
+    assert watch.explain_kill() == ""
     machine.group(version, "jobs/a", kills=2, limit=str(2 * GIB))
-    assert watch.why() == "out of memory (the memory limit of 2.0 GiB of its control group)"
+    assert watch.explain_kill() == "out of memory (the memory limit of 2.0 GiB of its control group)"
 
 
 def test_group_without_a_limit_was_hit_by_the_hosts_own_want(machine: Machine) -> None:
     machine.group(2, "jobs/a", kills=0, limit="max")
     watch = machine.watch()
     machine.group(2, "jobs/a", kills=1, limit="max")
-    assert watch.why() == "out of memory (the host's)"
+    assert watch.explain_kill() == "out of memory (the host's)"
 
 
 def test_kill_elsewhere_on_the_host_makes_it_likely(machine: Machine) -> None:
     watch = machine.watch()
     machine.put(machine.proc / "vmstat", "oom_kill 1\n")
-    assert watch.why().startswith("likely out of memory (the kernel has killed")
+    assert watch.explain_kill().startswith("likely out of memory (the kernel has killed")
 
 
 def test_rank_that_was_near_the_limit_has_likely_been_killed_for_it(machine: Machine) -> None:
     machine.group(2, "a", kills=0, limit=str(2 * GIB), usage=2 * GIB - 1)
     watch = machine.watch()
-    watch.look()
-    assert watch.why() == "likely out of memory (2.0 GiB of 2.0 GiB of its control group were used shortly before)"
+    watch.update()
+    assert (
+        watch.explain_kill()
+        == "likely out of memory (2.0 GiB of 2.0 GiB of its control group were used shortly before)"
+    )
 
 
 def test_host_with_hardly_any_memory_left_makes_it_likely(machine: Machine) -> None:
     machine.put(machine.proc / "meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {1 << 20} kB\n")
     watch = machine.watch()
-    watch.look()
-    assert watch.why() == "likely out of memory (1.0 GiB of the host's 64.0 GiB were left shortly before)"
+    watch.update()
+    assert watch.explain_kill() == "likely out of memory (1.0 GiB of the host's 64.0 GiB were left shortly before)"
 
 
 def test_nothing_is_said_where_nothing_points_to_memory(machine: Machine) -> None:
     machine.group(2, "a", kills=3, limit=str(2 * GIB), usage=GIB)
     watch = machine.watch()
-    watch.look()
-    assert watch.why() == ""
+    watch.update()
+    assert watch.explain_kill() == ""
 
 
 def test_machine_that_counts_nothing_is_no_error(tmp_path: Path) -> None:
     watch = MemoryWatch(7, tmp_path / "none", tmp_path / "none")
-    watch.look()
-    assert (groups_of(7, tmp_path, tmp_path), watch.why()) == ([], "")
+    watch.update()
+    assert (groups_of(7, tmp_path, tmp_path), watch.explain_kill()) == ([], "")

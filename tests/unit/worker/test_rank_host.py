@@ -11,7 +11,7 @@ from distributed import Worker
 
 from ddptrain.errors import ClusterError
 from ddptrain.worker.rank_host import RankHost, slot_resources
-from ddptrain.worker.rank_server_client import RankServer
+from ddptrain.worker.rank_server_client import RankServerClient
 
 
 class FakeServer:
@@ -35,7 +35,9 @@ def server() -> FakeServer:
 
 
 def host_with(server: FakeServer, folder: Path, *gpus: str) -> RankHost:
-    host = RankHost(cast(RankServer, server), lambda: cast(RankServer, FakeServer()), {}, gpus, folder / "scratch")
+    host = RankHost(
+        cast(RankServerClient, server), lambda: cast(RankServerClient, FakeServer()), {}, gpus, folder / "scratch"
+    )
     tasks = {"r": SimpleNamespace(state="executing")}
     host.setup(cast(Worker, SimpleNamespace(name="w-1", state=SimpleNamespace(tasks=tasks))))
     return host
@@ -43,9 +45,9 @@ def host_with(server: FakeServer, folder: Path, *gpus: str) -> RankHost:
 
 def test_released_rank_gets_its_own_grace_but_never_long(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path)
-    host.hold("patient", "patient", 30.0)
-    host.hold("quick", "quick", 1.5)
-    host.hold("patient", "patient/store", 0.0)
+    host.register("patient", "patient", 30.0)
+    host.register("quick", "quick", 1.5)
+    host.register("patient", "patient/store", 0.0)
     host.transition("patient", "executing", "memory")
     assert server.stopped == []
     host.transition("patient", "executing", "cancelled")
@@ -56,7 +58,7 @@ def test_released_rank_gets_its_own_grace_but_never_long(server: FakeServer, tmp
 
 def test_stopped_rank_gets_the_grace_that_the_driver_gives(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path)
-    host.hold("r", "r", 30.0)
+    host.register("r", "r", 30.0)
     host.stop("r")
     host.stop("r", 2.0)
     host.stop("unknown")
@@ -65,14 +67,14 @@ def test_stopped_rank_gets_the_grace_that_the_driver_gives(server: FakeServer, t
 
 def test_key_that_is_released_while_its_rank_is_ordered_is_known(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path)
-    host.hold("r", "r", 30.0)
+    host.register("r", "r", 30.0)
     assert not host.is_released("r")
     host.worker.state.tasks["r"].state = "cancelled"  # before it was held
     assert host.is_released("r")
     host.worker.state.tasks["r"].state = "executing"
     host.transition("r", "executing", "cancelled")  # before it was started
     assert host.is_released("r")
-    host.hold("unknown", "unknown", 30.0)
+    host.register("unknown", "unknown", 30.0)
     assert host.is_released("unknown")
     server.stopped.clear()
     host.kill("r")
@@ -82,20 +84,20 @@ def test_key_that_is_released_while_its_rank_is_ordered_is_known(server: FakeSer
 def test_place_is_the_gpu_or_the_workers_slot(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path, "GPU-ab", "1")
     assert [host.gpu_of(slot) for slot in range(3)] == ["GPU-ab", "1", None]
-    assert [host.place_of(slot) for slot in range(3)] == ["GPU GPU-ab", "GPU 1", "w-1 slot 2"]
+    assert [host.slot_name(slot) for slot in range(3)] == ["GPU GPU-ab", "GPU 1", "w-1 slot 2"]
 
 
 def test_only_a_lost_server_is_replaced(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path)
-    host.mend()
-    assert host.server is cast(RankServer, server)
+    host.replace_lost_server()
+    assert host.server is cast(RankServerClient, server)
     server.fault = "the rank server was closed"
     server.closed = True
-    host.mend()
-    assert host.server is cast(RankServer, server)
+    host.replace_lost_server()
+    assert host.server is cast(RankServerClient, server)
     server.closed = False
-    host.mend()
-    assert host.server is not cast(RankServer, server)
+    host.replace_lost_server()
+    assert host.server is not cast(RankServerClient, server)
 
 
 def test_resources_say_how_many_ranks_fit_and_how_many_have_a_gpu() -> None:

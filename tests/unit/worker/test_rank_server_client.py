@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ddptrain.errors import ClusterError
-from ddptrain.worker.rank_server_client import OwnRankServer, RankServerLost, SharedRankServer
+from ddptrain.worker.rank_server_client import OwnRankServerClient, RankServerLost, SharedRankServerClient
 from tests.unit.worker.stubs import Bench, is_gone, listening, status, until
 
 PARENT = "import os, time; print(os.getppid(), flush=True); time.sleep(600)"
@@ -51,8 +51,8 @@ def test_shared_server_outlives_the_worker_that_started_it(bench: Bench) -> None
     code = """
 import os, sys, time
 from pathlib import Path
-from ddptrain.worker.rank_server_client import SharedRankServer
-server = SharedRankServer(Path(sys.argv[1]), dict(os.environ))
+from ddptrain.worker.rank_server_client import SharedRankServerClient
+server = SharedRankServerClient(Path(sys.argv[1]), dict(os.environ))
 server.listen()
 server.ready.wait(60)
 print("joined", flush=True)
@@ -82,9 +82,9 @@ def test_ranks_end_with_a_killed_worker(bench: Bench) -> None:
 import os, sys
 from pathlib import Path
 from tests.unit.worker.stubs import Bench
-from ddptrain.worker.rank_server_client import SharedRankServer
+from ddptrain.worker.rank_server_client import SharedRankServerClient
 bench = Bench(Path(sys.argv[1]))
-server = SharedRankServer(bench.shared_folder, bench.env)
+server = SharedRankServerClient(bench.shared_folder, bench.env)
 server.listen()
 bench.order(server, "r", "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
 bench.wait_for("r", chr(10))
@@ -144,7 +144,7 @@ def test_folder_that_others_can_enter_is_refused(bench: Bench) -> None:
     bench.shared_folder.mkdir()
     bench.shared_folder.chmod(0o755)
     with pytest.raises(ClusterError, match=r"with mode 0755, but it must belong to user .* with mode 0700"):
-        SharedRankServer(bench.shared_folder, bench.env)
+        SharedRankServerClient(bench.shared_folder, bench.env)
     assert bench.shared_folder.exists()
 
 
@@ -152,15 +152,15 @@ def test_folder_that_is_a_link_is_refused(bench: Bench) -> None:
     (bench.folder / "elsewhere").mkdir(mode=0o700)
     bench.shared_folder.symlink_to(bench.folder / "elsewhere")
     with pytest.raises(ClusterError, match="no folder that can be used"):
-        SharedRankServer(bench.shared_folder, bench.env)
+        SharedRankServerClient(bench.shared_folder, bench.env)
 
 
 def test_folder_with_a_long_path_serves_as_well(bench: Bench) -> None:
     deep = bench.folder / ("d" * 120)
     deep.mkdir()
     with (
-        listening(SharedRankServer(deep / "shared", bench.env)) as one,
-        listening(SharedRankServer(deep / "shared", bench.env)) as two,
+        listening(SharedRankServerClient(deep / "shared", bench.env)) as one,
+        listening(SharedRankServerClient(deep / "shared", bench.env)) as two,
     ):
         for server in (one, two):
             bench.order(server, "r", "import os; print(os.getppid())")
@@ -171,12 +171,12 @@ def test_folder_with_a_long_path_serves_as_well(bench: Bench) -> None:
 def test_server_that_can_not_be_started_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(RankServerLost, match=r"can't be reached: .*No such file"):
-        SharedRankServer(bench.shared_folder, bench.env)
+        SharedRankServerClient(bench.shared_folder, bench.env)
     assert not bench.shared_folder.exists()
 
 
 def test_closed_server_takes_no_more_orders(bench: Bench) -> None:
-    server = OwnRankServer(bench.env, bench.folder / "own.log")
+    server = OwnRankServerClient(bench.env, bench.folder / "own.log")
     with listening(server):
         assert server.ready.wait(60)
     until(lambda: server.fault is not None, "the end of the connection")

@@ -54,9 +54,9 @@ def test_stopped_rank_is_killed_after_its_grace(bench: Bench) -> None:
 
 def test_place_holds_one_rank_at_a_time(bench: Bench) -> None:
     with bench.own() as server:
-        bench.order(server, "first", STUBBORN, place="GPU 0")
-        bench.order(server, "second", f"print({str(bench.log('first'))!r})", place="GPU 0")
-        bench.order(server, "elsewhere", "print('at once')", place="GPU 1")
+        bench.order(server, "first", STUBBORN, slot="GPU 0")
+        bench.order(server, "second", f"print({str(bench.log('first'))!r})", slot="GPU 0")
+        bench.order(server, "elsewhere", "print('at once')", slot="GPU 1")
         assert status(server, "elsewhere") == 0
         assert server.wait_exit("second", 0.3) is None
         assert bench.said("second") == ""
@@ -71,15 +71,15 @@ def test_ranks_get_their_place_in_the_order_in_which_they_came(bench: Bench) -> 
     with bench.own() as server:
         for number in range(8):
             code = f"import time; open({str(shared_log)!r}, 'a').write('{number}'); time.sleep(0.02)"
-            bench.order(server, f"r{number}", code, place="GPU 0")
+            bench.order(server, f"r{number}", code, slot="GPU 0")
         assert [status(server, f"r{number}") for number in range(8)] == [0] * 8
     assert shared_log.read_text() == "01234567"
 
 
 def test_rank_that_is_stopped_while_it_waits_is_never_started(bench: Bench) -> None:
     with bench.own() as server:
-        bench.order(server, "first", STUBBORN, place="GPU 0")
-        bench.order(server, "second", "print('started')", place="GPU 0")
+        bench.order(server, "first", STUBBORN, slot="GPU 0")
+        bench.order(server, "second", "print('started')", slot="GPU 0")
         bench.wait_for("first", "under way")
         server.stop("second", 30.0)
         assert status(server, "second") == -signal.SIGTERM
@@ -88,12 +88,12 @@ def test_rank_that_is_stopped_while_it_waits_is_never_started(bench: Bench) -> N
 
 def test_place_that_does_not_become_free_is_told_with_its_holder(tmp_path: Path) -> None:
     bench = Bench(
-        tmp_path, at_import="import ddptrain.rank.server.process as s; sys.modules['__main__'].PLACE_TIMEOUT_S = 0.3"
+        tmp_path, at_import="import ddptrain.rank.server.process as s; sys.modules['__main__'].SLOT_TIMEOUT_S = 0.3"
     )
     with bench.own() as server:
-        bench.order(server, "first", STUBBORN, place="GPU 0")
+        bench.order(server, "first", STUBBORN, slot="GPU 0")
         bench.wait_for("first", "under way")
-        bench.order(server, "second", "print('started')", place="GPU 0")
+        bench.order(server, "second", "print('started')", slot="GPU 0")
         with pytest.raises(RankServerLost, match=r"the slot \(GPU 0\) is still held by first \(pid \d+\)"):
             status(server, "second")
 
@@ -116,9 +116,9 @@ def test_ranks_of_a_connection_end_with_it_and_others_run_on(bench: Bench) -> No
 
 def test_connections_share_one_process_and_its_places(bench: Bench) -> None:
     with bench.shared() as one, bench.shared() as two:
-        bench.order(one, "one", STUBBORN, place="GPU 0")
+        bench.order(one, "one", STUBBORN, slot="GPU 0")
         bench.wait_for("one", "under way")
-        bench.order(two, "two", "import os; print(os.getppid())", place="GPU 0")
+        bench.order(two, "two", "import os; print(os.getppid())", slot="GPU 0")
         assert two.wait_exit("two", 0.3) is None
         bench.order(one, "parent", "import os; print(os.getppid())")
         assert status(one, "parent") == 0
@@ -129,13 +129,13 @@ def test_connections_share_one_process_and_its_places(bench: Bench) -> None:
 
 def test_rank_waiting_for_its_place_goes_with_its_connection(bench: Bench) -> None:
     with bench.shared() as stays:
-        bench.order(stays, "first", STUBBORN, place="GPU 0")
+        bench.order(stays, "first", STUBBORN, slot="GPU 0")
         with bench.shared() as goes:
-            bench.order(goes, "second", "print('started')", place="GPU 0")
+            bench.order(goes, "second", "print('started')", slot="GPU 0")
             bench.wait_for("first", "under way")
         stays.stop("first", 0.0)
         assert status(stays, "first") == -signal.SIGKILL
-        bench.order(stays, "third", "print('started')", place="GPU 0")
+        bench.order(stays, "third", "print('started')", slot="GPU 0")
         assert status(stays, "third") == 0
     assert bench.said("second") == ""
 
@@ -143,9 +143,9 @@ def test_rank_waiting_for_its_place_goes_with_its_connection(bench: Bench) -> No
 def test_rank_keeps_nothing_of_the_server_open(bench: Bench) -> None:
     code = "import os; print([os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if int(fd) > 2])"
     with bench.shared() as one, bench.shared() as two:
-        bench.order(one, "holder", STUBBORN, place="GPU 0")
+        bench.order(one, "holder", STUBBORN, slot="GPU 0")
         bench.wait_for("holder", "under way")
-        bench.order(two, "waiting", "print('started')", place="GPU 0")
+        bench.order(two, "waiting", "print('started')", slot="GPU 0")
         bench.order(two, "rank", code.replace("if int", "if os.path.exists(f'/proc/self/fd/{fd}') and int"))
         assert status(two, "rank") == 0
     said = bench.said("rank")
@@ -208,7 +208,9 @@ def test_rank_is_given_up_when_the_store_of_its_gang_dies(tmp_path: Path) -> Non
         until(lambda: len(parent.children()) == 2, "the store's process")
         (store,) = [child for child in parent.children() if child.pid != rank]
         store.kill()
-        with pytest.raises(RankServerLost, match=r"the gang's store \(TCPStore\) has ended: killed by SIGKILL"):
+        with pytest.raises(
+            RankServerLost, match=r"the store of the worker group \(TCPStore\) has ended: killed by SIGKILL"
+        ):
             status(server, "r")
         until(lambda: not alive(rank), "the rank's end")
         assert server.fault is None
