@@ -1,6 +1,6 @@
-"""What a rank does when it is told to save and end, to say where it is, or to stop.
+"""Handles the driver's commands in a rank: preempt (save and end), report stacks, and stop.
 
-SIGTERM is a notice that the host is about to go; only the order to stop makes it deadly.
+SIGTERM alone is only a notice that the host will go away; it ends the rank after the command to stop.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from ddptrain.protocol import events
 from ddptrain.protocol.commands import Orders
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint.coordination import Calls
-from ddptrain.rank.collective.calls import GangCalls
+from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.server import process_control
-from ddptrain.rank.stacks import Stacks
+from ddptrain.rank.stacks import StackReporter
 from ddptrain.rank.trackers import Tracked
 
 if TYPE_CHECKING:
     from ddptrain.tracking.protocol import State
 
-_PREEMPT_MARGIN_S = 3.0  # of the grace: what the driver keeps for itself
-_EXIT_S = 1.0  # for a rank whose work is over to end by itself
+_PREEMPT_MARGIN_S = 3.0  # the part of the grace period that the driver needs itself
+_EXIT_S = 1.0  # for a rank that has finished to exit by itself
 
 
 @dataclass(frozen=True, eq=False)
-class Obeying:
-    """Takes the orders of one rank, in their thread; `state` tells how it has ended, "crashed" where it has not."""
+class CommandHandler:
+    """Executes a rank's commands in a thread. `state` returns how the rank has ended, "crashed" before that."""
 
     spec: RankSpec
     emitter: Emitter
     orders: Orders
     calls: Calls
-    gang_calls: GangCalls
+    collective_calls: CollectiveCalls
     tracked: Tracked
     state: Callable[[], State]
     complete_saves: Callable[[], None]
 
-    def begin(self) -> None:
-        """Take orders from now on; to be called in the main thread."""
-        signal.signal(signal.SIGTERM, self._notice)
-        os.register_at_fork(after_in_child=self._forked)
+    def start(self) -> None:
+        """Start to handle commands. Must be called in the main thread."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        os.register_at_fork(after_in_child=self._on_fork)
         self.orders.on(orders.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         self.orders.on(orders.PREEMPT, self._preempt)
         self.orders.on(orders.STOP, self._stop)
-        self.orders.on(orders.STACKS, Stacks(self.spec, self.emitter, self.gang_calls).tell)
+        self.orders.on(orders.STACKS, StackReporter(self.spec, self.emitter, self.collective_calls).report)
         self.orders.listen()
 
-    def _notice(self, *_: object) -> None:
+    def _on_sigterm(self, *_: object) -> None:
         self.orders.post(orders.NOTICED)
 
-    def _is_ours(self) -> bool:
-        """Whether SIGTERM comes to us, and not to the user's own handler, which has a say."""
-        return signal.getsignal(signal.SIGTERM) == self._notice
+    def _owns_sigterm(self) -> bool:
+        """Whether SIGTERM calls our handler, and not one that the user's code has set."""
+        return signal.getsignal(signal.SIGTERM) == self._on_sigterm
 
-    def _forked(self) -> None:
-        if self._is_ours():  # a child that is told to end is not to speak for the rank
+    def _on_fork(self) -> None:
+        if self._owns_sigterm():  # a forked child must end on SIGTERM, and not notify the driver for the rank
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _preempt(self) -> None:
@@ -69,10 +69,10 @@ class Obeying:
         self.calls.notified = True
         self.tracked.hurry(grace_s - min(_PREEMPT_MARGIN_S, grace_s / 4))
         if self.state() != "crashed":
-            return  # it ends anyway
+            return  # it is already ending
         if self.calls.saves:
             self.calls.tell_to_end()
-        elif self._is_ours():
+        elif self._owns_sigterm():
             self.tracked.finish("preempted")
             process_control.die_of_sigterm()
         else:
@@ -80,13 +80,13 @@ class Obeying:
 
     def _stop(self) -> None:
         self.tracked.hurry(self.spec.supervision.grace_s)
-        ours = self._is_ours()
-        if ours:
+        is_own = self._owns_sigterm()
+        if is_own:
             self.tracked.end(self.state())
         self.complete_saves()
-        if not ours:
+        if not is_own:
             return
         self.tracked.finish(self.state())
         if self.tracked.is_on and self.state() != "crashed":
-            time.sleep(_EXIT_S)  # the main thread has waited for the same, and ends with its own exit code
+            time.sleep(_EXIT_S)  # the main thread has finished, too, and is about to exit with its own code
         process_control.die_of_sigterm()

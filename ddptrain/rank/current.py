@@ -1,4 +1,4 @@
-"""The context of the rank that this process is, for code that is handed none: scripts, and functions without ctx."""
+"""`ddptrain.context()`: the context of this rank, for scripts and for functions without a ctx parameter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _make: Callable[[], RankContext] | None = None
 
 
 class NoRank(RuntimeError):
-    """This process is no rank."""
+    """This process is not a rank."""
 
 
 def context() -> RankContext:
-    """The context of this rank, always the same one.
+    """The context of this rank, always the same object.
 
     Raises:
-        NoRank: the code does not run as a function or a script that ddptrain has started.
+        NoRank: ddptrain has not started this process as a rank.
     """
     if _make is None:
         raise NoRank(
@@ -30,6 +30,6 @@ def context() -> RankContext:
 
 
 def provide(make: Callable[[], RankContext]) -> None:
-    """From now on this process is a rank, whose context `make` returns."""
-    global _make  # noqa: PLW0603  # a process is one rank at the most
+    """Make this process a rank: context() calls `make`."""
+    global _make  # noqa: PLW0603  # a process is at most one rank
     _make = make

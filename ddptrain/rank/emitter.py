@@ -1,4 +1,4 @@
-"""Writes a rank's events: one JSON line each, appended to the descriptor that the worker handed over."""
+"""Writes a rank's events: one JSON line each, appended to the file descriptor that the worker has opened."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 
 from ddptrain.protocol import events
 
-PROGRESS_INTERVAL_NS = 100_000_000  # 10 a second are enough for a person's eye
+PROGRESS_INTERVAL_NS = 100_000_000  # ten events per second are enough for a display
 
 
 class Emitter:
-    """Appends events to `fd`; safe to call from any thread; those of a forked child (a DataLoader's) are dropped."""
+    """Appends events to `fd`. Can be called from any thread. Events of a forked child (a DataLoader's) are dropped."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -28,13 +28,13 @@ class Emitter:
             return
         data = events.encode(event)
         with self._lock:
-            data = b"\n" + data if self._torn else data  # a full disk has cut a line off: this one is not to suffer
+            data = b"\n" + data if self._torn else data  # a full disk has cut off the last line: end it first
             while data:
                 data = data[os.write(self._fd, data) :]
                 self._torn = bool(data)
 
     def progress(self, done: float, total: float | None, unit: str) -> None:
-        """Append a Progress event, at most ten a second; the last one (done == total) always goes, once."""
+        """Append a Progress event, at most ten per second. The last one (done == total) is always sent, once."""
         now = time.time_ns()
         is_last = done == total != self._done
         if now - self._progress_at_ns < PROGRESS_INTERVAL_NS and not is_last:

@@ -1,11 +1,13 @@
-"""Calls the user's function with its params: each checked against its type hint, before any training starts."""
+"""Finds the user's function, checks its params against its type hints, and converts what it returns to JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,18 +23,48 @@ MAX_RESULT_BYTES = 64 << 10
 
 
 class WrongParams(TypeError):
-    """The params are not what the function takes."""
+    """The params do not match the function's signature."""
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Import the function "package.module:function".
+
+    Raises:
+        ImportError: the module is missing; the message names the interpreter and sys.path.
+        AttributeError: the module has no such attribute.
+        TypeError: the attribute is not a function.
+    """
+    module_name, _, name = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        root = module_name.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != root:
+            raise
+        raise ModuleNotFoundError(
+            f"workload {target!r}: no module {error.name!r} for {sys.executable}, sys.path {sys.path}", name=error.name
+        ) from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = sorted(attr for attr, value in vars(found).items() if callable(value) and not attr.startswith("_"))
+            raise AttributeError(
+                f"workload {target!r}: {found!r} has no {part!r}; it has {', '.join(public) or 'nothing'}"
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"workload {target!r} is {found!r}, not a function")
+    return found  # type: ignore[no-any-return]
 
 
 def bind(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[[RankContext], Any]:
-    """The call of the function with its params, which waits only for the context.
+    """The function with its params, to be called with the context alone.
 
     Raises:
-        WrongParams: the message names each of params.<key> that is wrong.
+        WrongParams: the message names each wrong params.<key>.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # compiled code may not tell
+    except (TypeError, ValueError):  # compiled functions may have no signature
         return lambda ctx: function(ctx, **params)
     with_context = bool(parameters) and _is_for_context(parameters[0])
     own = parameters[1:] if with_context and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL else parameters
@@ -41,7 +73,7 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[[R
 
 
 def _is_for_context(first: inspect.Parameter) -> bool:
-    """Also *args: it may well be a decorator that hands on whatever it is given."""
+    """Also true for *args: it can belong to a decorator that passes its arguments on."""
     if first.kind is inspect.Parameter.VAR_POSITIONAL:
         return True
     hint = first.annotation
@@ -67,12 +99,12 @@ def _bound(
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Type hints, as far as they can be made out: a name that only type checkers know takes its own away, no other."""
+    """The type hints. If one cannot be resolved (a name for type checkers only), hints that are texts are left out."""
     target = inspect.unwrap(function)
     target = target if inspect.isroutine(target) else getattr(type(target), "__call__", target)  # noqa: B004
     try:
         return typing.get_type_hints(target, include_extras=True)
-    except Exception:  # whatever the user's annotations raise
+    except Exception:  # the user's annotations may raise anything
         raw = getattr(target, "__annotations__", {})
         return {name: hint for name, hint in raw.items() if not isinstance(hint, str)}
 
@@ -80,7 +112,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 def _kind(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
     kind = hints[parameter.name]
     try:
-        return kind | None if parameter.default is None else kind  # as in lr: float = None
+        return kind | None if parameter.default is None else kind  # for lr: float = None
     except TypeError:
         return Any
 
@@ -92,18 +124,18 @@ def _is_model(hint: Any) -> bool:
 
 
 def _built(model: Any, params: Mapping[str, Any]) -> Any:
-    """The dataclass or pydantic model that stands for all params."""
+    """The dataclass or pydantic model, built from all params."""
     names, required, is_open = _fields(model)
     _refuse(_wrong_names(names, set(names) - required, params, is_open=is_open))
     return _one_value(model, dict(params), ())
 
 
 def _fields(model: Any) -> tuple[list[str], set[str], bool]:
-    """Names of its fields, those that must be given, and whether it takes others as well."""
+    """The names of all fields, those of the required ones, and whether other names are allowed, too."""
     if dataclasses.is_dataclass(model):
         fields = [field for field in dataclasses.fields(model) if field.init]
-        nothing = dataclasses.MISSING
-        required = {each.name for each in fields if each.default is nothing and each.default_factory is nothing}
+        missing = dataclasses.MISSING
+        required = {each.name for each in fields if each.default is missing and each.default_factory is missing}
         return [field.name for field in fields], required, False
     aliased = any(field.validation_alias or field.alias for field in model.model_fields.values())
     is_open = aliased or model.model_config.get("extra") == "allow"
@@ -123,7 +155,7 @@ def _wrong_names(names: list[str], optional: set[str], params: Mapping[str, Any]
 
 
 def _checked(kinds: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values as their types have them, and what is wrong."""
+    """The values converted to their types, and the errors."""
     values: dict[str, Any] = {}
     wrong: list[str] = []
     for name, kind in kinds.items():
@@ -136,9 +168,9 @@ def _checked(kinds: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[dict[
 
 
 def _one_value(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
-    """The value as its type has it. JSON's strict mode is what fits YAML: 1 is a float, "1" is no number.
+    """The value converted to its type, as in pydantic's strict mode for JSON: 1 is a float, "1" is not a number.
 
-    Raises: WrongParams.
+    Raises WrongParams if the value does not fit.
     """
     from pydantic import TypeAdapter, ValidationError
     from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
@@ -146,7 +178,7 @@ def _one_value(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
     try:
         adapter = TypeAdapter(kind)
     except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError, TypeError):
-        return kind(**value) if not path else value  # of another library: let the function see to it
+        return kind(**value) if not path else value  # a type that pydantic does not know: the function has to check it
     try:
         return adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
@@ -154,7 +186,7 @@ def _one_value(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _explained(error: Any, value: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """pydantic's error in the words of the configuration's own."""
+    """pydantic's errors as messages like those for the configuration."""
     from ddptrain.config.models import RunConfig
     from ddptrain.config.problems import Schema, explain
     from ddptrain.config.yaml import Node, Place
@@ -175,15 +207,15 @@ def _explained(error: Any, value: Any, path: tuple[str, ...]) -> Iterator[str]:
 
 
 def _refuse(wrong: list[str] | Iterator[str]) -> None:
-    if told := list(wrong):
-        raise WrongParams("\n".join(told))
+    if messages := list(wrong):
+        raise WrongParams("\n".join(messages))
 
 
 def as_json(value: Any) -> str:
-    """What the function returned as JSON: dataclasses, pydantic models, and tensors and arrays of one element too.
+    """A function's return value as JSON; dataclasses, pydantic models, and tensors with one element are converted.
 
     Raises:
-        ValueError, TypeError: it is no JSON, or longer than 64 kB.
+        ValueError, TypeError: it cannot be converted, or has more than 64 kB.
     """
     text = json.dumps(value, default=_plain)
     if len(text.encode("utf-8", "backslashreplace")) > MAX_RESULT_BYTES:

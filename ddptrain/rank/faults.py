@@ -1,7 +1,7 @@
-"""What an exception that leaves the user's code says: its traceback, and whether it is only a victim's.
+"""Failure events from exceptions: type, message, traceback, and whether the rank is only a victim of another rank.
 
-An exception in a DataLoader's worker comes to the rank as text inside another of the same type: it is taken apart
-again, so that the person reads the frames and the words of the real one.
+An exception in a DataLoader worker reaches the rank as text inside another exception of the same type. It is
+extracted, so that the user sees the original message and frames.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from pathlib import Path
 
 from ddptrain.protocol import events
+from ddptrain.rank.tracebacks import clipped, user_traceback
 
-# What a rank that merely lost its peer says, in gloo's, NCCL's, the store's and the socket layer's words.
-_LOST_PEER_WORDS = (
+# Parts of the messages of gloo, NCCL, the store and sockets in a rank that has lost its peer.
+_LOST_PEER_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -30,8 +30,8 @@ _LOST_PEER_WORDS = (
     "ncclremoteerror",
     "connectfullmesh failed",
 )
-# What a rank says that has waited in vain for another one, in gloo's, NCCL's and the store's words.
-_TIMED_OUT_WORDS = (
+# Parts of the messages of gloo, NCCL and the store in a rank that has waited too long for another rank.
+_TIME_OUT_MESSAGES = (
     "timed out waiting",
     "timed out in blocking wait",
     "application timeout caused pair closure",
@@ -44,11 +44,11 @@ _FROM_LOADER = re.compile(
     re.DOTALL,
 )
 _WRAPPER = re.compile(r"^[\w.]+: [\"']?Caught \w+ in ", re.MULTILINE)
-_LOADERS_OWN = re.compile(r'  File ".*/torch/utils/data/_utils/(worker|fetch|pin_memory)\.py", line .*\n(    .*\n)*')
+_LOADER_FRAMES = re.compile(r'  File ".*/torch/utils/data/_utils/(worker|fetch|pin_memory)\.py", line .*\n(    .*\n)*')
 
 
 def failure(error: BaseException, phase: str) -> events.Failure:
-    """The event that tells of an exception that ends the rank, as of now."""
+    """The event for an exception that ends the rank, with the current time."""
     text, trace = _text(error), user_traceback(error)
     if (wrapped := _FROM_LOADER.match(text)) is not None:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
@@ -57,23 +57,23 @@ def failure(error: BaseException, phase: str) -> events.Failure:
 
 
 def _text(error: BaseException) -> str:
-    """What the exception was given, where that is a text: str() of a KeyError puts it in quotes."""
+    """The argument of the exception if it is a text (str() of a KeyError would put it in quotes), else its str()."""
     return str(error.args[0]) if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
 
 
 def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
-    """Message and traceback of the exception that a DataLoader's worker had, and how it reached the rank."""
+    """Message and traceback of the exception in a DataLoader worker, with the frames of the rank that waited for it."""
     trace = wrapped["trace"].rstrip("\n") + "\n"
     last = list(re.finditer(rf"^(?:[\w.]+\.)?{wrapped['type']}(?::\ |$)", trace, re.MULTILINE))
     message = trace[last[-1].end() :].strip() if last else ""
     frames = _WRAPPER.split(outer, maxsplit=1)[0]
-    came = f"\nIn {wrapped['where']}, which this rank was waiting for:\n\n{frames}"
+    waiting = f"\nIn {wrapped['where']}, which this rank was waiting for:\n\n{frames}"
     first, line_end, rest = message.partition("\n")
-    return f"{first} (in {wrapped['where']}){line_end}{rest}", _LOADERS_OWN.sub("", trace) + came
+    return f"{first} (in {wrapped['where']}){line_end}{rest}", _LOADER_FRAMES.sub("", trace) + waiting
 
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
-    """The event that tells of sys.exit() with anything but 0, as of now."""
+    """The event for sys.exit() with another argument than 0, with the current time."""
     return _event("SystemExit", f"sys.exit({stop.code!r})", user_traceback(stop), phase, exit_code=exit_code(stop))
 
 
@@ -89,62 +89,36 @@ def _event(kind: str, message: str, trace: str, phase: str, *, exit_code: int | 
 
 
 def exit_code(stop: SystemExit) -> int:
-    """What the interpreter would exit with: an integer's low byte, 0 for None, 1 for anything else."""
+    """The exit code that Python would use: the low byte of an integer, 0 for None, 1 for anything else."""
     if stop.code is None:
         return 0
     return stop.code & 0xFF if isinstance(stop.code, int) else 1
 
 
-def name_search_path(error: BaseException) -> None:
-    """Add to an import error which Python has looked where: it is the worker's, not that of the command."""
+def add_search_path(error: BaseException) -> None:
+    """Add the interpreter and sys.path to an import error: they are the worker's, not those of the command."""
     if isinstance(error, ModuleNotFoundError) and sys.executable not in str(error):
         error.add_note(f"looked for by {sys.executable} in sys.path {sys.path}")
 
 
-def user_traceback(error: BaseException) -> str:
-    """The traceback from the user's first frame on: the frames of the launcher say nothing about the fault."""
-    lines = traceback.TracebackException.from_exception(error)
-    ours = {
-        str(Path(__file__).with_name(name)) for name in ("process.py", "script.py", "entrypoint.py", "load_workload.py")
-    }
-    ours.add(_dispatch_file())
-    kept = [frame for frame in lines.stack if frame.filename not in ours]
-    lines.stack[:] = kept or list(lines.stack)
-    return "".join(lines.format())
-
-
-def _dispatch_file() -> str:
-    module = sys.modules.get("dask_pytorch_ddp.dispatch")
-    return str(getattr(module, "__file__", ""))
-
-
 def lost_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank has gone."""
-    return _is_of_torch(error) and _says(error, _LOST_PEER_WORDS)
+    """Whether the error only says that another rank is gone."""
+    return _is_from_torch(error) and _contains(error, _LOST_PEER_MESSAGES)
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether the error only says that another rank has not come to a collective operation."""
-    return _is_of_torch(error) and _says(error, _TIMED_OUT_WORDS)
+    """Whether the error only says that another rank has not joined a collective operation in time."""
+    return _is_from_torch(error) and _contains(error, _TIME_OUT_MESSAGES)
 
 
-def _is_of_torch(error: BaseException) -> bool:
-    """Whether the error may be one of torch.distributed's, not that of the user's own connection to elsewhere."""
+def _is_from_torch(error: BaseException) -> bool:
+    """Whether the error can come from torch.distributed, and not from a connection of the user's code."""
     if isinstance(error, OSError):
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         return any("/torch/distributed/" in file for file in files)
-    return isinstance(error, RuntimeError)  # torch's DistError tree is below it
+    return isinstance(error, RuntimeError)  # the base class of torch's DistError
 
 
-def _says(error: BaseException, words: Iterable[str]) -> bool:
+def _contains(error: BaseException, messages: Iterable[str]) -> bool:
     text = str(error).lower()
-    return any(some in text for some in words)
-
-
-def clipped(text: str, limit: int) -> str:
-    """The text, its middle left out where it has more characters than `limit`."""
-    return (
-        text
-        if len(text) <= limit
-        else f"{text[: limit // 2]}\n... [{len(text) - limit} characters] ...\n{text[-limit // 2 :]}"
-    )
+    return any(message in text for message in messages)

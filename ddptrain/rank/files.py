@@ -1,4 +1,4 @@
-"""Files that a rank hands over: they wait in its staging folder until the driver has taken them."""
+"""Stages files of a rank for the driver, which moves them from the staging folder to the run directory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ddptrain.rank.emitter import Emitter
 
 
 def stays_below(path: str) -> bool:
-    """Whether the path names a file below the folder it is joined to; the driver checks again, and more strictly."""
+    """Whether a relative path stays below its folder. The driver checks again, and more strictly."""
     parts = PurePosixPath(path).parts
     return bool(parts) and ".." not in parts and not path.startswith("/")
 
 
 class Files:
-    """Stages files of this rank, and tells the driver of them."""
+    """Stages files of this rank and announces them to the driver."""
 
     def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
         self._spec = spec
@@ -29,15 +29,15 @@ class Files:
         self._counter = itertools.count()
 
     def new_staging(self, kind: str) -> Path:
-        """A path in the staging folder that nobody else has."""
+        """A new path in the staging folder."""
         return Path(self._spec.host.staging) / f"{kind}-{next(self._counter)}"
 
     def save(self, path: str, data: bytes | str | Path, lend: Callable[[Path], None] | None = None) -> None:
-        """Hand over a file for artifacts/`path`; `lend` is called with the file before the driver may take it away.
+        """Stage a file for artifacts/`path`. `lend` is called with the staged file before the driver can move it.
 
         Raises:
-            ValueError: the path would leave the run directory.
-            OSError: the file can't be read, or the staging disk is full.
+            ValueError: the path leads out of the run directory.
+            OSError: the file cannot be read, or the staging disk is full.
         """
         if not stays_below(path):
             raise ValueError(f"ctx.save_file takes a path below artifacts/, such as 'samples/a.txt', not {path!r}")
@@ -51,6 +51,6 @@ class Files:
         self.announce(str(path), staged)
 
     def announce(self, path: str, staged: Path, area: str = "artifacts") -> None:
-        """Tell the driver of a file that is complete. Raises OSError."""
+        """Announce a complete staged file to the driver. Raises OSError."""
         size, digest = files.hash_file(staged)
         self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, size, digest, area))

@@ -1,4 +1,4 @@
-"""Runs a script or a module in this process as python itself would: it is __main__, and nothing of ours is in sight."""
+"""Runs a script or a module in this process as Python would: as __main__, with its own sys.argv and sys.path."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ddptrain.protocol.rank_spec import RankSpec
 
 
 def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
-    """Run the rank's program to its end, `before` first, when its modules can be imported.
+    """Run the rank's program. `before` is called just before it, when its modules can already be imported.
 
-    Whatever it raises comes out, SystemExit included.
+    Raises whatever the program raises, including SystemExit.
     """
-    _be_fresh(spec)
+    # Set when the rank server started. Spawned child processes use it to find __main__.
+    multiprocessing.process.ORIGINAL_DIR = spec.code.workdir  # type: ignore[attr-defined]
     main = _new_main()
     if spec.code.script:
         path = find_script(spec)
@@ -40,11 +41,11 @@ def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
         main.__dict__["__cached__"] = found.cached
         code = _code_of(found)
     before()
-    exec(code, main.__dict__)  # noqa: S102  # this is what it is for
+    exec(code, main.__dict__)  # noqa: S102  # the user's own program
 
 
 def find_script(spec: RankSpec) -> Path:
-    """The file: where it was typed to be, as seen from where the user's code lies. Raises FileNotFoundError."""
+    """The script's path, searched for in the folders of the user's code. Raises FileNotFoundError."""
     folders = dict.fromkeys((*spec.code.sys_path, spec.code.workdir))
     for folder in folders:
         path = Path(folder) / spec.code.script
@@ -58,17 +59,12 @@ def _arguments(spec: RankSpec) -> list[str]:
     return [f"--local-rank={spec.placement.local_rank}"] * spec.code.local_rank_arg + list(spec.code.args)
 
 
-def _be_fresh(spec: RankSpec) -> None:
-    """What was noted when the rank server started is as it would be in a program that starts now."""
-    multiprocessing.process.ORIGINAL_DIR = spec.code.workdir  # type: ignore[attr-defined]  # children use it to find __main__
-
-
 def _new_main() -> types.ModuleType:
-    """A __main__ as a program finds it: pickles and spawned children look there for what the program defines."""
+    """A new __main__ module, where pickles and spawned child processes look for the program's definitions."""
     main = types.ModuleType("__main__")
     main.__dict__.update({"__builtins__": __builtins__, "__cached__": None, "__annotations__": {}})
-    _kept.append(sys.modules["__main__"])  # its functions still run
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the latter is its name in what a child sends back
+    _kept.append(sys.modules["__main__"])  # keeps its functions alive, which are still executing
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # spawned children use the second name in pickles
     return main
 
 
@@ -81,7 +77,7 @@ def _compiled(path: Path) -> types.CodeType:
 
 
 def _find_module(name: str) -> importlib.machinery.ModuleSpec:
-    """The module's spec; of a package, that of its __main__. Raises ModuleNotFoundError."""
+    """The spec of the module, or of a package's __main__ module. Raises ModuleNotFoundError."""
     found = importlib.util.find_spec(name)
     if found is not None and found.submodule_search_locations is not None:
         name = f"{name}.__main__"

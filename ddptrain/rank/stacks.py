@@ -1,7 +1,7 @@
-"""Writes down where every thread of a rank is, when the driver asks: a hang is explained by its stacks.
+"""Reports the stacks of all threads of a rank when the driver asks for them, to explain a hang.
 
-Where Python can't run because compiled code holds the interpreter, the worker sends a signal, on which C code writes
-the stacks into a file of its own.
+If Python cannot run because compiled code holds the interpreter lock, the worker sends a signal, and faulthandler's C
+code writes the stacks into a separate file.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from types import FrameType
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
-from ddptrain.rank import faults
-from ddptrain.rank.collective.calls import GangCalls
+from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.tracebacks import clipped
 
-_MOST_FRAMES = 200
+_MAX_FRAMES = 200
 
 
-class Stacks:
-    """A rank's stacks: told as an event, and handed over as a file."""
+class StackReporter:
+    """Reports a rank's stacks: those of the main thread as an event, those of all threads as a file."""
 
-    def __init__(self, spec: RankSpec, emitter: Emitter, gang_calls: GangCalls) -> None:
-        self._gang_calls = gang_calls
+    def __init__(self, spec: RankSpec, emitter: Emitter, collective_calls: CollectiveCalls) -> None:
+        self._collective_calls = collective_calls
         self._spec = spec
         self._emitter = emitter
         self._counter = itertools.count()
@@ -39,13 +39,13 @@ class Stacks:
         dump_fd = os.open(Path(spec.host.staging) / STACKS_DUMP, flags, 0o600)  # opened now: C code cannot open files
         faulthandler.register(STACKS_SIGNAL, file=dump_fd, all_threads=True)
 
-    def tell(self) -> None:
-        """Write the stacks of all threads, and say where the main thread is; called in any other thread."""
-        with contextlib.suppress(OSError):  # a full disk must not end the thread that takes orders
-            self._tell()
+    def report(self) -> None:
+        """Emit the stacks now. Called in another thread than the main thread."""
+        with contextlib.suppress(OSError):  # a full disk must not end the thread that handles commands
+            self._report()
 
-    def _tell(self) -> None:
-        frames = sys._current_frames()  # noqa: SLF001  # no other way is there
+    def _report(self) -> None:
+        frames = sys._current_frames()  # noqa: SLF001  # no public API
         main = frames.get(threading.main_thread().ident or 0)
         self._emitter.emit(self._event(main))
         data = _text(self._spec, frames).encode("utf-8", "backslashreplace")
@@ -56,28 +56,28 @@ class Stacks:
         self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, len(data), digest))
 
     def _event(self, main: FrameType | None) -> events.Stacks:
-        calls, wait = self._gang_calls.counts, self._gang_calls.wait
+        calls, wait = self._collective_calls.counts, self._collective_calls.wait
         where = (wait.name, wait.step) if wait is not None else ("", None)
         return events.Stacks(time.time_ns(), _innermost_first(main), _sequence(), "", calls, *where)
 
 
 def _innermost_first(frame: FrameType | None) -> tuple[str, ...]:
-    """The frames as "file:line function"; of very many the innermost."""
+    """The frames as "file:line function", at most _MAX_FRAMES."""
     found: list[str] = []
-    while frame is not None and len(found) < _MOST_FRAMES:
+    while frame is not None and len(found) < _MAX_FRAMES:
         found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return tuple(found)
 
 
 def _sequence() -> int | None:
-    """How many collective operations have been begun in the default group; None where none is up."""
+    """The number of collective operations begun in the default group; None if it is not initialized."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         if c10d is None or not c10d.is_initialized():
             return None
-        return int(c10d._get_default_group()._get_sequence_number_for_group())  # noqa: SLF001  # nor here
-    except Exception:  # a backend that doesn't count
+        return int(c10d._get_default_group()._get_sequence_number_for_group())  # noqa: SLF001  # no public API
+    except Exception:  # some backends do not count, and raise various errors
         return None
 
 
@@ -93,22 +93,22 @@ def _text(spec: RankSpec, frames: dict[int, FrameType]) -> str:
     return "".join(parts)
 
 
-def tell_of_threads(emitter: Emitter) -> None:
-    """From now on an exception that ends a thread is told; the rank goes on without it, as Python has it."""
-    print_it = threading.excepthook
+def report_thread_failures(emitter: Emitter) -> None:
+    """Report exceptions that end a thread. The rank continues, as in any Python program."""
+    print_error = threading.excepthook
 
     def hook(ended: threading.ExceptHookArgs) -> None:
         if ended.exc_value is not None and not isinstance(ended.exc_value, SystemExit):
-            _tell_of_thread(emitter, ended)
-        print_it(ended)
+            _report_thread_failure(emitter, ended)
+        print_error(ended)
 
     threading.excepthook = hook
 
 
-def _tell_of_thread(emitter: Emitter, ended: threading.ExceptHookArgs) -> None:
+def _report_thread_failure(emitter: Emitter, ended: threading.ExceptHookArgs) -> None:
     error = ended.exc_value
     assert error is not None
     name = ended.thread.name if ended.thread is not None else ""
-    trace = faults.clipped("".join(traceback.format_exception(error)), 100_000)
-    message = faults.clipped(str(error), 4_000)
+    trace = clipped("".join(traceback.format_exception(error)), 100_000)
+    message = clipped(str(error), 4_000)
     emitter.emit(events.ThreadFailure(time.time_ns(), name, type(error).__qualname__, message, trace))

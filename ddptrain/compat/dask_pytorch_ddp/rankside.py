@@ -14,6 +14,7 @@ import cloudpickle
 
 from ddptrain.compat.dask_pytorch_ddp import failures
 from ddptrain.rank import faults
+from ddptrain.rank.tracebacks import user_traceback
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
@@ -44,7 +45,7 @@ def _loaded(job: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
 
 def _sealed(ctx: RankContext, error: BaseException) -> bytes:
     where = f"rank {ctx.rank} on {socket.gethostname()}"
-    trace = faults.user_traceback(error)
+    trace = user_traceback(error)
     return failures.sealed(error, where, trace, time.time_ns(), victim=faults.lost_peer(error))
 
 

@@ -1,7 +1,7 @@
-"""Counts the calls of ctx methods that all ranks must make, and tells the driver when this rank waits in one.
+"""Counts the calls of ctx methods that all ranks must make, and reports when this rank waits for others in one.
 
-A rank that waits for others in such a call can't know whether they are slow or will never come. It says that it waits;
-the driver asks all ranks where they are and compares their counts (see driver/uncalled.py).
+A rank that waits in such a call cannot know whether the other ranks are slow or will never come. It reports that it
+waits; the driver then asks all ranks for their stacks and counts (see driver/failure/missing_calls.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint.coordination import GangStore
 from ddptrain.rank.emitter import Emitter
 
-FIRST_S = 2.0  # in a call, before the driver is told
-_LONGEST_S = 60.0  # from one word to the next; each takes twice as long as the one before
-_LOOK_S = 0.5
+FIRST_REPORT_S = 2.0  # from the begin of a wait to its first report; each further interval is twice as long
+_MAX_INTERVAL_S = 60.0
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A call that the rank is in; `for_others` says whether it waits for other ranks there, not for a disk."""
+    """A call that may wait; `for_others` says whether it waits for other ranks, and not for a disk."""
 
     name: str
     step: int | None
@@ -33,8 +33,8 @@ class Wait:
     for_others: Callable[[], bool]
 
 
-class GangCalls:
-    """The calls of one rank, by the name of the method."""
+class CollectiveCalls:
+    """The calls of one rank, counted by the name of the method."""
 
     def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
         self._spec, self._emitter = spec, emitter
@@ -44,17 +44,17 @@ class GangCalls:
 
     @property
     def counts(self) -> dict[str, float]:
-        """How many calls have begun, by name."""
+        """The number of calls that have begun, by method."""
         return dict(self._counts)
 
     @property
     def wait(self) -> Wait | None:
-        """The call in which the rank waits for others now."""
+        """The call in which the rank waits for other ranks now."""
         wait = self._wait
         return wait if wait is not None and wait.for_others() else None
 
     def enter(self, name: str) -> int:
-        """The number of the call of that method that begins now, from 1."""
+        """Count a call. Returns its number, from 1."""
         self._counts[name] += 1
         return self._counts[name]
 
@@ -62,10 +62,10 @@ class GangCalls:
     def waiting(
         self, name: str, step: int | None = None, for_others: Callable[[], bool] = lambda: True
     ) -> Iterator[None]:
-        """Within the block the rank may wait for others, in a call that it has entered."""
+        """The rank may wait for others inside this block, in a call that it has entered."""
         before, self._wait = self._wait, Wait(name, step, time.monotonic(), for_others)
         if self._thread is None and self._spec.placement.world_size > 1:
-            self._thread = threading.Thread(target=self._watch, name="ddptrain-gang-calls", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="ddptrain-calls", daemon=True)
             self._thread.start()
         try:
             yield
@@ -73,20 +73,22 @@ class GangCalls:
             self._wait = before
 
     def meet(self, name: str, number: int, store: GangStore) -> None:
-        """Wait until all ranks have come to their call of that name and number."""
+        """Wait until all ranks have begun their call of this name and number."""
+        if self._spec.placement.world_size == 1:
+            return
         store.set(f"met/{name}/{number}/{self._spec.rank}", "")
         with self.waiting(name):
             store.wait([f"met/{name}/{number}/{rank}" for rank in range(self._spec.placement.world_size)])
 
     def _watch(self) -> None:
-        told, next_s = None, FIRST_S
+        reported, next_s = None, FIRST_REPORT_S
         while True:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             wait = self.wait
             if wait is None:
                 continue
-            if wait is not told:
-                told, next_s = wait, FIRST_S
+            if wait is not reported:
+                reported, next_s = wait, FIRST_REPORT_S
             if (waited_s := time.monotonic() - wait.since) >= next_s:
-                next_s = waited_s + min(waited_s, _LONGEST_S)
+                next_s = waited_s + min(waited_s, _MAX_INTERVAL_S)
                 self._emitter.emit(events.Waiting(time.time_ns(), wait.name, wait.step))

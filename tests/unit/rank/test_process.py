@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddptrain.rank import faults
-from ddptrain.rank.load_workload import load_function
+from ddptrain.rank.entrypoint import load_function
+from ddptrain.rank.tracebacks import user_traceback
 
 
 def test_function_is_found_by_its_module_and_name() -> None:
@@ -64,6 +65,6 @@ def test_traceback_begins_with_the_users_frame() -> None:
     try:
         user()
     except ValueError as error:
-        text = faults.user_traceback(error)
+        text = user_traceback(error)
     assert "in user" in text
     assert text.endswith("ValueError: boom\n")

@@ -12,9 +12,9 @@ import pytest
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_SIGNAL
-from ddptrain.rank.collective.calls import GangCalls
+from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.stacks import Stacks, tell_of_threads
+from ddptrain.rank.stacks import StackReporter, report_thread_failures
 from tests.unit.specs import make_spec
 
 
@@ -29,9 +29,9 @@ def emitter(tmp_path: Path) -> Emitter:
 
 def test_stacks_of_all_threads_are_written_and_the_main_one_is_told(tmp_path: Path, emitter: Emitter) -> None:
     spec = make_spec(rank=3, staging=str(tmp_path))
-    stacks = Stacks(spec, emitter, GangCalls(spec, emitter))
+    stacks = StackReporter(spec, emitter, CollectiveCalls(spec, emitter))
     try:
-        asking = threading.Thread(target=stacks.tell, name="asking")
+        asking = threading.Thread(target=stacks.report, name="asking")
         asking.start()
         asking.join()
     finally:
@@ -55,7 +55,7 @@ def test_exception_that_ends_a_thread_is_told(
     tmp_path: Path, emitter: Emitter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    tell_of_threads(emitter)
+    report_thread_failures(emitter)
     thread = threading.Thread(target=lambda: int("x"), name="reader")
     thread.start()
     thread.join()

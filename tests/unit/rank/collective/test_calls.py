@@ -15,7 +15,7 @@ from ddptrain.rank.checkpoint.coordination import GangStore
 from ddptrain.rank.checkpoint.snapshot import plain_bytes
 from ddptrain.rank.checkpoint.writer import state_key
 from ddptrain.rank.collective import calls
-from ddptrain.rank.collective.calls import GangCalls
+from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from tests.conftest import PATIENCE_S
 from tests.unit.rank.stores import Gang
@@ -28,7 +28,7 @@ class Told:
     def __init__(self, folder: Path, gang: Gang) -> None:
         self.path = folder / "events"
         self.file = self.path.open("ab", buffering=0)
-        self.calls = GangCalls(gang.spec(0, 2), Emitter(self.file.fileno()))
+        self.calls = CollectiveCalls(gang.spec(0, 2), Emitter(self.file.fileno()))
 
     def events(self) -> list[events.Event]:
         return [events.decode(line) for line in self.path.read_bytes().splitlines()]
@@ -36,8 +36,8 @@ class Told:
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    monkeypatch.setattr(calls, "FIRST_S", 0.05)
-    monkeypatch.setattr(calls, "_LOOK_S", 0.01)
+    monkeypatch.setattr(calls, "FIRST_REPORT_S", 0.05)
+    monkeypatch.setattr(calls, "_POLL_S", 0.01)
     made = Told(tmp_path, Gang())
     yield made
     made.file.close()
@@ -72,7 +72,7 @@ def test_ranks_meet_in_a_call_and_not_before_the_last_has_come(tmp_path: Path) -
 
     def come(rank: int) -> None:
         spec = gang.spec(rank, 2)
-        GangCalls(spec, Emitter(-1)).meet("resume", 1, GangStore(spec))
+        CollectiveCalls(spec, Emitter(-1)).meet("resume", 1, GangStore(spec))
         met.append(rank)
 
     first = threading.Thread(target=come, args=(0,))
@@ -90,8 +90,8 @@ def test_ranks_meet_in_a_call_and_not_before_the_last_has_come(tmp_path: Path) -
 def test_checkpoint_of_a_rank_that_others_leave_alone_is_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "FIRST_S", 0.05)
-    monkeypatch.setattr(calls, "_LOOK_S", 0.01)
+    monkeypatch.setattr(calls, "FIRST_REPORT_S", 0.05)
+    monkeypatch.setattr(calls, "_POLL_S", 0.01)
     gang = Gang()
     rank = Rank(tmp_path, world_size=2, master_addr="127.0.0.1", master_port=gang.store.port, timeout_s=20.0)
     model = torch.nn.Linear(1, 1)

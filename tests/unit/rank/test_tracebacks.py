@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import ddptrain
-from ddptrain.rank.short_traceback import folded
+from ddptrain.rank.tracebacks import shortened
 
 TORCH = (
     '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 7, in _call_impl\n    return f()\n'
@@ -17,19 +17,19 @@ HEAD = "Traceback (most recent call last):\n"
 def test_frames_of_torch_become_one_line() -> None:
     text = HEAD + MINE + TORCH * 3 + MINE + TORCH + "ValueError: boom\n"
     said = HEAD + MINE + "  ... 3 frames of torch ...\n" + MINE + "  ... 1 frame of torch ...\n" + "ValueError: boom\n"
-    assert folded(text) == said
+    assert shortened(text) == said
 
 
 def test_repeated_lines_belong_to_their_frame() -> None:
     text = HEAD + TORCH + "  [Previous line repeated 9 more times]\n" + TORCH + MINE + "RecursionError\n"
-    assert folded(text) == HEAD + "  ... 2 frames of torch ...\n" + MINE + "RecursionError\n"
+    assert shortened(text) == HEAD + "  ... 2 frames of torch ...\n" + MINE + "RecursionError\n"
 
 
 def test_chained_errors_are_folded_each_on_its_own() -> None:
     between = "ValueError: a\n\nDuring handling of the above exception, another exception occurred:\n\n"
     text = HEAD + TORCH * 2 + between + HEAD + MINE + TORCH * 2 + "KeyError: b\n"
     fold = "  ... 2 frames of torch ...\n"
-    assert folded(text) == HEAD + fold + between + HEAD + MINE + fold + "KeyError: b\n"
+    assert shortened(text) == HEAD + fold + between + HEAD + MINE + fold + "KeyError: b\n"
 
 
 def test_workloads_that_come_along_are_shown_and_the_rest_of_ddptrain_is_not() -> None:
@@ -37,10 +37,10 @@ def test_workloads_that_come_along_are_shown_and_the_rest_of_ddptrain_is_not() -
     ours = f'  File "{package}/rank/context.py", line 1, in checkpoint\n    x\n'
     workload = f'  File "{package}/workloads/petnames/train.py", line 1, in train\n    x\n'
     frozen = '  File "<frozen importlib._bootstrap>", line 1, in _find\n'
-    assert folded(HEAD + workload + ours + frozen) == (
+    assert shortened(HEAD + workload + ours + frozen) == (
         HEAD + workload + "  ... 1 frame of ddptrain ...\n" + "  ... 1 frame of Python ...\n"
     )
 
 
 def test_text_without_frames_is_left_alone() -> None:
-    assert folded("ValueError: boom\n") == "ValueError: boom\n"
+    assert shortened("ValueError: boom\n") == "ValueError: boom\n"

@@ -1,0 +1,291 @@
+"""The life of a rank: set up torch, join the process group, call the workload, and report how it ended.
+
+The failure event is written as soon as an exception leaves the user's code, before the process group is shut down and
+before any other cleanup, so that the first failing rank can be distinguished from the ranks that merely lost it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddptrain.protocol import error_file, events
+from ddptrain.protocol.commands import Orders
+from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
+from ddptrain.rank import current, faults, script
+from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, Calls, GangStore, Preempted
+from ddptrain.rank.collective.calls import CollectiveCalls
+from ddptrain.rank.control import CommandHandler
+from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.entrypoint import as_json, bind, load_function
+from ddptrain.rank.server import process_control
+from ddptrain.rank.stacks import report_thread_failures
+from ddptrain.rank.tracebacks import clipped, shortened, user_traceback
+from ddptrain.rank.trackers import Tracked
+
+if TYPE_CHECKING:
+    import torch
+
+    from ddptrain.rank.context import RankContext
+    from ddptrain.tracking.protocol import State
+
+
+class RankLifecycle:
+    """Runs a rank through its phases: setup, rendezvous, train."""
+
+    def __init__(self, spec: RankSpec, emitter: Emitter, orders: Orders) -> None:
+        self.spec = spec
+        self.emitter = emitter
+        self.orders = orders
+        self.phase = "setup"
+        self.finished = False
+        self.failed = False
+        self.preempted = False
+        self.calls = Calls(spec, GangStore(spec))
+        self.collective_calls = CollectiveCalls(spec, emitter)
+        self.tracked = Tracked(spec, emitter)
+        self.context: RankContext | None = None
+
+    def run(self) -> int:
+        """Run all phases and finish the trackers. Returns the exit code.
+
+        If the user's function has returned, later errors do not change the success, unless `tracking.strict` is set.
+        """
+        code = self._run_phases()
+        error = self.tracked.finish(self._state())
+        return code or int(bool(error))
+
+    def _state(self) -> State:
+        """How the rank has ended, in the terms of trackers; "crashed" while it has not."""
+        if self.finished:
+            return "finished"
+        return "preempted" if self.preempted else "failed" if self.failed else "crashed"
+
+    def _run_phases(self) -> int:
+        try:
+            self._handle_commands()
+            report_thread_failures(self.emitter)
+            device = self._set_up_torch()
+            self._emit_started(device)
+            current.provide(lambda: self._get_context(device))
+            if self.spec.code.is_script:
+                self._run_user_code(lambda: script.run(self.spec, self.tracked.begin))
+            else:
+                call = bind(load_function(self.spec.code.workload), self.spec.code.params)
+                self._dispatch(call, device)
+        except SystemExit as stop:
+            if not (self.failed or self.finished or self.preempted):
+                self._report_exit(stop)
+            return faults.exit_code(stop)
+        except BaseException as error:
+            if self.finished:
+                print(f"ddptrain: after the workload had returned: {error!r}", file=sys.stderr)
+                return 0
+            if not self.failed:
+                self._report_failure(error.__context__ if self.phase == "rendezvous" and error.__context__ else error)
+            return 1
+        return 0
+
+    def _handle_commands(self) -> None:
+        parts = (self.spec, self.emitter, self.orders, self.calls, self.collective_calls, self.tracked)
+        CommandHandler(*parts, state=self._state, complete_saves=self._complete_saves).start()
+
+    def _set_up_torch(self) -> torch.device:
+        import numpy as np
+        import torch
+        from torch.distributed import distributed_c10d as c10d
+
+        from ddptrain.rank.data import workers
+
+        workers.protect()
+        np.random.seed(None)  # otherwise all forks would have the server's random state
+        torch.set_num_threads(self.spec.host.cpu_threads)
+        timeout = dt.timedelta(seconds=self.spec.group.timeout_s)
+        if self.spec.host.gpu is None:
+            device = torch.device("cpu")
+        else:
+            device = torch.device("cuda", self.spec.placement.local_rank if self.spec.code.is_script else 0)
+        if self.spec.code.is_script:
+            return device  # the script itself sets the time-out of collectives and initializes the device
+        # dispatch_with_ddp has no time-out argument, so the defaults of init_process_group are changed.
+        vars(c10d).update(default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                gpu = self.spec.host.gpu
+                raise RuntimeError(
+                    f"this rank was given GPU {gpu}, but torch sees none: check the driver and torch's build"
+                )
+            torch.cuda.set_device(device)
+        return device
+
+    def _emit_started(self, device: torch.device) -> None:
+        import torch
+
+        name = "cpu"
+        if device.type == "cuda":
+            # Reading the name initializes CUDA. A script must do that itself, because it may fork before.
+            name = str(self.spec.host.gpu) if self.spec.code.is_script else torch.cuda.get_device_name(device)
+        self.emitter.emit(
+            events.Started(
+                time.time_ns(),
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                device=name,
+                environment=self.spec.host.environment,
+                versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
+            )
+        )
+
+    def _dispatch(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
+        """Have dask_pytorch_ddp initialize the process group, call the function, and destroy the group."""
+        from dask_pytorch_ddp.dispatch import dispatch_with_ddp
+
+        self.phase = "rendezvous"
+        dispatch_with_ddp(
+            self._call,
+            self.spec.group.master_addr,
+            self.spec.group.master_port,
+            self.spec.rank,
+            self.spec.placement.world_size,
+            function,
+            device,
+            backend=self.spec.group.backend,
+        )
+
+    def _call(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
+        self._wait_for_all_ranks()
+        context = self._get_context(device)
+        self.tracked.begin()
+        self._run_user_code(lambda: self._report_result(function(context)))
+
+    def _get_context(self, device: torch.device) -> RankContext:
+        """The rank's only context, created at the first call."""
+        from ddptrain.rank.context import RankContext
+
+        if self.context is None:
+            self.context = RankContext(self.spec, self.emitter, device, self.calls, self.tracked, self.collective_calls)
+        return self.context
+
+    def _run_user_code(self, code: Callable[[], None]) -> None:
+        """Run the user's code, and report how it ended before any cleanup."""
+        self.phase = "train"
+        self.emitter.emit(events.Entered(time.time_ns()))
+        try:
+            try:
+                code()
+            except SystemExit as stop:
+                if faults.exit_code(stop) == 0:
+                    self._close()
+                raise
+            self._close()
+        except Preempted:
+            self.preempted = True
+            raise
+        except SystemExit as stop:
+            self._report_exit(stop)
+            self._end_tracking()
+            self._complete_saves()
+            raise
+        except BaseException as error:
+            self._report_failure(error)
+            self._end_tracking()
+            self._complete_saves()
+            raise
+        self._finish()
+
+    def _close(self) -> None:
+        """Complete the checkpoint that is being written, after the workload has returned.
+
+        Raises:
+            Preempted: the workload returned because the run was asked to end.
+            OSError: a checkpoint could not be written.
+        """
+        if self.context is None:
+            return
+        self.context.close()
+        if not self.calls.ends_early:
+            return
+        if self.calls.has_saved:
+            self.emitter.emit(events.Preempted(time.time_ns(), step=0))
+            raise Preempted
+        text = (
+            "the workload returned because the run was asked to end (ctx.preempted), but has saved no checkpoint with "
+            "ctx.checkpoint; if it has saved its state itself, raise SystemExit(75)"
+        )
+        self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
+        self.tracked.finish("preempted")
+        process_control.die_of_sigterm()
+
+    def _end_tracking(self) -> None:
+        """Have the trackers of a failed rank finish now, because the rank is about to be stopped."""
+        if self.failed:
+            self.tracked.hurry(self.spec.supervision.grace_s)
+            self.tracked.end(self._state())
+
+    def _report_result(self, value: Any) -> None:
+        """Report what rank 0's function has returned, if it can be stored as JSON."""
+        if self.spec.rank != 0 or value is None or self.calls.ends_early:
+            return
+        try:
+            event: events.Event = events.Returned(time.time_ns(), as_json(value))
+        except Exception as error:  # the user's value may raise anything when it is converted
+            text = f"the workload's return value ({type(value).__name__}) is not stored: {error}"
+            event = events.Note(time.time_ns(), clipped(text, 1_000), "warning")
+        self.emitter.emit(event)
+
+    def _complete_saves(self) -> None:
+        """Complete the checkpoint that is being written, after a failure or while the worker group is being stopped."""
+        if self.context is not None:
+            with contextlib.suppress(Exception):  # the failure has been reported; this must not replace it
+                self.context.close(self.spec.supervision.grace_s, failed=True)
+
+    def _wait_for_all_ranks(self) -> None:
+        """Wait until all ranks are connected: one that fails at once would look like a lost peer to the others."""
+        if self.spec.group.backend == "gloo":  # NCCL connects later, in the first collective operation
+            from torch import distributed
+
+            distributed.barrier()
+
+    def _finish(self) -> None:
+        self.emitter.emit(events.Finished(time.time_ns(), self.collective_calls.counts))
+        self.finished = True
+
+    def _report_exit(self, stop: SystemExit) -> None:
+        code = faults.exit_code(stop)
+        if code == 0:
+            self._finish()
+            return
+        if code == EXIT_PREEMPTED and (self.spec.code.is_script or self.calls.notified):
+            self.preempted = True
+            self.emitter.emit(events.Preempted(time.time_ns(), step=0))
+            return
+        if not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)  # as Python does
+        failure = faults.bad_exit(stop, self.phase)
+        recorded = self._recorded()
+        self._fail(dataclasses.replace(recorded, exit_code=code) if recorded is not None else failure)
+
+    def _report_failure(self, error: BaseException) -> None:
+        faults.add_search_path(error)
+        trace = user_traceback(error)
+        print(trace if self.spec.code.full_traceback else shortened(trace), end="", file=sys.stderr)
+        failure, recorded = faults.failure(error, self.phase), self._recorded()
+        if recorded is not None and recorded.message.partition("\n")[0] not in failure.message:
+            failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
+        self._fail(failure)
+
+    def _recorded(self) -> events.Failure | None:
+        """The error that a script has written to its error file, as torch elastic's record() does."""
+        return error_file.take(Path(self.spec.host.staging) / ERROR_FILE) if self.spec.code.is_script else None
+
+    def _fail(self, failure: events.Failure) -> None:
+        self.failed = True
+        self.emitter.emit(failure)

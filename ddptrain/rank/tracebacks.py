@@ -1,0 +1,66 @@
+"""Tracebacks for users: they start with the user's first frame, and frames of libraries are summarized."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from pathlib import Path
+
+from ddptrain.config.wording import counted
+
+_PACKAGE = Path(__file__).parents[1]
+_LAUNCHER_FILES = ("process.py", "lifecycle.py", "script.py", "entrypoint.py")
+_LAUNCHER = {str(Path(__file__).with_name(name)) for name in _LAUNCHER_FILES}
+_FRAME = r'  File "[^"\n]*", line [^\n]*\n(?:    [^\n]*\n|  \[Previous line repeated[^\n]*\n)*'
+_FILE = re.compile(r'  File "([^"\n]*)"')
+_FRAMES = re.compile(f"(?:{_FRAME})+")
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/(torch|dask_pytorch_ddp)/")
+_ONE_FRAME = re.compile(_FRAME)
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without the frames of the launcher, which say nothing about the fault."""
+    lines = traceback.TracebackException.from_exception(error)
+    dispatch = str(getattr(sys.modules.get("dask_pytorch_ddp.dispatch"), "__file__", ""))
+    kept = [frame for frame in lines.stack if frame.filename not in {*_LAUNCHER, dispatch}]
+    lines.stack[:] = kept or list(lines.stack)
+    return "".join(lines.format())
+
+
+def shortened(trace: str) -> str:
+    """The traceback with one line in place of each sequence of frames of torch, ddptrain or Python's import system."""
+    return _FRAMES.sub(lambda found: _shorten(found.group()), trace)
+
+
+def _shorten(frames: str) -> str:
+    runs: list[tuple[str, list[str]]] = []
+    for frame in _ONE_FRAME.findall(frames):
+        library = _library(frame)
+        if runs and runs[-1][0] == library:
+            runs[-1][1].append(frame)
+        else:
+            runs.append((library, [frame]))
+    return "".join(
+        f"  ... {counted(len(run), 'frame')} of {library} ...\n" if library else "".join(run) for library, run in runs
+    )
+
+
+def _library(frame: str) -> str:
+    """The library of a frame; "" for the user's code and the built-in workloads."""
+    match = _FILE.match(frame)
+    file = match[1] if match else ""
+    if file.startswith("<frozen "):
+        return "Python"
+    if found := _LIBRARY.search(file):
+        return found[1]
+    path = Path(file)
+    internal = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "workloads")
+    return "ddptrain" if internal else ""
+
+
+def clipped(text: str, limit: int) -> str:
+    """The text without its middle if it has more than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n... [{len(text) - limit} characters] ...\n{text[-limit // 2 :]}"
