@@ -93,6 +93,23 @@ def test_what_a_nanny_exported_is_left_out_and_what_the_user_set_stays() -> None
     assert cleaned == {"MKL_NUM_THREADS": "4", "A": "b"}
 
 
+def test_restart_count_is_the_number_of_earlier_attempts() -> None:
+    assert [completed({}, attempt=n).env["TORCHELASTIC_RESTART_COUNT"] for n in (1, 2, 3)] == ["0", "1", "2"]
+
+
+def test_dasks_own_configuration_reaches_neither_the_rank_server_nor_a_rank() -> None:
+    environ = {"DASK_INTERNAL_INHERIT_CONFIG": "e30=", "DASK_DISTRIBUTED__LOGGING": "kept"}
+    own = environment.without_nanny(environ, {})
+    assert own == {"DASK_DISTRIBUTED__LOGGING": "kept"}
+    assert "DASK_INTERNAL_INHERIT_CONFIG" not in environment.server_environment(environ)
+    assert "DASK_INTERNAL_INHERIT_CONFIG" not in completed(own).env
+
+
+def test_rank_server_has_one_blas_thread_unless_the_user_wants_more() -> None:
+    assert environment.server_environment({})["OPENBLAS_NUM_THREADS"] == "1"
+    assert environment.server_environment({"OPENBLAS_NUM_THREADS": "4"})["OPENBLAS_NUM_THREADS"] == "4"
+
+
 def test_repr_shows_no_environment() -> None:
     assert "hunter2" not in repr(completed({}, env={"TOKEN": "hunter2"}))
 

@@ -1,0 +1,96 @@
+"""What a rank does on each command, and on SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ddptrain.rank import control
+from ddptrain.rank.control import CommandHandler
+from tests.unit.specs import make_spec
+
+
+class Bench:
+    """A command handler whose parts record what they are asked to do."""
+
+    def __init__(self) -> None:
+        self.actions: list[Any] = []
+        self.state = "crashed"
+        self.calls = SimpleNamespace(saves=False, notified=False, tell_to_end=self._record("end with next checkpoint"))
+        tracked = SimpleNamespace(
+            is_on=False,
+            hurry=lambda grace_s: self.actions.append(("hurry", grace_s)),
+            end=lambda state: self.actions.append(("end trackers", state)),
+            finish=lambda state: self.actions.append(("finish trackers", state)),
+        )
+        orders = SimpleNamespace(post=lambda command: self.actions.append(("post", str(command))))
+        parts = [cast(Any, part) for part in (None, orders, self.calls, None, tracked)]
+        complete_saves = self._record("complete saves")
+        self.handler = CommandHandler(
+            make_spec(grace_s=20.0), *parts, state=lambda: cast(Any, self.state), complete_saves=complete_saves
+        )
+
+    def _record(self, action: str) -> Callable[[], None]:
+        return lambda: self.actions.append(action)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    made = Bench()
+    monkeypatch.setattr(control.process_control, "die_of_sigterm", lambda: made.actions.append("die"))
+    monkeypatch.setattr(os, "kill", lambda pid, number: made.actions.append(("kill", pid == os.getpid(), number)))
+    before = signal.signal(signal.SIGTERM, made.handler._on_sigterm)
+    yield made
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_is_only_a_notice(bench: Bench) -> None:
+    bench.handler._on_sigterm()
+    assert bench.actions == [("post", "noticed")]
+
+
+def test_preempted_rank_that_saves_ends_with_a_checkpoint(bench: Bench) -> None:
+    bench.calls.saves = True
+    bench.handler._preempt()
+    assert bench.calls.notified
+    assert bench.actions == [("hurry", 17.0), "end with next checkpoint"]
+
+
+def test_preempted_rank_that_never_saves_ends_at_once(bench: Bench) -> None:
+    bench.handler._preempt()
+    assert bench.actions == [("hurry", 17.0), ("finish trackers", "preempted"), "die"]
+
+
+def test_preempted_rank_with_a_handler_of_its_own_is_sent_sigterm(bench: Bench) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    bench.handler._preempt()
+    assert bench.actions == [("hurry", 17.0), ("kill", True, signal.SIGTERM)]
+
+
+def test_preempted_rank_that_has_already_ended_is_left_alone(bench: Bench) -> None:
+    bench.state, bench.calls.saves = "finished", True
+    bench.handler._preempt()
+    assert bench.actions == [("hurry", 17.0)]
+
+
+def test_stopped_rank_completes_its_checkpoint_and_its_trackers(bench: Bench) -> None:
+    bench.state = "failed"
+    bench.handler._stop()
+    trackers = [("end trackers", "failed"), "complete saves", ("finish trackers", "failed")]
+    assert bench.actions == [("hurry", 20.0), *trackers, "die"]
+
+
+def test_stopped_rank_with_a_handler_of_its_own_decides_itself_how_it_ends(bench: Bench) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    bench.handler._stop()
+    assert bench.actions == [("hurry", 20.0), "complete saves"]
+
+
+def test_forked_child_ends_on_sigterm(bench: Bench) -> None:
+    bench.handler._on_fork()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

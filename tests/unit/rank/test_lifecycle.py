@@ -1,0 +1,119 @@
+"""Which events a rank emits for the end of the user's code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.protocol import events
+from ddptrain.protocol.commands import Orders
+from ddptrain.protocol.rank_spec import ERROR_FILE
+from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.lifecycle import RankLifecycle
+from tests.unit.specs import make_spec
+
+
+class Bench:
+    """A rank whose user code is a function of the test."""
+
+    def __init__(self, folder: Path, **spec: Any) -> None:
+        self.path = folder / "events"
+        self._fds = [os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), *os.pipe()]
+        self.rank = RankLifecycle(make_spec(staging=str(folder), **spec), Emitter(self._fds[0]), Orders(self._fds[1]))
+
+    def run(self, code: Callable[[], None]) -> list[events.Event]:
+        """The events after the begin of the user's code."""
+        try:
+            self.rank._run_user_code(code)
+        except BaseException as error:
+            self.error: BaseException = error
+        entered, *rest = [events.decode(line) for line in self.path.read_bytes().splitlines()]
+        assert isinstance(entered, events.Entered)
+        return rest
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def bench(**spec: Any) -> Bench:
+        made.append(Bench(tmp_path, **spec))
+        return made[-1]
+
+    yield bench
+    for each in made:
+        each.close()
+
+
+def leave(code: object) -> Callable[[], None]:
+    def code_of_the_user() -> None:
+        raise SystemExit(code)
+
+    return code_of_the_user
+
+
+@pytest.mark.parametrize("code", [lambda: None, leave(0), leave(None)])
+def test_return_and_exit_code_0_are_a_success(make: Callable[..., Bench], code: Callable[[], None]) -> None:
+    bench = make()
+    assert [type(event) for event in bench.run(code)] == [events.Finished]
+    assert bench.rank._state() == "finished"
+
+
+def test_exception_is_a_failure_with_its_phase(make: Callable[..., Bench]) -> None:
+    bench = make()
+    (event,) = bench.run(lambda: int("x") and None)
+    assert isinstance(event, events.Failure)
+    assert (event.type, event.phase, event.exit_code) == ("ValueError", "train", None)
+    assert bench.rank._state() == "failed"
+
+
+@pytest.mark.parametrize(
+    ("spec", "notified", "expected"),
+    [({}, False, "failed"), ({}, True, "preempted"), ({"script": "s.py"}, False, "preempted")],
+)
+def test_exit_code_75_is_a_preemption_of_a_script_or_after_the_notice(
+    make: Callable[..., Bench], spec: dict[str, Any], notified: bool, expected: str
+) -> None:
+    bench = make(**spec)
+    bench.rank.calls.notified = notified
+    (event,) = bench.run(leave(75))
+    assert bench.rank._state() == expected
+    if expected == "failed":
+        assert isinstance(event, events.Failure) and event.exit_code == 75
+    else:
+        assert isinstance(event, events.Preempted) and event.step == 0
+
+
+def test_error_file_of_a_script_is_its_failure(make: Callable[..., Bench], tmp_path: Path) -> None:
+    bench = make(script="s.py")
+    (tmp_path / ERROR_FILE).write_text('{"message": {"message": "KeyError: from record", "extraInfo": {}}}')
+    (event,) = bench.run(leave(3))
+    assert isinstance(event, events.Failure)
+    assert (event.type, event.message, event.exit_code) == ("KeyError", "from record", 3)
+
+
+def test_return_value_of_rank_0_is_reported_if_it_is_json(make: Callable[..., Bench]) -> None:
+    bench = make()
+    (returned, finished) = bench.run(lambda: bench.rank._report_result({"accuracy": 0.5}))
+    assert isinstance(returned, events.Returned) and returned.value == '{"accuracy": 0.5}'
+    assert isinstance(finished, events.Finished)
+
+
+def test_other_return_values_get_a_warning(make: Callable[..., Bench]) -> None:
+    bench = make()
+    note, _ = bench.run(lambda: bench.rank._report_result(object()))
+    assert isinstance(note, events.Note) and note.level == "warning"
+    assert note.message.startswith("the workload's return value (object) is not stored:")
+
+
+def test_return_values_of_other_ranks_are_ignored(make: Callable[..., Bench]) -> None:
+    bench = make(rank=1)
+    assert [type(event) for event in bench.run(lambda: bench.rank._report_result(1))] == [events.Finished]

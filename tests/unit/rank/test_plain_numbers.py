@@ -1,0 +1,35 @@
+"""Users' numbers are converted to Python numbers, and everything else is refused with its name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ddptrain.rank.plain_numbers import number, numbers, optional, whole
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(3, 3), (0.25, 0.25), (torch.tensor([0.5]), 0.5), (np.float32(1.5), 1.5), (np.array([[7]]), 7)],
+)
+def test_number_is_read_from_values_with_one_element(value: object, expected: float) -> None:
+    assert number("x", value) == expected
+    assert type(number("x", value)) is type(expected)
+
+
+@pytest.mark.parametrize("value", [True, "1", None, [1.0], torch.tensor(True)])
+def test_other_values_are_refused_with_their_name(value: object) -> None:
+    with pytest.raises(TypeError, match="'loss'"):
+        number("loss", value)
+
+
+def test_mapping_is_converted_with_text_names() -> None:
+    assert numbers({"a": torch.tensor(2.0), 3: 4}) == {"a": 2.0, "3": 4}  # type: ignore[dict-item]
+
+
+def test_step_must_be_whole_and_may_be_missing() -> None:
+    assert (whole("step", 7.0), whole("step", torch.tensor(8)), whole("step", None)) == (7, 8, None)
+    with pytest.raises(TypeError, match=r"step must be a whole number, not 7\.5"):
+        whole("step", 7.5)
+    assert (optional("epoch", 1.5), optional("epoch", None)) == (1.5, None)
