@@ -1,4 +1,4 @@
-"""A gang's store, as the worker opens it, for tests."""
+"""A worker group's store for tests, as the worker opens it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.unit.specs import make_spec
 
 
 class Gang:
-    """A store that listens, and the specs of the ranks that use it."""
+    """A listening store, and the specs of the ranks that use it."""
 
     def __init__(self) -> None:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     def spec(self, rank: int, world_size: int, **changes: Any) -> RankSpec:
-        """A rank of `world_size`."""
+        """The spec of a rank."""
         where = {"master_addr": "127.0.0.1", "master_port": self.store.port}
         return make_spec(**{**where, "rank": rank, "world_size": world_size, "timeout_s": 20.0, **changes})

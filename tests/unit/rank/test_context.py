@@ -1,4 +1,4 @@
-"""What a workload's calls leave in the events and the staging folder."""
+"""The events and staged files that a workload's calls produce."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rank:
         self.context = RankContext(spec, Emitter(self.file.fileno()), torch.device("cpu"))
 
     def events(self) -> list[events.Event]:
-        """What it has told, once nothing is being written."""
+        """All events, after the last checkpoint is complete."""
         self.context.close()
         return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
 
@@ -53,12 +53,12 @@ def test_logged_numbers_and_tensors_arrive_as_numbers(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("value", ["0.5", None, True, [1.0]])
-def test_what_is_no_number_is_refused_with_its_name(rank: Rank, value: object) -> None:
+def test_value_that_is_not_a_number_is_refused_with_its_name(rank: Rank, value: object) -> None:
     with pytest.raises(TypeError, match="'train/loss'"):
         rank.context.log({"train/loss": value})  # type: ignore[dict-item]
 
 
-def test_progress_is_thinned_out_but_its_end_always_goes(rank: Rank) -> None:
+def test_progress_is_sent_rarely_but_its_end_is_always_sent(rank: Rank) -> None:
     for done in range(1, 1001):
         rank.context.progress(done, 1000)
     told = [event.done for event in rank.events() if isinstance(event, events.Progress)]
@@ -119,11 +119,11 @@ def test_checkpoints_are_due_every_so_many_epochs_and_at_the_last(tmp_path: Path
     model = torch.nn.Linear(1, 1)
     due = [rank.context.checkpoint(model=model, step=e, epoch=e, last=e == 7) for e in range(1, 8)]
     assert due == [False, False, True, False, False, True, True]
-    rank.context.close()  # what is being written would go into whatever has the file's descriptor next
+    rank.context.close()  # a checkpoint being written would use a descriptor number that belongs to another file then
     rank.file.close()
 
 
-def test_other_ranks_write_nothing_but_tell_rank_0_their_state(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing_but_send_their_state_to_rank_0(tmp_path: Path) -> None:
     gang = Gang()
     ranks = []
     for number in range(2):
@@ -142,7 +142,7 @@ def test_other_ranks_write_nothing_but_tell_rank_0_their_state(tmp_path: Path) -
         rank.file.close()
 
 
-def test_a_rank_that_does_not_call_is_told_of_and_not_waited_for_in_vain(tmp_path: Path) -> None:
+def test_rank_that_does_not_call_is_reported_and_not_waited_for(tmp_path: Path) -> None:
     gang = Gang()
     spec = gang.spec(0, 2)
     rank = Rank(tmp_path, **{name: getattr(spec, name) for name in _GANG})
@@ -154,7 +154,7 @@ def test_a_rank_that_does_not_call_is_told_of_and_not_waited_for_in_vain(tmp_pat
     rank.file.close()
 
 
-def test_resume_gives_back_what_was_saved(rank: Rank, tmp_path: Path) -> None:
+def test_resume_restores_what_was_saved(rank: Rank, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     model(torch.ones(1, 2)).sum().backward()
@@ -175,11 +175,11 @@ def test_resume_gives_back_what_was_saved(rank: Rank, tmp_path: Path) -> None:
     resumed.file.close()
 
 
-def test_workload_ends_early_once_it_knows_that_it_is_to_end_unless_its_last_step_is_saved(rank: Rank) -> None:
+def test_workload_ends_early_if_it_has_read_preempted_and_not_saved_its_last_step(rank: Rank) -> None:
     calls, model = rank.context._calls, torch.nn.Linear(1, 1)
     found = [(rank.context.preempted, calls.ends_early, calls.has_saved)]
     calls.tell_to_end()
-    found += [(calls.told_to_end, calls.ends_early, calls.has_saved)]  # it has not asked again
+    found += [(calls.told_to_end, calls.ends_early, calls.has_saved)]  # it has not read ctx.preempted again
     found += [(rank.context.preempted, calls.ends_early, calls.has_saved)]
     rank.context.checkpoint(model=model, step=3, last=True)
     found += [(rank.context.preempted, calls.ends_early, calls.has_saved)]
@@ -189,7 +189,7 @@ def test_workload_ends_early_once_it_knows_that_it_is_to_end_unless_its_last_ste
     assert calls.ends_early
 
 
-def test_run_that_goes_on_has_a_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_has_a_checkpoint(tmp_path: Path) -> None:
     rank = Rank(tmp_path, resume_from="somewhere")
     assert rank.context._calls.has_saved
     rank.file.close()

@@ -6,12 +6,12 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from ddptrain.rank import control
 from ddptrain.rank.control import CommandHandler
+from ddptrain.rank.server import process_control
 from tests.unit.specs import make_spec
 
 
@@ -29,11 +29,8 @@ class Bench:
             finish=lambda state: self.actions.append(("finish trackers", state)),
         )
         orders = SimpleNamespace(post=lambda command: self.actions.append(("post", str(command))))
-        parts = [cast(Any, part) for part in (None, orders, self.calls, None, tracked)]
-        complete_saves = self._record("complete saves")
-        self.handler = CommandHandler(
-            make_spec(grace_s=20.0), *parts, state=lambda: cast(Any, self.state), complete_saves=complete_saves
-        )
+        parts: Any = (None, orders, self.calls, None, tracked, lambda: self.state, self._record("complete saves"))
+        self.handler = CommandHandler(make_spec(grace_s=20.0), *parts)
 
     def _record(self, action: str) -> Callable[[], None]:
         return lambda: self.actions.append(action)
@@ -42,7 +39,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made = Bench()
-    monkeypatch.setattr(control.process_control, "die_of_sigterm", lambda: made.actions.append("die"))
+    monkeypatch.setattr(process_control, "die_of_sigterm", lambda: made.actions.append("die"))
     monkeypatch.setattr(os, "kill", lambda pid, number: made.actions.append(("kill", pid == os.getpid(), number)))
     before = signal.signal(signal.SIGTERM, made.handler._on_sigterm)
     yield made

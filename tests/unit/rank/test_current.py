@@ -1,4 +1,4 @@
-"""ddptrain.context() is for ranks, and says so elsewhere."""
+"""ddptrain.context() is for ranks, and raises an error elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ddptrain
 from ddptrain.rank import current
 
 
-def test_process_that_is_no_rank_is_told_so() -> None:
+def test_call_in_a_process_that_is_no_rank_is_an_error() -> None:
     with pytest.raises(current.NoRank, match="in a process that is no rank: it is for code that `ddptrain train`"):
         ddptrain.context()
 

@@ -1,4 +1,4 @@
-"""A user's function is called with what it asks for, and wrong params are named before it is called."""
+"""A user's function gets the arguments of its signature, and wrong params are named before it is called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refused(function: Callable[..., Any], params: Mapping[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_context_goes_to_whom_asks_for_it() -> None:
+def test_context_is_passed_to_functions_that_take_it() -> None:
     assert called(lambda ctx: ctx) == CONTEXT
     assert called(lambda _context: _context) == CONTEXT
     assert called(lambda *args: args) == (CONTEXT,)
@@ -39,7 +39,7 @@ def test_context_goes_to_whom_asks_for_it() -> None:
     assert called(annotated, {"lr": 2}) == (CONTEXT, 2)
 
 
-def test_wrapped_function_is_looked_through() -> None:
+def test_signature_of_a_wrapped_function_is_checked() -> None:
     def inner(ctx: Any, lr: float) -> Any:
         return ctx, lr
 
@@ -51,17 +51,17 @@ def test_wrapped_function_is_looked_through() -> None:
     assert "params.rate: unknown key" in refused(outer, {"rate": 1})
 
 
-def test_values_come_as_their_types_have_them() -> None:
+def test_values_are_converted_to_their_types() -> None:
     def train(ctx: Any, path: Path, sizes: tuple[int, ...], lr: float, how: Literal["a"] = "a", more: Any = 3) -> Any:
         return path, sizes, lr, how, more
 
-    train.__annotations__["more"] = int  # with None as a default it would be allowed as well
+    train.__annotations__["more"] = int  # the default None below also allows None
     train.__defaults__ = ("a", None)
     params = {"path": "/data", "sizes": [1, 2], "lr": 1, "more": None}
     assert called(train, params) == (Path("/data"), (1, 2), 1.0, "a", None)
 
 
-def test_wrong_values_are_named_all_together() -> None:
+def test_all_wrong_values_are_named() -> None:
     def train(ctx: Any, epochs: int, lr: float, names: list[str] | None = None) -> None: ...
 
     said = refused(train, {"epochs": "3", "lr": True, "names": [1]}).splitlines()
@@ -70,7 +70,7 @@ def test_wrong_values_are_named_all_together() -> None:
     assert said[2].startswith("params.names[0]: expected text, got 1")
 
 
-def test_missing_and_unknown_names_are_told() -> None:
+def test_missing_and_unknown_names_are_named() -> None:
     def train(ctx: Any, epochs: int) -> None: ...
 
     assert refused(train, {"epoch": 3}).splitlines() == [
@@ -79,7 +79,7 @@ def test_missing_and_unknown_names_are_told() -> None:
     ]
 
 
-def test_type_that_only_the_function_knows_is_left_to_it() -> None:
+def test_unknown_type_is_not_checked() -> None:
     class Odd:
         pass
 
@@ -113,14 +113,14 @@ def test_model_is_built_from_all_params(kind: Any) -> None:
     assert "params.lr: is required" in refused(train, {})
 
 
-def test_keywords_take_the_rest() -> None:
+def test_function_with_keywords_takes_further_params() -> None:
     def train(ctx: Any, lr: float = 1.0, **more: Any) -> Any:
         return lr, more
 
     assert called(train, {"lr": 2, "a": [1]}) == (2.0, {"a": [1]})
 
 
-def test_result_is_json_or_is_refused() -> None:
+def test_result_that_is_not_json_is_refused() -> None:
     class Scalar:
         def item(self) -> float:
             return 0.5

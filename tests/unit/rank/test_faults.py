@@ -1,4 +1,4 @@
-"""What an exception says of its rank: a cause, a victim's, or that of a DataLoader's worker."""
+"""What an exception means: a root cause, a victim of another rank, or a failure in a DataLoader worker."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ddptrain.rank import faults
 
 
 class Awkward(Exception):
-    """Can't be made from a text alone, so that torch passes it on as a RuntimeError."""
+    """Cannot be created from a text alone, so torch passes it on as a RuntimeError."""
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(f"{one} {other}")
 
 
 def failure(error: BaseException) -> events.Failure:
-    """What a rank tells of an exception that its DataLoader's worker had."""
+    """The event for an exception in a DataLoader worker."""
     try:
         raise error
     except BaseException:
@@ -38,7 +38,7 @@ def failure(error: BaseException) -> events.Failure:
         (RuntimeError("connection reset by peer"), "RuntimeError", "connection reset by peer (in DataLoader worker"),
     ],
 )
-def test_exception_of_a_dataloaders_worker_is_told_as_itself(error: Exception, kind: str, message: str) -> None:
+def test_exception_in_a_dataloader_worker_is_reported_as_itself(error: Exception, kind: str, message: str) -> None:
     told = failure(error)
     assert told.type == kind
     assert told.message.startswith(message)
@@ -64,9 +64,9 @@ def test_time_out_of_a_collective_operation_is_known(words: str) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("DataLoader timed out after 5 seconds"), TimeoutError("timed out")])
-def test_users_own_time_out_is_not_taken_for_one(error: Exception) -> None:
+def test_time_out_of_the_users_code_is_not_one_of_a_collective(error: Exception) -> None:
     assert not faults.failure(error, "train").timed_out
 
 
-def test_users_own_connection_that_breaks_is_a_cause() -> None:
+def test_broken_connection_of_the_users_code_is_a_root_cause() -> None:
     assert not faults.lost_peer(ConnectionResetError(104, "Connection reset by peer"))

@@ -1,4 +1,4 @@
-"""How a rank finds its function and what it says of an error."""
+"""How a rank finds its function, and how it reports errors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def test_function_is_found_by_its_module_and_name() -> None:
     assert load_function("json:dumps").__name__ == "dumps"
 
 
-def test_missing_module_is_told_with_python_and_path() -> None:
+def test_missing_module_is_an_error_with_interpreter_and_path() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"no module 'no_such_thing' for .*python.* sys.path"):
         load_function("no_such_thing.train:main")
 
 
-def test_missing_function_is_told_with_those_that_exist() -> None:
+def test_missing_function_is_an_error_with_the_existing_names() -> None:
     with pytest.raises(AttributeError, match=r"'dumbs'; it has .*dumps"):
         load_function("json:dumbs")
 
 
-def test_what_is_no_function_is_refused() -> None:
+def test_target_that_is_not_a_function_is_refused() -> None:
     with pytest.raises(TypeError, match=r"not a function"):
         load_function("sys:path")
 
@@ -42,7 +42,7 @@ def test_missing_import_inside_the_users_module_is_the_users_error(
 
 
 @pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (42, 42), (256 + 7, 7), (-1, 255), ("a message", 1)])
-def test_exit_code_is_the_interpreters(code: object, status: int) -> None:
+def test_exit_code_is_that_of_python(code: object, status: int) -> None:
     assert faults.exit_code(SystemExit(code)) == status
 
 
@@ -54,7 +54,7 @@ def test_exit_code_is_the_interpreters(code: object, status: int) -> None:
         (ValueError("connection closed by peer"), False),
     ],
 )
-def test_error_of_a_rank_that_lost_its_peer_is_known(error: BaseException, lost: bool) -> None:
+def test_error_of_a_rank_that_lost_its_peer_is_recognized(error: BaseException, lost: bool) -> None:
     assert faults.lost_peer(error) is lost
 
 

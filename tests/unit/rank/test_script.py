@@ -1,4 +1,4 @@
-"""A script is __main__, with the arguments and the path that python would give it."""
+"""A script is __main__, with the arguments and the path that Python would give it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def of_python(cwd: Path, *arguments: str) -> dict[str, Any]:
     return said
 
 
-def test_script_finds_itself_as_under_python(tmp_path: Path) -> None:
+def test_script_has_the_same_main_module_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "s.py").write_text(TELL)
     spec = make_spec(script="sub/s.py", args=("--lr", "1"), workdir=str(tmp_path))
@@ -55,7 +55,7 @@ def test_script_finds_itself_as_under_python(tmp_path: Path) -> None:
     assert told(old, tmp_path)["argv"] == ["sub/s.py", "--local-rank=1", "--lr", "1"]
 
 
-def test_module_and_package_find_themselves_as_under_python(tmp_path: Path) -> None:
+def test_module_and_package_have_the_same_main_module_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "pkg" / "sub").mkdir(parents=True)
     for name in ("pkg/__init__.py", "pkg/sub/__init__.py"):
         (tmp_path / name).write_text("")
@@ -66,7 +66,7 @@ def test_module_and_package_find_themselves_as_under_python(tmp_path: Path) -> N
         assert told(spec, tmp_path, path=str(tmp_path)) == of_python(tmp_path, "-m", module, "a")
 
 
-def test_script_is_looked_for_where_the_users_code_lies(tmp_path: Path) -> None:
+def test_script_is_searched_for_in_the_folders_of_the_users_code(tmp_path: Path) -> None:
     for folder in ("code", "work"):
         (tmp_path / folder).mkdir()
     (tmp_path / "work" / "s.py").write_text("")
@@ -76,6 +76,6 @@ def test_script_is_looked_for_where_the_users_code_lies(tmp_path: Path) -> None:
     assert find_script(spec) == tmp_path / "code" / "s.py"
 
 
-def test_script_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_missing_script_is_named_with_the_folders_that_were_searched(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=rf"there is no script s\.py on host .* \(looked for in {tmp_path}\)"):
         find_script(make_spec(script="s.py", workdir=str(tmp_path)))

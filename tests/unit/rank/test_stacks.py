@@ -1,4 +1,4 @@
-"""A rank writes down where its threads are, and tells of those that end with an exception."""
+"""A rank reports the stacks of its threads, and exceptions that end a thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def emitter(tmp_path: Path) -> Emitter:
     return Emitter(os.open(tmp_path / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 
 
-def test_stacks_of_all_threads_are_written_and_the_main_one_is_told(tmp_path: Path, emitter: Emitter) -> None:
+def test_stacks_of_all_threads_are_a_file_and_those_of_the_main_one_an_event(tmp_path: Path, emitter: Emitter) -> None:
     spec = make_spec(rank=3, staging=str(tmp_path))
     stacks = StackReporter(spec, emitter, CollectiveCalls(spec, emitter))
     try:
@@ -39,7 +39,8 @@ def test_stacks_of_all_threads_are_written_and_the_main_one_is_told(tmp_path: Pa
     told, file = events_of(tmp_path / "events")
     assert isinstance(told, events.Stacks)
     assert any(
-        frame.endswith(" test_stacks_of_all_threads_are_written_and_the_main_one_is_told") for frame in told.main
+        frame.endswith(" test_stacks_of_all_threads_are_a_file_and_those_of_the_main_one_an_event")
+        for frame in told.main
     )
     assert (told.sequence, told.state) == (None, "")
     assert isinstance(file, events.FileSaved)
@@ -51,7 +52,7 @@ def test_stacks_of_all_threads_are_written_and_the_main_one_is_told(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_exception_that_ends_a_thread_is_told(
+def test_exception_that_ends_a_thread_is_reported(
     tmp_path: Path, emitter: Emitter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)

@@ -1,4 +1,4 @@
-"""A traceback shows the user's own frames, and one line for each stretch of a library's."""
+"""A traceback shows the user's frames, and one line for each sequence of a library's frames."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_repeated_lines_belong_to_their_frame() -> None:
     assert shortened(text) == HEAD + "  ... 2 frames of torch ...\n" + MINE + "RecursionError\n"
 
 
-def test_chained_errors_are_folded_each_on_its_own() -> None:
+def test_chained_errors_are_shortened_separately() -> None:
     between = "ValueError: a\n\nDuring handling of the above exception, another exception occurred:\n\n"
     text = HEAD + TORCH * 2 + between + HEAD + MINE + TORCH * 2 + "KeyError: b\n"
     fold = "  ... 2 frames of torch ...\n"
     assert shortened(text) == HEAD + fold + between + HEAD + MINE + fold + "KeyError: b\n"
 
 
-def test_workloads_that_come_along_are_shown_and_the_rest_of_ddptrain_is_not() -> None:
+def test_frames_of_built_in_workloads_are_shown_and_others_of_ddptrain_are_not() -> None:
     package = Path(ddptrain.__file__).parent
     ours = f'  File "{package}/rank/context.py", line 1, in checkpoint\n    x\n'
     workload = f'  File "{package}/workloads/petnames/train.py", line 1, in train\n    x\n'
@@ -42,5 +42,5 @@ def test_workloads_that_come_along_are_shown_and_the_rest_of_ddptrain_is_not() -
     )
 
 
-def test_text_without_frames_is_left_alone() -> None:
+def test_text_without_frames_is_unchanged() -> None:
     assert shortened("ValueError: boom\n") == "ValueError: boom\n"

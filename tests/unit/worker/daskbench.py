@@ -1,4 +1,4 @@
-"""Real Dask schedulers and workers, and as much of a driver as tests of the worker need."""
+"""Real Dask schedulers and workers, and the part of a driver that tests of the worker need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ asyncio.run(main())
 
 
 class DaskBench:
-    """A scheduler, and workers that are started one by one; all of them end with the block."""
+    """A scheduler, and workers that are started one by one. All end with the block."""
 
     def __init__(self, folder: Path, env: Mapping[str, str] | None = None, tls_dir: Path | None = None) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class DaskBench:
             end(process)
 
     def start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
-        """A process that belongs to the bench; what it says goes to `name`.log."""
+        """Start a process of the bench. Its output goes to `name`.log."""
         with self.log(name).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, *command],
@@ -70,7 +70,7 @@ class DaskBench:
         return process
 
     def log(self, name: str) -> Path:
-        """What a process says."""
+        """The log of a process."""
         return self.folder / f"{name}.log"
 
     def scheduler(self) -> subprocess.Popen[bytes]:
@@ -94,7 +94,7 @@ class DaskBench:
 
     @contextlib.contextmanager
     def driver(self, run_id: str = "r-1", workers: int = 0) -> Iterator[Driver]:
-        """Someone who has ranks run, once so many workers are there."""
+        """A driver, connected once `workers` workers have joined."""
         security = None
         if self.tls_dir is not None:
             certificate, key = str(self.tls_dir / "cert.pem"), str(self.tls_dir / "key.pem")
@@ -115,7 +115,7 @@ _TLS = {"ca_file": "cert.pem", "scheduler_cert": "cert.pem", "scheduler_key": "k
 
 
 class Driver:
-    """One run's ranks, each ordered by the code that it runs."""
+    """Starts the ranks of one run; each runs a piece of code."""
 
     def __init__(self, client: Client, run_id: str, env: Mapping[str, str]) -> None:
         self.client, self.run_id = client, run_id
@@ -127,7 +127,7 @@ class Driver:
 
     @property
     def about_workers(self) -> dict[str, dict[str, Any]]:
-        """What the scheduler knows of every worker, by its address; `client.scheduler_info` may have an older word."""
+        """The scheduler's data on every worker, by address. `client.scheduler_info` may be older."""
         scheduler = self.client.scheduler
         assert scheduler is not None
         told = self.client.sync(scheduler.identity, n_workers=-1)
@@ -140,11 +140,11 @@ class Driver:
         return {str(worker["name"]): address for address, worker in self.about_workers.items()}
 
     def call(self, function: Callable[..., Any], *args: Any, worker: str) -> Any:
-        """A function's answer from one worker, by name."""
+        """Call a function on one worker."""
         return self.client.run(function, *args, workers=[self.workers[worker]])[self.workers[worker]]
 
     def attach(self, worker: str) -> dict[str, str]:
-        """Have a worker be a host of the run."""
+        """Make a worker a host of the run."""
         self.about[worker] = self.call(worker_tasks.describe_host, self.run_id, worker=worker)
         return self.about[worker]
 
@@ -172,23 +172,23 @@ class Driver:
             resources={SLOT_RESOURCE: 1} if slots else None,
             pure=False,
         )
-        self.futures.append(future)  # one that is dropped is released, which ends its rank
+        self.futures.append(future)  # Dask would release a future without a reference, which ends its rank
         return future
 
     def said(self, worker: str, rank: int = 0) -> str:
-        """What the rank has printed."""
+        """The output of the rank."""
         log = Path(self.about[worker]["scratch"]) / self.run_id / "attempt-1" / f"rank-{rank}" / "log"
         return log.read_text() if log.exists() else ""
 
     def wait_for(self, worker: str, words: str, rank: int = 0) -> None:
-        """Return once the rank has printed `words`."""
+        """Wait until the rank has printed `words`."""
         until(
             lambda: words in self.said(worker, rank),
             lambda: f"rank {rank} prints {words!r}\n{self._stands(worker)}",
         )
 
     def _stands(self, worker: str) -> str:
-        """What there is to know of ranks that do not do what they should: for the message of a test that fails."""
+        """The state of tasks, processes and logs, for the message of a failed test."""
         scratch = Path(self.about[worker]["scratch"])
         logs = [*scratch.glob("*.log"), *scratch.glob(f"{self.run_id}/attempt-1/rank-*/log")]
         said = "\n".join(f"--- {path.relative_to(scratch)}\n{path.read_text()[-2000:]}" for path in logs)
@@ -197,7 +197,7 @@ class Driver:
         return f"tasks: {tasks}\nnotices: {told}\n{_processes(int(self.about[worker]['pid']))}\n{said}"
 
     def remove(self, worker: str) -> None:
-        """What the scheduler's book does at the run's end, or when the driver is gone."""
+        """Do what the scheduler plugin does at the end of the run, or when the driver is gone."""
         name, address = attached_plugin(self.run_id), self.workers[worker]
 
         async def broadcast(dask_scheduler: Any) -> Any:
@@ -208,7 +208,7 @@ class Driver:
 
 
 def _processes(pid: int) -> str:
-    """A process and its descendants, a line each: what they are, and what the kernel says that they do."""
+    """A process and its descendants, one line each, with their states."""
     lines = []
     with contextlib.suppress(psutil.Error):
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -226,7 +226,7 @@ def ended(future: Future[str], timeout_s: float = PATIENCE_S) -> RankExit:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL to its group where that is not enough."""
+    """SIGTERM, and SIGKILL to the process group if that does not suffice."""
     if process.poll() is None:
         process.terminate()
     try:
@@ -238,5 +238,5 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def until_gone(pid: int) -> None:
-    """Return once a process is gone."""
+    """Wait until a process is gone."""
     until(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}")

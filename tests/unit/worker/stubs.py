@@ -1,4 +1,4 @@
-"""Real rank servers whose ranks run a few lines of Python instead of torch: they start in a tenth of a second."""
+"""Real rank servers whose ranks run a few lines of Python instead of torch: they start within 0.1 s."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ sys.modules["ddptrain.rank.server.warmup"], sys.modules["ddptrain.rank.process"]
 
 
 class Bench:
-    """A folder for rank servers with stub ranks; what a rank runs is given as code, its output goes to a file."""
+    """A folder for rank servers with stub ranks. A rank runs a piece of code, and its output goes to a file."""
 
     def __init__(self, folder: Path, at_import: str = "") -> None:
-        """`at_import` is run by servers where they would import torch."""
+        """Servers run `at_import` instead of importing torch."""
         self.folder = folder
         site = folder / "site"
         site.mkdir(exist_ok=True)
@@ -50,18 +50,18 @@ class Bench:
 
     @contextlib.contextmanager
     def own(self) -> Iterator[RankServerClient]:
-        """A server of its own; it and its ranks have ended afterwards."""
+        """A private server. It and its ranks have ended afterwards."""
         with listening(OwnRankServerClient(self.env, self.folder / "own.log")) as server:
             yield server
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[RankServerClient]:
-        """A connection to the server of the shared folder; its ranks have ended afterwards."""
+        """A connection to the shared server. Its ranks have ended afterwards."""
         with listening(SharedRankServerClient(self.shared_folder, self.env)) as server:
             yield server
 
     def order(self, server: RankServerClient, rank_id: str, code: str, slot: str | None = None) -> None:
-        """Order a rank that runs `code`."""
+        """Start a rank that runs `code`."""
         spec = make_spec(params={"code": textwrap.dedent(code)}, env=self.env)
         fd = os.open(self.log(rank_id), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -70,21 +70,21 @@ class Bench:
             os.close(fd)
 
     def log(self, rank_id: str) -> Path:
-        """What the rank prints."""
+        """The file with the output of the rank."""
         return self.folder / f"{rank_id}.log"
 
     def said(self, rank_id: str) -> str:
-        """What the rank has printed so far."""
+        """The output of the rank so far."""
         return self.log(rank_id).read_text()
 
     def wait_for(self, rank_id: str, words: str) -> None:
-        """Return once the rank has printed `words`."""
+        """Wait until the rank has printed `words`."""
         until(lambda: words in self.said(rank_id), f"{rank_id} prints {words!r}")
 
 
 @contextlib.contextmanager
 def listening(server: RankServerClient) -> Iterator[RankServerClient]:
-    """The server, heard, and closed at the end."""
+    """The client, listening, and closed at the end."""
     server.listen()
     try:
         yield server
@@ -94,7 +94,7 @@ def listening(server: RankServerClient) -> Iterator[RankServerClient]:
 
 
 def status(server: RankServerClient, rank_id: str, timeout_s: float = 60.0) -> int:
-    """The rank's exit status, once it has ended."""
+    """Wait for the rank's end. Returns its exit status."""
     deadline = time.monotonic() + timeout_s
     while (report := server.wait_exit(rank_id, 0.1)) is None:
         assert time.monotonic() < deadline, f"{rank_id} has not ended within {timeout_s} s"
@@ -102,15 +102,15 @@ def status(server: RankServerClient, rank_id: str, timeout_s: float = 60.0) -> i
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Whether a process has ended, whoever has yet to hear of it."""
+    """Whether a process has ended; its parent may not know yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # just now
+    except psutil.NoSuchProcess:  # it has just ended
         return True
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process of that number has ended, whoever has yet to hear of it."""
+    """Whether the process with this pid has ended; its parent may not know yet."""
     try:
         return is_gone(psutil.Process(pid))
     except psutil.NoSuchProcess:
@@ -118,10 +118,10 @@ def has_ended(pid: int) -> bool:
 
 
 def until(condition: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 60.0) -> None:
-    """Wait for a condition; fail with `what` where it never comes."""
+    """Wait for a condition. Fail with `what` if it never becomes true."""
     deadline = time.monotonic() + timeout_s
     while True:
-        late = time.monotonic() > deadline  # before the look: the machine may have stood still since the last one
+        late = time.monotonic() > deadline  # before the check: the machine may have been suspended since the last one
         if condition():
             return
         assert not late, f"not within {timeout_s} s: {what() if callable(what) else what}"

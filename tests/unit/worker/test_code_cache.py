@@ -1,4 +1,4 @@
-"""Code that has come along: proved, read-only, held while it is used, and pruned when there is too much."""
+"""Uploaded code is verified, read-only, locked while it is used, and deleted when the cache is full."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unpacked(cache: CodeCache, folder: Path, run: str, text: str) -> str:
     return cache.unpack(run, of.hash, archive, of.names)
 
 
-def test_code_is_there_once_unpacked_and_read_only(cache: CodeCache, tmp_path: Path) -> None:
+def test_unpacked_code_is_found_and_read_only(cache: CodeCache, tmp_path: Path) -> None:
     of = package(tmp_path / "project", "print(1)")
     assert cache.use("one", of.hash) == ""
     home = unpacked(cache, tmp_path, "one", "print(1)")
@@ -45,7 +45,7 @@ def test_code_is_there_once_unpacked_and_read_only(cache: CodeCache, tmp_path: P
     assert not file.stat().st_mode & 0o222
 
 
-def test_code_that_is_not_what_its_hash_says_is_refused(cache: CodeCache, tmp_path: Path) -> None:
+def test_code_with_another_hash_is_refused(cache: CodeCache, tmp_path: Path) -> None:
     of = package(tmp_path / "project", "print(1)")
     assert len(of.hash) == 64
     archive = tmp_path / "archive"
@@ -58,10 +58,10 @@ def test_code_that_is_not_what_its_hash_says_is_refused(cache: CodeCache, tmp_pa
     assert list(cache.folder.iterdir()) == []
 
 
-def test_what_was_not_used_for_longest_goes_and_what_is_in_use_stays(cache: CodeCache, tmp_path: Path) -> None:
+def test_least_recently_used_code_is_deleted_unless_it_is_in_use(cache: CodeCache, tmp_path: Path) -> None:
     first = unpacked(cache, tmp_path, "one", "1" * 3_000)
     second = unpacked(cache, tmp_path, "two", "2" * 3_000)
-    assert Path(first).is_dir()  # too much, but in use
+    assert Path(first).is_dir()  # over the limit, but in use
     for home in (first, second):
         os.utime(home, (1, 1))
     code_cache.release("two")
@@ -69,7 +69,7 @@ def test_what_was_not_used_for_longest_goes_and_what_is_in_use_stays(cache: Code
     assert [Path(home).is_dir() for home in (first, second, third)] == [True, False, True]
 
 
-def test_code_that_was_written_to_is_not_used_again(cache: CodeCache, tmp_path: Path) -> None:
+def test_modified_code_is_not_used_again(cache: CodeCache, tmp_path: Path) -> None:
     home = unpacked(cache, tmp_path, "one", "print(1)")
     code = Path(home).name
     file = Path(home, "inside", "train.py")
@@ -81,7 +81,7 @@ def test_code_that_was_written_to_is_not_used_again(cache: CodeCache, tmp_path: 
     assert Path(unpacked(cache, tmp_path, "one", "print(1)"), "inside", "train.py").read_text() == "print(1)"
 
 
-def test_what_is_in_the_way_is_named(cache: CodeCache, tmp_path: Path) -> None:
+def test_folder_in_the_way_is_named(cache: CodeCache, tmp_path: Path) -> None:
     of = package(tmp_path / "project", "print(1)")
     cache.folder.mkdir()
     (cache.folder / of.hash).mkdir()
@@ -92,7 +92,7 @@ def test_what_is_in_the_way_is_named(cache: CodeCache, tmp_path: Path) -> None:
             unpacked(cache, tmp_path, "one", "print(1)")
 
 
-def test_cache_is_the_users_own_and_what_a_killed_worker_left_goes(cache: CodeCache, tmp_path: Path) -> None:
+def test_cache_is_private_and_leftovers_of_a_killed_worker_are_deleted(cache: CodeCache, tmp_path: Path) -> None:
     left, fresh = cache.folder / ".incoming-dead", cache.folder / ".incoming-new"
     unpacked(cache, tmp_path, "one", "1")
     assert cache.folder.stat().st_mode & 0o777 == 0o700

@@ -1,4 +1,4 @@
-"""What a worker says in the place of a rank that can't speak."""
+"""What a worker reports for a rank that cannot report itself."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def told(spool: RankSpool, count: int) -> list[events.Event]:
     return [events.decode(line) for line in lines]
 
 
-def test_stopped_process_is_told_at_once_with_a_file(spool: RankSpool, sleeper: subprocess.Popen[bytes]) -> None:
+def test_stopped_process_is_reported_at_once_with_a_file(spool: RankSpool, sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.send_signal(signal.SIGSTOP)
     while ProcessMonitor(sleeper.pid).status() != "stopped":
         time.sleep(0.01)
@@ -68,8 +68,8 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
     assert sleeper.poll() is None
 
 
-def test_stacks_are_waited_for_on_a_busy_machine(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnostics, "_DUMP_S", 30 * diagnostics._DUMP_S)  # on one that is busier still
+def test_stacks_that_are_written_slowly_are_waited_for(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnostics, "_DUMP_S", 30 * diagnostics._DUMP_S)  # in case it is even busier
     code = """
 import signal, sys, time
 def write(*_):
@@ -88,7 +88,7 @@ time.sleep(600)
             process.kill()
 
 
-def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_answers_by_itself_is_not_reported_again(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "_ANSWER_S", 60.0)
     diagnostics.report_if_silent(spool, os.getpid(), 1, 1)
     spool.events.write_bytes(events.encode(events.Stacks(1, ("a.py:1 f",))))
@@ -99,7 +99,7 @@ def test_rank_that_answers_by_itself_is_left_alone(spool: RankSpool, monkeypatch
     assert told(spool, 1) == [events.Stacks(1, ("a.py:1 f",))]
 
 
-def test_flight_record_is_handed_over_where_there_is_one(spool: RankSpool) -> None:
+def test_flight_record_is_announced_if_there_is_one(spool: RankSpool) -> None:
     spec = make_spec(rank=1)
     diagnostics.announce_flight_record(spool, spec)
     assert told(spool, 0) == []
@@ -110,13 +110,13 @@ def test_flight_record_is_handed_over_where_there_is_one(spool: RankSpool) -> No
     assert (file.path, file.staging, file.size_bytes) == ("flight-recorder/rank-1.pickle", "flight-record-1", 6)
 
 
-def test_last_words_of_nccls_watchdog_are_known(spool: RankSpool) -> None:
+def test_message_of_nccls_watchdog_in_the_log_is_recognized(spool: RankSpool) -> None:
     assert not diagnostics.timed_out(spool)
     spool.log.write_text("[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
     assert diagnostics.timed_out(spool)
 
 
-def test_processor_time_counts_children_of_the_group_too() -> None:
+def test_cpu_time_includes_children_in_the_process_group() -> None:
     code = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, '-c', 'while True: pass'])

@@ -1,4 +1,4 @@
-"""A rank's environment: the user's wins, ours is told, and the contract with torchrun's scripts holds."""
+"""A rank's environment: the user's values win, tuned values are reported, and torchrun's variables are set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def completed(
     return environment.complete(spec, environ, environment.RankResources(gpu, cpus, interface, staging="/s"))
 
 
-def test_torchruns_contract_is_complete() -> None:
+def test_torchruns_variables_are_set() -> None:
     env = completed({}).env
     assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")} == {
         "RANK": "3",
@@ -42,13 +42,13 @@ def test_cores_are_shared_by_the_ranks_of_a_host() -> None:
     assert completed({}, cpus=1).host.cpu_threads == 1
 
 
-def test_users_environment_wins_over_what_we_tune() -> None:
+def test_users_environment_wins_over_tuned_values() -> None:
     spec = completed({"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1"})
     assert (spec.env["OMP_NUM_THREADS"], spec.host.cpu_threads, spec.env["MALLOC_TRIM_THRESHOLD_"]) == ("3", 3, "1")
     assert spec.host.environment["OMP_NUM_THREADS"] == {"value": "3", "source": "user"}
 
 
-def test_what_we_tune_is_told_as_ours() -> None:
+def test_tuned_values_are_reported_as_ours() -> None:
     assert completed({}).host.environment["OMP_NUM_THREADS"]["source"] == "ddptrain"
 
 
@@ -56,7 +56,7 @@ def test_configuration_wins_over_the_workers_environment() -> None:
     assert completed({"A": "worker"}, env={"A": "config"}).env["A"] == "config"
 
 
-def test_contract_wins_over_everything() -> None:
+def test_torchruns_variables_win_over_everything() -> None:
     assert completed({"RANK": "9"}, env={"WORLD_SIZE": "9"}).env["RANK"] == "3"
 
 
@@ -65,12 +65,12 @@ def test_rank_sees_its_one_gpu_or_none() -> None:
     assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}).env["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_rank_that_shall_use_no_gpu_sees_none() -> None:
+def test_rank_that_must_not_use_a_gpu_sees_none() -> None:
     spec = completed({}, gpu="GPU-1", use_gpu=False)
     assert (spec.host.gpu, spec.env["CUDA_VISIBLE_DEVICES"]) == (None, "")
 
 
-def test_gloo_is_told_the_workers_interface_unless_the_user_has_chosen_one() -> None:
+def test_gloo_gets_the_workers_interface_unless_the_user_has_chosen_one() -> None:
     spec = completed({})
     assert spec.env["GLOO_SOCKET_IFNAME"] == "eth7"
     assert spec.host.environment["GLOO_SOCKET_IFNAME"] == {"value": "eth7", "source": "ddptrain"}
@@ -87,7 +87,7 @@ def test_interface_is_the_one_that_carries_the_address() -> None:
     assert environment.interface_of("203.0.113.1") is None
 
 
-def test_what_a_nanny_exported_is_left_out_and_what_the_user_set_stays() -> None:
+def test_variables_of_the_nanny_are_removed_and_those_of_the_user_stay() -> None:
     nanny = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}
     cleaned = environment.without_nanny({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "4", "A": "b"}, nanny)
     assert cleaned == {"MKL_NUM_THREADS": "4", "A": "b"}
@@ -114,7 +114,7 @@ def test_repr_shows_no_environment() -> None:
     assert "hunter2" not in repr(completed({}, env={"TOKEN": "hunter2"}))
 
 
-def test_nccls_flight_recorder_is_on_and_the_user_has_the_last_word() -> None:
+def test_nccls_flight_recorder_is_on_unless_the_user_turns_it_off() -> None:
     assert not [name for name in completed({}).env if "NCCL" in name]
     env = completed({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, backend="nccl").env
     assert env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"

@@ -1,4 +1,4 @@
-"""What workers of others offer, and where those of one host meet."""
+"""What foreign workers offer, and which of them share a rank server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ddptrain.worker import foreign_worker
 
 
 def worker(*, nthreads: int = 1, nanny: str | None = None, **resources: float) -> Worker:
-    """As much of a Dask worker as is looked at."""
+    """The used part of a Dask worker."""
     state = SimpleNamespace(total_resources=resources, nthreads=nthreads)
     return cast(Worker, SimpleNamespace(plugins={}, state=state, nanny=nanny))
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four GPUs, of which CUDA_VISIBLE_DEVICES chooses."""
+    """Four GPUs; CUDA_VISIBLE_DEVICES selects some of them."""
 
     def visible(environ: dict[str, str]) -> tuple[str, ...]:
         return tuple(environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","))
@@ -34,13 +34,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("chosen", "known", "offered"),
     [
-        (None, {}, (1, ())),  # dask worker, which was given none
-        ("2,3,0,1", {}, (1, ("2",))),  # dask cuda worker rotates the list: the first is its own
+        (None, {}, (1, ())),  # dask worker without resources
+        ("2,3,0,1", {}, (1, ("2",))),  # dask cuda worker rotates the list: the first GPU is its own
         (None, {"GPU": 1.0}, (1, ("0",))),  # Coiled
         (None, {"slot": 2.0, "nthreads": 8}, (2, ())),
         (None, {"slot": 4.0, "GPU": 2.0, "nthreads": 8}, (4, ("0", "1"))),
         ("3,1", {"slot": 4.0, "GPU": 4.0, "nthreads": 8}, (4, ("3", "1"))),
-        (None, {"slot": 4.0, "nthreads": 2}, (2, ())),  # it would never run more at once
+        (None, {"slot": 4.0, "nthreads": 2}, (2, ())),  # it has only two threads
     ],
 )
 def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
@@ -57,7 +57,7 @@ def test_machine_without_gpus_offers_none(monkeypatch: pytest.MonkeyPatch) -> No
     assert foreign_worker.offered_slots(worker()) == (1, ())
 
 
-def test_nannys_exports_are_those_of_its_configuration() -> None:
+def test_variables_of_the_nanny_come_from_its_configuration() -> None:
     with dask.config.set({"distributed.nanny.pre-spawn-environ": {"A": 1}, "distributed.nanny.environ": {"B": "2"}}):
         assert foreign_worker._nanny_environ(worker(nanny="tcp://127.0.0.1:1")) == {
             "A": 1,
@@ -67,7 +67,7 @@ def test_nannys_exports_are_those_of_its_configuration() -> None:
         assert foreign_worker._nanny_environ(worker()) == {}
 
 
-def test_workers_meet_only_where_one_server_serves_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_a_server_only_if_it_is_equivalent_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     here = foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
     assert here == foreign_worker._server_folder("tcp://a:1", {"HOME": "/y", "LD_PRELOAD": "a.so"})
     assert here != foreign_worker._server_folder("tcp://b:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
@@ -77,7 +77,7 @@ def test_workers_meet_only_where_one_server_serves_both(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not Path("/proc/self/ns").is_dir(), reason="the system has no namespaces")
-def test_container_identity_name_the_network_namespace_and_the_control_group() -> None:
+def test_container_identity_contains_the_network_namespace_and_the_control_group() -> None:
     namespaces, group = foreign_worker._container_identity()[:-1], foreign_worker._container_identity()[-1]
     assert any(name.startswith("net:[") for name in namespaces)
     assert group == Path("/proc/self/cgroup").read_text()

@@ -1,4 +1,4 @@
-"""GPU use is read from NVML where there is an NVIDIA driver, and is unknown elsewhere."""
+"""GPU utilization is read from NVML, and is unknown without an NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from ddptrain.worker import gpu_use
 
 
-class Nvml:  # its names are those of the C library
-    """NVML with one GPU, 0 or "GPU-abc", which is busy for 37 % of the time; it refuses instances of it."""
+class Nvml:  # with the names of the C library
+    """NVML with one GPU (0 or "GPU-abc") that is busy for 37 % of the time; MIG instances are refused."""
 
     def nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, handle: Any) -> int:  # noqa: N802
         return self._give(index.value == 0, handle)

@@ -1,4 +1,4 @@
-"""`python -m ddptrain.worker` as a process: it joins, tells what it has, and leaves nothing behind."""
+"""`python -m ddptrain.worker` as a process: it joins, reports its slots, and cleans up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLEEPER = "import os, time; say(os.getpid()); time.sleep(600)"
 
 @pytest.fixture
 def dask(tmp_path: Path) -> Iterator[DaskBench]:
-    """A folder for a scheduler and workers whose ranks are stubs; temporary files go below it, too."""
+    """A folder for a scheduler and workers with stub ranks, also for their temporary files."""
     (tmp_path / "tmp").mkdir()
     with DaskBench(tmp_path, Bench(tmp_path).env | {"TMPDIR": str(tmp_path / "tmp")}) as bench:
         yield bench
@@ -35,7 +35,7 @@ def left_files(dask: DaskBench) -> list[Path]:
 
 
 def about(driver: Driver, worker: str = "ours") -> dict[str, Any]:
-    """What the scheduler knows of a worker."""
+    """The scheduler's data on a worker."""
     return next(each for each in driver.about_workers.values() if each["name"] == worker)
 
 
@@ -57,7 +57,7 @@ def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) 
         assert driver.call(tasks.offer, worker="ours")["ours"]
 
 
-def test_scheduler_that_never_tells_its_address_is_an_error(dask: DaskBench) -> None:
+def test_missing_address_of_the_scheduler_is_an_error(dask: DaskBench) -> None:
     worker = dask.ours("--timeout", "0.3")
     assert worker.wait(60) == 4
     assert "scheduler.json has no scheduler's address within 0.3 s" in dask.log("ours").read_text()
@@ -112,7 +112,7 @@ def test_more_slots_than_gpus_are_refused(dask: DaskBench) -> None:
     assert left_files(dask) == []
 
 
-def test_rank_server_that_can_not_start_is_told_as_a_fault(tmp_path: Path) -> None:
+def test_rank_server_that_cannot_start_is_reported_as_a_fault(tmp_path: Path) -> None:
     env = Bench(tmp_path, at_import="raise ImportError('libcudart.so: cannot open')").env
     with DaskBench(tmp_path, env) as dask:
         dask.scheduler()
@@ -159,7 +159,7 @@ def test_tls_worker_joins_with_the_clusters_certificate_alone(tmp_path: Path) ->
             assert driver.workers["ours"].startswith("tls://127.0.0.1:")
 
 
-def test_removed_run_ends_its_ranks_and_takes_its_files_along(dask: DaskBench) -> None:
+def test_removed_run_ends_its_ranks_and_deletes_its_files(dask: DaskBench) -> None:
     dask.scheduler()
     dask.ours("--slots", "2", "--gpus", "none")
     with dask.driver("kept", workers=1) as kept, dask.driver("removed") as removed:
@@ -222,7 +222,7 @@ def test_killed_rank_server_is_replaced_for_the_next_run(dask: DaskBench) -> Non
         assert second.call(tasks.await_warm, 60.0, worker="ours")["warm"]
 
 
-def test_silent_rank_is_told_to_be_alive(dask: DaskBench) -> None:
+def test_silent_rank_is_reported_as_alive(dask: DaskBench) -> None:
     dask.scheduler()
     dask.ours("--slots", "1", "--gpus", "none")
     with dask.driver(workers=1) as driver:

@@ -1,4 +1,4 @@
-"""A kill for want of memory is told from any other SIGKILL, by what control groups of either version count."""
+"""An out-of-memory kill is distinguished from any other SIGKILL by the counters of control groups (version 1 and 2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 
 class Machine:
-    """A /proc and a /sys/fs/cgroup of its own; the rank is process 7."""
+    """A fake /proc and /sys/fs/cgroup. The rank is process 7."""
 
     def __init__(self, folder: Path) -> None:
         self.proc, self.root = folder / "proc", folder / "cgroup"
@@ -45,7 +45,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_limit_of_the_group_is_told_where_it_has_counted_a_kill(machine: Machine, version: int) -> None:
+def test_limit_of_the_group_that_has_counted_a_kill_is_named(machine: Machine, version: int) -> None:
     machine.group(version, "jobs/a", kills=1, limit=str(2 * GIB))
     watch = machine.watch()
     assert watch.explain_kill() == ""
@@ -53,7 +53,7 @@ def test_limit_of_the_group_is_told_where_it_has_counted_a_kill(machine: Machine
     assert watch.explain_kill() == "out of memory (the memory limit of 2.0 GiB of its control group)"
 
 
-def test_group_without_a_limit_was_hit_by_the_hosts_own_want(machine: Machine) -> None:
+def test_kill_in_a_group_without_a_limit_means_that_the_host_was_out_of_memory(machine: Machine) -> None:
     machine.group(2, "jobs/a", kills=0, limit="max")
     watch = machine.watch()
     machine.group(2, "jobs/a", kills=1, limit="max")
@@ -76,21 +76,21 @@ def test_rank_that_was_near_the_limit_has_likely_been_killed_for_it(machine: Mac
     )
 
 
-def test_host_with_hardly_any_memory_left_makes_it_likely(machine: Machine) -> None:
+def test_host_with_little_memory_left_makes_it_likely(machine: Machine) -> None:
     machine.put(machine.proc / "meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {1 << 20} kB\n")
     watch = machine.watch()
     watch.update()
     assert watch.explain_kill() == "likely out of memory (1.0 GiB of the host's 64.0 GiB were left shortly before)"
 
 
-def test_nothing_is_said_where_nothing_points_to_memory(machine: Machine) -> None:
+def test_no_explanation_without_a_sign_of_a_memory_shortage(machine: Machine) -> None:
     machine.group(2, "a", kills=3, limit=str(2 * GIB), usage=GIB)
     watch = machine.watch()
     watch.update()
     assert watch.explain_kill() == ""
 
 
-def test_machine_that_counts_nothing_is_no_error(tmp_path: Path) -> None:
+def test_machine_without_counters_is_no_error(tmp_path: Path) -> None:
     watch = MemoryWatch(7, tmp_path / "none", tmp_path / "none")
     watch.update()
     assert (groups_of(7, tmp_path, tmp_path), watch.explain_kill()) == ([], "")

@@ -1,4 +1,4 @@
-"""When the worker plugin stops ranks, and which place each of them has."""
+"""When the worker plugin stops ranks, and which slot each of them has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddptrain.worker.rank_server_client import RankServerClient
 
 
 class FakeServer:
-    """Notes what it is told to stop."""
+    """Records which children it is asked to stop."""
 
     def __init__(self) -> None:
         self.stopped: list[tuple[str, float]] = []
@@ -23,7 +23,7 @@ class FakeServer:
         self.closed = False
 
     def listen(self) -> None:
-        """Nothing to hear."""
+        """Does nothing."""
 
     def stop(self, child_id: str, grace_s: float) -> None:
         self.stopped.append((child_id, grace_s))
@@ -43,7 +43,7 @@ def host_with(server: FakeServer, folder: Path, *gpus: str) -> RankHost:
     return host
 
 
-def test_released_rank_gets_its_own_grace_but_never_long(server: FakeServer, tmp_path: Path) -> None:
+def test_released_rank_gets_its_grace_period_up_to_a_limit(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path)
     host.register("patient", "patient", 30.0)
     host.register("quick", "quick", 1.5)
@@ -56,7 +56,7 @@ def test_released_rank_gets_its_own_grace_but_never_long(server: FakeServer, tmp
     assert server.stopped == [("patient", 5.0), ("patient/store", 0.0), ("quick", 1.5)]
 
 
-def test_stopped_rank_gets_the_grace_that_the_driver_gives(server: FakeServer, tmp_path: Path) -> None:
+def test_stopped_rank_gets_the_grace_period_of_the_driver(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path)
     host.register("r", "r", 30.0)
     host.stop("r")
@@ -65,11 +65,11 @@ def test_stopped_rank_gets_the_grace_that_the_driver_gives(server: FakeServer, t
     assert server.stopped == [("r", 30.0), ("r", 2.0)]
 
 
-def test_key_that_is_released_while_its_rank_is_ordered_is_known(server: FakeServer, tmp_path: Path) -> None:
+def test_key_that_is_released_while_its_rank_starts_is_recognized(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path)
     host.register("r", "r", 30.0)
     assert not host.is_released("r")
-    host.worker.state.tasks["r"].state = "cancelled"  # before it was held
+    host.worker.state.tasks["r"].state = "cancelled"  # before it was registered
     assert host.is_released("r")
     host.worker.state.tasks["r"].state = "executing"
     host.transition("r", "executing", "cancelled")  # before it was started
@@ -81,7 +81,7 @@ def test_key_that_is_released_while_its_rank_is_ordered_is_known(server: FakeSer
     assert server.stopped == [("r", 0.0), ("r/store", 0.0)]
 
 
-def test_place_is_the_gpu_or_the_workers_slot(server: FakeServer, tmp_path: Path) -> None:
+def test_slot_name_is_the_gpu_or_the_workers_slot(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path, "GPU-ab", "1")
     assert [host.gpu_of(slot) for slot in range(3)] == ["GPU-ab", "1", None]
     assert [host.slot_name(slot) for slot in range(3)] == ["GPU GPU-ab", "GPU 1", "w-1 slot 2"]

@@ -1,4 +1,4 @@
-"""The worker's end of the rank server: one of its own, or one that the workers of a host share."""
+"""The client of the rank server: of a private one, or of one that the workers of a host share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server_of(bench: Bench, rank_id: str) -> psutil.Process:
     return psutil.Process(int(bench.said(rank_id)))
 
 
-def test_lost_server_is_told_with_its_last_words(bench: Bench) -> None:
+def test_lost_server_is_an_error_with_the_end_of_its_log(bench: Bench) -> None:
     with bench.own() as server:
         bench.order(server, "r", PARENT)
         server_of(bench, "r").kill()
@@ -47,7 +47,7 @@ def test_own_server_that_still_imports_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_shared_server_outlives_the_worker_that_started_it(bench: Bench) -> None:
-    """It is killed, as a worker is by the kernel or by its nanny."""
+    """The worker is killed, as by the kernel or by its nanny."""
     code = """
 import os, sys, time
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_killed_shared_server_is_replaced_and_leaves_no_folder(bench: Bench) -> 
     assert not bench.shared_folder.exists()
 
 
-def test_shared_server_is_no_zombie_of_the_worker_that_started_it(bench: Bench) -> None:
+def test_ended_shared_server_is_reaped_by_the_worker_that_started_it(bench: Bench) -> None:
     with bench.shared() as server:
         bench.order(server, "r", PARENT)
         process = server_of(bench, "r")
@@ -119,7 +119,7 @@ def test_shared_server_is_no_zombie_of_the_worker_that_started_it(bench: Bench) 
 
 
 def test_workers_that_come_and_go_always_find_a_server(bench: Bench) -> None:
-    """The last one leaving and the next one coming at the same moment, over and over."""
+    """The last worker leaves at the moment when the next one connects, many times."""
     failures: list[str] = []
 
     def come_and_go(name: int) -> None:
@@ -155,7 +155,7 @@ def test_folder_that_is_a_link_is_refused(bench: Bench) -> None:
         SharedRankServerClient(bench.shared_folder, bench.env)
 
 
-def test_folder_with_a_long_path_serves_as_well(bench: Bench) -> None:
+def test_folder_may_have_a_long_path(bench: Bench) -> None:
     deep = bench.folder / ("d" * 120)
     deep.mkdir()
     with (
@@ -168,7 +168,7 @@ def test_folder_with_a_long_path_serves_as_well(bench: Bench) -> None:
     assert len(set(bench.said("r").split())) == 1
 
 
-def test_server_that_can_not_be_started_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_cannot_be_started_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(RankServerLost, match=r"can't be reached: .*No such file"):
         SharedRankServerClient(bench.shared_folder, bench.env)

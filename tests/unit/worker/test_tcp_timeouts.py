@@ -1,4 +1,4 @@
-"""Connections of a scheduler and its workers survive a cut network for as long as they are told to."""
+"""Connections of a scheduler and its workers survive a network cut for the configured time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_time_out_is_never_shorter_than_the_limit_nor_than_what_dask_takes(lost_
 
 
 async def timeouts() -> tuple[set[int], set[int]]:
-    """TCP_USER_TIMEOUT in ms of the connections of a scheduler and a worker, after both have been told."""
+    """TCP_USER_TIMEOUT in ms of the connections of a scheduler and a worker, after it was set for both."""
     async with (
         Scheduler(host="127.0.0.1", dashboard=False, dashboard_address="127.0.0.1:0") as scheduler,
         Worker(scheduler.address, nthreads=1, dashboard=False) as worker,

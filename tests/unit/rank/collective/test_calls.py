@@ -1,4 +1,4 @@
-"""A rank counts the calls that all ranks must make, and says when it waits for others in one."""
+"""A rank counts the calls that all ranks must make, and reports when it waits for others in one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.rank.test_context import Rank
 
 
 class Told:
-    """The calls of rank 0 of 2, and what it tells."""
+    """The calls of rank 0 of 2, and the events that it emits."""
 
     def __init__(self, folder: Path, gang: Gang) -> None:
         self.path = folder / "events"
@@ -43,7 +43,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     made.file.close()
 
 
-def test_wait_is_told_after_a_while_and_again_after_twice_that_time(told: Told) -> None:
+def test_wait_is_reported_after_a_while_and_again_after_twice_that_time(told: Told) -> None:
     deadline = time.monotonic() + PATIENCE_S
     with told.calls.waiting("checkpoint", 40):
         while len(told.events()) < 2 and time.monotonic() < deadline:
@@ -54,7 +54,7 @@ def test_wait_is_told_after_a_while_and_again_after_twice_that_time(told: Told) 
     assert told.calls.wait is None
 
 
-def test_wait_for_a_disk_is_not_told(told: Told) -> None:
+def test_wait_for_a_disk_is_not_reported(told: Told) -> None:
     with told.calls.waiting("checkpoint", 40, lambda: False):
         assert told.calls.wait is None
         time.sleep(0.3)
@@ -66,7 +66,7 @@ def test_calls_are_counted_by_name(told: Told) -> None:
     assert told.calls.counts == {"mean": 2, "resume": 1}
 
 
-def test_ranks_meet_in_a_call_and_not_before_the_last_has_come(tmp_path: Path) -> None:
+def test_ranks_wait_in_a_call_until_the_last_one_has_begun_it(tmp_path: Path) -> None:
     gang = Gang()
     met: list[int] = []
 
@@ -87,7 +87,7 @@ def test_ranks_meet_in_a_call_and_not_before_the_last_has_come(tmp_path: Path) -
     assert sorted(met) == [0, 1]
 
 
-def test_checkpoint_of_a_rank_that_others_leave_alone_is_a_wait(
+def test_checkpoint_that_other_ranks_do_not_join_is_reported_as_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "FIRST_REPORT_S", 0.05)
@@ -97,7 +97,7 @@ def test_checkpoint_of_a_rank_that_others_leave_alone_is_a_wait(
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1)
     second = threading.Thread(target=lambda: rank.context.checkpoint(model=model, step=2))
-    second.start()  # it waits for the other rank's part of the first one
+    second.start()  # it waits for the other rank's part of the first checkpoint
     path, deadline = tmp_path / "events", time.monotonic() + PATIENCE_S
     while b'"waiting"' not in path.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.01)

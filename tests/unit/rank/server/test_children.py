@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -74,6 +75,6 @@ def test_cold_start_is_a_fresh_interpreter_that_cannot_import_from_the_working_d
         def __init__(self, command: list[str], **_: object) -> None:
             commands.append(command)
 
-    monkeypatch.setattr(children.subprocess, "Popen", Process)
+    monkeypatch.setattr(subprocess, "Popen", Process)
     assert children._start_cold({}, (3, 4, 5, 6)) == 7
     assert commands == [[sys.executable, "-P", "-m", "ddptrain.rank.process", "3", "4", "5", "6"]]

@@ -1,4 +1,4 @@
-"""The rank server as a process, ordered about by the worker's end of it; its ranks are stubs."""
+"""The rank server as a process, controlled by its client; its ranks are stubs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alive(pid: int) -> bool:
     return not has_ended(pid)
 
 
-def test_rank_runs_to_its_end_and_its_status_is_told(bench: Bench) -> None:
+def test_rank_runs_to_its_end_and_its_status_is_reported(bench: Bench) -> None:
     with bench.own() as server:
         bench.order(server, "good", "print('done')")
         bench.order(server, "bad", "import os; os._exit(42)")
@@ -44,7 +44,7 @@ def test_rank_runs_to_its_end_and_its_status_is_told(bench: Bench) -> None:
     assert bench.said("good") == "done\n"
 
 
-def test_stopped_rank_is_killed_after_its_grace(bench: Bench) -> None:
+def test_stopped_rank_is_killed_after_its_grace_period(bench: Bench) -> None:
     with bench.own() as server:
         bench.order(server, "r", STUBBORN)
         bench.wait_for("r", "under way")
@@ -52,7 +52,7 @@ def test_stopped_rank_is_killed_after_its_grace(bench: Bench) -> None:
         assert status(server, "r") == -signal.SIGKILL
 
 
-def test_place_holds_one_rank_at_a_time(bench: Bench) -> None:
+def test_slot_holds_one_rank_at_a_time(bench: Bench) -> None:
     with bench.own() as server:
         bench.order(server, "first", STUBBORN, slot="GPU 0")
         bench.order(server, "second", f"print({str(bench.log('first'))!r})", slot="GPU 0")
@@ -66,7 +66,7 @@ def test_place_holds_one_rank_at_a_time(bench: Bench) -> None:
         assert status(server, "second") == 0
 
 
-def test_ranks_get_their_place_in_the_order_in_which_they_came(bench: Bench) -> None:
+def test_ranks_get_their_slot_in_the_order_of_their_requests(bench: Bench) -> None:
     shared_log = bench.folder / "order"
     with bench.own() as server:
         for number in range(8):
@@ -86,7 +86,7 @@ def test_rank_that_is_stopped_while_it_waits_is_never_started(bench: Bench) -> N
         assert bench.said("second") == ""
 
 
-def test_place_that_does_not_become_free_is_told_with_its_holder(tmp_path: Path) -> None:
+def test_slot_that_does_not_become_free_is_an_error_that_names_its_holder(tmp_path: Path) -> None:
     bench = Bench(
         tmp_path, at_import="import ddptrain.rank.server.process as s; sys.modules['__main__'].SLOT_TIMEOUT_S = 0.3"
     )
@@ -114,7 +114,7 @@ def test_ranks_of_a_connection_end_with_it_and_others_run_on(bench: Bench) -> No
     assert not bench.shared_folder.exists()
 
 
-def test_connections_share_one_process_and_its_places(bench: Bench) -> None:
+def test_connections_share_one_process_and_its_slots(bench: Bench) -> None:
     with bench.shared() as one, bench.shared() as two:
         bench.order(one, "one", STUBBORN, slot="GPU 0")
         bench.wait_for("one", "under way")
@@ -127,7 +127,7 @@ def test_connections_share_one_process_and_its_places(bench: Bench) -> None:
     assert bench.said("parent") == bench.said("two")
 
 
-def test_rank_waiting_for_its_place_goes_with_its_connection(bench: Bench) -> None:
+def test_rank_that_waits_for_its_slot_is_dropped_with_its_connection(bench: Bench) -> None:
     with bench.shared() as stays:
         bench.order(stays, "first", STUBBORN, slot="GPU 0")
         with bench.shared() as goes:
@@ -140,7 +140,7 @@ def test_rank_waiting_for_its_place_goes_with_its_connection(bench: Bench) -> No
     assert bench.said("second") == ""
 
 
-def test_rank_keeps_nothing_of_the_server_open(bench: Bench) -> None:
+def test_rank_has_no_open_descriptors_of_the_server(bench: Bench) -> None:
     code = "import os; print([os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if int(fd) > 2])"
     with bench.shared() as one, bench.shared() as two:
         bench.order(one, "holder", STUBBORN, slot="GPU 0")
@@ -151,12 +151,12 @@ def test_rank_keeps_nothing_of_the_server_open(bench: Bench) -> None:
     said = bench.said("rank")
     assert "socket" not in said
     assert "eventpoll" not in said
-    assert said.count("pipe") == 1  # its own, for orders
-    assert "deleted" not in said, "the order of a rank, which may hold secrets"
+    assert said.count("pipe") == 1  # its own, for commands
+    assert "deleted" not in said, "the spec of a rank, which may contain secrets"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system knows no CPU affinity")
-def test_rank_gets_the_cores_of_the_worker_that_ordered_it(bench: Bench) -> None:
+def test_rank_gets_the_cores_of_the_worker_that_requested_it(bench: Bench) -> None:
     cores = os.sched_getaffinity(0)
     with bench.own() as server:
         os.sched_setaffinity(0, [min(cores)])
@@ -170,7 +170,7 @@ def test_rank_gets_the_cores_of_the_worker_that_ordered_it(bench: Bench) -> None
     assert bench.said("free") == f"{cores}\n"
 
 
-def test_server_that_can_not_import_torch_tells_everyone_why(tmp_path: Path) -> None:
+def test_server_that_cannot_import_torch_reports_it_to_all_workers(tmp_path: Path) -> None:
     go_on = tmp_path / "go-on"
     held = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
     bench = Bench(tmp_path, at_import=f"{held}raise ImportError('libcudart.so: cannot open')")
@@ -198,7 +198,7 @@ def test_store_lives_until_it_is_stopped(tmp_path: Path) -> None:
         until(lambda: not parent.children(), "the store's end")
 
 
-def test_rank_is_given_up_when_the_store_of_its_gang_dies(tmp_path: Path) -> None:
+def test_rank_is_stopped_when_the_store_of_its_worker_group_dies(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with bench.own() as server, socket.create_server(("127.0.0.1", 0)) as listening:
         server.start_store("store", "127.0.0.1", listening, "r")

@@ -1,4 +1,4 @@
-"""What a warm rank server has imported, and what it has not."""
+"""What a warm rank server has imported."""
 
 from __future__ import annotations
 
