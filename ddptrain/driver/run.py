@@ -28,7 +28,7 @@ from ddptrain.driver.failure import summary
 from ddptrain.driver.local_resources import Offer, offer
 from ddptrain.driver.messages import Inbox, ResultsLost
 from ddptrain.driver.recorder import Telling
-from ddptrain.driver.tracking.check import check_trackers
+from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.inputs import Inputs
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.protocol.exec_env import without_working_directory

@@ -1,4 +1,4 @@
-"""A rank's trackers over its life: nothing at all where none is on, and never more than the rank has time for."""
+"""The trackers of a rank, from start to end. Finishing them never takes more time than the rank has."""
 
 from __future__ import annotations
 
@@ -20,160 +20,156 @@ from ddptrain.rank.files import Files
 from ddptrain.tracking.items import Checkpoint, Image, Item, Model, Numbers, Table
 
 if TYPE_CHECKING:
-    from ddptrain.tracking.manager import Hub
+    from ddptrain.tracking.manager import TrackerManager
     from ddptrain.tracking.protocol import State
 
-_LEAST_S = 0.5  # for trackers to finish, however late it is
-_MARGIN_S = 1.0  # of the grace: the rank has to end, too
-_EXIT_HANDLERS_S = 5.0  # which a tracker that has not ended may have left, too
-_PATIENCE_S = 3.0  # after which the person is told what is being waited for
+_MIN_FINISH_S = 0.5  # trackers have at least this time to finish
+_MARGIN_S = 1.0  # of the grace period, for the rank itself to end
+_EXIT_HANDLERS_S = 5.0  # a tracker that has not ended may have exit handlers that hang
+_NOTE_AFTER_S = 3.0  # then the user is told what the rank waits for
 
 
 class Tracked:
-    """What the rank hands to its trackers, from begin() to finish()."""
+    """Passes what the rank logs to its trackers, between begin() and finish()."""
 
     def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
         self._spec = spec
         self._emitter = emitter
         self._files = Files(spec, emitter)
         self._grace_until: float | None = None
-        self._over = threading.Lock()
-        self._carried = False
-        self.hub: Hub | None = None
+        self._finishing = threading.Lock()
+        self._saved = False
+        self.manager: TrackerManager | None = None
 
     def begin(self) -> None:
-        """Start the trackers there are; returns at once."""
+        """Starts the trackers, if there are any; returns at once."""
         if not self._spec.tracking:
             return
         try:
-            from ddptrain.tracking.factory import open_hub
+            from ddptrain.tracking.factory import start_trackers
 
-            self.hub = open_hub(self._spec, self._emitter.emit)
-        except Exception as error:  # as no thread could be started
+            self.manager = start_trackers(self._spec, self._emitter.emit)
+        except Exception as error:  # for example no thread could be started: the rank can train without trackers
             text = f"trackers could not be started: {error!r}; the run directory has everything"
             self._emitter.emit(events.Note(time.time_ns(), text, "warning"))
 
-    # --- what is logged ---
+    # --- items ---
 
     def numbers(self, logged: events.Metrics) -> None:
-        """What ctx.log was given."""
-        if self.hub is not None:
-            self.hub.put(Numbers(logged.time_ns, logged.values, logged.step, logged.epoch))
+        """Passes on the values of a ctx.log call."""
+        if self.manager is not None:
+            self.manager.put(Numbers(logged.time_ns, logged.values, logged.step, logged.epoch))
 
     def model(self, model: Any) -> None:
-        """What ctx.prepare was given."""
-        if self.wants(Model):
-            self._put(Model(time.time_ns(), model))
+        """Passes on the model that ctx.prepare was given."""
+        if self.manager is not None:
+            self.manager.put(Model(time.time_ns(), model))
 
     def checkpoint(self, step: int, folder: Path, metrics: Mapping[str, float]) -> None:
-        """A checkpoint that is complete, and that the driver has not been told of yet."""
+        """Passes on a complete checkpoint, before the driver is told about it and moves it away."""
         if self.wants(Checkpoint):
             with suppress(OSError):
-                lent = self.lend(folder)
-                self.put_lent(Checkpoint(time.time_ns(), step, lent, dict(metrics)), lent)
+                kept = self.keep(folder)
+                self.put_with_files(Checkpoint(time.time_ns(), step, kept, dict(metrics)), kept)
 
     def wants(self, kind: type[Item]) -> bool:
         """Whether any tracker takes items of that type."""
-        return self.hub is not None and self.hub.wants(kind)
+        return self.manager is not None and self.manager.wants(kind)
 
-    def lend(self, path: Path, suffix: str = "") -> Path:
-        """A name for a file or folder that stays when the driver takes it away. Raises OSError."""
-        assert self.hub is not None, "nobody wants it"
-        return self.hub.lend(path, suffix)
+    def keep(self, path: Path, suffix: str = "") -> Path:
+        """Another path of a file or folder, which stays valid when the driver moves the original. Raises OSError."""
+        assert self.manager is not None, "only if wants() is true"
+        return self.manager.keep(path, suffix)
 
-    def put_lent(self, item: Image | Table | Checkpoint, *lent: Path) -> None:
-        """Hand over an item whose files were lent."""
-        if self.hub is not None:
-            self.hub.put_lent(item, *lent)
-
-    def _put(self, item: Item) -> None:
-        if self.hub is not None:
-            self.hub.put(item)
+    def put_with_files(self, item: Image | Table | Checkpoint, *kept: Path) -> None:
+        """Passes on an item, whose files are from keep()."""
+        if self.manager is not None:
+            self.manager.put_with_files(item, *kept)
 
     # --- the end ---
 
     def hurry(self, grace_s: float) -> None:
-        """The rank was told to end, and has `grace_s` from now on."""
+        """The rank was told to end within `grace_s`, counted from now."""
         until = time.monotonic() + grace_s
         self._grace_until = until if self._grace_until is None else min(self._grace_until, until)
-        if self.hub is not None and self.hub.ended:
-            self.hub.end("crashed", self._left_s())  # sooner than was said; the state stays
+        if self.manager is not None and self.manager.ended:
+            self.manager.end("crashed", self._left_s())  # shortens the time; the first state stays
 
     @property
     def is_on(self) -> bool:
         """Whether the rank has trackers."""
-        return self.hub is not None
+        return self.manager is not None
 
     def end(self, state: State) -> None:
-        """Have the trackers finish while the rank clears up; how it has ended is said once."""
-        if self.hub is not None:
-            self.hub.end(state, self._left_s())
+        """Makes the trackers finish while the rank cleans up. The first state counts."""
+        if self.manager is not None:
+            self.manager.end(state, self._left_s())
 
     def finish(self, state: State) -> str:
-        """Wait for the trackers, in time; returns what makes the rank fail, "" for nothing. Never raises."""
-        if self.hub is None:
+        """Waits for the trackers while there is time. Returns the error that fails the rank, or "". Never raises."""
+        if self.manager is None:
             return ""
         try:
-            self._finish(self.hub, state)
-        except Exception:  # ours: no reason to fail for a rank whose work is done
+            self._finish(self.manager, state)
+        except Exception:  # a bug of ddptrain must not fail a rank that has finished its work
             traceback.print_exc()
-        return self.hub.error
+        return self.manager.error
 
-    def _finish(self, hub: Hub, state: State) -> None:
-        longest_s = hub.end(state, self._left_s())
+    def _finish(self, manager: TrackerManager, state: State) -> None:
+        longest_s = manager.end(state, self._left_s())
         with suppress(OSError):
             self._emitter.emit(events.Finishing(time.time_ns(), round(longest_s + _MARGIN_S, 1)))
-        tell = _in_a_while(_PATIENCE_S, lambda: self._tell_waiting(longest_s))
+        note = _call_later(_NOTE_AFTER_S, lambda: self._note_waiting(longest_s))
         try:
-            hub.wait()
+            manager.wait()
         finally:
-            tell.cancel()
-        with self._over:
-            self._carry_home()
+            note.cancel()
+        with self._finishing:
+            self._save_files()
 
     def bound_exit(self, code: int) -> None:
-        """Let the process end soon with `code`, whatever a tracker that was left behind does at its exit."""
-        if self.hub is not None and self.hub.left_behind:
-            _in_a_while(_EXIT_HANDLERS_S, lambda: _leave(code))
+        """Makes the process end soon with `code`, even if exit handlers of an unfinished tracker hang."""
+        if self.manager is not None and self.manager.unfinished:
+            _call_later(_EXIT_HANDLERS_S, lambda: _exit(code))
 
     def _left_s(self) -> float:
         if self._grace_until is None:
-            return 3_600.0  # each tracker has a time-out
-        return max(_LEAST_S, self._grace_until - _MARGIN_S - time.monotonic())
+            return 3_600.0  # each tracker has its own timeout
+        return max(_MIN_FINISH_S, self._grace_until - _MARGIN_S - time.monotonic())
 
-    def _tell_waiting(self, longest_s: float) -> None:
-        left_s = longest_s - _PATIENCE_S
+    def _note_waiting(self, longest_s: float) -> None:
+        left_s = longest_s - _NOTE_AFTER_S
         if left_s < 1.0:
             return
         with suppress(OSError):
             text = f"the workload is over; trackers still have up to {left_s:.0f} s to finish"
             self._emitter.emit(events.Note(time.time_ns(), text))
 
-    def _carry_home(self) -> None:
-        """Hand over what trackers have written where the run directory is not to be seen from here."""
+    def _save_files(self) -> None:
+        """Sends the trackers' files to the driver if the rank does not see the run directory."""
         from ddptrain.tracking.factory import tracking_folder
 
         folder = tracking_folder(self._spec)
         tracking = self._spec.tracking
-        if self._carried or (tracking and tracking.folder) or not folder.is_dir():
+        if self._saved or (tracking and tracking.folder) or not folder.is_dir():
             return
-        self._carried = True
+        self._saved = True
         for path in sorted(folder.rglob("*")):
             if path.is_file() and not path.is_symlink():
                 with suppress(OSError):
                     staged = self._files.new_staging("tracking")
-                    shutil.copyfile(path, staged)  # a tracker that was left behind may still write
+                    shutil.copyfile(path, staged)  # a copy: an unfinished tracker may still write to the file
                     self._files.announce(path.relative_to(folder).as_posix(), staged, "tracking")
 
 
-def _in_a_while(seconds: float, then: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(seconds, then)
+def _call_later(seconds: float, call: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()
     return timer
 
 
-def _leave(code: int) -> None:
+def _exit(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""From what a rank is told of its trackers to the hub that runs them; their classes are imported in their threads."""
+"""Creates a rank's trackers from its spec. Each tracker's class is imported in the tracker's own thread."""
 
 from __future__ import annotations
 
@@ -17,72 +17,60 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
 from ddptrain.redact import hide_known, known_secrets
 from ddptrain.tracking.items import Checkpoint, Item, Model
-from ddptrain.tracking.manager import Hub
+from ddptrain.tracking.manager import TrackerManager
 from ddptrain.tracking.protocol import Facts, Tracker
-from ddptrain.tracking.tracker_thread import Emit, Wanted
+from ddptrain.tracking.tracker_thread import Emit, TrackerDefinition
 
-FOLDER = "tracking"  # below the staging folder, where the run directory is not to be seen
-_LENT = "lent"  # likewise
+FOLDER = "tracking"  # below the staging folder, if the rank does not see the run directory
+_TEMP_FOLDER = "tracking-temp"  # below the staging folder
 _FORK_WAIT_S = 5.0
 
 _importing = threading.RLock()
 
 
-def open_hub(spec: RankSpec, emit: Emit) -> Hub | None:
-    """The hub of a rank, its trackers starting; None where it has none."""
+def start_trackers(spec: RankSpec, emit: Emit) -> TrackerManager | None:
+    """Starts the trackers of a rank; None if it has none."""
     tracking = spec.tracking
     if tracking is None:
         return None
-    _keep_forks_apart()
-    emit = _without_secrets(emit, [each.options for each in tracking.trackers])
-    wanted = [_wanted(each, tracking, spec, emit) for each in tracking.trackers]
-    lent = Path(spec.host.staging) / _LENT
-    return Hub(wanted, emit, lent, queue=tracking.queue, strict=tracking.strict)
+    _keep_forks_out_of_imports()
+    emit = _without_secrets(emit, [tracker.options for tracker in tracking.trackers])
+    definitions = [_definition(tracker, tracking, spec, emit) for tracker in tracking.trackers]
+    temp_folder = Path(spec.host.staging) / _TEMP_FOLDER
+    return TrackerManager(definitions, emit, temp_folder, queue=tracking.queue, strict=tracking.strict)
 
 
-def _without_secrets(emit: Emit, options: list[Any]) -> Emit:
-    """Tells the same, less what the options of trackers hide: a tracker's exceptions may name them."""
+def _without_secrets(emit: Emit, options: list[Mapping[str, Any]]) -> Emit:
+    """Removes secrets of the trackers' options from events: a tracker's exceptions may contain them."""
     secrets = known_secrets(options)
 
-    def told(event: events.Event) -> None:
+    def emit_redacted(event: events.Event) -> None:
         fields = {field.name: hide_known(getattr(event, field.name), secrets) for field in dataclasses.fields(event)}
         emit(dataclasses.replace(event, **fields))
 
-    return told if secrets else emit
+    return emit_redacted if secrets else emit
 
 
 def tracking_folder(spec: RankSpec) -> Path:
-    """Where trackers of this rank write: the run directory's tracking/, or what will be brought there."""
+    """Where the trackers of a rank write: tracking/ in the run directory, or a folder that is brought there later."""
     return Path((spec.tracking and spec.tracking.folder) or Path(spec.host.staging) / FOLDER)
 
 
-def _wanted(chosen: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, emit: Emit) -> Wanted:
-    name, options = chosen.name, chosen.options
+def _definition(tracker: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, emit: Emit) -> TrackerDefinition:
+    name, options = tracker.name, tracker.options
     declined: list[type[Item]] = [] if options.get("checkpoints") is True else [Checkpoint]
     if options.get("watch", "off") in ("off", False, None):
         declined.append(Model)
-    facts = _facts(chosen, tracking, spec, emit)
-    return Wanted(
-        name,
-        lambda: cast(Tracker, load(name)(options)),
-        facts,
-        chosen.finish_timeout_s,
-        tuple(declined),
-    )
-
-
-def _facts(chosen: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, emit: Emit) -> Facts:
-    name = chosen.name
 
     def tell(text: str) -> None:
-        with suppress(Exception):  # a full disk, which is told of elsewhere
+        with suppress(Exception):  # a full disk; it is reported elsewhere
             emit(events.Note(time.time_ns(), f"{name}: {text}"))
 
     def found(made: Mapping[str, str]) -> None:
-        with suppress(Exception):
+        with suppress(Exception):  # a full disk; it is reported elsewhere
             emit(events.Tracked(time.time_ns(), name, {str(key): str(value) for key, value in made.items()}))
 
-    return Facts(
+    facts = Facts(
         run_id=spec.run_id,
         name=tracking.name,
         attempt=spec.attempt,
@@ -94,15 +82,24 @@ def _facts(chosen: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, emit: Em
         folder=tracking_folder(spec),
         config=tracking.config,
         resumed_from=tracking.resumed_from,
-        resumed=spec.attempt > 1,  # attempts are counted over all commands that the run was resumed with
-        told=chosen.told,
+        resumed=spec.attempt > 1,  # resuming a run in another command also increases the attempt
+        told=tracker.told,
         tell=tell,
         found=found,
+    )
+    return TrackerDefinition(
+        name, lambda: cast(Tracker, load(name)(options)), facts, tracker.finish_timeout_s, tuple(declined)
     )
 
 
 def load(name: str) -> type[Any]:
-    """The class of a tracker, imported. Raises ImportError with what to do, AttributeError, UsageError."""
+    """Imports the class of a tracker.
+
+    Raises:
+        ImportError: the module, or a package that it needs, is not installed; the message says what to install.
+        AttributeError: the module has no such class.
+        UsageError: no tracker has this name.
+    """
     module, _, attribute = tracker_target(name).partition(":")
     with _importing:
         try:
@@ -118,10 +115,10 @@ def load(name: str) -> type[Any]:
     return cast("type[Any]", found)
 
 
-def _keep_forks_apart() -> None:
-    """Let no process be forked (for a DataLoader) in the middle of an import: its child would wait for that forever.
+def _keep_forks_out_of_imports() -> None:
+    """Delays a fork (of a DataLoader worker) during an import: the child would wait forever for the import's lock.
 
-    An import that takes long is waited for once.
+    Only the first fork that meets a long import waits, and at most 5 s.
     """
     mine = threading.local()
     waits_s = [_FORK_WAIT_S]

@@ -1,4 +1,4 @@
-"""What ranks hand to trackers. Times are nanoseconds of the host's wall clock."""
+"""What ranks pass to trackers. Times are nanoseconds of the host's wall clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What one call of ctx.log was given."""
+    """The values of one ctx.log call."""
 
     time_ns: int
     values: Mapping[str, float]
@@ -20,7 +20,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture, as a PNG file at `path`, which is there until the tracker's log() returns."""
+    """An image as a PNG file at `path`, which exists until the tracker's log() returns."""
 
     time_ns: int
     name: str
@@ -31,7 +31,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of numbers, text, None and images, each as long as `columns`."""
+    """Rows of numbers, text, None and images; each row is as long as `columns`."""
 
     time_ns: int
     name: str
@@ -42,7 +42,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint in `folder`, which is there until log() returns; for trackers with `checkpoints: true`."""
+    """A complete checkpoint in `folder`, which exists until log() returns. For trackers with `checkpoints: true`."""
 
     time_ns: int
     step: int
@@ -52,10 +52,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model that ctx.prepare was given, as it trains; for trackers with `watch` among their options."""
+    """The model that is trained, as given to ctx.prepare; only for trackers with the option `watch`."""
 
     time_ns: int
-    model: Any  # torch.nn.Module, which this room does not import
+    model: Any  # torch.nn.Module; this room does not import torch
 
 
 Item = Numbers | Image | Table | Checkpoint | Model

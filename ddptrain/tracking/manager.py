@@ -1,91 +1,94 @@
-"""A rank's trackers: what is logged goes to all of them, and none of them ever holds up training, or another."""
+"""Passes what a rank logs to all of its trackers. No tracker blocks training or another tracker."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ddptrain.tracking.items import Checkpoint, Image, Item, Table
 from ddptrain.tracking.protocol import State
-from ddptrain.tracking.temp_files import Lending, Loan
-from ddptrain.tracking.tracker_thread import Emit, Lane, Wanted
+from ddptrain.tracking.temp_files import SharedFiles, TempFolder
+from ddptrain.tracking.tracker_thread import Emit, TrackerDefinition, TrackerThread
 
 
-class Hub:
-    """Hands items to trackers, each in a thread of its own; of a forked child it takes nothing.
+class TrackerManager:
+    """The trackers of a rank, each in a thread of its own. In a forked child process all methods do nothing.
 
-    `emit` tells what the person should know; `lending` is a folder of this rank's, for files that trackers read.
+    `emit` receives events for the driver. `temp_folder` is a folder of this rank for files that trackers read.
     """
 
     def __init__(
-        self, wanted: Sequence[Wanted], emit: Emit, lending: Path, *, queue: int = 10_000, strict: bool = False
+        self,
+        trackers: Sequence[TrackerDefinition],
+        emit: Emit,
+        temp_folder: Path,
+        *,
+        queue: int = 10_000,
+        strict: bool = False,
     ) -> None:
         self._pid = os.getpid()
         self._strict = strict
-        self._lanes = [Lane(each, emit, limit=queue, strict=strict) for each in wanted]
-        self._lending = Lending(lending)
+        self._threads = [TrackerThread(each, emit, limit=queue, strict=strict) for each in trackers]
+        self._temp = TempFolder(temp_folder)
         self.ended = False
-        self._finishing = threading.Lock()
-        self.left_behind: list[str] = []  # trackers that have not ended in time
-        for lane in self._lanes:
-            lane.begin()
+        self._waiting = threading.Lock()
+        self.unfinished: list[str] = []  # trackers that did not end in time
+        for thread in self._threads:
+            thread.start()
 
     @property
     def error(self) -> str:
-        """What makes the rank fail: the first thing that went wrong, where the configuration is strict about it."""
-        errors = [f"{lane.name}: {lane.error}" for lane in self._lanes if lane.error]
+        """The first error of a tracker, if the configuration is strict; it makes the rank fail."""
+        errors = [f"{thread.name}: {thread.error}" for thread in self._threads if thread.error]
         return errors[0] if errors and self._strict else ""
 
     def wants(self, kind: type[Item]) -> bool:
         """Whether any tracker takes items of that type."""
-        return self._is_open() and any(lane.wants(kind) for lane in self._lanes)
+        return bool(self._takers(kind))
 
     def put(self, item: Item) -> None:
-        """Hand an item to every tracker. Never waits, never raises."""
-        if self.ended or os.getpid() != self._pid:
-            return
-        for lane in self._lanes:
-            if lane.wants(type(item)):
-                lane.put(item)
+        """Passes an item to every tracker that takes it. Never waits, never raises."""
+        for thread in self._takers(type(item)):
+            thread.put(item)
 
-    def lend(self, path: Path, suffix: str = "") -> Path:
-        """A name, with that suffix, for a file, or a folder of files: it stays when the driver takes the file away.
+    def keep(self, path: Path, suffix: str = "") -> Path:
+        """Another path of a file or folder, which stays valid when the driver moves the original. Raises OSError.
 
-        Raises OSError.
+        The name of a file ends with `suffix`.
         """
-        return self._lending.tree(path) if path.is_dir() else self._lending.file(path, suffix)
+        return self._temp.add(path, suffix)
 
-    def put_lent(self, item: Image | Table | Checkpoint, *lent: Path) -> None:
-        """Hand over an item whose files were lent: they go when all trackers have taken it."""
-        lanes = [lane for lane in self._lanes if lane.wants(type(item))] if self._is_open() else []
-        loan = Loan(lent, len(lanes))
-        for lane in lanes:
-            lane.put(item, loan)
-        if not lanes:
-            loan.back()
+    def put_with_files(self, item: Image | Table | Checkpoint, *kept: Path) -> None:
+        """Passes on an item; its files, from keep(), are deleted when all trackers have taken it."""
+        takers = self._takers(type(item))
+        files = SharedFiles(kept, len(takers))
+        for thread in takers:
+            thread.put(item, files)
+        if not takers:
+            files.release()
 
     def end(self, state: State, within_s: float = 3600.0) -> float:
-        """Have the trackers finish, from now on; returns the seconds that the slowest may take. The first state counts.
+        """Makes the trackers finish; returns the seconds that the slowest may take. The first state counts.
 
-        Each has its own time-out, and no more than `within_s`.
+        Each tracker has its own timeout, but no more than `within_s`.
         """
         if os.getpid() != self._pid:
             return 0.0
         self.ended = True
-        return max((lane.end(state, within_s) for lane in self._lanes), default=0.0)
+        return max((thread.end(state, within_s) for thread in self._threads), default=0.0)
 
     def wait(self) -> None:
-        """Wait until the trackers have finished, or their time is over; after end()."""
+        """After end(): waits until the trackers have finished, or their time is over."""
         if os.getpid() != self._pid:
             return
-        with self._finishing:  # the main thread, and the one that hears that the gang is stopped
-            if not self.left_behind:
-                self.left_behind = [lane.name for lane in self._lanes if not lane.over()]
-            with suppress(OSError):
-                self._lending.close()
+        with self._waiting:  # called by the main thread, and by the thread that receives the command `stop`
+            if not self.unfinished:
+                self.unfinished = [thread.name for thread in self._threads if not thread.join()]
+            self._temp.delete()
 
-    def _is_open(self) -> bool:
-        return not self.ended and os.getpid() == self._pid
+    def _takers(self, kind: type[Item]) -> list[TrackerThread]:
+        if self.ended or os.getpid() != self._pid:
+            return []
+        return [thread for thread in self._threads if thread.wants(kind)]

@@ -1,13 +1,14 @@
-"""What a tracker is: three methods, called one after the other from a thread that is this tracker's alone.
+"""The interface of a tracker: three methods, called one after the other in a thread of the tracker's own.
 
-They may raise what they like, be slow, or never return: training goes on, and so do the other trackers. What takes
-long to import stands at the top of the tracker's module, which is imported in that thread, too.
+They may raise any exception, be slow, or never return: training and the other trackers continue. Put imports that take
+long at the top of the tracker's module: the module is imported in that thread, too.
 
     class Mine:
-        def __init__(self, options):     # tracking.other's `options`
+        def __init__(self, options):     # the `options` of its entry in tracking.other
             ...
 
-It is named in `tracking.other` as package.module:Mine, or under a name of the entry point group `ddptrain.trackers`.
+The configuration names it in `tracking.other`: package.module:Mine, or a name of the entry point group
+`ddptrain.trackers`.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from typing import Any, Literal, Protocol
 
 from ddptrain.tracking.items import Item
 
-# How a rank's part ended: its work is done; its code failed; it saved and ended as it was told to; or it was stopped
-# in the middle, for another rank's failure, say.
+# How a rank ended: it finished its work; its code failed; it saved a checkpoint after a preemption notice; or it was
+# stopped before its end, for example because another rank failed.
 State = Literal["finished", "failed", "preempted", "crashed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a tracker is told when it starts.
+    """What a tracker gets when it starts.
 
-    It may write into `folder`, which is there and becomes tracking/ in the run directory. `resumed` says that an
-    attempt before, maybe of another command, has been in the same tracker's run, which goes on; what it logged after
-    the step `resumed_from` comes again (None: all of it, unless the code has a way of its own to go on). `told` is what
-    the driver has made for this tracker, such as the id of a run that all ranks share. `tell` shows the person a line;
-    `found` puts what the tracker has made, such as a run's url, into run.json.
+    The tracker may write into `folder`, which exists and becomes tracking/ in the run directory. If `resumed`, an
+    earlier attempt (maybe of another command) has used the same tracker run, which continues. Then items after the step
+    `resumed_from` are logged again; None means all items, unless the user's code resumes by itself. `told` is what the
+    driver adds for this tracker, such as the id of a run that all ranks share. `tell` prints a line for the user.
+    `found` records in run.json what the tracker has created, such as the URL of a run.
     """
 
     run_id: str
@@ -44,7 +45,7 @@ class Facts:
     node_rank: int
     hosts: int
     folder: Path
-    config: Mapping[str, Any] = field(default_factory=dict)  # the run's, resolved, secrets left out
+    config: Mapping[str, Any] = field(default_factory=dict)  # the complete configuration without secrets
     resumed: bool = False
     resumed_from: int | None = None
     told: Mapping[str, Any] = field(default_factory=dict)
@@ -53,13 +54,13 @@ class Facts:
 
 
 class Tracker(Protocol):
-    """A sink of what a rank logs; `start` comes first, `finish` last, and each once."""
+    """Receives what a rank logs: start() is called first, finish() last, each once."""
 
     def start(self, facts: Facts) -> None:
-        """Begin, or go on in, this run's record."""
+        """Starts recording this run, or continues it."""
 
     def log(self, item: Item) -> None:
-        """Take one thing that was logged; files that it names are gone once this returns."""
+        """Takes one item. Files that the item names are deleted when this returns."""
 
     def finish(self, state: State) -> None:
-        """Bring everything to where it belongs, and tell how the rank has ended; its time is limited."""
+        """Writes or sends everything, and records how the rank ended. The time for this is limited."""

@@ -1,4 +1,4 @@
-"""Files that trackers may read for a while: names of their own, for the driver takes the ranks' files away."""
+"""Files that several trackers read before they are deleted. The driver moves a rank's own files away at any time."""
 
 from __future__ import annotations
 
@@ -11,55 +11,56 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class Loan:
-    """Files or folders that are deleted when all who have borrowed them have given them back."""
+class SharedFiles:
+    """Files or folders that are deleted when each of their `readers` has called release()."""
 
-    def __init__(self, paths: Sequence[Path], borrowers: int) -> None:
+    def __init__(self, paths: Sequence[Path], readers: int) -> None:
         self._paths = paths
-        self._left = borrowers
+        self._readers = readers
         self._lock = threading.Lock()
 
-    def back(self) -> None:
-        """One borrower is done. Never raises."""
+    def release(self) -> None:
+        """One reader is done. Never raises."""
         with self._lock:
-            self._left -= 1
-            if self._left > 0:
+            self._readers -= 1
+            if self._readers > 0:
                 return
         for path in self._paths:
             with suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-class Lending:
-    """The folder that what is lent lies in; it goes when the rank's trackers have ended."""
+class TempFolder:
+    """The folder of these files. It is deleted when the rank's trackers have ended."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._counter = itertools.count()
 
-    def file(self, path: Path, suffix: str = "") -> Path:
-        """Another name for a file, or a copy of it where the file system has none; `suffix` ends it. Raises OSError."""
+    def add(self, path: Path, suffix: str = "") -> Path:
+        """Adds a hard link to (or a copy of) a file, or of each file in a folder; returns its path.
+
+        The name of a file ends with `suffix`, or with its own suffix. Raises OSError.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
-        lent = self._folder / f"{next(self._counter)}{suffix or path.suffix}"
-        link(path, lent)
-        return lent
+        added = self._folder / f"{next(self._counter)}"
+        if path.is_dir():
+            added.mkdir()
+            for file in path.iterdir():
+                link_or_copy(file, added / file.name)
+            return added
+        added = added.with_suffix(suffix or path.suffix)
+        link_or_copy(path, added)
+        return added
 
-    def tree(self, folder: Path) -> Path:
-        """Likewise for the files of a folder. Raises OSError."""
-        lent = self._folder / f"{next(self._counter)}"
-        lent.mkdir(parents=True)
-        for path in folder.iterdir():
-            link(path, lent / path.name)
-        return lent
-
-    def close(self) -> None:
-        """Take everything back."""
+    def delete(self) -> None:
+        """Deletes the folder with everything in it. Never raises."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def link(path: Path, lent: Path) -> None:
-    """Give a file another name, or make a copy of it. Raises OSError."""
+def link_or_copy(source: Path, target: Path) -> None:
+    """Creates a hard link, or a copy if the file system does not allow one. Raises OSError."""
     try:
-        os.link(path, lent)
+        os.link(source, target)
     except OSError:
-        shutil.copyfile(path, lent)
+        shutil.copyfile(source, target)

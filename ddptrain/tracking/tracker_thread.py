@@ -1,4 +1,4 @@
-"""One tracker and its thread: whatever it does, and does not do, it does to itself alone."""
+"""Runs one tracker in a thread of its own, so that its errors and delays affect nothing else."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from ddptrain.protocol import events
 from ddptrain.tracking.items import Checkpoint, Item, Model
 from ddptrain.tracking.protocol import Facts, State, Tracker
-from ddptrain.tracking.temp_files import Loan
+from ddptrain.tracking.temp_files import SharedFiles
 
-_PAUSE_S = 0.1  # between two looks: what is logged in between costs the training thread no wake-up
-_PATIENCE_S = 0.25
-_MOST_FAILURES = 3  # in a row, after which a tracker is off
-_DRAIN_SHARE = 0.5  # of the time for the end, which what still waits may take
+_POLL_S = 0.1  # items are polled: put() in the training thread needs no wake-up call
+_JOIN_S = 0.25
+_MAX_FAILURES = 3  # in a row; then the tracker is turned off
+_DRAIN_SHARE = 0.5  # of the time for the end: for items that still wait
 
 Emit = Callable[[events.Event], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tracker that is on; `make` imports and makes it. Items of `declined` types are not for it."""
+class TrackerDefinition:
+    """A tracker to run. `make` imports and creates it; items of the `declined` types are not passed to it."""
 
     name: str
     make: Callable[[], Tracker]
@@ -33,175 +33,177 @@ class Wanted:
     declined: tuple[type[Item], ...] = (Checkpoint, Model)
 
 
-class Lane:
-    """Takes items without ever waiting, and hands them to its tracker in a thread of their own."""
+class TrackerThread:
+    """Takes items without waiting, and passes them to the tracker in a thread."""
 
-    def __init__(self, wanted: Wanted, emit: Emit, *, limit: int, strict: bool = False) -> None:
-        self.name = wanted.name
-        self.error = ""  # the first thing that went wrong
+    def __init__(self, definition: TrackerDefinition, emit: Emit, *, limit: int, strict: bool = False) -> None:
+        self.name = definition.name
+        self.error = ""  # the first error
         self.dropped = 0
-        self._wanted = wanted
+        self._definition = definition
         self._emit = emit
         self._limit = limit
         self._strict = strict
-        self._waiting: deque[tuple[Item, Loan | None]] = deque()
-        self._taken = self._failures = self._in_a_row = 0
+        self._waiting: deque[tuple[Item, SharedFiles | None]] = deque()
+        self._taken = self._failures = self._failures_in_a_row = 0
         self._off = False
         self._last_error = ""
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self._state: State = "finished"
         self._until = 0.0
+        self._doing = "waiting"
         self._thread = threading.Thread(target=self._run, name=f"ddptrain-{self.name}", daemon=True)
 
-    def begin(self) -> None:
-        """Start the tracker, in its thread."""
+    def start(self) -> None:
+        """Starts the thread, which starts the tracker."""
         self._thread.start()
 
     def wants(self, kind: type[Item]) -> bool:
-        """Whether items of that type are for this tracker, and it is on."""
-        return not self._off and kind not in self._wanted.declined
+        """Whether the tracker is on and takes items of that type."""
+        return not self._off and kind not in self._definition.declined
 
-    def put(self, item: Item, loan: Loan | None = None) -> None:
-        """Take an item if there is room. Never waits, never raises."""
+    def put(self, item: Item, files: SharedFiles | None = None) -> None:
+        """Takes an item if there is room. Never waits, never raises."""
         self._taken += 1
         if len(self._waiting) < self._limit:
-            self._waiting.append((item, loan))
-        else:
-            self._drop(loan)
-            if self.dropped == 1:
-                text = f"{self.name} is behind: {self._limit} things wait for it; what comes now is left out there"
-                self._note(f"{text}, the run directory has it", "warning")
+            self._waiting.append((item, files))
+            return
+        self._drop(files)
+        if self.dropped == 1:
+            text = f"{self.name} is too slow: {self._limit} items wait for it, and it will miss further ones"
+            self._note(f"{text}; the run directory has them", "warning")
 
     def end(self, state: State, within_s: float) -> float:
-        """Have the tracker take what waits, and finish; returns the seconds that it has for it. Said once."""
+        """Makes the tracker take what waits, and finish; returns the seconds that it has for it.
+
+        The state of the first call counts. A further call can only shorten the time.
+        """
         with self._lock:
             if not self._ending.is_set():
                 self._state = state
-                self._until = time.monotonic() + min(within_s, self._wanted.finish_timeout_s)
+                self._until = time.monotonic() + min(within_s, self._definition.finish_timeout_s)
                 self._ending.set()
             else:
                 self._until = min(self._until, time.monotonic() + within_s)
         return max(0.0, self._until - time.monotonic())
 
-    def over(self) -> bool:
-        """Wait until the tracker has finished, or its time is over; whether it has. Of one that has not is told."""
+    def join(self) -> bool:
+        """Waits until the tracker has finished or its time is over. Returns whether it has, and reports if not."""
         while self._thread.is_alive() and (left_s := self._until - time.monotonic()) > 0:
-            self._thread.join(min(left_s, _PATIENCE_S))  # the time may be shortened meanwhile
+            self._thread.join(min(left_s, _JOIN_S))  # in steps: end() may shorten the time meanwhile
         if not self._thread.is_alive():
             return True
-        rest = f", with {len(self._waiting) + self.dropped} things not taken" if self._waiting or self.dropped else ""
-        self._failed(f"has not ended in time ({self._doing}{rest})", "it is left behind")
+        missed = len(self._waiting) + self.dropped
+        rest = f", with {missed} items not taken" if missed else ""
+        self._report(f"has not ended in time ({self._doing}{rest})", "it is abandoned")
         return False
 
     # --- in the thread ---
 
-    _doing = "waiting"
-
     def _run(self) -> None:
-        tracker = self._started()
-        while tracker is not None and not self._ending.wait(_PAUSE_S):
+        tracker = self._start_tracker()
+        while tracker is not None and not self._ending.wait(_POLL_S):
             self._drain(tracker, None)
         self._ending.wait()
         problem = ""
         if tracker is not None:
             self._drain(tracker, time.monotonic() + _DRAIN_SHARE * (self._until - time.monotonic()))
             problem = self._finish(tracker)
-        self._empty()
-        self._tell_what_is_missing(problem)
+        self._clear()
+        self._report_losses(problem)
 
-    def _started(self) -> Tracker | None:
+    def _start_tracker(self) -> Tracker | None:
         self._doing = "starting"
         try:
-            self._wanted.facts.folder.mkdir(parents=True, exist_ok=True)
-            tracker = self._wanted.make()
-            tracker.start(self._wanted.facts)
-        except BaseException as error:  # a library's SystemExit as well: the thread is ours
+            self._definition.facts.folder.mkdir(parents=True, exist_ok=True)
+            tracker = self._definition.make()
+            tracker.start(self._definition.facts)
+        except BaseException as error:  # also SystemExit of a library: it must not end this thread silently
             self._turn_off()
-            self._failed(f"could not start: {in_words(error)}", "it is off")
+            self._report(f"could not start: {describe(error)}", "it is off")
             return None
         self._doing = "waiting"
         return tracker
 
     def _drain(self, tracker: Tracker, until: float | None) -> None:
-        """Hand over what waits, until there is nothing left, or no time; then the rest is dropped."""
+        """Passes on what waits. After `until` (monotonic) the rest is dropped."""
         self._doing = "logging"
         while self._waiting:
-            item, loan = self._waiting.popleft()
+            item, files = self._waiting.popleft()
             if until is not None and time.monotonic() > until:
-                self._drop(loan)
+                self._drop(files)
                 continue
             if not self._off:
-                self._hand_over(tracker, item)
-            if loan is not None:
-                loan.back()
+                self._pass_on(tracker, item)
+            if files is not None:
+                files.release()
         self._doing = "waiting"
 
-    def _hand_over(self, tracker: Tracker, item: Item) -> None:
+    def _pass_on(self, tracker: Tracker, item: Item) -> None:
         try:
             tracker.log(item)
-        except BaseException as error:
+        except BaseException as error:  # also SystemExit of a library: it must not end this thread silently
             self._failures += 1
-            self._in_a_row += 1
-            self._last_error = in_words(error)
+            self._failures_in_a_row += 1
+            self._last_error = describe(error)
             self.error = self.error or self._last_error
-            if self._in_a_row >= _MOST_FAILURES:
+            if self._failures_in_a_row >= _MAX_FAILURES:
                 self._turn_off()
-                self._failed(f"has failed {self._in_a_row} times in a row: {self._last_error}", "it is off")
+                self._report(f"has failed {self._failures_in_a_row} times in a row: {self._last_error}", "it is off")
         else:
-            self._in_a_row = 0
+            self._failures_in_a_row = 0
 
     def _finish(self, tracker: Tracker) -> str:
-        """Have it finish; returns what went wrong, unless that has been told."""
+        """Returns the error, or "" if there is none or it was reported before."""
         self._doing = "finishing"
         was_off = self._off
         try:
             tracker.finish(self._state)
-        except BaseException as error:
-            return "" if was_off else f"could not finish: {in_words(error)}"
+        except BaseException as error:  # also SystemExit of a library: it must not end this thread silently
+            return "" if was_off else f"could not finish: {describe(error)}"
         return ""
 
     def _turn_off(self) -> None:
-        """From now on what is put here goes nowhere."""
         self._off = True
-        self._empty()
+        self._clear()
 
-    def _empty(self) -> None:
+    def _clear(self) -> None:
         with suppress(IndexError):
             while True:
-                _, loan = self._waiting.popleft()
-                if loan is not None:
-                    loan.back()
+                _, files = self._waiting.popleft()
+                if files is not None:
+                    files.release()
 
-    def _drop(self, loan: Loan | None) -> None:
+    def _drop(self, files: SharedFiles | None) -> None:
         self.dropped += 1
-        if loan is not None:
-            loan.back()
+        if files is not None:
+            files.release()
 
-    # --- what the person is told ---
+    # --- reports to the user ---
 
-    def _failed(self, what: str, then: str) -> None:
+    def _report(self, what: str, consequence: str) -> None:
         self.error = self.error or what
-        self._note(f"{self.name} {what}; {then}, the run directory has everything", "warning")
-        with suppress(Exception):  # a full disk, which is told of elsewhere
+        self._note(f"{self.name} {what}; {consequence}, the run directory has everything", "warning")
+        with suppress(Exception):  # a full disk; it is reported elsewhere
             self._emit(events.TrackerFailed(time.time_ns(), self.name, what[:2_000], self._strict))
 
-    def _tell_what_is_missing(self, problem: str) -> None:
-        """Once, at the end, all of it: `problem` is that of the finish."""
+    def _report_losses(self, problem: str) -> None:
+        """One report at the end about everything that the tracker lacks; `problem` is the error of finish()."""
         found = [problem] if problem else []
         if self.dropped:
-            found.append(f"was too slow for {self.dropped} of {self._taken} things")
+            found.append(f"was too slow for {self.dropped} of {self._taken} items")
         if self._failures and not self._off:
-            found.append(f"has failed to take {self._failures} of {self._taken} things: {self._last_error}")
+            found.append(f"has failed to take {self._failures} of {self._taken} items: {self._last_error}")
         if found:
-            self._failed(", and ".join(found), "it lacks what came last" if found == [problem] else "it lacks them")
+            self._report(", and ".join(found), "it lacks the last items" if found == [problem] else "it lacks them")
 
     def _note(self, text: str, level: str) -> None:
-        with suppress(Exception):
+        with suppress(Exception):  # a full disk; it is reported elsewhere
             self._emit(events.Note(time.time_ns(), text[:4_000], level))
 
 
-def in_words(error: BaseException) -> str:
-    """An exception's type and its first line."""
+def describe(error: BaseException) -> str:
+    """The type of an exception and its first line, in at most 1,000 characters."""
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}"[:1_000] if first else type(error).__name__

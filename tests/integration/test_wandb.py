@@ -135,7 +135,7 @@ def test_without_a_key_ranks_record_offline_with_all_that_a_later_sync_needs(tra
     ended = training.train({"WANDB_ERROR_REPORTING": "false"}, mode="shared")
     training.assert_unharmed(ended, ranks=2)
     (line,) = [line for line in ended.stderr.splitlines() if "offline" in line]
-    assert "a run a rank" in line, "ranks cannot share one offline, and it says so"
+    assert "one run for each rank" in line, "ranks cannot share one offline, and it says so"
     runs = training.offline()
     assert [run.name for run in runs] == ["rank_0", "rank_1"]
     assert len({run.run["run_group"] for run in runs}) == 1

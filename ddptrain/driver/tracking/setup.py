@@ -1,4 +1,4 @@
-"""What ranks are told for their trackers: ids that stay the same over attempts, and whether W&B can be reached."""
+"""Sets up the trackers of a run: W&B ids that stay the same over attempts, and whether W&B is reachable."""
 
 from __future__ import annotations
 
@@ -6,27 +6,46 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.load import resolved_config, without_secrets
 from ddptrain.config.models import RunConfig
+from ddptrain.config.registry import TRACKER_PACKAGES, TRACKERS
 from ddptrain.driver.tracking.wandb_credentials import BASE_URL, KEY, find_access
-from ddptrain.driver.worker_group import Place
+from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
 from ddptrain.results.metrics import AllSeries
-from ddptrain.results.tracking.record import to_type
+from ddptrain.results.tracking.record import WANDB, to_type
 from ddptrain.results.writer import RunWriter
 
-WANDB = "wandb"
+if TYPE_CHECKING:
+    from ddptrain.driver.worker_group import Place
+
 _OFFLINE = frozenset({"offline", "dryrun"})
-# Of the driver's own process and file system: not for ranks on other hosts.
-_OWN = frozenset({"WANDB_SERVICE", "WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR", KEY})
+# These belong to the driver's own process and file system, so they are not passed to ranks on other hosts.
+_DRIVER_ONLY = frozenset({"WANDB_SERVICE", "WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR", KEY})
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raises UsageError if ranks will use this Python and the package of a tracker is not installed.
+
+    On other clusters the rank prints a warning instead, and runs without that tracker.
+    """
+    if not config.cluster.is_embedded:
+        return
+    for name in (tracker.name for tracker in config.tracking.for_rank(0)):
+        if name in TRACKERS and find_spec(name) is None:
+            raise UsageError(
+                f"tracking.{name} is on, but the package {name} is not installed: pip install "
+                f"'{TRACKER_PACKAGES[name]}', or turn it off with --set tracking.{name}.mode=off"
+            )
 
 
 class Tracking:
-    """The trackers of a run's ranks; `env` is what they need in their environment, the key of W&B among it."""
+    """The trackers of a run's ranks. `env` holds the variables that they need, including the W&B API key."""
 
     def __init__(
         self, config: RunConfig, writer: RunWriter, environ: Mapping[str, str], tell: Callable[[str], None]
@@ -39,64 +58,64 @@ class Tracking:
         self._series: AllSeries = {}
         if not self._config.is_on:
             return
-        self._facts = without_secrets(resolved_config(config)).model_dump(mode="json")
+        self._public_config = without_secrets(resolved_config(config)).model_dump(mode="json")
         if self._config.wandb.mode != "off":
-            self._look_at_wandb({**environ, **config.env}, embedded=config.cluster.is_embedded)
+            self._set_up_wandb({**environ, **config.env}, embedded=config.cluster.is_embedded)
 
     def __repr__(self) -> str:
         return f"Tracking({self._name!r}, wandb={self._wandb})"
 
     def go_on_from(self, checkpoint: VerifiedCheckpoint | None, series: AllSeries) -> None:
-        """The next attempt goes on from there; `series` are the metrics up to there."""
+        """Sets where the next attempt continues; `series` are the metrics up to that checkpoint."""
         self._resumed_from = checkpoint.step if checkpoint else None
         self._series = series
 
     def of(self, place: Place) -> TrackingSpec | None:
-        """Return RankSpec.tracking of the rank at a place, or None if it has no tracker."""
+        """The `tracking` field of the spec of the rank at a place; None if it has no tracker."""
+        told = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
         chosen = [each for each in self._config.for_rank(place.rank) if each.name != WANDB or self._wandb]
         if not chosen:
             return None
-        told = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
         return TrackingSpec(
             trackers=tuple(dataclasses.replace(each, told=told.get(each.name, {})) for each in chosen),
             name=self._name,
-            strict=self._config.strict,
-            queue=self._config.queue,
-            config=self._facts,
+            config=self._public_config,
             resumed_from=self._resumed_from,
             folder=str(self._writer.layout.tracking_dir) if place.shared else "",
+            queue=self._config.queue,
+            strict=self._config.strict,
         )
 
-    def _look_at_wandb(self, environ: Mapping[str, str], *, embedded: bool) -> None:
+    def _set_up_wandb(self, environ: Mapping[str, str], *, embedded: bool) -> None:
         access = find_access(environ)
         wish = (environ.get("WANDB_MODE") or access.mode or "").lower()
-        mode = "shared" if wish == "shared" else str(self._config.wandb.mode)
         if wish == "disabled":
             self._tell("W&B is off: WANDB_MODE is disabled")
             return
+        mode = "shared" if wish == "shared" else str(self._config.wandb.mode)
         online = wish not in _OFFLINE and access.is_there
         if not online:
             why = f"WANDB_MODE is {wish}" if wish in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
-            apart = ", a run a rank, for ranks share one online only" if mode == "shared" else ""
+            apart = ", one run for each rank, because ranks can share a run only online" if mode == "shared" else ""
             mode = "process" if mode == "shared" else mode
-            later = f"`ddptrain results sync {to_type(self._writer.layout)}` sends it later"
-            self._tell(f"W&B records offline ({why}){apart}; {later}")
+            self._tell(f"W&B records offline ({why}){apart}; `{self._sync_command}` sends it later")
         if not embedded:
-            self.env |= {name: value for name, value in environ.items() if _goes_along(name)}
-        if access.key:
-            self.env[KEY] = access.key
-        if access.base_url:
-            self.env[BASE_URL] = access.base_url
+            self.env |= {name: value for name, value in environ.items() if _is_for_ranks(name)}
+        self.env |= {name: value for name, value in ((KEY, access.key), (BASE_URL, access.base_url)) if value}
         self._wandb = {
             "mode": mode,
             "online": online,
-            "id": self._id(online, access.base_url),
-            "to_type": to_type(self._writer.layout),
+            "id": self._wandb_id(online, access.base_url),
+            "sync_command": self._sync_command,
             "strict": self._config.strict,
         }
 
-    def _id(self, online: bool, base_url: str) -> str:
-        """The id of the run in W&B: made once, however often it is resumed."""
+    @property
+    def _sync_command(self) -> str:
+        return f"ddptrain results sync {to_type(self._writer.layout)}"
+
+    def _wandb_id(self, online: bool, base_url: str) -> str:
+        """The id of the W&B run: created once, recorded in run.json, and kept when the run is resumed."""
         record = self._writer.record.tracking
         known = {"id": secrets.token_hex(4), **record.get(WANDB, {}), "mode": "online" if online else "offline"}
         if base_url:
@@ -106,10 +125,10 @@ class Tracking:
 
 
 def before(series: AllSeries, rank: int) -> dict[str, tuple[float, float, float]]:
-    """The lowest, the highest and the last value of each metric of a rank."""
+    """The lowest, the highest and the last finite value of each metric of a rank."""
     finite = {name: list(filter(math.isfinite, one.value)) for (name, of), one in series.items() if of == rank}
     return {name: (min(values), max(values), values[-1]) for name, values in finite.items() if values}
 
 
-def _goes_along(name: str) -> bool:
-    return name.startswith("WANDB_") and name not in _OWN
+def _is_for_ranks(name: str) -> bool:
+    return name.startswith("WANDB_") and name not in _DRIVER_ONLY

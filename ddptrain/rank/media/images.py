@@ -1,4 +1,4 @@
-"""Pictures as PNG: tensors, arrays, and what PIL has opened."""
+"""Converts tensors, arrays and PIL images to PNG."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-_QUICK = 1  # of zlib's levels: a step waits for it
+_COMPRESS_LEVEL = 1  # zlib's fastest: the training step waits for it
 _MODES = ("L", "RGB", "RGBA")
 _DEPTHS = (1, 3, 4)
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is of a type that pictures come in, and no single number."""
+    """Whether the value is a PIL image, or a tensor or array with at least two dimensions."""
     return isinstance(value, Image.Image) or (hasattr(value, "ndim") and value.ndim >= 2)
 
 
 def png(image: Any) -> bytes:
-    """The picture as a PNG file.
+    """Encodes an image as PNG.
 
-    It is a tensor [3, H, W], [1, H, W] or [H, W], an array [H, W, 3], [H, W, 1] or [H, W], either of uint8 or of
-    floats from 0 to 1 (what is outside counts as 0 or 1, NaN as 0), or a PIL image.
+    It is a tensor [3, H, W], [1, H, W] or [H, W], an array [H, W, 3], [H, W, 1] or [H, W], or a PIL image. Tensors and
+    arrays are uint8, or floats from 0 to 1 (values outside are clipped, NaN becomes 0).
 
     Raises:
         TypeError: it is none of these.
         ValueError: it has another shape.
     """
-    picture = image if isinstance(image, Image.Image) else _picture(image)
-    if picture.mode not in _MODES:
-        picture = picture.convert("RGBA" if "A" in picture.mode or "transparency" in picture.info else "RGB")
+    pil_image = image if isinstance(image, Image.Image) else _to_pil(image)
+    if pil_image.mode not in _MODES:
+        pil_image = pil_image.convert("RGBA" if "A" in pil_image.mode or "transparency" in pil_image.info else "RGB")
     file = io.BytesIO()
-    picture.save(file, "PNG", compress_level=_QUICK)
+    pil_image.save(file, "PNG", compress_level=_COMPRESS_LEVEL)
     return file.getvalue()
 
 
-def _picture(image: Any) -> Image.Image:
+def _to_pil(image: Any) -> Image.Image:
     is_tensor = hasattr(image, "detach")
     array: Any = image.detach().cpu() if is_tensor else image
     if not is_tensor and not isinstance(image, np.ndarray):
@@ -55,7 +55,7 @@ def _picture(image: Any) -> Image.Image:
 
 
 def _bytes(array: Any) -> Any:
-    """The values as uint8."""
+    """The values as uint8, 0 to 255."""
     if array.dtype == np.uint8:
         return array
     if array.dtype == np.bool_:

@@ -1,7 +1,9 @@
-"""What ctx.log_image and ctx.log_table do: a file each in the run directory, and the same to trackers."""
+"""Implements ctx.log_image and ctx.log_table: writes a file into the run directory, and passes the item to trackers."""
 
 from __future__ import annotations
 
+import csv
+import io
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.rank.files import Files, stays_below
-from ddptrain.rank.media import tables
 from ddptrain.rank.media.images import is_image, png
 from ddptrain.tracking.items import Image, Table
 
@@ -20,67 +21,67 @@ if TYPE_CHECKING:
 _Cell = float | str | bool | None
 
 
-def _check(name: str) -> None:
-    if not stays_below(name) or name.endswith("/"):
-        raise ValueError(f"ctx.log_image and ctx.log_table take a name such as 'examples' or 'val/worst', not {name!r}")
-
-
 class Showing:
-    """Pictures and tables of one rank."""
+    """The images and tables of one rank."""
 
     def __init__(self, rank: int, files: Files, tracked: Tracked) -> None:
         self._rank = rank
         self._files = files
         self._tracked = tracked
-        self._shown: Counter[tuple[str, int | None]] = Counter()
+        self._saved: Counter[tuple[str, int | None]] = Counter()  # images by name and step
 
     def image(self, name: str, image: Any, step: int | None, caption: str) -> None:
-        """Save a picture as artifacts/images/`name`/step-<n>-rank-<r>[-<k>].png, the `k`-th of that step after the
-        first.
+        """Saves an image as artifacts/images/`name`/step-<n>-rank-<r>[-<k>].png.
 
-        Raises: TypeError, ValueError where it is no picture, or the name no path; OSError where it can't be written.
+        `k` counts further images of the same name and step.
+
+        Raises:
+            TypeError: it is not an image.
+            ValueError: the image has another shape, or the name is not a relative path.
+            OSError: the file cannot be written.
         """
-        _check(name)
-        _, lent = self._save_picture(name, image, step, for_trackers=self._tracked.wants(Image))
-        if lent is not None:
-            shown = Image(time.time_ns(), name, lent, caption, step)
-            self._tracked.put_lent(shown, lent)
+        _check_name(name)
+        _, kept = self._save_image(name, image, step, for_trackers=self._tracked.wants(Image))
+        if kept is not None:
+            self._tracked.put_with_files(Image(time.time_ns(), name, kept, caption, step), kept)
 
     def table(
         self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int | None, form: str
     ) -> None:
-        """Save a table as artifacts/tables/`name`/[step-<n>-]rank-<r>.csv; its pictures as those of image().
+        """Saves a table as artifacts/tables/`name`/[step-<n>-]rank-<r>.csv, and its images as image() does.
 
-        Raises: as image(), and ValueError for a row that is not as long as `columns`, or another format than csv and
-        parquet; ImportError where pyarrow is missing.
+        Raises:
+            TypeError, OSError: as image(); also TypeError for a cell of another type.
+            ValueError: as image(); also for a row that is not as long as `columns`, and for an unknown format.
+            ImportError: the format is parquet, and pyarrow is missing.
         """
-        _check(name)
-        if form not in tables.FORMATS:
+        _check_name(name)
+        if form not in _ENCODERS:
             raise ValueError(f"a table is written as csv or parquet, not as {form!r}")
         heads = tuple(str(column) for column in columns)
         wanted = self._tracked.wants(Table)
-        told: list[tuple[Any, ...]] = []
+        tracked_rows: list[tuple[Any, ...]] = []
         written: list[list[_Cell]] = []
         for row in rows:
             if len(row) != len(heads):
                 raise ValueError(f"table {name!r} has {len(heads)} columns, row {len(written)} has {len(row)} values")
             cells = [self._cell(name, step, column, value, wanted) for column, value in zip(heads, row, strict=True)]
-            written.append([on_disk for on_disk, _ in cells])
+            written.append([in_file for in_file, _ in cells])
             if wanted:
-                told.append(tuple(shown for _, shown in cells))
-        at = f"step-{step}-" if step is not None else ""
-        self._files.save(f"tables/{name}/{at}rank-{self._rank}.{form}", tables.encode(heads, written, form))
+                tracked_rows.append(tuple(tracked for _, tracked in cells))
+        prefix = f"step-{step}-" if step is not None else ""
+        self._files.save(f"tables/{name}/{prefix}rank-{self._rank}.{form}", _ENCODERS[form](heads, written))
         if wanted:
-            lent = [cell.path for row in told for cell in row if isinstance(cell, Image)]
-            self._tracked.put_lent(Table(time.time_ns(), name, heads, tuple(told), step), *lent)
+            kept = [cell.path for row in tracked_rows for cell in row if isinstance(cell, Image)]
+            self._tracked.put_with_files(Table(time.time_ns(), name, heads, tuple(tracked_rows), step), *kept)
 
     def _cell(self, name: str, step: int | None, column: str, value: Any, wanted: bool) -> tuple[_Cell, Any]:
-        """A value as it stands in the file, and as trackers get it."""
+        """A value as it is written to the file, and as it is passed to trackers."""
         if type(value) in (int, float, str, bool) or value is None:
             return value, value
         if is_image(value):
-            path, lent = self._save_picture(name, value, step, for_trackers=wanted)
-            return path, Image(time.time_ns(), name, lent, "", step) if lent is not None else None
+            path, kept = self._save_image(name, value, step, for_trackers=wanted)
+            return path, Image(time.time_ns(), name, kept, "", step) if kept is not None else None
         item = value.item() if hasattr(value, "item") else value
         if not isinstance(item, int | float | str | bool):
             raise TypeError(
@@ -88,18 +89,52 @@ class Showing:
             )
         return item, item
 
-    def _save_picture(self, name: str, image: Any, step: int | None, *, for_trackers: bool) -> tuple[str, Path | None]:
-        """Where the picture is below artifacts/, and a file of it for trackers, where they want one."""
+    def _save_image(self, name: str, image: Any, step: int | None, *, for_trackers: bool) -> tuple[str, Path | None]:
+        """Returns the path of the image below artifacts/, and its file for trackers if they want one."""
         data = png(image)
-        again = self._shown[name, step]
-        self._shown[name, step] += 1
-        at = f"step-{step}-" if step is not None else ""
-        path = f"images/{name}/{at}rank-{self._rank}{f'-{again}' if again else ''}.png"
-        lent: list[Path] = []
+        number = self._saved[name, step]
+        self._saved[name, step] += 1
+        prefix = f"step-{step}-" if step is not None else ""
+        path = f"images/{name}/{prefix}rank-{self._rank}{f'-{number}' if number else ''}.png"
+        kept: list[Path] = []
 
-        def lend(staged: Path) -> None:
-            with suppress(OSError):  # trackers may lack it, the run directory does not
-                lent.append(self._tracked.lend(staged, ".png"))  # by which trackers know what it is
+        def keep(staged: Path) -> None:
+            with suppress(OSError):  # then trackers lack the image, but the run directory has it
+                kept.append(self._tracked.keep(staged, ".png"))  # trackers recognize the format by the suffix
 
-        self._files.save(path, data, lend if for_trackers else None)
-        return path, lent[0] if lent else None
+        self._files.save(path, data, keep if for_trackers else None)
+        return path, kept[0] if kept else None
+
+
+def _check_name(name: str) -> None:
+    if not stays_below(name) or name.endswith("/"):
+        raise ValueError(f"ctx.log_image and ctx.log_table take a name such as 'examples' or 'val/worst', not {name!r}")
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+def _parquet(columns: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> bytes:
+    """Raises TypeError if a column holds values of different types, for example text and numbers."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ImportError("tables are written as Parquet by pyarrow: pip install 'ddptrain[parquet]'") from error
+    arrays = []
+    for index, name in enumerate(columns):
+        try:
+            arrays.append(pa.array([row[index] for row in rows]))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise TypeError(f"column {name!r} holds values of different types: {error}; write it as csv") from error
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_arrays(arrays, names=list(columns)), file)
+    return file.getvalue()
+
+
+_ENCODERS = {"csv": _csv, "parquet": _parquet}

@@ -9,7 +9,7 @@ import wandb
 
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, checkpoint_folder
 from ddptrain.tracking import items
-from ddptrain.tracking.temp_files import link
+from ddptrain.tracking.temp_files import link_or_copy
 from ddptrain.tracking.wandb.media import artifact_name
 from ddptrain.tracking.wandb.uploads import Uploads
 
@@ -47,7 +47,7 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for path in item.folder.iterdir():
-            link(path, folder / path.name)
+            link_or_copy(path, folder / path.name)
         self._under_way.append((artifact, folder))
         return folder
 

@@ -103,7 +103,8 @@ class WandbTracker:
 
     @property
     def _sync(self) -> str:
-        return f"`ddptrain results sync {self._facts.told.get('to_type', self._facts.run_id)}`"
+        command = self._facts.told.get("sync_command") or f"ddptrain results sync {self._facts.run_id}"
+        return f"`{command}`"
 
     def log(self, item: items.Item) -> None:
         """Take one thing; files are copied when this returns."""

@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from ddptrain.config import registry
 from ddptrain.config.models import RunConfig
 from ddptrain.config.tracking import TrackingConfig
-from ddptrain.driver.tracking.check import check_trackers
+from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.trackers import Tracked
-from ddptrain.tracking.factory import load, open_hub
+from ddptrain.tracking.factory import load, start_trackers
 from ddptrain.tracking.items import Checkpoint, Model, Numbers
 from tests.unit.specs import make_spec
 
@@ -90,7 +90,7 @@ def test_wrong_settings_are_errors_before_anything_starts(settings: dict[str, An
 def test_package_that_is_missing_is_an_error_of_the_driver_where_ranks_run_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ddptrain.driver.tracking.check.find_spec", lambda name: None)
+    monkeypatch.setattr("ddptrain.driver.tracking.setup.find_spec", lambda name: None)
     for name, package in (("tensorboard", r"ddptrain\[tensorboard\]"), ("wandb", "wandb")):
         config: dict[str, Any] = {"workload": "a:b", "tracking": {name: {"mode": "rank0"}}}
         with pytest.raises(UsageError, match=rf"pip install '{package}', or turn it off with --set tracking\.{name}"):
@@ -114,7 +114,7 @@ def test_rank_without_trackers_starts_no_thread_and_tells_nothing(tmp_path: Path
         tracked.begin()
         tracked.end("failed")
         assert tracked.finish("failed") == ""
-    assert tracked.hub is None and set(threading.enumerate()) <= before
+    assert tracked.manager is None and set(threading.enumerate()) <= before
     assert (tmp_path / "events").read_bytes() == b""
 
 
@@ -126,13 +126,13 @@ def test_users_own_tracker_is_imported_in_its_thread_and_told_the_facts(
     told: list[events.Event] = []
     chosen = TrackerSpec("sink_a:Mine", {"watch": "all"}, 60.0, {"id": "7"})
     tracking = TrackingSpec((chosen,), "pets", config={"a": 1}, folder=str(tmp_path / "runs/tracking"))
-    hub = open_hub(make_spec(attempt=2, rank=1, staging=str(tmp_path), tracking=tracking), told.append)
-    assert hub is not None
-    assert hub.wants(Model)
-    assert not hub.wants(Checkpoint)
-    hub.put(Numbers(1, {"loss": 0.5}, 1))
-    hub.end("preempted")
-    hub.wait()
+    manager = start_trackers(make_spec(attempt=2, rank=1, staging=str(tmp_path), tracking=tracking), told.append)
+    assert manager is not None
+    assert manager.wants(Model)
+    assert not manager.wants(Checkpoint)
+    manager.put(Numbers(1, {"loss": 0.5}, 1))
+    manager.end("preempted")
+    manager.wait()
     seen = sys.modules["sink_a"].seen
     facts = seen["facts"]
     assert (facts.name, facts.attempt, facts.rank, facts.resumed, facts.told) == ("pets", 2, 1, True, {"id": "7"})
@@ -168,10 +168,10 @@ def test_tracker_that_can_not_be_had_is_off_with_its_reason(
     (tmp_path / "sink_b.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     told: list[events.Event] = []
-    hub = open_hub(make_spec(staging=str(tmp_path), tracking=TrackingSpec((TrackerSpec(name),))), told.append)
-    assert hub is not None
-    hub.end("finished")
-    hub.wait()
+    manager = start_trackers(make_spec(staging=str(tmp_path), tracking=TrackingSpec((TrackerSpec(name),))), told.append)
+    assert manager is not None
+    manager.end("finished")
+    manager.wait()
     (warning,) = [event.message for event in told if isinstance(event, events.Note)]
     assert f"{name} could not start: " in warning
     assert words in warning
@@ -183,8 +183,8 @@ def test_process_is_not_forked_in_the_middle_of_a_trackers_import(
     (tmp_path / "sink_c.py").write_text(f"import time\ntime.sleep(0.5)\n{MODULE}")
     monkeypatch.syspath_prepend(str(tmp_path))
     spec = make_spec(staging=str(tmp_path), tracking=TrackingSpec((TrackerSpec("sink_c:Mine"),)))
-    hub = open_hub(spec, lambda event: None)
-    assert hub is not None
+    manager = start_trackers(spec, lambda event: None)
+    assert manager is not None
     while "sink_c" not in sys.modules:
         time.sleep(0.01)
     assert importlib.util.find_spec("sink_c") is not None
@@ -194,5 +194,5 @@ def test_process_is_not_forked_in_the_middle_of_a_trackers_import(
     if pid == 0:
         os._exit(0 if hasattr(sys.modules["sink_c"], "Mine") else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    hub.end("finished")
-    hub.wait()
+    manager.end("finished")
+    manager.wait()

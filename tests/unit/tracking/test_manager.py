@@ -12,7 +12,7 @@ import pytest
 
 from ddptrain.tracking import tracker_thread
 from ddptrain.tracking.items import Checkpoint, Image, Numbers
-from ddptrain.tracking.manager import Hub
+from ddptrain.tracking.manager import TrackerManager
 from tests.unit.tracking.trackers import Failing, Hanging, House, Recorder, numbers
 
 
@@ -23,11 +23,11 @@ def house(tmp_path: Path) -> Iterator[House]:
     made.close()
 
 
-def finish(hub: Hub, within_s: float = 3_600.0) -> float:
+def finish(manager: TrackerManager, within_s: float = 3_600.0) -> float:
     """Have it finish; how long that took."""
     began = time.monotonic()
-    hub.end("finished", within_s)
-    hub.wait()
+    manager.end("finished", within_s)
+    manager.wait()
     return time.monotonic() - began
 
 
@@ -40,13 +40,13 @@ def until(met: Callable[[], bool]) -> None:
 
 def test_every_tracker_gets_everything_in_order_in_one_thread_of_its_own(house: House) -> None:
     first, second = Recorder(), Recorder()
-    hub = house.open(first, second)
+    manager = house.open(first, second)
     for step in range(500):
-        hub.put(numbers(step))
-    hub.end("failed")
-    hub.end("finished")
-    hub.wait()
-    hub.put(numbers(500))
+        manager.put(numbers(step))
+    manager.end("failed")
+    manager.end("finished")
+    manager.wait()
+    manager.put(numbers(500))
     assert first.steps == second.steps == list(range(500))
     assert first.states == second.states == ["failed"]  # what is said first
     assert len(first.threads) == len(second.threads) == 1
@@ -56,83 +56,83 @@ def test_every_tracker_gets_everything_in_order_in_one_thread_of_its_own(house: 
 
 def test_three_failures_in_a_row_turn_a_tracker_off_with_one_warning(house: House) -> None:
     bad, good = Failing(None, ConnectionResetError("gone")), Recorder()
-    hub = house.open(bad, good)
+    manager = house.open(bad, good)
     for step in range(100):
-        hub.put(numbers(step))
+        manager.put(numbers(step))
     until(lambda: bool(house.warnings))
-    finish(hub)
+    finish(manager)
     assert bad.calls == 3
     assert good.steps == list(range(100))
     assert house.warnings == [
         "failing has failed 3 times in a row: ConnectionResetError: gone; it is off, the run directory has everything"
     ]
-    assert hub.error == ""  # nobody is strict about it
+    assert manager.error == ""  # nobody is strict about it
     assert bad.states == ["finished"]
 
 
 def test_single_failures_are_tolerated_and_told_once_at_the_end(house: House) -> None:
     bad = Failing({1, 2, 5}, SystemExit("whatever a library thinks of"))
-    hub = house.open(bad)
+    manager = house.open(bad)
     for step in range(8):
-        hub.put(numbers(step))
-    finish(hub)
+        manager.put(numbers(step))
+    finish(manager)
     assert bad.steps == [0, 3, 4, 6, 7]
     (warning,) = house.warnings
-    assert "failed to take 3 of 8 things: SystemExit" in warning
+    assert "failed to take 3 of 8 items: SystemExit" in warning
 
 
 def test_what_a_slow_tracker_has_no_room_for_is_dropped_counted_and_told(house: House) -> None:
     slow, quick = Hanging("log"), Recorder()
-    hub = house.open(slow, quick, queue=10)
-    hub.put(numbers(0))
+    manager = house.open(slow, quick, queue=10)
+    manager.put(numbers(0))
     until(lambda: bool(slow.items and quick.items))
     for steps in (range(1, 11), range(11, 21), range(21, 31)):
         for step in steps:
-            hub.put(numbers(step))
+            manager.put(numbers(step))
         until(lambda last=steps[-1]: last in quick.steps)  # type: ignore[misc]
     slow.gate.set()
-    finish(hub)
+    finish(manager)
     assert slow.steps == list(range(11))
     assert quick.steps == list(range(31))
     assert [text.partition(";")[0] for text in house.warnings] == [
-        "hanging is behind: 10 things wait for it",
-        "hanging was too slow for 20 of 31 things",
+        "hanging is too slow: 10 items wait for it, and it will miss further ones",
+        "hanging was too slow for 20 of 31 items",
     ]
 
 
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
-def test_tracker_that_hangs_is_left_behind_at_its_deadline(house: House, where: str) -> None:
+def test_tracker_that_hangs_is_abandoned_at_its_deadline(house: House, where: str) -> None:
     stuck, good = Hanging(where), Recorder()
     good.timeout_s = 60.0
-    hub = house.open(stuck, good, timeout_s=0.4 if where != "finish" else 60.0)
-    hub.put(numbers(0))
+    manager = house.open(stuck, good, timeout_s=0.4 if where != "finish" else 60.0)
+    manager.put(numbers(0))
     until(lambda: bool(good.items))
     if where == "finish":  # it has to come to that first
-        hub.end("finished")
+        manager.end("finished")
         until(lambda: bool(good.states))
     until(stuck.hangs.is_set)
-    assert 0.3 < finish(hub, within_s=0.4 if where == "finish" else 3_600.0) < 45
+    assert 0.3 < finish(manager, within_s=0.4 if where == "finish" else 3_600.0) < 45
     assert (good.steps, good.states) == ([0], ["finished"])
-    assert hub.left_behind == ["hanging"]
+    assert manager.unfinished == ["hanging"]
     (warning,) = house.warnings
     assert f"({where}ing" in warning.replace("logging", "loging")
-    assert "left behind" in warning
+    assert "abandoned" in warning
     waits = []
     for _ in range(5):
         again = time.monotonic()
-        hub.wait()  # the thread that hears of the gang's end waits as well
+        manager.wait()  # the thread that hears of the gang's end waits as well
         waits.append(time.monotonic() - again)
     assert min(waits) < 0.3
 
 
 def test_time_for_the_end_can_be_shortened_while_it_is_waited_for(house: House) -> None:
-    hub = house.open(Hanging("finish"), timeout_s=60)
-    hub.end("finished")
-    threading.Timer(0.3, lambda: hub.end("crashed", 0.1)).start()
+    manager = house.open(Hanging("finish"), timeout_s=60)
+    manager.end("finished")
+    threading.Timer(0.3, lambda: manager.end("crashed", 0.1)).start()
     began = time.monotonic()
-    hub.wait()
+    manager.wait()
     assert time.monotonic() - began < 45
-    assert hub.left_behind == ["hanging"]
+    assert manager.unfinished == ["hanging"]
 
 
 def test_tracker_with_much_to_do_still_comes_to_its_finish(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +143,10 @@ def test_tracker_with_much_to_do_still_comes_to_its_finish(house: House, monkeyp
             time.sleep(0.05)
 
     slow = Slow()
-    hub = house.open(slow, timeout_s=50.0)
+    manager = house.open(slow, timeout_s=50.0)
     for step in range(100):
-        hub.put(numbers(step))
-    finish(hub)
+        manager.put(numbers(step))
+    finish(manager)
     assert slow.states == ["finished"]
     assert "slow was too slow for" in house.warnings[-1]
 
@@ -157,25 +157,25 @@ def test_tracker_that_cannot_start_is_off_and_says_why(house: House) -> None:
             raise ImportError("No module named 'wandb'")
 
     absent, good = Absent(), Recorder()
-    hub = house.open(absent, good, strict=True)
+    manager = house.open(absent, good, strict=True)
     until(lambda: bool(house.warnings))
-    hub.put(numbers(0))
-    finish(hub)
+    manager.put(numbers(0))
+    finish(manager)
     assert (absent.items, absent.states) == ([], [])
     assert good.steps == [0]
     (warning,) = house.warnings
     assert warning.startswith("absent could not start: ImportError: No module named 'wandb'; it is off")
-    assert hub.error == "absent: could not start: ImportError: No module named 'wandb'"
+    assert manager.error == "absent: could not start: ImportError: No module named 'wandb'"
     assert [(failed.tracker, failed.strict) for failed in house.failures] == [("absent", True)]
 
 
 @pytest.mark.parametrize("bad", [Failing({1}, ValueError("once")), Hanging("finish")], ids=["error", "hang"])
 def test_strict_hub_counts_every_fault_as_a_failure(house: House, bad: Recorder) -> None:
-    hub = house.open(bad, timeout_s=0.3 if isinstance(bad, Hanging) else 60.0, strict=True)
+    manager = house.open(bad, timeout_s=0.3 if isinstance(bad, Hanging) else 60.0, strict=True)
     for step in range(3):
-        hub.put(numbers(step))
-    finish(hub)
-    assert hub.error
+        manager.put(numbers(step))
+    finish(manager)
+    assert manager.error
     assert [failed.strict for failed in house.failures] == [True]
 
 
@@ -186,14 +186,14 @@ def test_file_that_is_lent_outlives_the_ranks_own_until_all_trackers_have_read_i
             self.read = item.path.read_bytes()
 
     readers = [Reader(), Reader()]
-    hub = house.open(*readers)
+    manager = house.open(*readers)
     source = tmp_path / "file-1.png"
     source.write_bytes(b"picture")
-    lent = hub.lend(source)
+    lent = manager.keep(source)
     source.unlink()  # the driver has taken it home
-    hub.put_lent(Image(1, "examples", lent), lent)
+    manager.put_with_files(Image(1, "examples", lent), lent)
     until(lambda: not lent.exists())
-    finish(hub)
+    finish(manager)
     assert [reader.read for reader in readers] == [b"picture", b"picture"]
     assert not (tmp_path / "lent").exists()
 
@@ -206,44 +206,44 @@ def test_checkpoint_is_lent_as_a_folder(house: House, tmp_path: Path) -> None:
             assert isinstance(item, Checkpoint)
             seen.append(sorted(path.name for path in item.folder.iterdir()))
 
-    hub = house.open(Reader())
+    manager = house.open(Reader())
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     for name in ("model.safetensors", "state.pt"):
         (folder / name).write_bytes(b"x")
-    lent = hub.lend(folder)
-    hub.put_lent(Checkpoint(1, 5, lent, {}), lent)
-    finish(hub)
+    lent = manager.keep(folder)
+    manager.put_with_files(Checkpoint(1, 5, lent, {}), lent)
+    finish(manager)
     assert seen == [["model.safetensors", "state.pt"]]
 
 
 def test_forked_child_hands_nothing_to_trackers_and_ends_none(house: House) -> None:
     recorder = Recorder()
-    hub = house.open(recorder)
+    manager = house.open(recorder)
 
     def child() -> None:
-        hub.put(numbers(1))
-        hub.end("crashed")
-        hub.wait()
+        manager.put(numbers(1))
+        manager.end("crashed")
+        manager.wait()
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    hub.put(numbers(2))
-    finish(hub)
+    manager.put(numbers(2))
+    finish(manager)
     assert (recorder.steps, recorder.states) == ([2], ["finished"])
 
 
 def test_handing_over_costs_microseconds_whatever_trackers_do(house: House) -> None:
-    hub = house.open(Recorder(), Hanging("log"), Failing(None, OSError()), timeout_s=0.1, queue=500)
+    manager = house.open(Recorder(), Hanging("log"), Failing(None, OSError()), timeout_s=0.1, queue=500)
     item = Numbers(1, {"loss": 0.5}, 1)
     deadline, rounds = time.monotonic() + 30, list[float]()
     # Others may have the processor now and then.
     while len(rounds) < 20 or (min(rounds) >= 30e-6 and time.monotonic() < deadline):
         began = time.perf_counter()
         for _ in range(200):
-            hub.put(item)
+            manager.put(item)
         rounds.append((time.perf_counter() - began) / 200)
         time.sleep(0.001)
     assert min(rounds) < 30e-6

@@ -1,4 +1,4 @@
-"""Trackers for tests, good and bad, and a hub that they run in."""
+"""Trackers for tests, good and bad, and a manager that they run in."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from ddptrain.protocol import events
 from ddptrain.tracking.items import Item, Numbers
-from ddptrain.tracking.manager import Hub
+from ddptrain.tracking.manager import TrackerManager
 from ddptrain.tracking.protocol import Facts, State, Tracker
-from ddptrain.tracking.tracker_thread import Wanted
+from ddptrain.tracking.tracker_thread import TrackerDefinition
 
 
 def facts(folder: Path, **changes: Any) -> Facts:
@@ -98,34 +98,34 @@ class Hanging(Recorder):
 
 
 class House:
-    """A hub with trackers, and what it has told."""
+    """A manager with trackers, and what it has told."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.told: list[events.Event] = []
         self.trackers: list[Recorder] = []
-        self.hub: Hub
+        self.manager: TrackerManager
 
-    def open(self, *trackers: Recorder, timeout_s: float = 30.0, **options: Any) -> Hub:
-        """A hub that holds these trackers, which are named as their classes."""
+    def open(self, *trackers: Recorder, timeout_s: float = 30.0, **options: Any) -> TrackerManager:
+        """A manager that holds these trackers, which are named as their classes."""
         self.trackers += trackers
         wanted = [self._wanted(tracker, timeout_s) for tracker in trackers]
-        self.hub = Hub(wanted, self.told.append, self.folder / "lent", **options)
-        return self.hub
+        self.manager = TrackerManager(wanted, self.told.append, self.folder / "lent", **options)
+        return self.manager
 
-    def _wanted(self, tracker: Recorder, timeout_s: float) -> Wanted:
+    def _wanted(self, tracker: Recorder, timeout_s: float) -> TrackerDefinition:
         def make() -> Tracker:
             return tracker
 
         timeout_s = timeout_s if tracker.timeout_s is None else tracker.timeout_s
-        return Wanted(type(tracker).__name__.lower(), make, facts(self.folder), timeout_s, declined=())
+        return TrackerDefinition(type(tracker).__name__.lower(), make, facts(self.folder), timeout_s, declined=())
 
     def close(self) -> None:
         """Let go of those that hang, so that no thread is left."""
         for tracker in self.trackers:
             tracker.gate.set()
-        self.hub.end("finished")
-        self.hub.wait()
+        self.manager.end("finished")
+        self.manager.wait()
 
     @property
     def warnings(self) -> list[str]:

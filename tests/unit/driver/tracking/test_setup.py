@@ -151,7 +151,7 @@ def test_run_where_commands_look_is_called_by_its_id_and_one_in_a_store_by_its_a
     monkeypatch.chdir(writer.layout.root.parents[1])
     tracking, (line,) = make({}, mode="rank0")
     assert "`ddptrain results sync a-run` sends it later" in line
-    assert told(tracking)["to_type"] == "a-run"
+    assert told(tracking)["sync_command"] == "ddptrain results sync a-run"
     Origin("s3://bucket/my runs/a-run").mark(writer.layout.root)
     _, (line,) = make({}, mode="rank0")
     assert "`ddptrain results sync 's3://bucket/my runs/a-run'` sends it later" in line
@@ -160,7 +160,7 @@ def test_run_where_commands_look_is_called_by_its_id_and_one_in_a_store_by_its_a
 def test_shared_run_without_a_key_is_a_run_a_rank(make: Make) -> None:
     tracking, (line,) = make({}, mode="shared")
     assert told(tracking, 1)["mode"] == "process"
-    assert "a run a rank" in line
+    assert "one run for each rank" in line
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_trackers_get_what_the_run_directory_has(rank: Rank, tmp_path: Path) -> 
 
     house = House(tmp_path)
     reader = Reader()
-    rank.context._tracked.hub = house.open(reader)
+    rank.context._tracked.manager = house.open(reader)
     rank.context.log({"loss": 0.5}, step=1, epoch=0.1)
     rank.context.log_image("examples", _RED, step=1, caption="red")
     rank.context.log_table("predictions", ["image", "score"], [[_RED, 0.5]], step=1)
