@@ -164,7 +164,7 @@ def sync(
     def tell(sent: Sent) -> None:
         came.append(sent)
         if not json and (not every or sent.sent or sent.problem or sent.passed_over):
-            write([sent.words])
+            write([sent.summary])
 
     all_well = sync_runs(views, timeout, tell)
     if json:

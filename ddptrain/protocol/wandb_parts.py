@@ -1,4 +1,4 @@
-"""The parts of a W&B run on the disk: a folder for each time that wandb has opened it, and how each of them stands."""
+"""The parts of a W&B run on the disk. wandb creates a folder each time it opens a run: each is a part of the run."""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LINKS = "links.json"  # beside the parts: where those that were sent afterwards are to be seen, by their id
-UNSENT = "unsent"  # in the folder of a run that was online: the server does not have all of it
-OPEN = "open"  # what stands there until it comes to its end
-SENT = "sent"  # what stands there once the server has all of it; it stays, as in an object store nothing is taken away
-SYNCED = ".wandb.synced"  # ends what wandb leaves beside a log that it has sent afterwards
-SYNC_STATE = ".wandb.syncstate"  # has the steps of a part that was sent by half be the same when it is sent again
-STATE_FILES = (f"/{UNSENT}", SYNCED, SYNC_STATE)  # the ends of the names of what says how a part stands
-SENDING = "sending-rank-"  # begins the name of a folder beside the parts: checkpoints on their way to the server
-CHECKPOINT_TYPE = "model"  # of artifacts that are checkpoints
+LINKS = "links.json"  # beside the parts: URLs of the runs that were sent by `results sync`, by their ids
+UNSENT = "unsent"  # a file in the folder of an online run; its text is OPEN, SENT or ""
+OPEN = "open"  # the run has not ended, or was killed
+SENT = "sent"  # the server has everything; the file stays, because nothing is deleted in an object store
+SYNCED = ".wandb.synced"  # suffix of a file that wandb creates beside a log that `wandb sync` has sent
+SYNC_STATE = ".wandb.syncstate"  # suffix of a file with which a log that was sent in part keeps its step numbers
+STATE_FILES = (f"/{UNSENT}", SYNCED, SYNC_STATE)  # ends of the paths of files that tell whether a part was sent
+SENDING = "sending-rank-"  # prefix of a folder beside the parts: checkpoints that are being sent
+CHECKPOINT_TYPE = "model"  # type of artifacts that are checkpoints
 _NAME = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
-_SHARE = re.compile(r"-(?P<rank>rank_\d+)")
+_SHARED = re.compile(r"-(?P<rank>rank_\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One of these folders; `log` is the file with everything that was logged."""
+class RunPart:
+    """One of these folders; `log` is the transaction log, with everything that was logged."""
 
     folder: Path
     log: Path
-    run_id: str  # in W&B; parts of the same run follow each other
+    run_id: str  # in W&B; several parts may continue one run
     began: str
     offline: bool
-    rank: str = ""  # as rank_1: of a run that ranks share, what this one has logged
+    rank: str = ""  # such as rank_1: the part of this rank, of a run that ranks share
 
     @property
     def target(self) -> str:
-        """The run that it is sent to afterwards: a rank's share to one of its own, for the server would mix up rows."""
+        """The id of the run that it is sent to.
+
+        A rank's part of a shared run becomes a run of its own: the rows of all ranks have the same step numbers, and
+        the server would mix them up.
+        """
         return f"{self.run_id}-{self.rank}" if self.rank else self.run_id
 
     @property
     def sent(self) -> bool:
-        """Whether the server has all of it: wandb leaves a mark where it has sent it afterwards."""
+        """Whether the server has everything."""
         if self.log.with_suffix(SYNCED).exists():
             return True
         return not self.offline and self.mark in (None, SENT)
 
     @property
     def mark(self) -> str | None:
-        """What the file UNSENT says; None where there is none."""
+        """The text of the file UNSENT; None if it does not exist."""
         try:
             return (self.folder / UNSENT).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -55,62 +59,61 @@ class Part:
             return ""
 
 
-def waiting(parts: Sequence[Part]) -> list[Part]:
-    """Those parts that the server lacks something of.
+def waiting(parts: Sequence[RunPart]) -> list[RunPart]:
+    """The parts that have to be sent.
 
-    An online one that was killed, and whose run went on online after it, is none: what was sent again would come twice.
+    Not an online part that was killed, if the run continued online afterwards: its rows would be sent twice.
     """
-    return [part for part in parts if not part.sent and not (_was_killed(part) and _went_on(part, parts))]
+    return [part for part in parts if not part.sent and not (_was_killed(part) and _was_continued(part, parts))]
 
 
-def _was_killed(part: Part) -> bool:
+def _was_killed(part: RunPart) -> bool:
     return not part.offline and part.mark == OPEN
 
 
-def _went_on(part: Part, parts: Sequence[Part]) -> bool:
+def _was_continued(part: RunPart, parts: Sequence[RunPart]) -> bool:
     family = [each for each in parts if each.target == part.target]
     return any(each.sent for each in family[family.index(part) + 1 :])
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is below a run directory, or below another folder that holds some."""
+    """The folder of a checkpoint below a run directory, or below another folder with the same layout."""
     return folder / "checkpoints" / f"step-{step}"
 
 
-def parts_below(folder: Path) -> list[Part]:
-    """The parts in `folder` or one below it, in the order in which they were begun."""
+def parts_below(folder: Path) -> list[RunPart]:
+    """The parts in `folder` and in its subfolders, oldest first."""
     outer = _entries(folder)
     return _parts([*outer, *(inner for each in outer for inner in _entries(each))])
 
 
-def parts_in(folder: Path) -> list[Part]:
-    """Those in `folder`, which may be any: nothing else in it is looked into. None where it can't be read."""
+def parts_in(folder: Path) -> list[RunPart]:
+    """The parts in `folder`, oldest first; none if it cannot be read. Looks into no other subfolder."""
     return _parts(_entries(folder))
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in it; nothing, where it is no folder, can't be read, or has just gone (Path.glob would raise)."""
+    """The content of a folder; [] if it is not a folder or cannot be read (Path.glob would raise)."""
     try:
         return list(folder.iterdir())
     except OSError:
         return []
 
 
-def _parts(folders: Sequence[Path]) -> list[Part]:
-    """Those among these folders."""
+def _parts(folders: Sequence[Path]) -> list[RunPart]:
     found = []
     named = [(folder, match) for folder in folders if (match := _NAME.fullmatch(folder.name))]
     for log, match in ((path, match) for folder, match in named for path in _entries(folder)):
         if log.match("run-*.wandb") and log.is_file() and not log.is_symlink():
             run_id = log.stem.removeprefix("run-")
-            shared = _SHARE.fullmatch(match["id"].removeprefix(run_id))
+            shared = _SHARED.fullmatch(match["id"].removeprefix(run_id))
             rank = shared["rank"] if shared else ""
-            found.append(Part(log.parent, log, run_id, match["time"], match["offline"] is not None, rank))
+            found.append(RunPart(log.parent, log, run_id, match["time"], match["offline"] is not None, rank))
     return sorted(found, key=lambda part: (part.began, part.folder.name))
 
 
 def links_in(folder: Path) -> dict[str, str]:
-    """Where runs that were sent afterwards are to be seen, by their id."""
+    """The content of the file LINKS in a folder; {} if there is none."""
     try:
         known = json.loads((folder / LINKS).read_text(encoding="utf-8"))
         return {str(run_id): str(url) for run_id, url in known.items()}

@@ -14,8 +14,8 @@ import pytest
 from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
 from ddptrain.results.lookup import load_run
 from ddptrain.results.record import RunStatus
-from ddptrain.results.tracking import wandb_log
 from ddptrain.results.writer import RunWriter
+from ddptrain.tracking.wandb import transaction_log
 from tests.conftest import Cli
 from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend
 
@@ -47,7 +47,7 @@ def attack(folder: Path, server: str) -> Path:
         row = wire.HistoryRecord(item=[wire.HistoryItem(key="loss", value_json="1.0")])
         records = [wire.Record(num=1, run=run), wire.Record(num=2, history=row)]
         records.append(wire.Record(num=3, exit=wire.RunExitRecord(exit_code=0)))
-        wandb_log.write(part / "run-w1.wandb", (each.SerializeToString() for each in records))
+        transaction_log.write(part / "run-w1.wandb", (each.SerializeToString() for each in records))
         lines = "\n".join(f"{name} = {server}" for name in ("base_url", "http_proxy", "https_proxy"))
         for place in (writer.layout.root, writer.layout.tracking_dir, part, part / "files"):
             (place / "wandb").mkdir(exist_ok=True)
@@ -103,7 +103,7 @@ def test_settings_and_modules_in_the_run_directory_are_not_read(
     run = attack(tmp_path, foreign.url)
     monkeypatch.chdir(run / inside)
     came = sync(run, user(tmp_path / "home", **own.environment))
-    assert (came.words, own.keys) == ("a-run: 1 sent to W&B", {API_KEY})
+    assert (came.summary, own.keys) == ("a-run: 1 sent to W&B", {API_KEY})
     assert [row["loss"] for row in own.run.history] == [1.0]
 
 
@@ -111,7 +111,7 @@ def test_server_of_netrc_gets_its_own_key(tmp_path: Path, own: Backend) -> None:
     run = attack(tmp_path, own.url)
     environ = user(tmp_path / "home")
     Path(environ["NETRC"]).write_text(f"machine {own.url.removeprefix('http://')} login user password {API_KEY}\n")
-    assert (sync(run, environ).words, own.keys) == ("a-run: 1 sent to W&B", {API_KEY})
+    assert (sync(run, environ).summary, own.keys) == ("a-run: 1 sent to W&B", {API_KEY})
 
 
 def test_cause_is_shown_of_a_key_that_wandb_refuses(tmp_path: Path, own: Backend) -> None:

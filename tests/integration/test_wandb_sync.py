@@ -18,12 +18,12 @@ import pytest
 
 from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
 from ddptrain.errors import UsageError
-from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, UNSENT, Part, parts_below, waiting
+from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, UNSENT, RunPart, parts_below, waiting
 from ddptrain.results.lookup import load_run
 from ddptrain.results.ownership import lock
 from ddptrain.results.record import RunStatus
-from ddptrain.results.tracking import wandb_log
 from ddptrain.results.writer import RunWriter
+from ddptrain.tracking.wandb import transaction_log
 from tests.conftest import Cli
 from tests.integration.wandb_backend import Backend, wandb_backend
 
@@ -33,7 +33,7 @@ import os, signal, sys, time
 from pathlib import Path
 import PIL.Image
 from wandb.proto.wandb_internal_pb2 import Record
-from ddptrain.results.tracking.wandb_log import records
+from ddptrain.tracking.wandb.transaction_log import records
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb.sink import WandbTracker
@@ -200,7 +200,7 @@ def test_part_that_was_overtaken_does_not_say_how_the_run_has_ended(run: Path, b
     first.folder.rename(run.parent / "first")
     assert sync(run, backend.environment).sent == 1  # the second attempt was online, say
     (run.parent / "first").rename(first.folder)
-    wandb_log.rewritten(last.log, first.log, lambda file: Path(file.path), 1)  # one that has come to its end
+    transaction_log.rewrite(last.log, first.log, lambda file: Path(file.path), 1)  # one that has come to its end
     assert sync(run, backend.environment).sent == 1
     assert backend.run.exits == [0, 0]
     assert backend.run.state == "finished"
@@ -238,7 +238,7 @@ def test_without_a_key_nothing_is_tried(run: Path, run_cli: Cli, tmp_path: Path)
         sync(run, {"HOME": str(tmp_path)})
     for part in parts_below(run / "tracking" / "wandb"):
         part.log.with_suffix(".wandb.synced").touch()
-    assert sync(run, {"HOME": str(tmp_path)}).words == "a-run: nothing to send to W&B"
+    assert sync(run, {"HOME": str(tmp_path)}).summary == "a-run: nothing to send to W&B"
     ended = run_cli("results", "sync")
     assert ended.rc == 2
     assert "--all" in ended.stderr
@@ -252,13 +252,13 @@ def test_artifact_whose_files_are_missing_is_told_of(run: Path, backend: Backend
     assert backend.asked == []
 
 
-def _adds(part: Part, **record: Any) -> None:
+def _adds(part: RunPart, **record: Any) -> None:
     """Put a further record into a log, before its last one."""
     from wandb.proto import wandb_internal_pb2
 
     added = wandb_internal_pb2.Record(**record)  # type: ignore[attr-defined]
-    *known, last = wandb_log.records(part.log)
-    wandb_log.write(part.log, iter([*known, added.SerializeToString(), last]))
+    *known, last = transaction_log.records(part.log)
+    transaction_log.write(part.log, iter([*known, added.SerializeToString(), last]))
 
 
 def _artifact(kind: str, **manifest: Any) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _artifact(kind: str, **manifest: Any) -> dict[str, Any]:
     return {"artifact": {**named, "sequence_client_id": "1", "finalize": True, "manifest": about}}
 
 
-def _leads_away(kind: str, part: Part, foreign: Path) -> None:
+def _leads_away(kind: str, part: RunPart, foreign: Path) -> None:
     """Have a part name the file `key` in `foreign`, which is nothing of the run's."""
     staging = part.log.parents[1] / "data/artifacts/staging"
     entry = {"path": "key", "local_path": str(staging / "key"), "skip_cache": True}
@@ -324,7 +324,7 @@ def test_log_that_names_files_which_are_not_of_the_run_sends_none_of_them(
     sent = [made.files for made in backend.artifacts.values()] + [made.files for made in backend.runs.values()]
     assert b"hush-hush" not in [data for files in sent for data in files.values()]
     if kind == "checkpoint in a link":
-        assert came.words == "a-run: 1 sent to W&B, less 1 checkpoint that the run no longer keeps"
+        assert came.summary == "a-run: 1 sent to W&B, less 1 checkpoint that the run no longer keeps"
     else:
         assert "are missing" in problem or "is not of this run" in problem
         assert backend.asked == []

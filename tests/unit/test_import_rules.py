@@ -22,13 +22,13 @@ ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
     "config": set(),
     "storage": set(),
-    "results": {"storage"},
     "tracking": set(),
+    "results": {"storage", "tracking"},  # tracking: files that W&B has written
     "workloads": {"storage"},
     "worker": set(),
     "rank": {"tracking", "workloads"},
     "clusters": {"worker"},
-    "driver": {"clusters", "results", "worker"},
+    "driver": {"clusters", "results", "tracking", "worker"},  # tracking: W&B's credentials, files and sync command
     "cli": {"clusters", "driver", "results"},
     "compat": {"clusters", "driver", "rank", "results", "worker"},  # parts of it run in each of these
 }

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.config.load import resolved_config, without_secrets
 from ddptrain.config.models import RunConfig
 from ddptrain.config.registry import TRACKER_PACKAGES, TRACKERS
-from ddptrain.driver.tracking.wandb_credentials import BASE_URL, KEY, find_access
 from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
@@ -20,6 +19,7 @@ from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
 from ddptrain.results.metrics import AllSeries
 from ddptrain.results.tracking.record import WANDB, to_type
 from ddptrain.results.writer import RunWriter
+from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, find_access
 
 if TYPE_CHECKING:
     from ddptrain.driver.worker_group import Place

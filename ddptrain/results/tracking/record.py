@@ -1,4 +1,4 @@
-"""What trackers have made of a run: what ranks have told of it, and where it was sent afterwards."""
+"""What trackers have created for a run: what ranks have reported in run.json, and what was sent afterwards."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import re
 import shlex
 from pathlib import Path
 
-from ddptrain.protocol.wandb_parts import SENDING, Part, links_in, parts_below, parts_in
+from ddptrain.protocol.wandb_parts import SENDING, RunPart, links_in, parts_below, parts_in
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.record import RunRecord
 
 WANDB = "wandb"
-RECORDED = f"{TRACKING}/{WANDB}"  # in the run directory: what W&B keeps there
-OF_NO_USE = (f"{RECORDED}/cache/", f"{RECORDED}/{SENDING}")  # but to wandb, while the run is on
-_RUNS = "runs"  # where commands look, unless told otherwise
+RECORDED = f"{TRACKING}/{WANDB}"  # in the run directory: what W&B has recorded
+OF_NO_USE = (f"{RECORDED}/cache/", f"{RECORDED}/{SENDING}")  # wandb needs these only during the run
+_RUNS = "runs"  # the default folder of runs
 _NUMBER = re.compile(r"(\d+)")
 
 
 def to_type(layout: RunLayout) -> str:
-    """What stands for RUN on a command line of this folder: the run's id, or where it is."""
+    """The argument RUN for a command in the current directory: the run's id, or its directory or URL."""
     if layout.is_original and layout.root.absolute().parent == Path(_RUNS).absolute():
         return layout.root.name
     return shlex.quote(layout.where)
 
 
 def made_by_trackers(layout: RunLayout, record: RunRecord) -> dict[str, dict[str, str]]:
-    """By tracker, or `wandb/rank_1` for another rank's: its id, url, folder and so on, as far as they are known.
+    """By tracker (or `wandb/rank_1` for another rank): its id, url, folder and so on, as far as they are known.
 
-    What was sent to W&B afterwards has its url there, too; a run that was made for it alone is called `wandb/<its id>`.
+    Includes the URLs of W&B runs that were sent afterwards. A W&B run that was created only for sending is called
+    `wandb/<its id>`.
     """
     links = links_in(layout.tracking_dir / WANDB) if record.tracking else {}
     made = {name: dict(record.tracking[name]) for name in sorted(record.tracking, key=_by_number)}
@@ -40,12 +41,12 @@ def made_by_trackers(layout: RunLayout, record: RunRecord) -> dict[str, dict[str
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Sorts rank_2 before rank_10."""
+    """A sort key: rank_2 comes before rank_10."""
     return [int(part) if part.isdecimal() else part for part in _NUMBER.split(name)]
 
 
-def wandb_parts(layout: RunLayout, record: RunRecord) -> list[Part]:
-    """The parts of a run's W&B runs, also of those that the user has kept elsewhere (WANDB_DIR)."""
+def wandb_parts(layout: RunLayout, record: RunRecord) -> list[RunPart]:
+    """The parts of a run's W&B runs, including those in another folder (WANDB_DIR)."""
     parts = parts_below(layout.tracking_dir / WANDB)
     here = {part.run_id for part in parts}
     found = [about for about in record.tracking.values() if about.get("id", "") not in {"", *here}]

@@ -1,1 +1,5 @@
-"""Weights & Biases."""
+"""Everything about Weights & Biases that needs neither a run directory nor a cluster.
+
+The driver and results import `credentials`, `run_parts`, `sync_command` and `transaction_log`, which do not import
+wandb. The other modules import it, and are imported in the tracker's thread.
+"""

@@ -1,82 +1,130 @@
-"""Pictures, tables, checkpoints and histograms, as W&B has them."""
+"""Converts images, tables and models to wandb's objects."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
-from collections.abc import Mapping
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image  # noqa: F401  # wandb asks for it later, when a process may be about to fork
+import PIL.Image  # noqa: F401  # wandb would import it later, maybe while the process forks
 import wandb
 
 from ddptrain.tracking import items
 
-_MOST_SAMPLED = 1 << 16  # numbers of a tensor that a histogram is made from: training has the processor
+_MAX_SAMPLES = 1 << 16  # of a tensor, for a histogram: training needs the processor
 _BINS = 64
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-def picture(item: items.Image) -> wandb.Image:
-    """A picture, which wandb copies when it is logged."""
+def to_image(item: items.Image) -> wandb.Image:
+    """The image; wandb copies its file when it is logged."""
     return wandb.Image(str(item.path), caption=item.caption or None)
 
 
-def table(item: items.Table, most_rows: int) -> wandb.Table:
-    """The first `most_rows` rows of a table, with its pictures."""
-    rows = [[_cell(value) for value in row] for row in item.rows[:most_rows]]
+def to_table(item: items.Table, max_rows: int) -> wandb.Table:
+    """The first rows of a table, with their images."""
+    rows = [[_cell(value) for value in row] for row in item.rows[:max_rows]]
     return wandb.Table(columns=list(item.columns), data=rows)
-
-
-def pictures(item: items.Table, most_rows: int) -> list[Path]:
-    """The files of the pictures in the first `most_rows` rows."""
-    return [value.path for row in item.rows[:most_rows] for value in row if isinstance(value, items.Image)]
 
 
 def _cell(value: Any) -> Any:
     if isinstance(value, items.Image):
-        return picture(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
+        return to_image(value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
-def table_artifact(item: items.Table, most_rows: int, run_id: str, suffix: str) -> wandb.Artifact:
-    """The table as an artifact `<its name>_<run>`, with pictures of its own.
+def to_table_artifact(item: items.Table, max_rows: int, run_id: str, suffix: str) -> wandb.Artifact:
+    """The table as an artifact `<its name>_<run>`, with its own copy of the table.
 
-    One that shared the table that is logged would refer to another artifact, which a server has to know by then.
+    If it shared the table that is logged, it would refer to another artifact, which the server may not have yet.
     """
-    name = artifact_name(f"{item.name}_{run_id}{suffix}")
-    artifact = wandb.Artifact(name, type=artifact_name(item.name), metadata={"step": item.step})
-    artifact.add(table(item, most_rows), artifact_name(item.name))
+    artifact = wandb.Artifact(
+        artifact_name(f"{item.name}_{run_id}{suffix}"), type=artifact_name(item.name), metadata={"step": item.step}
+    )
+    artifact.add(to_table(item, max_rows), artifact_name(item.name))
     return artifact
 
 
 def artifact_name(text: str) -> str:
-    """The text as a name that W&B takes."""
+    """The text without the characters that W&B refuses in names."""
     return _NOT_IN_NAMES.sub("_", text)[:128]
 
 
-def histograms(model: Any, what: str) -> dict[str, wandb.Histogram]:
-    """Histograms of a model's parameters, gradients or both (`what` is "all"), as they are at this moment.
+def histograms(model: Any, watch: str) -> dict[str, wandb.Histogram]:
+    """Histograms of a model's current "parameters", "gradients" or both ("all").
 
-    The model trains on meanwhile: nothing is hooked into it, so that no fault of W&B can reach it.
+    The model is being trained meanwhile. No hooks are added to it, so an error of W&B cannot reach it.
     """
-    found: dict[str, wandb.Histogram] = {}
+    tensors: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        if what in {"parameters", "all"}:
-            found |= _histogram(f"parameters/{name}", parameter)
-        if what in {"gradients", "all"}:
-            found |= _histogram(f"gradients/{name}", parameter.grad)
-    return found
+        if watch in {"parameters", "all"}:
+            tensors[f"parameters/{name}"] = parameter
+        if watch in {"gradients", "all"}:
+            tensors[f"gradients/{name}"] = parameter.grad
+    samples = {name: _sample(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return {
+        name: wandb.Histogram(np_histogram=np.histogram(values, bins=_BINS))
+        for name, values in samples.items()
+        if values.size
+    }
 
 
-def _histogram(name: str, tensor: Any) -> Mapping[str, wandb.Histogram]:
-    if tensor is None:
-        return {}
+def _sample(tensor: Any) -> Any:
+    """Up to about 65,536 finite values of a tensor, as an array."""
     flat = tensor.detach().flatten()
-    flat = flat[:: max(1, flat.numel() // _MOST_SAMPLED)]
-    values = flat.float().cpu().numpy()
-    values = values[np.isfinite(values)]
-    return {name: wandb.Histogram(np_histogram=np.histogram(values, bins=_BINS))} if values.size else {}
+    values = flat[:: max(1, flat.numel() // _MAX_SAMPLES)].float().cpu().numpy()
+    return values[np.isfinite(values)]
+
+
+@contextmanager
+def shared_image_copies(table: items.Table, max_rows: int) -> Iterator[None]:
+    """Replaces the copies of a table's images that wandb makes in the block by hard links to the images.
+
+    wandb copies each image into every artifact that shows it. Only for an offline run: an online run deletes a copy
+    once it is sent, maybe within the block.
+    """
+    folder = Path(os.environ.get("WANDB_DATA_DIR", "")) / "artifacts" / "staging"
+    before = {*_entries(folder)}
+    yield
+    with suppress(OSError):  # then they stay copies
+        images = [value.path for row in table.rows[:max_rows] for value in row if isinstance(value, items.Image)]
+        known: dict[tuple[int, bytes], Path] = {_content(path): path for path in images}
+        for copy in _entries(folder) - before:
+            if _is_complete(copy) and (content := _content(copy)) in known:
+                known[content] = _replace_by_link(copy, known[content])
+
+
+def _entries(folder: Path) -> set[Path]:
+    try:
+        return {*folder.iterdir()}
+    except OSError:
+        return set()
+
+
+def _is_complete(copy: Path) -> bool:
+    """Whether wandb has finished a copy: its last step is to make it read-only. Other ranks write there, too."""
+    mode = copy.lstat().st_mode
+    return stat.S_ISREG(mode) and stat.S_IMODE(mode) == stat.S_IRUSR
+
+
+def _content(path: Path) -> tuple[int, bytes]:
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").digest()
+
+
+def _replace_by_link(copy: Path, original: Path) -> Path:
+    """Returns the file that further copies can be linked to: the original, or the copy on another disk."""
+    beside = copy.with_name(f"{copy.name}-{secrets.token_hex(4)}")
+    try:
+        os.link(original, beside)
+    except OSError:  # another disk
+        return copy
+    os.replace(beside, copy)
+    return original

@@ -1,7 +1,8 @@
-"""Which numbers go to W&B, and in which rows: thinned by step, and together where they belong to one step."""
+"""Decides which numbers go to W&B, and groups them into rows, one for each step. Also finds best values."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,13 +10,16 @@ from typing import Any
 
 STEP = "step"
 EPOCH = "epoch"
-ATTEMPT = "attempt"  # tells the rows of the attempt that counts from those that it repeats
+ATTEMPT = "attempt"  # after a restart W&B keeps both rows of a repeated step; the higher attempt counts
 _LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
 _HIGHER_IS_BETTER = ("accuracy", "acc", "top1", "top5", "f1", "auc", "precision", "recall", "score")
 
 
 def goal_of(name: str, metric: str = "", mode: str = "min") -> str:
-    """What is best of a metric, "min" or "max", or "" where nobody can say; `metric`, `mode`: the checkpoint's."""
+    """Whether the best value of a metric is its "min" or "max"; "" if unknown.
+
+    `metric` and `mode` are those of the `checkpoint` section.
+    """
     if name == metric:
         return mode
     last = name.lower().rpartition("/")[2]
@@ -25,24 +29,52 @@ def goal_of(name: str, metric: str = "", mode: str = "min") -> str:
     return "max" if any(word in words for word in _HIGHER_IS_BETTER) else ""
 
 
-class Thinner:
-    """Lets a name through when `every` steps are over since it was last let through, and what was held back at the end.
+class BestValues:
+    """The best and the last value of each metric over all attempts; wandb knows only those of its own process."""
 
-    A name that is not in every step that is logged always goes, and so does the first value of each whole epoch: what
-    is logged once an epoch is whole, however few steps that has.
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[str, float, float]] = {}  # name -> goal, best, last
+
+    def add(self, name: str, goal: str, *values: float) -> None:
+        """Further values of a metric; `goal` is "min" or "max"."""
+        for value in values:
+            _, best, _ = self._values.get(name, (goal, value, value))
+            better = min if goal == "min" else max
+            self._values[name] = goal, value if math.isnan(best) else better(best, value), value
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """As in the summary of a W&B run: {"val/loss": {"min": 0.2, "last": 0.3}}."""
+        return {name: {goal: best, "last": last} for name, (goal, best, last) in self._values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldValue:
+    """A value that was held back, and its position."""
+
+    value: float
+    step: float
+    epoch: float | None
+    time_s: float
+
+
+class RowFilter:
+    """Lets a metric through once in `every` steps, and at the end the last value that was held back.
+
+    A metric that is not logged at every step is always let through, and so is the first value of each whole epoch: then
+    metrics that are logged once an epoch are complete, even if an epoch has few steps.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._step: float | None = None
-        self._tick = 0  # counts the steps in which anything was logged
-        self._seen: dict[str, int] = {}  # name -> the tick of its last value
-        self._epochs: dict[str, float] = {}  # name -> the whole epoch of its last value that had one
-        self._sent: dict[str, float] = {}  # name -> the step of the last value that went
-        self._held: dict[str, Held] = {}
+        self._tick = 0  # the number of steps at which anything was logged
+        self._seen: dict[str, int] = {}  # name -> tick of its last value
+        self._epochs: dict[str, float] = {}  # name -> whole epoch of its last value that had one
+        self._sent: dict[str, float] = {}  # name -> step of the last value that was let through
+        self._held: dict[str, HeldValue] = {}
 
     def take(self, values: Mapping[str, float], step: float | None, epoch: float | None, time_s: float) -> list[str]:
-        """The names of `values` that go now; without a step all do."""
+        """The names of the values to log now; all of them if there is no step."""
         if step is None:
             return list(values)
         if step != self._step:
@@ -54,7 +86,7 @@ class Thinner:
                 self._sent[name] = step
                 self._held.pop(name, None)
             else:
-                self._held[name] = Held(value, step, epoch, time_s)
+                self._held[name] = HeldValue(value, step, epoch, time_s)
             self._seen[name] = self._tick
         return due
 
@@ -66,32 +98,22 @@ class Thinner:
 
     def _is_due(self, name: str, step: float) -> bool:
         sent = self._sent.get(name)
-        if sent is None or not 0 <= step - sent < self._every:  # steps may begin again
+        if sent is None or not 0 <= step - sent < self._every:  # steps may start again from a lower number
             return True
         return step != sent and self._tick - self._seen[name] > 1
 
-    def rest(self) -> dict[float, dict[str, Held]]:
-        """By step, the last value of each name that was held back; they count as sent."""
-        rows: dict[float, dict[str, Held]] = {}
+    def rest(self) -> dict[float, dict[str, HeldValue]]:
+        """By step, the values that are still held back; afterwards none is."""
+        rows: dict[float, dict[str, HeldValue]] = {}
         for name, held in self._held.items():
             rows.setdefault(held.step, {})[name] = held
         self._held = {}
         return dict(sorted(rows.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A value that was held back, and where it belongs."""
-
-    value: float
-    step: float
-    epoch: float | None
-    time_s: float
-
-
 @dataclass(slots=True)
 class Row:
-    """What is logged at one step, until it goes; `since_s` is when it was begun (monotonic)."""
+    """The values of one step, collected before they are logged. `since_s` is when it was created (monotonic)."""
 
     step: float | None
     values: dict[str, Any] = field(default_factory=dict)
@@ -99,18 +121,18 @@ class Row:
     time_s: float = 0.0
     since_s: float = field(default_factory=time.monotonic)
 
-    def fits(self, step: float | None, names: Mapping[str, Any]) -> bool:
-        """Whether values of that step can join: of the same one, and none of them again."""
-        return step is not None and step == self.step and not self.values.keys() & names.keys()
+    def fits(self, step: float | None, values: Mapping[str, Any]) -> bool:
+        """Whether the row can take these values: of the same step, and none of the names twice."""
+        return step is not None and step == self.step and not self.values.keys() & values.keys()
 
     def add(self, values: Mapping[str, Any], epoch: float | None, time_s: float) -> None:
-        """Take more values of the step."""
+        """Adds values of the row's step."""
         self.values |= values
         self.epoch = self.epoch if epoch is None else epoch
         self.time_s = max(self.time_s, time_s)
 
     def as_logged(self, prefix: str, attempt: int) -> dict[str, Any]:
-        """The row as W&B gets it, every name behind `prefix`."""
+        """The row for wandb.Run.log, each name with the prefix."""
         row: dict[str, Any] = {f"{prefix}{name}": value for name, value in self.values.items()}
         for name, value in ((STEP, self.step), (EPOCH, self.epoch), (ATTEMPT, attempt)):
             if value is not None:

@@ -12,11 +12,11 @@ from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.models import RunConfig
 from ddptrain.driver.recorder import Telling
 from ddptrain.driver.tracking.setup import Tracking
-from ddptrain.driver.tracking.wandb_credentials import find_access
 from ddptrain.driver.worker_group import Place
 from ddptrain.protocol.events import Tracked
 from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.writer import RunWriter
+from ddptrain.tracking.wandb.credentials import find_access
 
 KEY = "k" * 40
 

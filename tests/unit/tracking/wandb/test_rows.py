@@ -6,62 +6,61 @@ import math
 
 import pytest
 
-from ddptrain.tracking.wandb.best import Bests
-from ddptrain.tracking.wandb.rows import Row, Thinner, goal_of
+from ddptrain.tracking.wandb.rows import BestValues, Row, RowFilter, goal_of
 
 
 def test_every_tenth_step_goes_and_every_value_of_an_epochs_end() -> None:
-    thinner = Thinner(10)
+    row_filter = RowFilter(10)
     gone: list[tuple[str, int]] = []
     for step in range(25):
-        gone += [(name, step) for name in thinner.take({"train/loss": 1.0}, step, None, 0.0)]
+        gone += [(name, step) for name in row_filter.take({"train/loss": 1.0}, step, None, 0.0)]
         if step % 7 == 6:
-            gone += [(name, step) for name in thinner.take({"val/loss": 1.0}, step, None, 0.0)]
+            gone += [(name, step) for name in row_filter.take({"val/loss": 1.0}, step, None, 0.0)]
     assert [step for name, step in gone if name == "train/loss"] == [0, 10, 20]
     assert [step for name, step in gone if name == "val/loss"] == [6, 13, 20]
 
 
 def test_what_is_logged_once_an_epoch_goes_however_few_steps_it_has() -> None:
-    once = Thinner(10)
+    once = RowFilter(10)
     assert all(once.take({"loss": 1.0}, 3 * epoch, epoch, 0.0) for epoch in range(1, 6))
-    steps = Thinner(10)
+    steps = RowFilter(10)
     sent = [step for step in range(20) if steps.take({"loss": 1.0}, step, step // 6, 0.0)]
     assert sent == [0, 6, 12, 18]
 
 
 def test_last_values_come_at_the_end_with_their_own_steps() -> None:
-    thinner = Thinner(10)
+    row_filter = RowFilter(10)
     for step in range(13):
-        thinner.take({"loss": float(step), **({"lr": 0.1} if step < 5 else {})}, step, step / 10, float(step))
-    rest = thinner.rest()
+        row_filter.take({"loss": float(step), **({"lr": 0.1} if step < 5 else {})}, step, step / 10, float(step))
+    rest = row_filter.rest()
     assert [(step, {name: held.value for name, held in row.items()}) for step, row in rest.items()] == [
         (4, {"lr": 0.1}),
         (12, {"loss": 12.0}),
     ]
     assert (rest[12]["loss"].epoch, rest[12]["loss"].time_s) == (1.2, 12.0)
-    assert thinner.rest() == {}
+    assert row_filter.rest() == {}
 
 
 def test_value_that_went_is_not_sent_again_at_the_end() -> None:
-    thinner = Thinner(10)
-    thinner.take({"loss": 1.0}, 10, None, 0.0)
-    assert thinner.rest() == {}
+    row_filter = RowFilter(10)
+    row_filter.take({"loss": 1.0}, 10, None, 0.0)
+    assert row_filter.rest() == {}
 
 
 def test_numbers_without_a_step_always_go() -> None:
-    thinner = Thinner(10)
-    assert [thinner.take({"loss": 1.0}, None, None, 0.0) for _ in range(3)] == [["loss"]] * 3
+    row_filter = RowFilter(10)
+    assert [row_filter.take({"loss": 1.0}, None, None, 0.0) for _ in range(3)] == [["loss"]] * 3
 
 
 def test_steps_that_begin_again_are_logged_at_once() -> None:
-    thinner = Thinner(10)
-    assert thinner.take({"loss": 1.0}, 1000, None, 0.0) == ["loss"]
-    assert thinner.take({"loss": 1.0}, 3, None, 0.0) == ["loss"]
+    row_filter = RowFilter(10)
+    assert row_filter.take({"loss": 1.0}, 1000, None, 0.0) == ["loss"]
+    assert row_filter.take({"loss": 1.0}, 3, None, 0.0) == ["loss"]
 
 
 def test_every_step_goes_where_log_every_is_one() -> None:
-    thinner = Thinner(1)
-    assert all(thinner.take({"loss": 1.0}, step, None, 0.0) for step in range(5))
+    row_filter = RowFilter(1)
+    assert all(row_filter.take({"loss": 1.0}, step, None, 0.0) for step in range(5))
 
 
 def test_row_takes_what_belongs_to_its_step_and_nothing_twice() -> None:
@@ -104,9 +103,9 @@ def test_checkpoints_metric_is_best_as_the_configuration_says() -> None:
 
 
 def test_best_values_go_on_from_those_before() -> None:
-    bests = Bests()
-    bests.note("val/loss", "min", math.nan, 0.2, 0.4)
-    bests.note("val/accuracy", "max", 0.7)
-    bests.note("val/loss", "min", 0.3)
-    bests.note("val/accuracy", "max", 0.9)
+    bests = BestValues()
+    bests.add("val/loss", "min", math.nan, 0.2, 0.4)
+    bests.add("val/accuracy", "max", 0.7)
+    bests.add("val/loss", "min", 0.3)
+    bests.add("val/accuracy", "max", 0.9)
     assert bests.summary() == {"val/loss": {"min": 0.2, "last": 0.3}, "val/accuracy": {"max": 0.9, "last": 0.9}}

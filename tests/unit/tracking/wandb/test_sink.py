@@ -21,16 +21,16 @@ import wandb
 
 from ddptrain.config.tracking import WandbSettings
 from ddptrain.protocol.wandb_parts import parts_below
-from ddptrain.results.tracking import wandb_log
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb import run as wandb_run
-from ddptrain.tracking.wandb.checkpoints import Checkpoints
-from ddptrain.tracking.wandb.plan import Plan
-from ddptrain.tracking.wandb.run import Wanted, settings_for
+from ddptrain.tracking.wandb import transaction_log
+from ddptrain.tracking.wandb.artifacts import CheckpointArtifacts, Uploads
+from ddptrain.tracking.wandb.internals import parse_record
+from ddptrain.tracking.wandb.media import shared_image_copies
+from ddptrain.tracking.wandb.rank_run import RankRun
+from ddptrain.tracking.wandb.run import RunOptions, settings_for
 from ddptrain.tracking.wandb.sink import WandbTracker, WentOffline
-from ddptrain.tracking.wandb.staging import one_of_each
-from ddptrain.tracking.wandb.uploads import Uploads
 
 CONFIG = {"params": {"epochs": 2}, "checkpoint": {"metric": "val/loss", "mode": "min"}}
 
@@ -43,7 +43,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     yield
-    wandb_run.close_core()
+    wandb_run.stop_service()
     for name in set(os.environ) - set(before):
         del os.environ[name]
 
@@ -78,7 +78,7 @@ def numbers(step: int, **values: float) -> items.Numbers:
 
 def read_back(folder: Path) -> list[Any]:
     """The records of the parts in a folder, in order."""
-    return [wandb_log._parsed(data) for part in parts_below(folder) for data in wandb_log.records(part.log)]
+    return [parse_record(data) for part in parts_below(folder) for data in transaction_log.records(part.log)]
 
 
 def rows(records: list[Any]) -> list[dict[str, str]]:
@@ -149,7 +149,7 @@ def test_process_that_ends_while_it_opens_a_run_does_not_say_that_the_run_has_fi
     monkeypatch.setattr(atexit, "unregister", forgotten)
     monkeypatch.setattr(wandb, "init", opened)
     wandb_run.prepare(tmp_path / "wandb")
-    run = wandb_run.open_run(Wanted("offline", "r1", tmp_path / "wandb"), Uploads())
+    run = wandb_run.open_run(RunOptions("offline", "r1", tmp_path / "wandb"), Uploads())
     assert wandb_run.finish(run, "failed", 60.0)
     assert while_opening == [False]
 
@@ -167,7 +167,8 @@ def test_pictures_that_are_on_another_disk_are_there_once(tmp_path: Path, monkey
         link(source, new)
 
     monkeypatch.setattr("os.link", link_here)
-    with one_of_each([other]):
+    table = items.Table(0, "t", ("image",), ((items.Image(0, "x", other),),))
+    with shared_image_copies(table, 1):
         for name, data in (("one", b"a picture"), ("two", b"a picture"), ("three", b"no pictur")):
             (folder / name).write_bytes(data)
             (folder / name).chmod(0o400)
@@ -192,7 +193,7 @@ def staged_copies(folder: Path, picture: Path) -> list[Path]:
 
 
 def staged(folder: Path) -> list[str]:
-    return [file.path for part in parts_below(folder / "wandb") for file in wandb_log.staged_files(part.log)]
+    return [file.path for part in parts_below(folder / "wandb") for file in transaction_log.staged_files(part.log)]
 
 
 def test_resumed_attempt_goes_on_in_the_same_run_and_knows_the_best_value(tmp_path: Path) -> None:
@@ -233,15 +234,15 @@ def test_strict_run_that_went_offline_says_so_at_its_end(tmp_path: Path, monkeyp
     assert rows(read_back(tmp_path / "wandb"))
 
 
-def plan(tmp_path: Path, rank: int, environ: Mapping[str, str] | None = None, **settings: Any) -> Plan:
+def plan(tmp_path: Path, rank: int, environ: Mapping[str, str] | None = None, **settings: Any) -> RankRun:
     chosen = options(**settings)
     facts = Heard().facts(tmp_path, rank, 2, mode=chosen["mode"], online=True)
-    return Plan(chosen, facts, environ or {})
+    return RankRun(chosen, facts, environ or {})
 
 
-def settings_of(plan: Plan, mode: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    wanted: Wanted = plan._wanted(mode)
-    return {**settings_for(wanted, environ or {}), "config": wanted.config}
+def settings_of(plan: RankRun, mode: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    chosen: RunOptions = plan.run_options(mode)
+    return {**settings_for(chosen, environ or {}), "config": chosen.config}
 
 
 def test_each_process_has_a_run_of_its_own_in_one_group(tmp_path: Path) -> None:
@@ -328,10 +329,10 @@ def test_checkpoints_on_their_way_are_as_many_as_the_run_keeps_and_no_copies(tmp
     left = tmp_path / "sending" / "checkpoints" / "step-1"
     left.mkdir(parents=True)  # by a rank that was killed
     uploads = Uploads()
-    made = Checkpoints(tmp_path / "sending", tmp_path, "a-run", keep=2, uploads=uploads)
+    made = CheckpointArtifacts(tmp_path / "sending", tmp_path, "a-run", keep=2, uploads=uploads)
     items_ = [checkpoint(tmp_path, step) for step in range(1, 6)]
     for item in items_:
-        artifact = made.artifact(item, offline=False)
+        artifact = made.create(item, offline=False)
         uploads.watch(artifact, Answer("" if item.step == 1 else None))  # the first gets there at once
     waiting = sorted((tmp_path / "sending" / "checkpoints").iterdir())
     assert [folder.name for folder in waiting] == ["step-2", "step-4", "step-5"], "the first of those is being sent"
@@ -339,7 +340,7 @@ def test_checkpoints_on_their_way_are_as_many_as_the_run_keeps_and_no_copies(tmp
     assert {entry.local_path for entry in artifact.manifest.entries.values()} == {
         str(path) for path in waiting[2].iterdir()
     }
-    assert uploads.lacking == "W&B lacks checkpoints (1) that newer ones had replaced before their turn came"
+    assert uploads.problem == "W&B lacks checkpoints (1) that were replaced by newer ones before they were sent"
     made.close()
     assert not (tmp_path / "sending").exists()
 
@@ -348,7 +349,7 @@ def test_artifacts_that_the_server_refuses_are_counted() -> None:
     uploads = Uploads()
     for refused in ("", "409\n of http://me:hush@there/", None):
         uploads.watch(wandb.Artifact("a", type="table"), Answer(refused))
-    assert uploads.lacking == "W&B lacks 1 of 3 artifacts, the last for: 409 of http://<left out>@there/"
+    assert uploads.problem == "W&B lacks 1 of 3 artifacts; the last error: 409 of http://<left out>@there/"
 
 
 def test_model_that_is_watched_comes_as_histograms_of_rows_that_are_no_older_than_it(tmp_path: Path) -> None:

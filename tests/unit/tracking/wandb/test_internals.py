@@ -1,10 +1,15 @@
-"""The private parts of wandb that are used: where one has changed, the failure says what breaks, and what to check."""
+"""The private parts of wandb that ddptrain uses: a failure says what a new version of wandb breaks, and what to check.
+
+All of them are used in tracking/wandb/internals.py, except for the `x_` settings (tracking/wandb/run.py, rank_run.py)
+and the format of the transaction log (tracking/wandb/transaction_log.py).
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 from importlib.metadata import requires
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,20 +21,28 @@ from wandb.sdk.lib.service.service_connection import ServiceConnection
 from wandb.sdk.mailbox.mailbox_handle import MailboxHandle
 from wandb.sdk.wandb_setup import _WandbSetup
 
+import ddptrain
+from ddptrain.tracking.protocol import Facts
+from ddptrain.tracking.wandb.rank_run import RankRun
+from ddptrain.tracking.wandb.run import settings_for
+
+INTERNALS = "tracking/wandb/internals.py"
 FAULTS = "tests/integration/test_wandb_faults.py"
-SYNC = "tests/integration/test_wandb_sync.py"
-LOG = "results sync reads and rewrites logs by these names: see results/wandblog.py, then run " + SYNC
+LOG = (
+    "`results sync` reads and rewrites logs by these names: check tracking/wandb/transaction_log.py, then run "
+    "tests/integration/test_wandb_sync.py"
+)
 ARTIFACTS = (
-    "log_artifact would ask the server for the artifact's type, and wait for one that is gone: see _never_ask in "
-    f"tracking/wandb_session.py, then run {FAULTS}"
+    "log_artifact would ask the server for the artifact's type, and wait for a server that is gone: check "
+    f"skip_server_requests in {INTERNALS}, then run {FAULTS}"
 )
 UPLOADS = (
-    "what W&B lacks of artifacts would not be told: see _never_ask in tracking/wandb_session.py and "
-    "tracking/wandb_uploads.py, then run tests/integration/test_wandb_media.py"
+    "artifacts that the server refuses would not be reported: check skip_server_requests and when_answered in "
+    f"{INTERNALS}, then run tests/integration/test_wandb_media.py"
 )
 EXIT = (
-    "wandb's exit handler would wait for a server that is gone: see _no_exit_handler in tracking/wandb_session.py, "
-    f"then run {FAULTS}"
+    "wandb's exit handler would wait for a server that is gone: check remove_exit_handler in "
+    f"{INTERNALS}, then run {FAULTS}"
 )
 
 
@@ -66,22 +79,51 @@ def lacks(where: Any, pattern: str) -> bool:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_private_part_of_wandb_is_as_it_was(part: str) -> None:
+def test_private_part_of_wandb_is_unchanged(part: str) -> None:
     where, pattern, breaks = PARTS[part]
     name = where[:3] if isinstance(where, list) else where.__qualname__
     assert not lacks(where, pattern), f"wandb {wandb.__version__}: {name} has no {pattern}; {breaks}"
 
 
-def test_part_that_has_changed_is_found() -> None:
+@pytest.mark.parametrize("mode", ["online", "offline", "shared"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_setting_is_known_to_wandb(mode: str, rank: int, tmp_path: Path) -> None:
+    facts = Facts("r-1", "pets", 1, rank, 2, rank, 0, 1, tmp_path, told={"mode": "shared", "online": True})
+    chosen = settings_for(RankRun({}, facts, {}).run_options(mode), {})
+    unknown = chosen.keys() - wandb.Settings.model_fields.keys()
+    assert not unknown, (
+        f"wandb {wandb.__version__} has no setting {', '.join(sorted(unknown))}: check settings_for in "
+        "tracking/wandb/run.py and RankRun in tracking/wandb/rank_run.py, then run tests/integration/test_wandb.py"
+    )
+    if mode == "shared":
+        assert {"x_label", "x_primary", "x_sync_dir_suffix"} <= chosen.keys()
+
+
+PRIVATE = re.compile(
+    r"wandb\.(sdk|proto|errors|util|apis|old|vendor)\b|\brun\._|wandb\._|(_assert|_public_api|_set_artifact)"
+)
+
+
+def test_private_parts_are_used_in_one_file_only() -> None:
+    package = Path(ddptrain.__file__).parent
+    users = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "wandb" in (text := path.read_text(encoding="utf-8")) and PRIVATE.search(text)
+    }
+    assert users == {INTERNALS}
+
+
+def test_changed_part_is_found() -> None:
     assert lacks(wandb.Run.finish, r"self\._assert_can_log_artifact\(artifact\)")
     assert lacks(["step", "epoch"], "local_path")
 
 
-def test_only_series_of_wandb_that_were_tried_are_allowed() -> None:
+def test_only_tested_minor_versions_of_wandb_are_allowed() -> None:
     (bound,) = [each for each in map(Requirement, requires("ddptrain") or ()) if each.name == "wandb"]
     tried = Version(wandb.__version__)
     assert tried in bound.specifier
     untried = f"{tried.major}.{tried.minor + 1}"
     assert untried not in bound.specifier, (
-        f"try wandb {untried} first: run {__file__} and tests/integration/test_wandb*.py"
+        f"test wandb {untried} first: run {__file__} and tests/integration/test_wandb*.py, then raise the bound"
     )

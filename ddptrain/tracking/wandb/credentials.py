@@ -1,4 +1,4 @@
-"""Where W&B's key and address come from, as wandb itself looks for them; wandb is not imported for that."""
+"""Finds W&B's API key and server where wandb itself looks for them, without importing wandb (which takes seconds)."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 KEY = "WANDB_API_KEY"
-TOKEN_FILE = "WANDB_IDENTITY_TOKEN_FILE"  # noqa: S105  # a name; it stands for a key
+TOKEN_FILE = "WANDB_IDENTITY_TOKEN_FILE"  # noqa: S105  # the name of a variable, not a password
 BASE_URL = "WANDB_BASE_URL"
-# The addresses of the public service, which are one; wandb's own default is among them.
+# The addresses of the public service; one of them is wandb's default.
 _PUBLIC = ("api.forge.coreweave.com", "forge.coreweave.com", "api.wandb.ai")
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach W&B: `key` is "" where there is none, `base_url` "" for wandb's own default.
+    """How to reach W&B. `key` is "" if there is none; `base_url` is "" for wandb's default.
 
-    `by_token` says that a file with a token takes the place of the key.
+    `by_token`: a file with an identity token replaces the key.
     """
 
     key: str = field(default="", repr=False)
     base_url: str = ""
     by_token: bool = False
-    mode: str = ""  # of wandb's settings file: online, offline, ...
+    mode: str = ""  # from wandb's settings file: online, offline, ...
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody is known to the server."""
+        """Whether there are credentials."""
         return bool(self.key) or self.by_token
 
 
 def find_access(environ: Mapping[str, str]) -> Access:
-    """The environment says it, or else ~/.netrc, or else wandb's settings file."""
+    """Looks in the environment, then in ~/.netrc, then in wandb's settings file."""
     settings = _settings(environ)
     base_url = environ.get(BASE_URL) or settings.get("base_url", "")
     by_token = bool(environ.get(TOKEN_FILE))
@@ -46,7 +46,7 @@ def find_access(environ: Mapping[str, str]) -> Access:
 
 
 def access_to(named: str, environ: Mapping[str, str]) -> Access | None:
-    """How to send a run that names a server ("" if it names none); None if the user has not chosen that server.
+    """The credentials for a run that names a server (or ""); None if the user has not chosen that server.
 
     A run directory or a store may belong to another user, so `named` must not decide where credentials go. They go to
     the server of the environment or of wandb's settings file, or to a named server that ~/.netrc has a key for.
@@ -61,7 +61,7 @@ def access_to(named: str, environ: Mapping[str, str]) -> Access | None:
 
 
 def _origin(url: str) -> tuple[object, ...]:
-    """What must be equal for two addresses to mean one server; "" is wandb's own default."""
+    """Equal for two addresses of one server; "" is wandb's default."""
     try:
         parts = urlsplit(url.strip())
         if not url or parts.hostname in _PUBLIC:
@@ -72,7 +72,7 @@ def _origin(url: str) -> tuple[object, ...]:
 
 
 def _is_private(url: str) -> bool:
-    """Whether nobody on the network can read what is sent there."""
+    """Whether the connection is encrypted, or stays on this host."""
     scheme, hostname, *_ = (*_origin(url), "")
     return scheme == "https" or hostname in ("127.0.0.1", "::1", "localhost")
 
@@ -82,7 +82,7 @@ def _home(environ: Mapping[str, str]) -> Path:
 
 
 def _from_netrc(environ: Mapping[str, str], base_url: str, *, or_default: bool = True) -> str:
-    """The key for that server; `or_default`: the entry `default`, which is for any server, counts."""
+    """The key for that server. With `or_default`, also the entry `default`, which is for any server."""
     home = _home(environ)
     files = [Path(environ["NETRC"]).expanduser()] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
     host = urlsplit(base_url).netloc

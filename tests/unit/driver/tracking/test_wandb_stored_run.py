@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ddptrain.driver.tracking import wandb_sync
+from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
 from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, SENT, waiting
 from ddptrain.results.checkpoints import CheckpointPolicy
@@ -21,12 +22,13 @@ from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.remote.lock import LOCK, Claim
 from ddptrain.results.remote.store import Store
 from ddptrain.results.remote.upload import Uploads
-from ddptrain.results.tracking import wandb_log
-from ddptrain.results.tracking.foreign_runs import Borrowed
 from ddptrain.results.tracking.record import wandb_parts
 from ddptrain.results.writer import RunWriter
-from tests.unit.results.conftest import Stage
+from ddptrain.tracking.wandb import transaction_log
+from tests.unit.results.conftest import Stage, stage, writer
 from tests.unit.results.stores import WatchedFs, watched_store
+
+__all__ = ["stage", "writer"]
 
 WANDB = "tracking/wandb"
 ONE, TWO = (f"{WANDB}/run-20250101_00000{number}-w{number}" for number in (1, 2))
@@ -42,7 +44,7 @@ def log_with(tmp_path: Path, **artifacts: list[str]) -> bytes:
     for kind, paths in artifacts.items():
         contents = [{"path": Path(path).name, "digest": "1", "local_path": path} for path in paths]
         made.append(record_of(artifact={"type": kind, "name": kind, "manifest": {"contents": contents}}))
-    wandb_log.write(tmp_path / "log", (record.SerializeToString() for record in made))
+    transaction_log.write(tmp_path / "log", (record.SerializeToString() for record in made))
     return (tmp_path / "log").read_bytes()
 
 
@@ -77,30 +79,30 @@ def test_only_what_waits_is_fetched_and_only_how_it_stands_goes_back(
     stored: tuple[Store, WatchedFs], tmp_path: Path
 ) -> None:
     store, fs = stored
-    borrowed = Borrowed(store, tmp_path / "borrowed")
-    borrowed.outline()
-    assert contents(borrowed.layout.root) == {f"{ONE}/unsent": b"sent", f"{TWO}/unsent": b"open"}
-    (part,) = waiting(wandb_parts(borrowed.layout, RunRecord(run_id="a-run")))
-    assert part.folder == borrowed.layout.root / TWO
+    stored_run = StoredWandbRun(store, tmp_path / "borrowed")
+    stored_run.refresh()
+    assert contents(stored_run.layout.root) == {f"{ONE}/unsent": b"sent", f"{TWO}/unsent": b"open"}
+    (part,) = waiting(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
+    assert part.folder == stored_run.layout.root / TWO
     with pytest.raises(TimeoutError):
-        borrowed.fetch([part], time.monotonic() - 1)
-    borrowed.fetch([part], time.monotonic() + 100)
-    there = contents(borrowed.layout.root)
+        stored_run.fetch([part], time.monotonic() - 1)
+    stored_run.fetch([part], time.monotonic() + 100)
+    there = contents(stored_run.layout.root)
     assert {f"{TWO}/files/b", f"{TWO}/run-w2.wandb", f"{STAGING}/tmpx"} <= there.keys()
     assert not {f"{ONE}/files/a", f"{STAGING}/tmpy", f"{WANDB}/cache/c"} & there.keys()
     assert there["checkpoints/step-2/model.safetensors"] == b"w" * 1000
-    assert not (borrowed.layout.checkpoints_dir / "step-1").exists()
+    assert not (stored_run.layout.checkpoints_dir / "step-1").exists()
 
     fs.writes.clear()
     part.log.with_suffix(".wandb.synced").touch()
-    (borrowed.layout.root / WANDB / "links.json").write_text("{}")
-    borrowed.give_back()
+    (stored_run.layout.root / WANDB / "links.json").write_text("{}")
+    stored_run.upload_states()
     assert sorted(path.partition("/tracking/")[2] for path in fs.writes) == [
         "wandb/links.json",
         f"{TWO.removeprefix('tracking/')}/run-w2.wandb.synced",
     ]
-    borrowed.outline()
-    assert not waiting(wandb_parts(borrowed.layout, RunRecord(run_id="a-run")))
+    stored_run.refresh()
+    assert not waiting(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def came_of(view: RunView, environ: dict[str, str]) -> Sent:
 
 def test_key_of_the_shell_goes_to_no_server_that_only_the_store_names(view: RunView) -> None:
     came = came_of(view, {"WANDB_API_KEY": "k" * 40})
-    assert came.words == (
+    assert came.summary == (
         "a-run: 1 of 1 W&B runs not sent: they are for https://w.example: set WANDB_BASE_URL=https://w.example "
         "if your key is to go there"
     )
@@ -135,4 +137,4 @@ def test_run_that_another_machine_is_sending_is_left_alone(view: RunView, stored
 def test_store_that_is_away_is_told_as_what_could_not_be_sent(view: RunView, stored: tuple[Store, WatchedFs]) -> None:
     stored[1].errors = [OSError("away")] * 3
     came = came_of(view, {})
-    assert "a-run: not sent: cannot list" in came.words and "away" in came.words
+    assert "a-run: not sent: cannot list" in came.summary and "away" in came.summary

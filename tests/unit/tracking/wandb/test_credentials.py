@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.tracking.wandb_credentials import Access, access_to
+from ddptrain.tracking.wandb.credentials import Access, access_to
 
 KEY, OTHER = "k" * 40, "n" * 40
 OWN, FOREIGN = "https://w.example", "https://foreign.example"

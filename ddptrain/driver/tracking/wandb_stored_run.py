@@ -1,0 +1,82 @@
+"""What W&B has recorded of a run in an object store, as a local folder while it is sent to the server."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, LINKS, STATE_FILES, RunPart
+from ddptrain.results.errors import naming
+from ddptrain.results.layout import RunLayout, step_of
+from ddptrain.results.remote import restore
+from ddptrain.results.remote.store import Store, is_plain
+from ddptrain.results.tracking.record import OF_NO_USE, RECORDED
+from ddptrain.tracking.wandb import transaction_log
+
+_STAGED = f"{RECORDED}/data/artifacts/staging"
+
+
+class StoredWandbRun:
+    """A local copy, `layout`, of a run in `store`. Files are empty until they are fetched, except for state files.
+
+    State files tell which parts were sent.
+    """
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.store = store
+        self.layout = RunLayout(folder)
+        self._paths: list[str] = []
+        self._states: dict[str, bytes] = {}
+
+    def refresh(self) -> None:
+        """Creates the folder again from the current content of the store. Raises ResultsError."""
+        files = self.store.files(RECORDED)
+        self._paths = [path for path in files if is_plain(path) and not path.startswith(OF_NO_USE)]
+        self._states = self.store.read_all([path for path in self._paths if _is_state(path)])
+        with naming(self.layout.root):
+            shutil.rmtree(self.layout.root, ignore_errors=True)
+            for path in self._paths:
+                target = self.layout.root / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(self._states.get(path, b""))
+
+    def fetch(self, parts: Sequence[RunPart], until: float) -> None:
+        """Fetches the files of these parts, and those of their artifacts.
+
+        Raises ResultsError; TimeoutError after `until` (monotonic).
+        """
+        stored = [part for part in parts if part.folder.is_relative_to(self.layout.root)]  # the others are local
+        folders = tuple(f"{part.folder.relative_to(self.layout.root).as_posix()}/" for part in stored)
+        self._fetch((path for path in self._paths if path.startswith(folders) and not _is_state(path)), until)
+        logs = [part.log for part in stored if not transaction_log.is_empty(part.log)]
+        files = [file for log in logs for file in transaction_log.staged_files(log)]
+        staged = {f"{_STAGED}/{Path(file.path).name}" for file in files if file.artifact_type != CHECKPOINT_TYPE}
+        self._fetch((path for path in self._paths if path in staged), until)
+        step_folders = {Path(file.path).parent.name for file in files if file.artifact_type == CHECKPOINT_TYPE}
+        steps = {step for name in step_folders if (step := step_of(name)) is not None}
+        if steps:
+            _check(until)
+            restore.bring_checkpoints(self.store, self.layout.root, steps)
+
+    def _fetch(self, paths: Iterable[str], until: float) -> None:
+        for path in paths:
+            _check(until)
+            self.store.fetch(path, self.layout.root / path)
+
+    def upload_states(self) -> None:
+        """Writes state files that have changed to the store. Raises ResultsError."""
+        for path in (self.layout.root / RECORDED).rglob("*"):
+            name = path.relative_to(self.layout.root).as_posix()
+            if _is_state(name) and path.is_file() and self._states.get(name) != (data := path.read_bytes()):
+                self.store.write(name, data)
+
+
+def _is_state(path: str) -> bool:
+    return path == f"{RECORDED}/{LINKS}" or path.endswith(STATE_FILES)
+
+
+def _check(until: float) -> None:
+    if time.monotonic() > until:
+        raise TimeoutError

@@ -1,0 +1,64 @@
+"""The private parts of wandb that ddptrain uses, and all of them.
+
+tests/unit/tracking/wandb/test_internals.py fails if a version of wandb has changed one, and says what to check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import wandb
+
+# Called when wandb has accepted an artifact; the second argument is for when_answered().
+ArtifactAccepted = Callable[["wandb.Artifact", Any], None]
+
+
+def skip_server_requests(run: wandb.Run, accepted: ArtifactAccepted) -> None:
+    """Makes run.log_artifact() work without a request to the server.
+
+    wandb asks the server whether the artifact's type fits, and would wait for a server that is gone. The public API
+    object that it creates for this request also imports half of wandb.
+    """
+
+    class NoApi:
+        def _set_artifact_save_handle(self, artifact: wandb.Artifact, handle: object) -> None:
+            accepted(artifact, handle)  # wandb stores the handle for artifact.wait(), which ddptrain does not call
+
+    vars(run)["_assert_can_log_artifact"] = lambda artifact: None
+    vars(run)["_public_api"] = lambda overrides=None: NoApi()
+
+
+def when_answered(handle: Any, answered: Callable[[str], None]) -> None:
+    """Calls `answered` with the server's error message, or "", once an upload has ended; in wandb's own thread.
+
+    wandb itself does not report an artifact that the server refuses.
+    """
+
+    async def wait() -> None:
+        answer = await handle.wait_async(timeout=None)  # raises if the run is abandoned; finish() reports that
+        answered(str(answer.response.log_artifact_response.error_message))
+
+    with suppress(Exception):  # an untested version of wandb: then nothing is known about uploads
+        handle.asyncer.run_soon(wait, daemon=True)
+
+
+def remove_exit_handler() -> None:
+    """Starts wandb's service process, and removes the exit handler that wandb has registered for it.
+
+    The handler would wait for an unreachable server, and report a run that is just being opened as finished.
+    """
+    from wandb.sdk import wandb_setup
+
+    with suppress(Exception):  # an untested version of wandb: then only the exit of a broken run takes longer
+        connection: Any = wandb_setup.singleton().ensure_service()
+        connection._cleanup()  # noqa: SLF001  # there is no public way
+
+
+def parse_record(data: bytes) -> Any:
+    """A record of a transaction log, as wandb's protobuf message `Record`."""
+    from wandb.proto import wandb_internal_pb2
+
+    return wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]  # protobuf creates the class at import

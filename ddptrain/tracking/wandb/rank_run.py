@@ -1,0 +1,151 @@
+"""The W&B run that one rank logs into: its id, name and settings, and what happens if the server is unreachable."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import wandb
+
+from ddptrain.tracking.protocol import Facts
+from ddptrain.tracking.wandb.artifacts import Uploads
+from ddptrain.tracking.wandb.run import RunOptions, open_run, reason_of
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_FINISH_SHARE = 0.8  # of the time for the end is for wandb; the rest for items that still wait, and for messages
+_EXTRA_WAIT_S = 15.0  # beyond rank 0's time for opening the run: it may start later than the others
+_OPEN, _NOT_OPEN = "open", "not open"
+
+
+class RankRun:
+    """Chooses and opens the run, from the options, what the driver adds (`facts.told`) and the environment.
+
+    Environment variables have priority. `mode` is rank0, process or shared; offline, shared becomes process.
+    """
+
+    def __init__(self, options: Mapping[str, Any], facts: Facts, environ: Mapping[str, str]) -> None:
+        self._options, self._facts = options, facts
+        self._environ = environ
+        self.mode = str(facts.told.get("mode") or options.get("mode") or "rank0")
+        self.online = bool(facts.told.get("online"))
+        self.folder = facts.folder / "wandb"
+        self.uploads = Uploads()
+        self.finish_timeout_s = float(options.get("finish_timeout_s", 30.0))
+        self.wandb_timeout_s = _FINISH_SHARE * self.finish_timeout_s
+        self._init_timeout_s = float(options.get("init_timeout_s", 20.0))
+        self._base_id = environ.get("WANDB_RUN_ID") or str(facts.told.get("id") or facts.run_id)
+
+    @property
+    def prefix(self) -> str:
+        """Begins the names of metrics if ranks share a run."""
+        return f"rank_{self._facts.rank}/" if self.mode == "shared" else ""
+
+    def open(self) -> tuple[wandb.Run, str]:
+        """Opens the run. Also returns why it is offline although online was wanted, or "".
+
+        Raises what wandb raises if the run cannot be opened offline either.
+        """
+        problem = ""
+        if self.online:
+            run, problem = self._open_online()
+            if run is not None:
+                return run, ""
+        if self.mode == "shared":
+            self.mode = "process"
+        return open_run(self.run_options("offline"), self.uploads), problem
+
+    def _open_online(self) -> tuple[wandb.Run | None, str]:
+        """The run, or None and the reason."""
+        is_shared = self.mode == "shared" and self._facts.world_size > 1
+        signal = SharedRunSignal(self._facts.attempt, self._environ) if is_shared else None
+        is_primary = self._facts.rank == 0
+        if signal and not is_primary and (problem := signal.wait(self._init_timeout_s + _EXTRA_WAIT_S)):
+            return None, problem
+        run, problem = None, ""
+        try:
+            run = open_run(self.run_options("shared" if self.mode == "shared" else "online"), self.uploads)
+        except (Exception, SystemExit) as error:  # SystemExit: wandb may exit with its service's exit code
+            problem = f"W&B has opened no run online ({reason_of(error)})"
+        if signal and is_primary:
+            signal.send(is_open=run is not None)  # a rank that cannot receive it records offline
+        return run, problem
+
+    def run_options(self, mode: str) -> RunOptions:
+        """The options for opening the run "online", "shared" or "offline"."""
+        config = None if mode == "shared" and self._facts.rank else self._config()
+        is_own = self._facts.rank and mode != "shared"
+        run_id = f"{self._base_id}-{self._facts.rank}" if is_own else self._base_id
+        timeouts = self._init_timeout_s, self.wandb_timeout_s
+        return RunOptions(mode, run_id, self.folder, config, *timeouts, settings=self._settings(mode))
+
+    def _config(self) -> dict[str, Any]:
+        """The configuration without secrets, and where the rank runs."""
+        facts = self._facts
+        placement = {name: getattr(facts, name) for name in ("run_id", "attempt", "world_size", "hosts", "rank")}
+        return {**facts.config, **placement}
+
+    def _settings(self, mode: str) -> dict[str, Any]:
+        options, facts = self._options, self._facts
+        settings = {
+            "project": options.get("project") or facts.name,
+            "entity": options.get("entity"),
+            "run_name": self._name(mode),
+            "run_notes": options.get("notes"),
+            "run_tags": tuple(options.get("tags") or ()) or None,
+            "run_group": options.get("group") or (facts.run_id if self._is_one_of_many(mode) else None),
+            "x_disable_stats": not (options.get("system_metrics", True) and facts.local_rank == 0),
+        }
+        if mode != "shared":
+            return settings
+        # The suffix keeps the folders apart: their names have only the second in which a rank has opened its run.
+        label = f"rank_{facts.rank}"
+        settings |= {"x_label": label, "x_primary": facts.rank == 0, "x_sync_dir_suffix": label}
+        if facts.rank:  # rank 0 names and finishes the run
+            settings |= {"x_update_finish_state": False, "run_name": None, "run_notes": None, "run_tags": None}
+        return settings
+
+    def _is_one_of_many(self, mode: str) -> bool:
+        return self.mode == "process" or (self.mode == "shared" and mode == "offline")
+
+    def _name(self, mode: str) -> str | None:
+        given = self._environ.get("WANDB_NAME") or self._options.get("name")
+        if not self._is_one_of_many(mode):
+            return given or self._facts.run_id
+        rank = f"rank_{self._facts.rank}"
+        return f"{given}-{rank}" if given else rank
+
+
+class SharedRunSignal:
+    """In mode `shared`, tells the other ranks through the worker group's TCPStore whether rank 0 has opened the run.
+
+    Waiting for a key in the store is not a collective: it has a timeout, and delays no other rank. No method raises.
+    """
+
+    def __init__(self, attempt: int, environ: Mapping[str, str] = os.environ) -> None:
+        self._key = f"ddptrain/{attempt}/tracking/wandb"
+        self._environ = environ
+
+    def _store(self, timeout_s: float) -> TCPStore:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        host, port = self._environ["MASTER_ADDR"], int(self._environ["MASTER_PORT"])
+        timeout = dt.timedelta(seconds=timeout_s)
+        return TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+
+    def send(self, *, is_open: bool) -> None:
+        """Called by rank 0. If the store is gone, so are the ranks that wait."""
+        with contextlib.suppress(RuntimeError, KeyError, ValueError):
+            self._store(10.0).set(self._key, _OPEN if is_open else _NOT_OPEN)
+
+    def wait(self, timeout_s: float) -> str:
+        """Waits until the run is open. Returns why it is not, or ""."""
+        try:
+            state = self._store(timeout_s).get(self._key).decode()
+        except (RuntimeError, KeyError, ValueError):
+            return f"rank 0 has not opened the W&B run within {timeout_s:g} s"
+        return "" if state == _OPEN else "rank 0 has opened no W&B run online"
