@@ -26,22 +26,23 @@ if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
 
 _STATE = "trainer_state"
-_STATE_FILE = "trainer_state.json"  # the Trainer's name of it
+_STATE_FILE = "trainer_state.json"  # the name that the Trainer expects
 
 
 class HuggingFaceCallback(TrainerCallback):
-    """A callback for transformers.Trainer, to be given to it on every rank.
+    """A callback for transformers.Trainer. Pass it to the Trainer on every rank.
 
     It calls `ctx.checkpoint` after each step, or after the evaluation that follows the step, so the `checkpoint`
-    section of the configuration says when a checkpoint is saved, and evaluation metrics choose the best one. A run that
-    is told to end saves and ends as preempted. What the Trainer logs stands in metrics.jsonl, as rank 0's.
+    section of the configuration determines when a checkpoint is saved, and evaluation metrics choose the best one.
+    After a preemption notice the run saves a checkpoint and ends as preempted. What the Trainer logs is written to
+    metrics.jsonl by rank 0.
 
         callback = ddptrain.HuggingFaceCallback(ctx)
         arguments = TrainingArguments(..., save_strategy="no", disable_tqdm=True, report_to=[])
         trainer = Trainer(model=model, args=arguments, ..., callbacks=[callback])
         trainer.train(resume_from_checkpoint=callback.resume_from())
 
-    FSDP, DeepSpeed and models of several parts keep to the Trainer's own checkpoints: this one saves a whole model.
+    With FSDP, DeepSpeed and sharded models, use the Trainer's own checkpoints: this callback saves complete models.
     """
 
     def __init__(self, ctx: RankContext) -> None:
@@ -51,11 +52,11 @@ class HuggingFaceCallback(TrainerCallback):
         self._is_training = False
         self._saved_step = -1
         if ctx.device.type == "cuda" and torch.cuda.device_count() <= ctx.local_rank:
-            # This rank sees its own GPU only, and accelerate would name it to DDP by the local rank.
+            # This rank sees only its own GPU, but accelerate would pass the local rank to DDP as the device index.
             os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
 
     def resume_from(self) -> str | None:
-        """The folder to give to Trainer.train as resume_from_checkpoint; None where there is nothing to resume.
+        """The folder for Trainer.train(resume_from_checkpoint=...); None if there is nothing to resume.
 
         Raises:
             ValueError: the checkpoint was not saved by this callback.
@@ -73,43 +74,43 @@ class HuggingFaceCallback(TrainerCallback):
         return str(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """The Trainer has read its state and the weights."""
+        """Deletes the folder of resume_from(): the Trainer has read the state and the weights."""
         self._is_training = True
         if self._folder is not None:
             self._folder.cleanup()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Load before the data of an epoch is asked for, which draws a random number."""
+        """Resumes before the epoch's data loader is created: that draws a random number."""
         if float(state.epoch or 0).is_integer():
             self._load(parts)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Load once the batches that were seen before have been passed over."""
+        """Resumes in the middle of an epoch, after the Trainer has skipped the batches that were seen before."""
         self._load(parts)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Tell of a step, and save what is due, unless an evaluation follows."""
-        self._tell_progress(state)
+        """Reports progress, and saves a checkpoint if one is due and no evaluation follows."""
+        self._report_progress(state)
         if not _evaluates(args, state, control):
             self._save(state, parts, {})
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save what is due, with the metrics of the evaluation."""
+        """Saves a checkpoint if one is due, with the metrics of the evaluation."""
         if self._is_training:
             self._save(state, parts, _numbers(parts["metrics"]))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Tell that an evaluation goes on."""
-        self._tell_progress(state)
+        """Reports progress during an evaluation, so that it is not taken for a hang."""
+        self._report_progress(state)
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Log what the Trainer logs: it is the same on all ranks."""
+        """Logs what the Trainer logs, on rank 0 only: it is the same on all ranks."""
         numbers = _numbers(parts["logs"])
         if self._ctx.rank == 0 and numbers:
             self._ctx.log(numbers, step=state.global_step, epoch=state.epoch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save the last step, where another callback has ended the training before its time."""
+        """Saves the last step if another callback has stopped the training early."""
         self._is_training = False
         if self._saved_step != state.global_step:
             self._save(state, parts, {}, last=True)
@@ -131,7 +132,7 @@ class HuggingFaceCallback(TrainerCallback):
         if saved:
             self._saved_step = state.global_step
 
-    def _tell_progress(self, state: Any) -> None:
+    def _report_progress(self, state: Any) -> None:
         self._ctx.progress(state.global_step, state.max_steps or None, unit="steps")
 
 
@@ -140,14 +141,14 @@ def _saved_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _evaluates(args: Any, state: Any, control: Any) -> bool:
-    """Whether the Trainer evaluates after this step, before the next one."""
+    """Whether the Trainer evaluates between this step and the next one."""
     if args.eval_strategy == IntervalStrategy.EPOCH:
         return float(state.epoch).is_integer() and args.eval_delay <= state.epoch
     return bool(control.should_evaluate)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """What of the Trainer's values is a number, less the epoch, which is told apart."""
+    """The numbers among the Trainer's values, without the epoch, which ctx.log takes separately."""
     return {
         name: float(value)
         for name, value in values.items()

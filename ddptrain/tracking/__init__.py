@@ -1,1 +1,1 @@
-"""Where metrics go besides the run directory, from a rank's threads of their own: sinks that may fail."""
+"""Trackers: further places for metrics besides the run directory. Each works in a thread of the rank, and may fail."""

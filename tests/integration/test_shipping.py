@@ -57,9 +57,9 @@ def test_code_goes_along_once_and_an_edit_is_seen(run_cli: Cli, up_cluster: UpCl
     first = train("first")
     assert first.rc == 0, first.stderr
     assert "[rank 1] says first data False" in first.stdout
-    assert "files of" in first.stderr and "along to host" in first.stderr
+    assert "uploading" in first.stderr and "to host" in first.stderr
     again = train("again")
-    assert again.rc == 0 and "along to host" not in again.stderr
+    assert again.rc == 0 and "uploading" not in again.stderr
     assert code("first") == code("again")
     assert (code("first")["files"], code("first")["folder"]) == (5, str(project))
     (project / "helpers" / "words.py").write_text("def word():\n    return 'second'\n")
@@ -90,4 +90,4 @@ def test_script_named_by_its_whole_path_goes_along_and_one_that_would_not_is_tol
     assert f"says beside {tmp_path}/cache/ddptrain/code/" in ended.stdout
     (project / ".ddptrainignore").write_text("script.py\n")
     left_out = run_cli(*where, cwd=project)
-    assert left_out.rc == 2 and "script.py would not go along" in left_out.stderr
+    assert left_out.rc == 2 and "script.py would not be uploaded" in left_out.stderr

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from ddptrain.config.load import load_config
 from ddptrain.config.models import RunConfig
-from ddptrain.driver.transfer.artifacts import _plain_name
+from ddptrain.driver.transfer.artifacts import _file_name
 from ddptrain.errors import ConfigError
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Orders
@@ -236,7 +236,7 @@ def test_event_of_a_rank_gone_wrong_is_written_or_refused(folder: Path, event: A
             elif isinstance(decoded, events.CheckpointSaved):
                 writer.adopt_checkpoint(0, decoded, staged, CheckpointPolicy())
             elif isinstance(decoded, events.FileSaved):
-                writer.adopt_file(decoded, staged / _plain_name(decoded.staging))
+                writer.adopt_file(decoded, staged / _file_name(decoded.staging))
 
 
 def _writer(folder: Path) -> RunWriter:
@@ -326,7 +326,7 @@ def test_path_stays_below_its_folder_or_is_refused(folder: Path, path: str) -> N
         taken.parent.mkdir(parents=True, exist_ok=True)  # the file system can hold it
         taken.exists()
     with suppress(UnsafePath):
-        assert (folder / _plain_name(path)).parent == folder
+        assert (folder / _file_name(path)).parent == folder
     assert not valid_run_id(path) or (folder / path).parent == folder
     step = step_of(path)
     assert step is None or step_of(step_name(step)) == step

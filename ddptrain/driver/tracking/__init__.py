@@ -1,1 +1,1 @@
-"""The driver's part of tracking: setup, credentials, and sending of offline runs."""
+"""The driver's part of tracking: setup, and sending what W&B lacks."""

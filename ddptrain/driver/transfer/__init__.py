@@ -1,1 +1,1 @@
-"""What travels between driver and workers: code, inputs, logs, checkpoints and files."""
+"""What is transferred between driver and workers: code, inputs, logs, checkpoints and files."""

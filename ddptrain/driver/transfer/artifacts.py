@@ -1,6 +1,6 @@
-"""Brings files and checkpoints of ranks home in a thread of its own, so that hashing a gigabyte delays nobody.
+"""Moves ranks' files and checkpoints into the run directory, in a thread: hashing a gigabyte must not delay the driver.
 
-What the run directory has no room for waits in the ranks' staging folders, and is tried again.
+If the run directory has no room, the files stay in the rank's staging folder, and the transfer is tried again.
 """
 
 from __future__ import annotations
@@ -24,104 +24,104 @@ from ddptrain.results.layout import ARTIFACTS, TRACKING, safe_relative
 from ddptrain.results.writer import RunWriter
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
-_LONGEST_PAUSE_S = 60.0
-_NICENESS = 10  # of the thread: the ranks of this host come first
+_MAX_PAUSE_S = 60.0
+_NICENESS = 10  # of the thread: ranks on this host have priority
 
 
 class _Unreachable(Exception):
-    """A file could not be read from its worker."""
+    """A file could not be read from its worker. It is not tried again."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Errand:
+class _Transfer:
     rank: int
     what: str
     work: Callable[[], Path]
-    vital: bool = True  # the run fails where it can't be done
+    vital: bool = True  # whether a failure ends the run
 
 
 class Porter:
-    """Does one errand after the other; each ends with a message in the inbox."""
+    """Does one transfer after the other. Each ends with a message in the inbox."""
 
     def __init__(self, writer: RunWriter, policy: CheckpointPolicy, inbox: Inbox, max_failures: int = 5) -> None:
         self.writer = writer
         self.policy = policy
         self.inbox = inbox
         self._max_failures = max_failures
-        self._given_up = threading.Event()
-        self._errands: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ddptrain-porter", daemon=True)
+        self._closed = threading.Event()
+        self._queue: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ddptrain-artifacts", daemon=True)
         self._thread.start()
 
     def bring_checkpoint(self, rank: int, event: events.CheckpointSaved, staging: Path, fetch: Fetch | None) -> None:
-        """Bring a staged checkpoint home; `fetch` reads from a worker that doesn't share the driver's file system."""
+        """Queues a staged checkpoint. `fetch` reads from a worker that does not share the driver's file system."""
 
         def work() -> Path:
-            folder = staging / _plain_name(event.staging)
+            folder = staging / _file_name(event.staging)
             if fetch is None:
                 return self.writer.adopt_checkpoint(rank, event, folder, self.policy)
             files = [(file.name, file.size_bytes) for file in event.files]
             with self._fetched(folder, files, fetch) as fetched:
                 return self.writer.adopt_checkpoint(rank, event, fetched, self.policy)
 
-        self._errands.put(_Errand(rank, f"checkpoint step-{event.step}", work))
+        self._queue.put(_Transfer(rank, f"checkpoint step-{event.step}", work))
 
     def bring_file(self, rank: int, event: events.FileSaved, staging: Path, fetch: Fetch | None) -> None:
-        """Bring a staged file home into artifacts/, or another area."""
+        """Queues a staged file for artifacts/ or another area of the run directory."""
 
         def work() -> Path:
-            name = _plain_name(event.staging)
+            name = _file_name(event.staging)
             if fetch is None:
                 return self.writer.adopt_file(event, staging / name)
             with self._fetched(staging, [(name, event.size_bytes)], fetch) as fetched:
                 return self.writer.adopt_file(event, fetched / name)
 
         what = f"artifact {event.path}" if event.area == ARTIFACTS else f"{event.area} file {event.path}"
-        self._errands.put(_Errand(rank, what, work, vital=event.area != TRACKING))
+        self._queue.put(_Transfer(rank, what, work, vital=event.area != TRACKING))
 
     def close(self, deadline_s: float) -> bool:
-        """Finish what is queued; whether that was possible within `deadline_s`."""
-        self._errands.put(None)
+        """Finishes the queue. Returns whether that was possible within `deadline_s` seconds."""
+        self._queue.put(None)
         self._thread.join(timeout=deadline_s)
-        self._given_up.set()
+        self._closed.set()
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux: of this thread
-        while (errand := self._errands.get()) is not None:
+        while (transfer := self._queue.get()) is not None:
             try:
-                home = self._done(errand)
-            except Exception as error:
+                path = self._with_retries(transfer)
+            except Exception as error:  # any failure is reported; the thread must continue with the next transfer
                 cause = error.__cause__ if isinstance(error, _Unreachable) else None
-                self.inbox.put(NotBroughtHome(errand.rank, errand.what, cause or error, errand.vital))
+                self.inbox.put(NotBroughtHome(transfer.rank, transfer.what, cause or error, transfer.vital))
             else:
-                self.inbox.put(BroughtHome(errand.rank, errand.what, str(home)))
+                self.inbox.put(BroughtHome(transfer.rank, transfer.what, str(path)))
 
-    def _done(self, errand: _Errand) -> Path:
-        """Do an errand, again and again where the disk, or what stands for one, refuses."""
+    def _with_retries(self, transfer: _Transfer) -> Path:
+        """Tries again after pauses of 1, 2, 4, ... 60 s if the run directory cannot be written."""
         failures = 0
         while True:
             try:
-                return errand.work()
+                return transfer.work()
             except (UnsafePath, CheckpointDamaged, FileDamaged):
-                raise  # as wrong the next time
+                raise  # it would fail again
             except (ResultsError, OSError) as error:
                 failures += 1
                 if failures >= self._max_failures:
                     raise
-                self.inbox.put(Delayed(errand.rank, errand.what, error, failures))
-                if self._given_up.wait(min(2.0 ** (failures - 1), _LONGEST_PAUSE_S)):
+                self.inbox.put(Delayed(transfer.rank, transfer.what, error, failures))
+                if self._closed.wait(min(2.0 ** (failures - 1), _MAX_PAUSE_S)):
                     raise
 
     @contextmanager
     def _fetched(self, source: Path, files: list[tuple[str, int]], fetch: Fetch) -> Iterator[Path]:
-        """Files of a remote folder, copied in chunks into a folder of the run's scratch folder that goes afterwards."""
+        """Copies files of a remote folder into a temporary folder of the run's scratch folder."""
         target = self.writer.layout.scratch_dir / f"fetched-{time.time_ns()}"
         target.mkdir(parents=True)
         try:
             for name, size in files:
-                _fetch_file(source / _plain_name(name), target / name, size, fetch)
+                _fetch_file(source / _file_name(name), target / name, size, fetch)
             yield target
         finally:
             shutil.rmtree(target, ignore_errors=True)
@@ -132,15 +132,15 @@ def _fetch_file(source: Path, target: Path, size_bytes: int, fetch: Fetch) -> No
         while (have := file.tell()) < size_bytes:
             try:
                 data = fetch(source, have, min(READ_LIMIT_BYTES, size_bytes - have))
-            except Exception as error:
+            except Exception as error:  # whatever Dask raises if the worker is gone
                 raise _Unreachable from error
             if not data:
                 raise _Unreachable from OSError(f"{source} ends at {have} bytes, {size_bytes} were announced")
             file.write(data)
 
 
-def _plain_name(name: str) -> str:
-    """`name`, if it is a single plain file name. Raises UnsafePath for anything that would lead elsewhere."""
+def _file_name(name: str) -> str:
+    """Returns `name`. Raises UnsafePath unless it is a single file name: a rank must not write to other folders."""
     if len(safe_relative(name).parts) != 1:
-        raise UnsafePath(f"{name!r} is no plain name")
+        raise UnsafePath(f"{name!r} is not a file name")
     return name

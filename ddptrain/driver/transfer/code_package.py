@@ -1,4 +1,4 @@
-"""What of a project goes along to workers that don't see its folder, and in which form."""
+"""Selects the project files for workers without a shared file system, and builds their archive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ddptrain.protocol.code_digest import content_hash, kind_of, line_of, link_t
 from ddptrain.secret_rules import is_secret_file
 
 IGNORE_FILE = ".ddptrainignore"
-# Never code; in gitignore's own syntax. Files that hold secrets stay here as well: see secret_rules.py.
+# Never code, in gitignore's syntax. Files that may hold secrets are left out as well: see secret_rules.py.
 _LEFT_OUT = """
 .git/
 .hg/
@@ -44,13 +44,13 @@ __pycache__/
 """.splitlines()
 _GIT_TIMEOUT_S = 30.0
 _MB = 1_000_000
-_NAMED = 5  # of the largest files
-_SAMPLE = 1_000  # files that tell a folder from another one
+_NAMED_FILES = 5  # the largest files that an error message names
+_SAMPLE_FILES = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """The folder of a user's code, and the file of it that is the workload."""
+    """The folder of the user's code, and the file of the workload in it."""
 
     folder: Path
     file: Path
@@ -58,60 +58,65 @@ class Project:
 
 @dataclass(frozen=True)
 class Package:
-    """The files of a project: size in bytes, by path below its folder."""
+    """The files to upload: size in bytes, by path below the project folder."""
 
     folder: Path
     sizes: Mapping[str, int]
 
     @cached_property
     def names(self) -> list[str]:
-        """The files' paths below the folder, in order."""
+        """The paths below the folder, sorted."""
         return sorted(self.sizes)
 
     @cached_property
     def sample(self) -> list[str]:
-        """The files that were changed last, by which a folder is known: all of them would take long where data lie."""
+        """Up to 1,000 files, by which a worker recognizes the folder: those that were changed last.
 
-        def changed(name: str) -> int:
+        A project folder may contain data sets: comparing all files would take too long.
+        """
+
+        def changed_ns(name: str) -> int:
             try:
                 return os.lstat(self.folder / name).st_mtime_ns
             except OSError:
                 return 0
 
-        return self.names if len(self.names) <= _SAMPLE else heapq.nlargest(_SAMPLE, self.names, key=changed)
+        if len(self.names) <= _SAMPLE_FILES:
+            return self.names
+        return heapq.nlargest(_SAMPLE_FILES, self.names, key=changed_ns)
 
     @cached_property
     def size_bytes(self) -> int:
-        """All files together."""
+        """The size of all files."""
         return sum(self.sizes.values())
 
     @cached_property
     def hash(self) -> str:
-        """Of all that the files are. Raises UsageError where one can't be read."""
-        with _naming():
+        """The hash of names, contents and modes. Raises UsageError if a file cannot be read."""
+        with _readable():
             return content_hash(self.folder, self.names)
 
     def check(self, needed: Path, max_mb: float) -> None:
-        """Raise UsageError where the file `needed` is left out, or, with the largest files, over `max_mb`."""
+        """Raises UsageError if the file `needed` is left out, or if all files have more than `max_mb` megabytes."""
         if str(needed.relative_to(self.folder)) not in self.sizes:
             raise UsageError(
-                f"{needed} would not go along to workers that don't see {self.folder}: it is ignored by git, or by "
+                f"{needed} would not be uploaded to workers that don't see {self.folder}: it is ignored by git, or by "
                 f"{IGNORE_FILE}. Take it out there, or choose another code.folder"
             )
         if self.size_bytes <= max_mb * _MB:
             return
-        largest = sorted(self.sizes, key=lambda name: -self.sizes[name])[:_NAMED]
+        largest = sorted(self.sizes, key=lambda name: -self.sizes[name])[:_NAMED_FILES]
         named = ", ".join(f"{name} ({self.sizes[name] / _MB:.1f} MB)" for name in largest)
         raise UsageError(
-            f"the project folder {self.folder} would go along to workers that don't see it, and has "
+            f"the project folder {self.folder} would be uploaded to workers that don't see it, and has "
             f"{self.size_bytes / _MB:.1f} MB, over code.max_mb, which is {max_mb:g}; the largest files: {named}. List "
             f"what is not needed in {self.folder / IGNORE_FILE}, or raise code.max_mb"
         )
 
     def archive(self) -> tuple[bytes, str]:
-        """A packed tar file of the files alone, the same for the same content, and the hash of what is in it.
+        """A tar.gz file, equal for equal content, and the hash of its content.
 
-        That may be another one than `hash`: files change while we read. Raises UsageError where one can't be read.
+        The hash may differ from `hash` if files change meanwhile. Raises UsageError if a file cannot be read.
         """
         buffer, whole = io.BytesIO(), hashlib.sha256()
         with (
@@ -123,9 +128,9 @@ class Package:
         return buffer.getvalue(), whole.hexdigest()
 
     def _add(self, archive: tarfile.TarFile, name: str) -> bytes:
-        """Add a file as it is now; return its line in the hash."""
+        """Adds a file with its current content; returns its line in the hash."""
         path = self.folder / name
-        with _naming():
+        with _readable():
             info = archive.gettarinfo(str(path), arcname=name)
             is_link = info.issym()
             data = os.fsencode(link_target(path)) if is_link else path.read_bytes()
@@ -141,19 +146,20 @@ class Package:
 
 
 @contextmanager
-def _naming() -> Iterator[None]:
+def _readable() -> Iterator[None]:
+    """Turns an OSError into a UsageError that names the file."""
     try:
         yield
     except OSError as error:
         raise UsageError(
-            f"cannot read {error.filename}, which would go along to the workers: {error.strerror}"
+            f"cannot read {error.filename}, which would be uploaded to the workers: {error.strerror}"
         ) from error
 
 
 def project_of(loaded: LoadedConfig, path: Sequence[str]) -> Project | None:
-    """The project that the workload belongs to; None where it is installed or built in, or the code is to stay here.
+    """The project of the workload; None if the workload is installed or built in, or if `code.ship` is off.
 
-    `path` is where the workload is looked for. Raises UsageError where code.folder is no folder.
+    `path` holds the folders in which the workload is searched. Raises UsageError if code.folder is not a folder.
     """
     config = loaded.config
     if not config.code.ship:
@@ -173,9 +179,9 @@ def project_of(loaded: LoadedConfig, path: Sequence[str]) -> Project | None:
 
 
 def project_folder(beside: Path, chosen: str | None) -> Path | None:
-    """The folder that goes along: the one chosen, else the git work tree around `beside`, else `beside` itself.
+    """The folder to upload: the `chosen` one, else the git work tree that contains `beside`, else `beside`.
 
-    None where that would be somebody's home, or everything. Raises UsageError where the one chosen is none.
+    None if that is the home directory or the root directory. Raises UsageError if `chosen` is not a folder.
     """
     if chosen is not None:
         folder = Path(chosen).expanduser().resolve()
@@ -188,41 +194,46 @@ def project_folder(beside: Path, chosen: str | None) -> Path | None:
 
 
 def pack(folder: Path, besides: Sequence[Path]) -> Package:
-    """What of the folder goes along: what git would know, less what is ignored or secret, or lies in `besides`."""
+    """Selects the files of a project: what git tracks or would track, without ignored and secret files.
+
+    `besides` are folders, such as that of results, that are left out.
+    """
     return Package(folder, dict(_files(folder, besides)))
 
 
 def _files(folder: Path, besides: Sequence[Path]) -> Iterator[tuple[str, int]]:
-    rules = pathspec.PathSpec.from_lines("gitignore", [*_LEFT_OUT, *_own_rules(folder)])
-    apart = tuple(f"{name}/" for name in _names_apart(folder, besides))
-    for name in _listed(folder):
-        if name.startswith(apart) or _is_ignored(name, rules) or not _can_travel(name):
+    rules = pathspec.PathSpec.from_lines("gitignore", [*_LEFT_OUT, *_user_rules(folder)])
+    excluded = tuple(f"{name}/" for name in _excluded_folders(folder, besides))
+    for name in _list_files(folder):
+        if name.startswith(excluded) or _is_ignored(name, rules) or not _is_utf8(name):
             continue
-        path = f"{folder}/{name}"
         try:
-            status = os.lstat(path)
+            status = os.lstat(f"{folder}/{name}")
         except OSError:
-            continue  # deleted, and git has not been told
+            continue  # git still lists a file that was deleted
         if stat.S_ISREG(status.st_mode) or (stat.S_ISLNK(status.st_mode) and _stays_inside(folder, name)):
             yield name, status.st_size
 
 
 def _is_ignored(name: str, rules: pathspec.PathSpec[Any]) -> bool:
-    """Whether a file stays here; a rule of the user's, as `!public.pem`, takes a file along that looks secret."""
+    """Whether a file is left out. A rule of the user, such as `!public.pem`, includes a file that looks secret."""
     ignored = rules.check_file(name).include
     return is_secret_file(name) if ignored is None else ignored
 
 
-def _names_apart(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
-    """Folders below the project that are none of it; of results in the project's own folder, each run's."""
+def _excluded_folders(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
+    """The paths, below the project folder, of excluded folders.
+
+    If the project is itself inside an excluded folder, only the runs in that folder are excluded.
+    """
     real = folder.resolve()
     for other in (path.resolve() for path in besides):
         found = [run.parent for run in other.glob("*/run.json")] if real.is_relative_to(other) else [other]
         yield from (str(path.relative_to(real)) for path in found if path != real and path.is_relative_to(real))
 
 
-def _can_travel(name: str) -> bool:
-    """Whether it is a name in messages, too: one that is no UTF-8 is not."""
+def _is_utf8(name: str) -> bool:
+    """Whether the name can be sent in a message."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -231,13 +242,13 @@ def _can_travel(name: str) -> bool:
 
 
 def _stays_inside(folder: Path, name: str) -> bool:
-    """Whether a link leads to a place in the folder, as it is spelled and as it is."""
+    """Whether a symbolic link leads to a place in the folder, both as it is written and when it is resolved."""
     path = folder / name
-    spelled = Path(os.path.normpath(path.parent / link_target(path)))
-    return spelled.is_relative_to(folder) and path.resolve().is_relative_to(folder.resolve())
+    written = Path(os.path.normpath(path.parent / link_target(path)))
+    return written.is_relative_to(folder) and path.resolve().is_relative_to(folder.resolve())
 
 
-def _own_rules(folder: Path) -> list[str]:
+def _user_rules(folder: Path) -> list[str]:
     try:
         return (folder / IGNORE_FILE).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -246,22 +257,22 @@ def _own_rules(folder: Path) -> list[str]:
         raise UsageError(f"cannot read {folder / IGNORE_FILE}: {error}") from error
 
 
-def _listed(folder: Path, within: str = "") -> Iterator[str]:
-    """Every file, as git sees it where there is git: what is ignored there stays here."""
-    told = _git(folder / within, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
-    if told is None:
-        yield from _walked(folder, within)
+def _list_files(folder: Path, within: str = "") -> Iterator[str]:
+    """All files, without those that git ignores if git is available."""
+    listed = _git(folder / within, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    if listed is None:
+        yield from _walk(folder, within)
         return
-    for name in filter(None, told.split("\0")):
+    for name in filter(None, listed.split("\0")):
         path = f"{folder}/{within}{name}"
-        if os.path.isdir(path) and not os.path.islink(path):  # a submodule, or a work tree of its own
+        if os.path.isdir(path) and not os.path.islink(path):  # a submodule, or another work tree
             if os.path.exists(f"{path}/.git"):
-                yield from _listed(folder, f"{within}{name.rstrip('/')}/")
+                yield from _list_files(folder, f"{within}{name.rstrip('/')}/")
         else:
             yield within + name
 
 
-def _walked(folder: Path, within: str) -> Iterator[str]:
+def _walk(folder: Path, within: str) -> Iterator[str]:
     start = len(str(folder)) + 1
     for root, folders, names in os.walk(folder / within):
         links = [name for name in folders if os.path.islink(f"{root}/{name}")]
@@ -271,11 +282,11 @@ def _walked(folder: Path, within: str) -> Iterator[str]:
         yield from (f"{root}/{name}"[start:] for name in (*names, *links))
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    """What git says; None where there is no git, or no work tree."""
+def _git(folder: Path, *arguments: str) -> str | None:
+    """The output of a git command; None if git is missing, or if the folder is not in a work tree."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, timeout=_GIT_TIMEOUT_S, check=False
+            ["git", "-C", str(folder), *arguments], capture_output=True, timeout=_GIT_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -1,4 +1,4 @@
-"""Takes the project's code along to workers that don't see its folder: once a host, and only what is not there yet."""
+"""Uploads the project's code to workers that do not see its folder: once for each host, and only if it is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """The hash of the code that went along, and the folder that each place's worker has it in: "" for the project."""
+    """`code` is the hash of the uploaded code, "" if none was needed.
+
+    `roots` has, for each place, the folder of the code on its worker; "" if the worker sees the project folder.
+    """
 
     code: str
     roots: list[str]
@@ -27,59 +30,58 @@ class Shipped:
 def ship(
     gang: Gang, places: Sequence[Place], package: Package, needed: Path, max_mb: float, tell: Callable[[str], None]
 ) -> Shipped:
-    """Have the project's code where each place's worker finds it: as it is, or in a cache of its host.
+    """Makes the project's code available to the worker of each place: in its own folder, or in a cache of the host.
 
-    Raises: ClusterError where it could not be brought, UsageError where it is more than `max_mb` or lacks the
-    file `needed`.
+    Raises:
+        ClusterError: the code could not be uploaded.
+        UsageError: the code has more than `max_mb` megabytes, or lacks the file `needed`.
     """
     host_of = {place.slot.worker: place.hostname for place in places}
-    names = package.names
-    sample = package.sample
-    arguments = (str(package.folder), sample, identity(package.folder, sample))
-    # Where nothing would go along, no worker can tell the folder from another one.
-    seen = _ask(gang, [*host_of], code_tasks.sees_code, *arguments) if sample else {}
+    arguments = (str(package.folder), package.sample, identity(package.folder, package.sample))
+    # An empty sample cannot identify the folder.
+    seen = _run_on(gang, [*host_of], code_tasks.sees_code, *arguments) if package.sample else {}
     without = [worker for worker in host_of if not seen.get(worker)]
     found = dict.fromkeys(host_of, "")
     code = ""
     if without:
         package.check(needed, max_mb)
         code = package.hash
-        found |= _ask(gang, without, code_tasks.use_code, gang.run_id, code)
+        found |= _run_on(gang, without, code_tasks.use_code, gang.run_id, code)
     if not all(found[worker] for worker in without):
         archive, code = package.archive()
         for worker in without:
-            # Another worker of the host may have been brought it a moment ago.
-            found |= _ask(gang, [worker], code_tasks.use_code, gang.run_id, code)
+            # It may be in the cache by now: another worker of this host may just have got it.
+            found |= _run_on(gang, [worker], code_tasks.use_code, gang.run_id, code)
             if not found[worker]:
-                tell(f"taking {len(names)} files of {package.folder} along to host {host_of[worker]}")
-                found[worker] = _send(gang, worker, names, code, archive)
+                tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
+                found[worker] = _send(gang, worker, package.names, code, archive)
     return Shipped(code, [found[place.slot.worker] for place in places])
 
 
 def check_imports(gang: Gang, places: Sequence[Place], file: Path, paths: Sequence[Sequence[str]]) -> None:
-    """Compare what a workload's file imports with what its workers have; `paths` is where each looks first.
+    """Checks that the workers have the modules that a workload's file imports; `paths` are their search paths.
 
-    Raises: ClusterError that names what is missing, and where.
+    Raises ClusterError with the missing modules and their hosts.
     """
     modules = sorted(_imported(file))
     lacking: dict[str, list[str]] = {}
     first_on = {place.slot.worker: (place, path) for place, path in zip(places, paths, strict=True)}
     for worker, (place, path) in first_on.items():
-        for module in _ask(gang, [worker], code_tasks.missing_modules, modules, list(path))[worker]:
+        for module in _run_on(gang, [worker], code_tasks.missing_modules, modules, list(path))[worker]:
             lacking.setdefault(module, []).append(place.hostname)
     if lacking:
         what = "; ".join(f"{module} on {', '.join(dict.fromkeys(hosts))}" for module, hosts in lacking.items())
         raise ClusterError(
-            f"{file} imports what the workers lack: {what}. Install it there (nothing is installed by us)"
+            f"{file} imports what the workers lack: {what}. Install it there (ddptrain installs nothing)"
         )
 
 
 def _imported(file: Path) -> set[str]:
-    """The first parts of the modules that a file imports whatever happens: those at its top level."""
+    """The top-level packages of a file's unconditional imports: those outside of functions, `if` and `try`."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return set()  # the rank will tell
+        return set()  # the rank will report the error
     found = set()
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -90,17 +92,19 @@ def _imported(file: Path) -> set[str]:
 
 
 def _send(gang: Gang, worker: str, names: list[str], code: str, archive: bytes) -> str:
+    """Sends the archive in chunks, and returns the folder in which the worker has unpacked it."""
     name = f"code-{code}.tar.gz"
     for offset in range(0, len(archive), READ_LIMIT_BYTES):
         chunk = archive[offset : offset + READ_LIMIT_BYTES]
-        _ask(gang, [worker], tasks.write_spool, gang.run_id, name, offset, chunk)
-    return str(_ask(gang, [worker], code_tasks.unpack_code, gang.run_id, code, name, names)[worker])
+        _run_on(gang, [worker], tasks.write_spool, gang.run_id, name, offset, chunk)
+    return str(_run_on(gang, [worker], code_tasks.unpack_code, gang.run_id, code, name, names)[worker])
 
 
-def _ask(gang: Gang, workers: list[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:
+def _run_on(gang: Gang, workers: list[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:
+    """Runs a function on these workers; returns the results by worker. Raises ClusterError."""
     try:
         return dict(gang.client.run(function, *arguments, workers=workers))
     except ClusterError:
         raise
-    except Exception as error:
-        raise ClusterError(f"could not take the code along to {', '.join(workers)}: {error}") from error
+    except Exception as error:  # whatever the function raises on the worker, or Dask if the worker is gone
+        raise ClusterError(f"could not upload the code to {', '.join(workers)}: {error}") from error

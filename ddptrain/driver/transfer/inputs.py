@@ -1,4 +1,4 @@
-"""What the driver prepares once for all ranks of a run, in a process of its own: the list of images, for one."""
+"""Prepares a workload's inputs once for all ranks, in a separate process: for example the list of images."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ddptrain.results.files import make_folder, write_whole
 if TYPE_CHECKING:
     from ddptrain.driver.worker_group import Gang, Place
 
-CONTENTS = "contents.json"  # what is in the folder, by which a worker knows that it sees the driver's
+CONTENTS = "contents.json"  # names and hashes of the files; a worker that sees the same file sees the same folder
 _END_S = 5.0
 
 
 class Inputs:
-    """The run's inputs/ folder; where the workload has nothing to prepare, or only looks, there is none.
+    """The inputs/ folder of a run. There is none if the workload prepares nothing, or writes no file.
 
     The process may use threads and libraries that must not be in the driver, has the run's own environment, and can be
-    ended at any moment.
+    killed at any time.
     """
 
     def __init__(self, target: str, folder: Path) -> None:
@@ -37,7 +37,7 @@ class Inputs:
         self._files: tuple[str, ...] = ()
 
     def begin(self, params: Mapping[str, object], environ: Mapping[str, str]) -> None:
-        """Start preparing; the driver goes on. Raises ResultsError."""
+        """Starts preparing, in the background. Raises ResultsError."""
         if not self._target:
             return
         make_folder(self._folder)
@@ -47,31 +47,31 @@ class Inputs:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the driver's business
+            start_new_session=True,  # Ctrl-C must reach the driver only
             text=True,
             encoding="utf-8",
         )
         assert self._process.stdin is not None
-        order = {"target": self._target, "params": dict(params), "folder": str(self._folder)}
-        with contextlib.suppress(BrokenPipeError):  # it has died: `wait` tells
-            self._process.stdin.write(json.dumps(order) + "\n")
+        request = {"target": self._target, "params": dict(params), "folder": str(self._folder)}
+        with contextlib.suppress(BrokenPipeError):  # the process has died: wait() reports it
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
     def wait(self, tell: Callable[[str], None]) -> None:
-        """Return when all is prepared; `tell` is given the lines that it has to say.
+        """Returns when everything is prepared; passes the lines of the workload's function to `tell`.
 
-        Raises: what was wrong: UsageError, ClusterError, or another DdptrainError; RuntimeError for a bug of ours.
+        Raises the error of the function: UsageError, ClusterError or another DdptrainError; RuntimeError for a bug.
         """
         if self._process is None:
             return
         assert self._process.stdout is not None
         done = False
         for line in self._process.stdout:
-            word = json.loads(line)
-            if "tell" in word:
-                tell(str(word["tell"]))
-            elif "failed" in word:
-                raise _error(word["failed"])
+            message = json.loads(line)
+            if "tell" in message:
+                tell(str(message["tell"]))
+            elif "failed" in message:
+                raise _error(message["failed"])
             else:
                 done = True
         status = self._process.wait()
@@ -79,10 +79,9 @@ class Inputs:
             raise ClusterError(f"the process that prepares the run's inputs has ended: {describe_status(status)}")
         self.close()
         if self._folder.exists():
-            self._note_contents()
+            self._write_contents()
 
-    def _note_contents(self) -> None:
-        """Write down what there is, so that two folders are the same if this file is."""
+    def _write_contents(self) -> None:
         with naming(self._folder):
             files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != CONTENTS)
             listed = {
@@ -94,7 +93,7 @@ class Inputs:
         write_whole(self._folder / CONTENTS, (json.dumps({"files": listed}, indent=2) + "\n").encode())
 
     def place(self, gang: Gang, places: Sequence[Place]) -> list[str]:
-        """The folder in which each place's worker finds them: ours, or a copy; "" where there are none.
+        """For each place, the folder of the inputs on its worker: this one, or a copy; "" if there are no inputs.
 
         Raises ClusterError.
         """
@@ -103,7 +102,7 @@ class Inputs:
         return gang.place(places, self._folder, self._files, CONTENTS, "the inputs")
 
     def close(self) -> None:
-        """End the process, if it has not ended; a folder into which it has put nothing goes."""
+        """Kills the process if it still runs, and removes the folder if it is empty."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -124,7 +123,7 @@ def _digest(path: Path) -> str:
 
 
 def _error(failed: Mapping[str, object]) -> Exception:
-    """The error that the process has met, as one of this process."""
+    """The error of the process, as an exception of the same kind."""
     message, exit_code = str(failed["message"]), int(str(failed["exit_code"]))
     if exit_code == ExitCode.INTERNAL:
         return RuntimeError(message)

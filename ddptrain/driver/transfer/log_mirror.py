@@ -1,24 +1,27 @@
-"""The driver's copy of what one rank writes: its log at home in the run directory, its events decoded in order.
+"""The driver's copy of what one rank writes: its log in the run directory, and its events, decoded in order.
 
-On a shared file system the home log is a hard link to the rank's own file (no copy, and complete even if the driver
-is killed), or the file is read as it grows. Elsewhere the bytes come in notices, and a gap is fetched from the spool.
+On a shared file system the log in the run directory is a hard link to the rank's own file: no copy is needed, and it is
+complete even if the driver is killed. If the link is not possible, the file is read as it grows. From other hosts the
+bytes come in notices, and missing ones are fetched from the rank's spool.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ddptrain.protocol import events
 from ddptrain.results import files
 from ddptrain.worker.spool import READ_LIMIT_BYTES, RankSpool, read_chunk
 
+# Reads bytes of a file: path, offset, number of bytes. May return fewer; none at the end of the file.
 Fetch = Callable[[Path, int, int], bytes]
 
 
-class _Stream:
-    """One growing file: what of it is here already, and how the rest is had."""
+class _GrowingFile:
+    """One file that grows: `have` bytes of it have been taken."""
 
     def __init__(self, source: Path, fetch: Fetch, take: Callable[[bytes], None]) -> None:
         self.source = source
@@ -27,7 +30,7 @@ class _Stream:
         self._take = take
 
     def receive(self, offset: int, data: bytes) -> None:
-        """Bytes that came by themselves: what is known is skipped, what is missing before them is fetched."""
+        """Takes bytes of a notice: skips what is already here, and fetches what is missing before them."""
         if offset > self.have:
             self.advance(offset)
         fresh = data[self.have - offset :]
@@ -36,7 +39,7 @@ class _Stream:
             self.have += len(fresh)
 
     def advance(self, size: int) -> None:
-        """Fetch up to `size`. Raises OSError or ClusterError where the source is gone."""
+        """Fetches everything up to `size` bytes. Raises OSError or ClusterError if the file cannot be read."""
         while self.have < size:
             data = self._fetch(self.source, self.have, min(READ_LIMIT_BYTES, size - self.have))
             if not data:
@@ -46,43 +49,41 @@ class _Stream:
 
 
 class SpoolMirror:
-    """A rank's spool, seen from the driver."""
+    """The log and the events of a rank. `refused` counts lines of the events file that are not valid events."""
 
     def __init__(self, spool: RankSpool, home_log: Path, *, shared: bool, fetch: Fetch) -> None:
         self.spool = spool
         self.home_log = home_log
-        self._fetch: Fetch = read_chunk if shared else fetch
-        self._linked = shared and _link(spool.log, home_log)
-        self._log = None if self._linked else _Stream(spool.log, self._fetch, self._append)
-        self._events = _Stream(spool.events, self._fetch, self._split)
-        self._partial = b""
-        self._lines: list[bytes] = []
         self.refused = 0
-        if not self._linked:
+        fetch = read_chunk if shared else fetch
+        self._events = _GrowingFile(spool.events, fetch, self._take_events)
+        self._log: _GrowingFile | None = None  # None if home_log is a hard link
+        self._partial_line = b""
+        self._lines: list[bytes] = []
+        if not (shared and _link(spool.log, home_log)):
+            self._log = _GrowingFile(spool.log, fetch, self._append)
             self._append(b"")
 
     def receive(self, stream: str, offset: int, data: bytes) -> None:
-        """Take bytes that a notice carried."""
+        """Takes bytes of a notice; `stream` is "log" or "events"."""
         if stream == "events":
             self._events.receive(offset, data)
         elif self._log is not None:
             self._log.receive(offset, data)
 
     def advance(self, log_size: int, events_size: int) -> None:
-        """Catch up with the announced sizes. Raises OSError or ClusterError where the source is gone."""
+        """Fetches everything up to these sizes in bytes. Raises OSError or ClusterError if a file cannot be read."""
         self._events.advance(events_size)
         if self._log is not None:
             self._log.advance(log_size)
 
     def catch_up(self) -> None:
-        """Take what can be had of a rank that nobody reports on any more (its worker is gone)."""
-        try:
+        """Takes what can be read from a rank whose worker is gone."""
+        with suppress(Exception):  # it was on another machine, which is gone: what was read before stays
             self.advance(*self.spool.sizes())
-        except Exception:
-            return  # on another machine, and it is gone: what came before stays
 
     def take_events(self) -> Iterator[events.Event]:
-        """The events that have become complete; lines that are none are counted in `refused` and left out."""
+        """The events that have become complete since the last call. Invalid lines are counted and left out."""
         lines, self._lines = self._lines, []
         for line in lines:
             try:
@@ -93,16 +94,16 @@ class SpoolMirror:
     def _append(self, data: bytes) -> None:
         files.append(self.home_log, data)
 
-    def _split(self, data: bytes) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
+    def _take_events(self, data: bytes) -> None:
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         self._lines += lines
-        if len(self._partial) > events.MAX_LINE_BYTES:
+        if len(self._partial_line) > events.MAX_LINE_BYTES:
             self.refused += 1
-            self._partial = b""
+            self._partial_line = b""
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Make `target` another name of `source`, if the file system can and the name is free."""
+    """Creates a hard link; False if the file system cannot, or if `target` exists (from an earlier attempt)."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,1 +1,1 @@
-"""Images and tables that a rank logs."""
+"""ctx.log_image and ctx.log_table."""

@@ -1,1 +1,1 @@
-"""What trackers have made of a run."""
+"""What trackers have created for a run."""

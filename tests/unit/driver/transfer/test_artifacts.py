@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddptrain.driver.messages import BroughtHome, Delayed, Inbox, NotBroughtHome
-from ddptrain.driver.transfer import artifacts as porter_module
+from ddptrain.driver.transfer import artifacts
 from ddptrain.driver.transfer.artifacts import Porter
 from ddptrain.protocol.events import CheckpointSaved, FileSaved
 from ddptrain.results import checkpoints
@@ -30,7 +30,7 @@ def inbox() -> Inbox:
 
 @pytest.fixture
 def porter(writer: RunWriter, inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[Porter]:
-    monkeypatch.setattr(porter_module, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(artifacts, "_MAX_PAUSE_S", 0.05)
     made = Porter(writer, CheckpointPolicy(), inbox, max_failures=3)
     yield made
     assert made.close(60)

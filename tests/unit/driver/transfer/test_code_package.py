@@ -158,7 +158,7 @@ def test_paths_move_with_the_folder() -> None:
 
 def test_workload_that_would_stay_at_home_is_told(project: Path) -> None:
     (project / ".ddptrainignore").write_text("train.py\n")
-    with pytest.raises(UsageError, match=r"train\.py would not go along .* ignored by git, or by .ddptrainignore"):
+    with pytest.raises(UsageError, match=r"train\.py would not be uploaded .* ignored by git, or by .ddptrainignore"):
         pack(project, []).check(project / "train.py", 200)
 
 
@@ -202,5 +202,5 @@ def test_folder_is_known_by_what_was_changed_last_and_not_by_all_of_its_data(pro
 def test_file_that_goes_while_it_is_packed_is_told(project: Path) -> None:
     package = pack(project, [])
     (project / "train.py").unlink()
-    with pytest.raises(UsageError, match=r"cannot read .*train\.py, which would go along"):
+    with pytest.raises(UsageError, match=r"cannot read .*train\.py, which would be uploaded"):
         package.archive()

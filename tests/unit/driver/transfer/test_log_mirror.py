@@ -107,7 +107,7 @@ def test_endless_line_does_not_grow_in_memory(tmp_path: Path) -> None:
     append(spool.events, b"x" * (events.MAX_LINE_BYTES + 1))
     mirror.advance(*spool.sizes())
     assert mirror.refused == 1
-    assert mirror._partial == b""
+    assert mirror._partial_line == b""
 
 
 def test_source_that_is_gone_is_an_error(tmp_path: Path) -> None:
