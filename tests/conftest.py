@@ -1,4 +1,4 @@
-"""What every test gets: a guard against what tests leave behind, and the command as a real process."""
+"""What every test gets: a check for what it leaves behind, the command `ddptrain`, and a cluster to share."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
-LEAK_GRACE_S = 30.0
+from tests import leaks
+from tests.command import PATIENCE_S, Cli, Finished, Running
+from tests.fork_server import ForkServer
+
+if TYPE_CHECKING:
+    from distributed import Client, Scheduler
+
+__all__ = ["PATIENCE_S", "Cli", "Finished", "Running"]
+
 # Reasons for which a test may be skipped where every server is installed (DDPTRAIN_STRICT_SKIPS).
 ALLOWED_SKIPS = re.compile(
     r"no NVIDIA GPU|root may read everything|transformers is not installed|Seattle names are not at"
 )
-# What takes a second where nothing else runs: a machine with other work may take this long for it.
-PATIENCE_S = 100.0
-# In the environment of every process that a test starts, and of those that these start: it is known by this
-# even after its parent has died.
-MARK = "DDPTRAIN_TESTS"
-
-# They serve the whole interpreter, and end with it.
-_LASTING_THREADS = ("Dask-Offload", "asyncio_", "pytest_timeout")
-_LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-_FREE_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets its own
 
 
 def pytest_configure() -> None:
-    os.environ[MARK] = uuid.uuid4().hex
+    os.environ[leaks.MARK] = uuid.uuid4().hex
+    # Hundreds of processes import ddptrain: without cached bytecode each compiles it again, for 0.2 s.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # A shell's `&` ignores SIGINT, nohup ignores SIGHUP, and children would inherit it. A handler they do not inherit.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -48,7 +48,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tell why a test had to run once more: what then passes must not go unseen."""
+    """Print the failures of tests that passed only in a second run."""
     for report in terminalreporter.stats.get("rerun", ()):
         terminalreporter.section(f"failed at first, run once more: {report.nodeid} ({report.when})")
         terminalreporter.line(report.longreprtext)
@@ -70,7 +70,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @cache
 def _why_no_gpu() -> str:
-    """Why tests marked gpu can't run; empty where they can."""
+    """Why tests marked gpu can't run; empty if they can."""
     if not shutil.which("nvidia-smi"):
         return "no NVIDIA GPU: nvidia-smi is not installed"
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
@@ -79,239 +79,73 @@ def _why_no_gpu() -> str:
     return ""
 
 
-# --- the guard ---
-
-
 @pytest.fixture(autouse=True)
 def leak_guard() -> Iterator[None]:
     """Fails a test that leaves processes or threads running, or the environment changed."""
-    processes, threads, environment = set(_our_processes()), set(threading.enumerate()), dict(os.environ)
+    before = leaks.Snapshot()
     yield
-    left = [
-        *_changed_variables(environment),
-        *_left_threads(threads),
-        *_left_processes(processes),
-    ]
-    if left:
+    if left := before.leaks():
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
-def _changed_variables(before: Mapping[str, str]) -> list[str]:
-    """What differs in os.environ, which is put back."""
-    names = sorted({*before, *os.environ} - {*_FREE_VARIABLES})
-    changed = [name for name in names if before.get(name) != os.environ.get(name)]
-    told = [f"environment: {name}={os.environ.get(name)!r}, was {before.get(name)!r}" for name in changed]
-    for name in changed:
-        if name in before:
-            os.environ[name] = before[name]
-        else:
-            del os.environ[name]
-    return told
-
-
-def _left_threads(before: set[threading.Thread]) -> list[str]:
-    """Threads that would keep the interpreter from ending, after a grace."""
-
-    def left() -> list[threading.Thread]:
-        return [
-            thread
-            for thread in threading.enumerate()
-            if thread not in before and not thread.daemon and not thread.name.startswith(_LASTING_THREADS)
-        ]
-
-    deadline = time.monotonic() + LEAK_GRACE_S
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return [f"thread: {thread.name}" for thread in left()]
-
-
-def _left_processes(before: set[psutil.Process]) -> list[str]:
-    """Processes that outlive the test, after a grace; they are killed."""
-    deadline = time.monotonic() + LEAK_GRACE_S
-    left = _our_processes().keys() - before
-    while left and time.monotonic() < deadline:
-        time.sleep(0.05)
-        left = _our_processes().keys() - before
-    running = _our_processes()
-    for process in left:
-        with suppress(psutil.Error):
-            process.kill()
-    return [f"process: {process.pid} {running.get(process, '')}" for process in left]
-
-
-def _our_processes() -> dict[psutil.Process, str]:
-    """Every live process that this pytest is the origin of, with its command line."""
-    pids = psutil.pids()
-    if _seen.pids != pids:  # most tests start nothing, and to look into every process takes a while
-        _seen.ours = _look_for_our_processes()
-        _seen.pids = pids
-    return {process: command for process, command in _seen.ours.items() if _is_live(process)}
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What the last look at all processes has found."""
-
-    pids: list[int] = field(default_factory=list)
-    ours: dict[psutil.Process, str] = field(default_factory=dict)
-
-
-_seen = _Seen()
-
-
-def _is_live(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _look_for_our_processes() -> dict[psutil.Process, str]:
-    found = {}
-    myself = psutil.Process()
-    descendants = set(myself.children(recursive=True))
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            ours = process in descendants or process.environ().get(MARK) == os.environ[MARK]
-            command = " ".join(process.cmdline()) if ours and process != myself else ""
-            if command and not any(lasting in command for lasting in _LASTING_PROCESSES):
-                found[process] = command
-    return found
-
-
-# --- the command ---
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """How a command ended, and all that it said."""
-
-    rc: int
-    stdout: str
-    stderr: str
-
-
-@dataclass(slots=True)
-class Running:
-    """A command under way, in a session and process group of its own; what it prints goes to files."""
-
-    popen: subprocess.Popen[bytes]
-    stdout_path: Path
-    stderr_path: Path
-
-    @property
-    def stdout(self) -> str:
-        """What it has printed so far."""
-        return self.stdout_path.read_text(encoding="utf-8", errors="replace")
-
-    @property
-    def stderr(self) -> str:
-        """What it has printed to stderr so far."""
-        return self.stderr_path.read_text(encoding="utf-8", errors="replace")
-
-    def wait_for(self, text: str, timeout_s: float = PATIENCE_S) -> None:
-        """Return once `text` stands in stdout or stderr; fails the test if command or time end first."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            ended = self.popen.poll() is not None
-            if text in self.stdout or text in self.stderr:
-                return
-            if ended or time.monotonic() > deadline:
-                what = f"ended with {self.popen.returncode}" if ended else f"took over {timeout_s} s"
-                pytest.fail(f"the command {what} without printing {text!r}\n{self._said()}")
-            time.sleep(0.02)
-
-    def finish(self, timeout_s: float = PATIENCE_S) -> Finished:
-        """Wait until it ends; fails the test, with what was said, if it takes longer than `timeout_s`."""
-        try:
-            rc = self.popen.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the command took over {timeout_s} s\n{self._said()}")
-        return Finished(rc, self.stdout, self.stderr)
-
-    def kill_group(self) -> None:
-        """SIGKILL for the command and what stayed in its process group."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait(PATIENCE_S)
-
-    def _said(self) -> str:
-        return f"--- stdout\n{self.stdout[-4000:]}\n--- stderr\n{self.stderr[-4000:]}"
-
-
-@dataclass(slots=True)
-class Cli:
-    """Starts `python -m ddptrain` in a folder, with state kept below it."""
-
-    folder: Path
-    started: list[Running] = field(default_factory=list)
-
-    def start(
-        self,
-        *args: str | Path,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        program: Sequence[str] = (sys.executable, "-m", "ddptrain"),
-    ) -> Running:
-        """The command, started; stdin is empty. `env` is added to this process's own environment."""
-        said = self.folder / ".said"
-        said.mkdir(exist_ok=True)
-        stdout, stderr = (said / f"{len(self.started)}.{name}" for name in ("out", "err"))
-        environment = {**os.environ, "XDG_STATE_HOME": str(self.folder / ".state"), **(env or {})}
-        with stdout.open("wb") as out, stderr.open("wb") as err:
-            popen = subprocess.Popen(
-                [*program, *map(str, args)],
-                cwd=cwd or self.folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-        self.started.append(Running(popen, stdout, stderr))
-        return self.started[-1]
-
-    def __call__(
-        self,
-        *args: str | Path,
-        timeout_s: float = PATIENCE_S,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        program: Sequence[str] = (sys.executable, "-m", "ddptrain"),
-    ) -> Finished:
-        """Run the command to its end."""
-        return self.start(*args, cwd=cwd, env=env, program=program).finish(timeout_s)
-
-    def look(self, *args: str, env: Mapping[str, str] | None = None) -> Finished:
-        """`ddptrain cluster status` or `list`, again where a scheduler of a busy machine does not answer in time."""
-        deadline = time.monotonic() + PATIENCE_S
-        while "does not answer within" in (done := self("cluster", *args, env=env)).stdout:
-            if time.monotonic() > deadline:
-                break
-        return done
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def run_cli(tmp_path: Path) -> Iterator[Cli]:
+def run_cli(request: pytest.FixtureRequest, tmp_path: Path, fork_server: ForkServer) -> Iterator[Cli]:
     """Runs `ddptrain` in tmp_path: `run_cli("schema")` to its end, `run_cli.start("train")` to be watched."""
-    runner = Cli(tmp_path)
+    runner = Cli(tmp_path, None if request.node.get_closest_marker("real_start") else fork_server)
     yield runner
     for running in runner.started:
-        # What outlives a command that has ended by itself is for leak_guard to tell.
+        # What outlives a command that has ended by itself is reported by leak_guard.
         if running.popen.poll() is None:
             running.kill_group()
 
 
 @pytest.fixture(scope="session")
-def warm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a cluster that is up, with six slots: for runs of tests that are not about their cluster.
+def lasting_cluster(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Client]:
+    from distributed import Client  # most tests need no Dask
+
+    cli = Cli(tmp_path_factory.mktemp("warm"), fork_server)
+    options = ("--name", "warm", "--ranks", "6", "--gpus", "0", "--idle-timeout", "3600", "--json")
+    up = cli("cluster", "up", *options)
+    assert up.rc == 0, up.stderr
+    with Client(json.loads(up.stdout)["address"], set_as_default=False) as client:
+        yield client
+    down = cli("cluster", "down", "warm", "--now")
+    assert down.rc == 0, down.stderr
+
+
+@pytest.fixture
+def warm_cluster(lasting_cluster: Client) -> Iterator[str]:
+    """The address of a cluster with six slots that all tests of a process share: for runs of tests that are not about
+    their cluster. A test that leaves slots, tasks or ranks on it fails.
 
     A run on it takes a third of what one takes that starts its own. Its workers have the environment of pytest, not
     that of the command: what ranks are to see goes into the configuration's `env`.
     """
-    cli = Cli(tmp_path_factory.mktemp("warm"))
-    options = ("--name", "warm", "--ranks", "6", "--gpus", "0", "--idle-timeout", "3600", "--json")
-    up = cli("cluster", "up", *options, timeout_s=100)
-    assert up.rc == 0, up.stderr
-    yield str(json.loads(up.stdout)["address"])
-    down = cli("cluster", "down", "warm", "--now")
-    assert down.rc == 0, down.stderr
+    yield str(lasting_cluster.scheduler.address)  # type: ignore[union-attr]
+    _wait_until_clean(lasting_cluster)
+
+
+def _wait_until_clean(client: Client) -> None:
+    """Fail the test where runs, tasks or a changed number of slots stay on the cluster."""
+
+    def state(dask_scheduler: Scheduler) -> dict[str, Any]:  # a function in a function travels by value
+        from ddptrain.clusters.scheduler.slots import overview
+
+        found = overview(dask_scheduler)
+        slots = [worker["slots"] - worker["held"] for worker in found["workers"]]
+        tasks = sorted(map(str, dask_scheduler.tasks))
+        return {"runs": found["runs"], "waiting": found["waiting"], "tasks": tasks, "free slots": slots}
+
+    clean = {"runs": [], "waiting": [], "tasks": [], "free slots": [6]}
+    deadline = time.monotonic() + leaks.GRACE_S
+    while (found := client.run_on_scheduler(state)) != clean:
+        if time.monotonic() > deadline:
+            pytest.fail(f"the test left the shared cluster as {found}", pytrace=False)
+        time.sleep(0.05)

@@ -1,0 +1,230 @@
+"""Starts the command `ddptrain` by fork, from a process that has imported it already.
+
+A start of Python that imports ddptrain and Dask takes 0.4 to 1.0 s of CPU time, a fork 0.03 s, and the integration
+tests start the command more than 500 times. The forked process has its own session, environment, working directory,
+stdin, stdout and stderr. It runs `ddptrain.__main__` as `__main__` and ends as an interpreter ends, so signals, exit
+handlers and exit codes are those of a real start. What only a real start can show (import path, arguments in /proc)
+is tested with one: see `real_start` in conftest.py.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, NoReturn
+
+_LENGTH = struct.Struct("!I")
+_STATUS = struct.Struct("!i")
+# Python, the C library, Dask and fsspec read these when they start or are imported.
+_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "DASK_", "FSSPEC_", "OPENBLAS_", "OMP_", "LC_", "LANG", "TZ")
+_READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
+# What a run on a cluster imports.
+_MODULES = (
+    "distributed",
+    "ddptrain.cli.main",
+    "ddptrain.clusters.lifecycle",
+    "ddptrain.clusters.status",
+    "ddptrain.driver.run",
+)
+
+
+def can_fork(environment: Mapping[str, str]) -> bool:
+    """Whether a forked process behaves as one started with `environment`: equal values of what is read at a start."""
+    names = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
+    return not any(name.startswith(_READ_AT_START) or name in _READ_AT_START_NAMES for name in names)
+
+
+class ForkedProcess:
+    """A process of the fork server, with the methods of `subprocess.Popen` that the tests use."""
+
+    def __init__(self, args: Sequence[str], pid: int, status: int) -> None:
+        self.args, self.pid = list(args), pid
+        self.returncode: int | None = None
+        self._status, self._lock = status, threading.Lock()
+
+    def poll(self) -> int | None:
+        """The exit code, as `subprocess.Popen` has it; None while the process runs."""
+        self._read(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; raises subprocess.TimeoutExpired after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._read(left)
+            if self.returncode is None and left == 0.0:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _read(self, timeout_s: float | None) -> None:
+        with self._lock:
+            if self.returncode is None and select.select([self._status], [], [], timeout_s)[0]:
+                told = os.read(self._status, _STATUS.size)
+                os.close(self._status)
+                assert len(told) == _STATUS.size, "the fork server has ended"
+                self.returncode = os.waitstatus_to_exitcode(*_STATUS.unpack(told))
+
+
+class ForkServer:
+    """The process that forks; it ends when the pytest process closes the connection or ends."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # sys.stdout of each forked process is buffered as that of a file
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        self._socket, self._lock = ours, threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that forks."""
+        return self._process.pid
+
+    def start(
+        self, args: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
+    ) -> ForkedProcess:
+        """Start `python -m ddptrain ARGS` in a session of its own, with an empty stdin."""
+        order = json.dumps({"args": list(args), "cwd": str(cwd), "env": dict(env)}).encode()
+        status, told = os.pipe()
+        try:
+            with self._lock, open(os.devnull, "rb") as nothing:
+                fds = array.array("i", [nothing.fileno(), stdout.fileno(), stderr.fileno(), told])
+                self._socket.sendmsg([_LENGTH.pack(len(order))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+                self._socket.sendall(order)
+                (pid,) = _LENGTH.unpack(_receive(self._socket, _LENGTH.size))
+        finally:
+            os.close(told)
+        return ForkedProcess(["ddptrain", *args], pid, status)
+
+    def close(self) -> None:
+        """End the server; processes that it has forked go on."""
+        self._socket.close()
+        self._process.wait(30)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+# --- in the process of the server ---
+
+
+def _serve(connection: socket.socket) -> list[str]:
+    """Fork for each order. Returns in each forked process, with its arguments; the server itself exits."""
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, int] = {}  # pid -> the pipe that its exit status goes to
+    while True:
+        ready, _, _ = select.select([connection, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _report_ended(running)
+        if connection in ready:
+            try:
+                order, fds = _read_order(connection)
+            except (EOFError, ConnectionError):
+                sys.exit(0)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                return _become(order, fds)
+            running[pid] = fds.pop()
+            for fd in fds:
+                os.close(fd)
+            connection.sendall(_LENGTH.pack(pid))
+
+
+def _report_ended(running: dict[int, int]) -> None:
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        with contextlib.suppress(BrokenPipeError):  # the test does not ask any more
+            os.write(running[pid], _STATUS.pack(status))
+        os.close(running.pop(pid))
+
+
+def _read_order(connection: socket.socket) -> tuple[dict[str, object], list[int]]:
+    head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 4)
+    if not head:
+        raise EOFError
+    (size,) = _LENGTH.unpack(head + _receive(connection, _LENGTH.size - len(head)))
+    order: dict[str, object] = json.loads(_receive(connection, size))
+    return order, fds
+
+
+def _become(order: dict[str, object], fds: list[int]) -> list[str]:
+    """Make the forked process what a real start would have made it; returns the arguments of the command."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    for number, fd in enumerate(fds[:3]):
+        os.dup2(fd, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(str(order["cwd"]))
+    os.environ.clear()
+    os.environ.update(order["env"])  # type: ignore[call-overload]
+    tempfile.tempdir = None
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    return list(order["args"])  # type: ignore[call-overload]
+
+
+def _main() -> NoReturn:
+    del sys.path[0]  # the folder of this file
+    for name in _MODULES:
+        importlib.import_module(name)
+    gc.freeze()  # fewer pages to copy after a fork
+    assert threading.active_count() == 1, threading.enumerate()
+    arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.argv = ["ddptrain", *arguments]
+    runpy.run_module("ddptrain", run_name="__main__", alter_sys=True)
+    raise AssertionError("the command has returned")
+
+
+if __name__ == "__main__":
+    _main()
