@@ -18,6 +18,8 @@ from tests.fork_server import ForkedProcess, ForkServer, can_fork
 
 # The limit for what takes about a second on an idle machine. It only ends a test that would wait for ever.
 PATIENCE_S = 100.0
+# On PYTHONPATH in most tests: see sitecustomize.py there.
+QUICK_START = str(Path(__file__).with_name("quick_start"))
 DDPTRAIN = (sys.executable, "-m", "ddptrain")
 
 
@@ -82,8 +84,8 @@ class Running:
 class Cli:
     """Starts the command in a folder, with its state below this folder.
 
-    With a fork server the command is forked where that makes no difference; without one, or with `program`, it is
-    started as a program.
+    With a fork server the command is forked where that makes no difference, or started if `program` is given. Without
+    one it is started as users start it, without QUICK_START.
     """
 
     folder: Path
@@ -101,7 +103,10 @@ class Cli:
         output = self.folder / ".said"
         output.mkdir(exist_ok=True)
         stdout, stderr = (output / f"{len(self.started)}.{name}" for name in ("out", "err"))
-        environment = {**os.environ, "XDG_STATE_HOME": str(self.folder / ".state"), **(env or {})}
+        environment = {**os.environ, "XDG_STATE_HOME": str(self.folder / ".state")}
+        if self.fork_server is None and environment.get("PYTHONPATH") == QUICK_START:
+            del environment["PYTHONPATH"]
+        environment.update(env or {})
         words, folder = list(map(str, args)), cwd or self.folder
         popen: subprocess.Popen[bytes] | ForkedProcess
         with stdout.open("wb") as out, stderr.open("wb") as err:

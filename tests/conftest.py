@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import leaks
-from tests.command import PATIENCE_S, Cli, Finished, Running
+from tests.command import PATIENCE_S, QUICK_START, Cli, Finished, Running
 from tests.fork_server import ForkServer
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def pytest_configure() -> None:
     os.environ[leaks.MARK] = uuid.uuid4().hex
     # Hundreds of processes import ddptrain: without cached bytecode each compiles it again, for 0.2 s.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
     # A shell's `&` ignores SIGINT, nohup ignores SIGHUP, and children would inherit it. A handler they do not inherit.
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 _LENGTH = struct.Struct("!I")
 _STATUS = struct.Struct("!i")
@@ -69,7 +69,7 @@ class ForkedProcess:
         while self.returncode is None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             self._read(left)
-            if self.returncode is None and left == 0.0:
+            if left == 0.0 and self.poll() is None:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode
 
@@ -89,7 +89,9 @@ class ForkedProcess:
 
     def _read(self, timeout_s: float | None) -> None:
         with self._lock:
-            if self.returncode is None and select.select([self._status], [], [], timeout_s)[0]:
+            if self.returncode is not None:  # another thread has read it
+                return
+            if select.select([self._status], [], [], timeout_s)[0]:
                 told = os.read(self._status, _STATUS.size)
                 os.close(self._status)
                 assert len(told) == _STATUS.size, "the fork server has ended"
@@ -158,8 +160,9 @@ def _serve(connection: socket.socket) -> list[str]:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, int] = {}  # pid -> the pipe that its exit status goes to
+    waiting: list[socket.socket | int] = [connection, woken]
     while True:
-        ready, _, _ = select.select([connection, woken], [], [])
+        ready, _, _ = select.select(waiting, [], [])
         if woken in ready:
             os.read(woken, 4096)
             _report_ended(running)
@@ -188,16 +191,16 @@ def _report_ended(running: dict[int, int]) -> None:
         os.close(running.pop(pid))
 
 
-def _read_order(connection: socket.socket) -> tuple[dict[str, object], list[int]]:
+def _read_order(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 4)
     if not head:
         raise EOFError
     (size,) = _LENGTH.unpack(head + _receive(connection, _LENGTH.size - len(head)))
-    order: dict[str, object] = json.loads(_receive(connection, size))
+    order: dict[str, Any] = json.loads(_receive(connection, size))
     return order, fds
 
 
-def _become(order: dict[str, object], fds: list[int]) -> list[str]:
+def _become(order: dict[str, Any], fds: list[int]) -> list[str]:
     """Make the forked process what a real start would have made it; returns the arguments of the command."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -206,12 +209,12 @@ def _become(order: dict[str, object], fds: list[int]) -> list[str]:
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    os.chdir(str(order["cwd"]))
+    os.chdir(order["cwd"])
     os.environ.clear()
-    os.environ.update(order["env"])  # type: ignore[call-overload]
+    os.environ.update(order["env"])
     tempfile.tempdir = None
     sys.path.insert(0, os.getcwd())  # as `python -m` does
-    return list(order["args"])  # type: ignore[call-overload]
+    return [str(argument) for argument in order["args"]]
 
 
 def _main() -> NoReturn:

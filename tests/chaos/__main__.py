@@ -6,16 +6,19 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from tests.chaos import report
-from tests.chaos.arena import REPOSITORY, Arena
+from tests.chaos import processes, report
+from tests.chaos.arena import REPOSITORY, STARTING, Arena
 from tests.chaos.runner import Findings, Reference, run_case, undisturbed
 from tests.chaos.table import Case, case, cases, kinds
 
@@ -30,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         print(f"no case has the words {options.only!r}; such are: {case(seed, 0).kind.words}", file=sys.stderr)
         return 2
+    os.environ[processes.SESSION] = uuid.uuid4().hex
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     print(f"seed {seed}: {len(chosen)} cases, {options.jobs} at a time", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-chaos-"))
     began = time.monotonic()
@@ -43,6 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(found) < len(chosen):
         print(f"{len(chosen) - len(found)} cases were not begun: the {options.minutes:g} minutes are over")
     return int(bool(failed) or not found or (not options.case and not options.only and not _hostile_inputs()))
+
+
+def _stop(number: int, _: object) -> NoReturn:
+    """End at once, with all processes of the cases."""
+    STARTING.acquire()  # for good: the threads of the cases start nothing more
+    while left := processes.of_session():
+        processes.kill(left)
+        time.sleep(0.1)
+    print(f"interrupted by {signal.Signals(number).name}: all processes of the cases have ended", flush=True)
+    os._exit(128 + number)  # the threads wait for commands
 
 
 def run_all(chosen: Iterable[Case], folder: Path, jobs: int, deadline: float) -> list[Findings]:

@@ -20,6 +20,7 @@ from tests.chaos import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _STUB = Path(__file__).with_name("stub.py")
+STARTING = threading.Lock()  # whoever holds it keeps commands from being started
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Command:
         where: Sequence[str],
     ) -> None:
         self.out, self.err = folder / f"{output}.stdout", folder / f"{output}.stderr"
-        with self.out.open("wb") as out, self.err.open("wb") as err:
+        with STARTING, self.out.open("wb") as out, self.err.open("wb") as err:
             self.popen = subprocess.Popen(
                 [*where, sys.executable, "-m", *arguments],
                 cwd=folder,

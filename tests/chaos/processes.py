@@ -10,18 +10,27 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "DDPTRAIN_CHAOS"  # in the environment of every process of a case
+SESSION = "DDPTRAIN_CHAOS_SESSION"  # in the environment of every process that one run of the suite starts
 _SERVER = "ddptrain-ranks"  # a worker has one as long as it lives
 
 
 def marked(mark: str) -> set[int]:
     """Live processes whose environment holds the mark: driver, embedded worker, rank server, and their children."""
-    wanted = f"{MARK}={mark}\0".encode()
+    return _with_variable(f"{MARK}={mark}\0".encode())
+
+
+def _with_variable(wanted: bytes) -> set[int]:
     found = set()
     for pid in _all():
         with suppress(OSError):
             if wanted in Path(f"/proc/{pid}/environ").read_bytes() + b"\0" and not _is_zombie(pid):
                 found.add(pid)
     return found
+
+
+def of_session() -> set[int]:
+    """Live processes that this run of the chaos suite has started, with all that come of them."""
+    return _with_variable(f"{SESSION}={os.environ[SESSION]}\0".encode())
 
 
 def ranks_below(worker: int) -> set[int]:

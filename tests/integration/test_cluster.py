@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
 
 IDLE_S = 6.0  # a run has begun before, unless the machine is very busy
-SOON_S = 60.0  # for a command that takes one second where nothing else runs
+SOON_S = 15.0  # for a command that takes one second on an idle machine
 
 # Runs until a file says that it may end.
 WORKLOAD = """

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Cli, Finished, Running
 
-PROMPT_S = 60.0  # from the fault to the command's end: one or two on a calm machine
+PROMPT_S = 15.0  # from the fault to the end of the command; an idle machine takes one or two
 GRACE_S = 90.0  # which who is told to end may take, and none of these does
 
 WORKLOAD = """

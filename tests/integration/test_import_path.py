@@ -13,6 +13,8 @@ from PIL import Image
 
 from tests.conftest import Cli
 
+pytestmark = pytest.mark.real_start  # about the import path
+
 
 def words(text: str) -> list[str]:
     return text.split()

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.integration.test_train import UpCluster, up_cluster
 __all__ = ["up_cluster"]
 
 T = TypeVar("T")
+PROMPT_S = 15.0  # from a signal to the end of the command; an idle machine takes one or two
 
 WORKLOAD = '''
 import os, time
@@ -158,16 +160,28 @@ def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer:
     assert [rank["exit"] for rank in first["ranks"]] == [75, 75]
 
 
-def test_second_signal_stops_at_once_and_who_never_saves_is_stopped_in_time(on_warm: Trainer) -> None:
+def test_second_signal_stops_at_once_and_a_rank_that_never_saves_is_stopped_after_the_grace_period(
+    on_warm: Trainer,
+) -> None:
     settings: dict[str, Any] = {"saves": False, "n": 4000, "failure": {"grace_s": 90.0}}
     running = on_warm.start("--run-id", "twice", **settings)  # it has asked to resume: so it may save
     running.wait_for("under way")
     os.kill(running.popen.pid, signal.SIGTERM)
     running.wait_for("the ranks finish their step and save, within 90 s")
     os.kill(running.popen.pid, signal.SIGTERM)
-    ended = running.finish(timeout_s=60)  # before the 90 s are over
+    ended = running.finish(timeout_s=PROMPT_S)  # long before the 90 s are over
     assert ended.rc == 143
     assert on_warm.record("twice")["status"] == "cancelled"
+
+    running = on_warm.start("--run-id", "once", **{**settings, "failure": {"grace_s": 3.0}})
+    running.wait_for("under way")
+    began = time.monotonic()
+    os.kill(running.popen.pid, signal.SIGTERM)
+    running.wait_for("the ranks finish their step and save, within 3 s")
+    ended = running.finish()
+    assert 3.0 <= time.monotonic() - began < 3.0 + PROMPT_S
+    assert ended.rc == 143
+    assert on_warm.record("once")["status"] == "cancelled"
 
 
 def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) -> None:

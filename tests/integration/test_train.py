@@ -374,14 +374,17 @@ class UpCluster:
         return started
 
     def close(self) -> None:
-        for process in reversed(self.processes):
-            process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        """End the workers, then the scheduler: a Dask worker that misses its scheduler takes a minute to end."""
+        scheduler, *workers = self.processes
+        for processes in (workers, [scheduler]):
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 @pytest.fixture

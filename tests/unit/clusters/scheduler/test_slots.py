@@ -245,6 +245,53 @@ def test_worker_that_was_made_smaller_under_a_run_has_no_slot_free() -> None:
     assert "slots" in ask(there, "three", 1)
 
 
+def test_paused_worker_gives_no_slots_until_it_runs_again() -> None:
+    there = scheduler(a=2, b=1)
+    there.workers["tcp://a"].status.name = "paused"
+    refusal = ask(there, "r1", 2)["refusal"]
+    assert (refusal["free"], refusal["total"], refusal["hosts"]) == (1, 1, {"b": 1})
+    assert ask(there, "r1", None)["slots"] == [["tcp://b", "b", 0, False, True]]
+    there.workers["tcp://a"].status.name = "running"
+    assert [slot[:3] for slot in ask(there, "r2", 2)["slots"]] == [["tcp://a", "a", 0], ["tcp://a", "a", 1]]
+
+
+def test_paused_worker_of_others_is_not_asked_what_it_offers() -> None:
+    there = scheduler(a=None, b=1)
+    there.workers["tcp://a"].status.name = "paused"
+    assert ask(there, "r1", None)["slots"] == [["tcp://b", "b", 0, False, True]]
+
+
+def test_smaller_offer_of_a_worker_that_returns_counts() -> None:
+    there = scheduler(a=None)
+    ask(there, "r1", 1)
+    slots.learn({"tcp://a": (3, 2)}, there)
+    assert len(ask(there, "r1", 3)["slots"]) == 3
+    lost = there.workers.pop("tcp://a")
+    there.book.remove_worker(there, "tcp://a")
+    assert there.book.holders == {}
+    there.workers["tcp://a"] = lost
+    assert ask(there, "r1", 2)["unknown"] == ["tcp://a"], "its old offer does not count"
+    slots.learn({"tcp://a": (1, 1)}, there)
+    refusal = ask(there, "r1", 2)["refusal"]
+    assert (refusal["free"], refusal["total"]) == (1, 1)
+    assert ask(there, "r1", 1)["slots"] == [["tcp://a", "a", 0, True, False]]
+
+
+def test_last_offer_of_a_worker_that_stays_counts() -> None:
+    there = scheduler(a=None)
+    slots.learn({"tcp://a": (3, 0)}, there)
+    slots.learn({"tcp://a": (2, 0)}, there)
+    assert len(ask(there, "r1", None)["slots"]) == 2
+
+
+def test_workers_that_a_run_does_not_want_are_left_to_others() -> None:
+    there = scheduler(a=2, b=1)
+    refusal = ask(there, "r1", 2, without=["tcp://a"])["refusal"]
+    assert (refusal["free"], refusal["total"], refusal["hosts"]) == (1, 1, {"b": 1})
+    assert ask(there, "r1", None, without=["tcp://a"])["slots"] == [["tcp://b", "b", 0, False, True]]
+    assert [slot[0] for slot in ask(there, "r2", 2)["slots"]] == ["tcp://a", "tcp://a"]
+
+
 def test_run_whose_workers_are_all_lost_is_still_known() -> None:
     there = scheduler(a=1)
     ask(there, "r1", 1)

@@ -41,12 +41,19 @@ def test_all_ranks_together_see_every_sample_once_in_an_order_of_the_epoch() -> 
     assert sorted(second) == list(range(24)) and second != first
 
 
-@pytest.mark.parametrize(("drop_last", "count"), [(False, 26), (True, 24)])
-def test_ranks_have_equally_many_samples_of_an_odd_number(drop_last: bool, count: int) -> None:
-    gang = loaders(25, ranks=2, drop_last=drop_last)
+@pytest.mark.parametrize(
+    ("size", "drop_last", "each", "different"),
+    [(25, False, 13, 25), (25, True, 12, 24), (27, False, 14, 27), (27, True, 12, 24)],
+)
+def test_ranks_have_equally_many_samples_of_an_odd_number(
+    size: int, drop_last: bool, each: int, different: int
+) -> None:
+    """`drop_last` leaves out the last batches that are not full on every rank, and repeats no sample."""
+    gang = loaders(size, ranks=2, drop_last=drop_last)
     shares = [seen([loader]) for loader in gang]
-    assert len(shares[0]) == len(shares[1]) == count // 2
-    assert drop_last or {*shares[0], *shares[1]} == set(range(25))
+    assert [len(share) for share in shares] == [each, each]
+    assert len({*shares[0], *shares[1]}) == different
+    assert {*shares[0], *shares[1]} <= set(range(size))
 
 
 def test_order_is_kept_where_nothing_is_to_be_shuffled() -> None:
