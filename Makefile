@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Three files at a time, for most tests wait for processes; in their order, as the short ones at the end fill the gaps.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Unit tests compute, a file at a time; integration tests wait for processes, so more of them fit at a time.
+PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder
+UNIT := --numprocesses 3 --dist loadfile
+INTEGRATION := --numprocesses 4 --dist loadgroup
 # An integration test that fails runs once more, three of them at most; the summary lists each (R).
 AGAIN := --reruns 1 --max-suite-reruns 3 -r sR
 # uv's progress is for people.
@@ -44,15 +46,15 @@ schema: $(INSTALLED) ## write configs/ddptrain.schema.json anew
 	$(BIN)/ddptrain schema > configs/ddptrain.schema.json
 
 test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS
-	$(PYTEST) tests/unit tests/end_to_end $(ARGS)
+	$(PYTEST) $(UNIT) tests/unit tests/end_to_end $(ARGS)
 
 test-integration: $(INSTALLED) ## run the tests with real servers, clusters and faults; options go into ARGS
-	$(PYTEST) $(AGAIN) tests/integration $(ARGS)
+	$(PYTEST) $(INTEGRATION) $(AGAIN) tests/integration $(ARGS)
 
 test-all: test test-integration ## run all tests
 
 long: $(INSTALLED) ## run the tests that take minutes; options go into ARGS
-	$(PYTEST) -m long $(ARGS)
+	$(PYTEST) $(INTEGRATION) -m long $(ARGS)
 
 check: lint test ## lint and test
 

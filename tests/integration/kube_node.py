@@ -25,7 +25,7 @@ from tests.integration.kube_store import Object, Store, merged
 
 GOOD_IMAGE = "registry.test/ddptrain:1"
 _POLL_S = 0.05
-_PROBE_S = 1.0  # from one probe to the next of a pod that is ready: each takes a process
+_PROBE_S = 0.5  # between the probes of a pod that is not ready yet: each takes a process
 _BACKOFF_S = 1.0
 
 
@@ -171,9 +171,10 @@ class Node:
             mounts = self._mount(pod, spec)
         while not pod.doomed.is_set():
             self._start(pod, container, mounts)
-            probe_at = 0.0
+            probe_at, is_ready = 0.0, False
             while pod.process is not None and pod.process.poll() is None and not pod.doomed.is_set():
-                if time.monotonic() >= probe_at and await self._probe(pod, container, mounts):
+                if not is_ready and time.monotonic() >= probe_at:
+                    is_ready = await self._probe(pod, container, mounts)
                     probe_at = time.monotonic() + _PROBE_S
                 await _nap(pod)
             if pod.doomed.is_set():

@@ -81,7 +81,7 @@ def hold(ctx):
         total /= ctx.world_size
         if step == 3:
             print("under way", flush=True)
-        time.sleep(0.02)
+        time.sleep(0.2)  # four ranks are up for a minute
 """
 OVERVIEW = """
 import json, sys
