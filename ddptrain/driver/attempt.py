@@ -1,401 +1,197 @@
-"""One attempt: the gang from its first rank's start to its last rank's end, watched by the driver's main thread."""
+"""One attempt: the loop that reads messages, asks attempt_step.py what follows, and does it."""
 
 from __future__ import annotations
 
+import dataclasses
 import queue
-import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure import grace as failure_grace
-from ddptrain.driver.failure.fault import Fault, Kind
-from ddptrain.driver.failure.outcome import was_sent
-from ddptrain.driver.failure.stack_collector import Inquiry
+from ddptrain.driver import attempt_actions as actions
+from ddptrain.driver import messages
+from ddptrain.driver.attempt_actions import Action
+from ddptrain.driver.attempt_state import Moment, new_state
+from ddptrain.driver.attempt_step import step
 from ddptrain.driver.failure.watchdog import Watchdog
-from ddptrain.driver.failure.worker_heartbeat import Presence
-from ddptrain.driver.messages import (
-    BroughtHome,
-    Delayed,
-    Inbox,
-    Message,
-    NotBroughtHome,
-    Notice,
-    ResultsLost,
-    Signalled,
-    TaskFailed,
-    WorkerLost,
-)
-from ddptrain.driver.rank_state import Outcome, RankWatch
+from ddptrain.driver.messages import Inbox, Message
+from ddptrain.driver.rank_state import AttemptEnd, RankWatch
 from ddptrain.driver.recorder import Telling
 from ddptrain.driver.transfer.artifacts import Porter
 from ddptrain.driver.transfer.log_mirror import SpoolMirror
 from ddptrain.driver.worker_group import Gang, Place
-from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import STACKS_FOLDER, RankExit, RankSpec, describe_status
-from ddptrain.results.errors import UnsafePath
+from ddptrain.protocol.notices import RankExit
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker.spool import rank_spool
 
-_TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection
-_PREEMPT = "preempt"  # an order of rank/orders.py
+_TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection to the scheduler
+_BUSY_TICK_S = 0.05  # the same, while messages come all the time
+_DRAIN_S = 600.0  # for checkpoints and files that are on their way when the ranks have ended
+_WHY_LOST_S = 0.1  # from the end of a worker's connection until its exit status is known
 
 
 class Attempt:
-    """Starts the gang, watches it, and stops it at the first fault."""
+    """Starts the ranks and watches them until all have ended."""
 
     def __init__(
         self,
         gang: Gang,
         ranks: Sequence[tuple[RankSpec, Place, Path]],
         porter: Porter,
-        telling: Telling,
+        recorder: Telling,
         inbox: Inbox,
         worker_fault: Callable[[], str | None],
         watchdog: Watchdog,
         start_timeout_s: float,
         lost_after_s: float,
     ) -> None:
-        self.gang, self.porter, self.telling, self.inbox = gang, porter, telling, inbox
+        """`ranks` has the spec, the place and the log file of each rank, in their order."""
+        self.gang, self.porter, self.recorder, self.inbox = gang, porter, recorder, inbox
         self.worker_fault = worker_fault
-        self.watchdog = watchdog
-        self.ranks = [self._watched(*rank) for rank in ranks]
-        self.inquiry = Inquiry(self.ranks, watchdog, gang.tell)
-        self.faults: list[Fault] = []
-        self.stacks: list[tuple[RankWatch, events.FileSaved]] = []
-        self.signum: int | None = None
-        self.notice: str | None = None
-        self.leaving = False
-        self.loss: DdptrainError | None = None
-        self.preempt_until: float | None = None
-        self.settle_until: float | None = None
-        self.stop_until: float | None = None
-        self.spare_until: float | None = None
-        self.errands = 0
-        limits = (start_timeout_s, lost_after_s, watchdog.suspended)
-        self.presence = Presence(self.ranks, worker_fault, lambda: gang.connected, *limits)
+        self.mirrors = [self._mirror(*rank) for rank in ranks]
+        watched = [RankWatch(spec, place) for spec, place, _ in ranks]
+        self.state = new_state(watched, watchdog, start_timeout_s, lost_after_s, _now())
+        self._looked_at = 0.0
 
-    def _watched(self, spec: RankSpec, place: Place, home_log: Path) -> RankWatch:
+    def _mirror(self, spec: RankSpec, place: Place, home_log: Path) -> SpoolMirror:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
-        fetch = partial(self.gang.fetch, place.slot.worker)
-        return RankWatch(spec, place, SpoolMirror(spool, home_log, shared=place.shared, fetch=fetch))
+        return SpoolMirror(spool, home_log, shared=place.shared, fetch=partial(self.gang.fetch, place.slot.worker))
 
-    @property
-    def workers(self) -> set[str]:
-        """Addresses of the gang's workers."""
-        return {watch.place.slot.worker for watch in self.ranks}
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the gang has been told to end."""
-        return self.stop_until is not None
-
-    def run(self) -> Outcome:
+    def run(self) -> AttemptEnd:
         """Start rank 0, the others once its store is open, and watch until every rank is over."""
-        self._submit(self.ranks[0])
-        while not all(watch.over for watch in self.ranks):
+        self.handle(messages.Begin())
+        while not self.state.over:
             self._take_one()
-            self._watch_presence()
-            self._watch_progress()
-            self._watch_deadlines()
-        self._drain()
-        finished = [watch.spec.rank for watch in self.ranks if watch.finished]
-        fault = self.inquiry.explained(failure_fault.first_cause(self.faults, finished)) if self.faults else None
-        return Outcome(self.ranks, fault, self.signum, self.notice, self.loss, self.leaving)
+            self._tick()
+        deadline = time.monotonic() + _DRAIN_S
+        while self.state.transfers > 0 and time.monotonic() < deadline:
+            self._take_one()
+        return self.state.end()
 
     def _take_one(self) -> None:
-        deadlines = (self.settle_until, self.spare_until, self.preempt_until, self.stop_until)
-        nearest = min((until - time.monotonic() for until in deadlines if until is not None), default=_TICK_S)
-        shortest_s = _TICK_S / 10 if self.inquiry.under_way else 0.0  # what has settled waits for the answers then
+        due, now = self.state.due(), time.monotonic()
+        timeout_s = _TICK_S if due is None else min(_TICK_S, max(0.0, due - now))
         try:
-            message = self.inbox.get(timeout=max(shortest_s, min(_TICK_S, nearest)))
+            message = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
             return
-        self._handle(message)
+        if isinstance(message, messages.WorkerLost):
+            message = dataclasses.replace(message, reason=self._why_lost(message.address))
+        self.handle(message)
 
-    def _handle(self, message: Message) -> None:
-        match message:
-            case Notice(fields):
-                self._on_notice(fields)
-            case TaskFailed(attempt, rank, text):
-                if attempt == self.ranks[rank].spec.attempt:
-                    self._give_up(self.ranks[rank], Kind.INFRASTRUCTURE, text)
-            case WorkerLost(address):
-                self._on_worker_lost(address, self._why_lost(address))
-            case Signalled(signum):
-                self._on_signal(signum)
-            case Delayed(rank, what, error, failures):
-                self.telling.warn(f"{what} could not be saved (failure {failures} in a row), trying again: {error}")
-            case ResultsLost(error):
-                self.loss = error
-                self._stop(None)
-            case BroughtHome() | NotBroughtHome():
-                self.errands -= 1
-                self._on_errand(message)
-
-    def _on_errand(self, message: BroughtHome | NotBroughtHome) -> None:
-        match message:
-            case BroughtHome(rank, what, path):
-                self.telling.brought_home(rank, what, path)
-            case NotBroughtHome(rank, what, error, vital=True):
-                kind = Kind.REFUSED if isinstance(error, UnsafePath) else Kind.RESULTS
-                self._add_fault(Fault(rank, kind, time.time_ns(), f"{what} could not be saved: {error}"))
-            case NotBroughtHome(rank, what, error):
-                self.telling.warn(f"{what} of rank {rank} could not be saved: {error}")
-
-    def _on_notice(self, fields: Mapping[str, object]) -> None:
-        watch = self.ranks[int(str(fields["rank"]))]
-        if fields.get("attempt") != watch.spec.attempt:
+    def _tick(self) -> None:
+        """Look at what sends no message: at once if a deadline has passed, else now and then, best between messages."""
+        now, due, all_read = time.monotonic(), self.state.due(), self.inbox.empty()
+        look_at = self._looked_at + (_BUSY_TICK_S if all_read else _TICK_S)
+        if now < look_at and (due is None or now < due):
             return
-        watch.heard_at = time.monotonic()
-        self.watchdog.notice(watch.spec.rank)
-        if "cpu_s" in fields:
-            self.watchdog.cpu(watch.spec.rank, float(str(fields["cpu_s"])))
-        if "gpu_percent" in fields:
-            self.watchdog.gpu(watch.spec.rank, float(str(fields["gpu_percent"])))
-        if "leaving" in fields:
-            self.leaving = True
-            self.gang.avoid(watch.place.slot.worker)
-            self._preempt(f"the worker on host {watch.place.host} was sent SIGTERM")
-        if "store_port" in fields:
-            self._start_others(int(str(fields["store_port"])))
-        if "data" in fields:
-            data = fields["data"]
-            assert isinstance(data, bytes)
-            stream, offset = str(fields["stream"]), int(str(fields["offset"]))
-            self._read(watch, lambda: watch.mirror.receive(stream, offset, data))
-        if isinstance(sizes := fields.get("sizes"), Mapping):
-            self._advance(watch, int(sizes["log"]), int(sizes["events"]))
-        if "exit" in fields:
-            self._on_exit(watch, RankExit.from_json(str(fields["exit"])))
-        self._take_events(watch)
+        self._looked_at = now
+        self.handle(messages.Tick(self.gang.connected, self.worker_fault(), all_read))
 
-    def _start_others(self, port: int) -> None:
-        if self.stopping:
-            for watch in self.ranks[1:]:
-                watch.given_up = True
-            return
-        for watch in self.ranks[1:]:
-            watch.spec = watch.spec.with_port(port)
-            self._submit(watch)
-
-    def _submit(self, watch: RankWatch) -> None:
-        watch.submitted_at = time.monotonic()
-        self.gang.submit(watch.spec, watch.place.slot)
-
-    def _advance(self, watch: RankWatch, log_size: int, events_size: int) -> None:
-        if log_size > watch.log_size:
-            watch.log_size = log_size
-            self.watchdog.grew(watch.spec.rank)
-        self._read(watch, lambda: watch.mirror.advance(log_size, events_size))
-        self.telling.display.log_grew()
-
-    def _read(self, watch: RankWatch, from_spool: Callable[[], None]) -> None:
-        try:
-            from_spool()
-        except Exception as error:
-            # Of a worker that is lost a message tells, with the reason.
-            if not watch.over and not self.stopping and self.gang.has(watch.place.slot.worker):
-                self._give_up(watch, Kind.INFRASTRUCTURE, f"its output could not be read: {error}")
-
-    def _take_events(self, watch: RankWatch) -> None:
-        for event in watch.mirror.take_events():
-            self._on_event(watch, event)
-
-    def _on_event(self, watch: RankWatch, event: events.Event) -> None:
-        rank = watch.spec.rank
-        self.watchdog.heard(rank, event)
-        self.inquiry.heard(rank, event)
-        watch.heard(event)
-        match event:
-            case events.Failure(exit_code=ExitCode.PREEMPTED) if self.notice is not None:
-                watch.preempted = True  # it has ended before it heard that it is to end, as others had
-            case events.Failure():
-                watch.fault = failure_fault.from_failure(rank, event)
-                self._add_fault(watch.fault)
-            case events.Entered():
-                if all(other.entered for other in self.ranks):
-                    self.telling.training(tuple(other.record() for other in self.ranks))
-            case events.Waiting() if not self.stopping and not self.faults:
-                self.inquiry.begin_for_wait()
-            case events.Noticed():
-                self._preempt(f"rank {rank} on host {watch.place.host} was sent SIGTERM")
-            case events.FileSaved() if event.path.startswith(f"{STACKS_FOLDER}/") and not self.faults:
-                self.stacks.append((watch, event))  # those of ranks that turn out to be at work are not kept
-            case events.CheckpointSaved() | events.FileSaved():
-                self._send_porter(watch, event)
-        self.telling.rank_event(rank, event)
-
-    def _send_porter(self, watch: RankWatch, event: events.CheckpointSaved | events.FileSaved) -> None:
-        fetch = None if watch.place.shared else partial(self.gang.fetch, watch.place.slot.worker)
-        staging = watch.mirror.spool.staging
-        self.errands += 1
-        if isinstance(event, events.CheckpointSaved):
-            self.porter.bring_checkpoint(watch.spec.rank, event, staging, fetch)
-        else:
-            self.porter.bring_file(watch.spec.rank, event, staging, fetch)
-
-    def _on_exit(self, watch: RankWatch, ended: RankExit) -> None:
-        self._advance(watch, ended.log_size, ended.events_size)
-        self._take_events(watch)
-        watch.ended = ended
-        if watch.spec.code.is_script and watch.fault is None:  # os._exit is an end like any other
-            watch.finished = watch.finished or ended.status == 0
-            watch.preempted = watch.preempted or ended.status == ExitCode.PREEMPTED
-        if watch.preempted:
-            pass
-        elif watch.finished:
-            if ended.status != 0 and not self.stopping and watch.tracker_fault is None:
-                self.telling.warn(
-                    f"rank {ended.rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
-                )
-        elif self.notice is not None and ended.status == -signal.SIGTERM:
-            self._stop(failure_grace.at_once_s(self.ranks[0].spec))  # it never saves: there is nothing to wait for
-        elif watch.fault is None and not self.stopping:
-            watch.fault = failure_fault.from_exit(ended)
-            self._add_fault(watch.fault)
-        self._tell_end(watch)
+    def handle(self, message: Message) -> None:
+        """Take one step, and do what it asks for."""
+        self.state, ordered = step(self.state, message, _now())
+        for action in ordered:
+            self._do(action)
 
     def _why_lost(self, address: str) -> str:
-        """Our own worker's exit status, which follows the end of its connection by a moment, or what Dask says."""
-        for _ in range(10):
-            if (fault := self.worker_fault()) is not None:
-                return fault
+        """Why a worker that the driver itself started has ended; "" for other workers."""
+        deadline = time.monotonic() + _WHY_LOST_S
+        while (fault := self.worker_fault()) is None and time.monotonic() < deadline:
+            if all(rank.worker != address for rank in self.state.ranks):
+                break
             time.sleep(0.01)
-        hosts = [watch.place.host for watch in self.ranks if watch.place.slot.worker == address]
-        return (
-            f"the Dask worker {address} of host {hosts[0]} was lost" if hosts else f"the Dask worker {address} was lost"
-        )
+        return fault or ""
 
-    def _tell_end(self, watch: RankWatch) -> None:
-        if watch.mirror.refused:
-            self.telling.warn(f"rank {watch.spec.rank} wrote {watch.mirror.refused} lines that are no events; left out")
-        stopped = watch.preempted or (self.stopping and watch.fault is None and not watch.finished)
-        self.telling.rank_ended(watch.record(), ok=watch.finished, stopped=stopped)
+    def _do(self, action: Action) -> None:
+        match action:
+            case actions.ReadOutput() | actions.ReceiveOutput() | actions.ReadRest():
+                self._read_files(action)
+            case actions.SubmitRank(rank, port):
+                self._submit(rank, port)
+            case actions.StopRanks(ranks, grace_s):
+                self.gang.stop(self._specs(ranks), grace_s)
+            case actions.SendCommand(ranks, command):
+                self.gang.tell(self._specs(ranks), command)
+            case actions.FetchArtifact(rank, event):
+                self._fetch(rank, event)
+            case actions.AvoidWorker(address, lost):
+                (self.gang.forget if lost else self.gang.avoid)(address)
+            case actions.RejectNotice(reason):
+                self.gang.reject(reason)
+            case _:
+                self._record(action)
 
-    def _on_worker_lost(self, address: str, text: str) -> None:
-        self.gang.forget(address)
-        for watch in self.ranks:
-            if watch.place.slot.worker == address and not watch.over:
-                self._give_up(watch, Kind.WORKER_LOST, text)
+    def _read_files(self, action: actions.ReadOutput | actions.ReceiveOutput | actions.ReadRest) -> None:
+        match action:
+            case actions.ReadOutput(rank, log_size, events_size, ended):
+                self._read(rank, lambda mirror: mirror.advance(log_size, events_size), ended=ended)
+                self.recorder.display.log_grew()
+            case actions.ReceiveOutput(output):
+                self._read(output.rank, lambda mirror: mirror.receive(output.stream, output.offset, output.data))
+            case actions.ReadRest(rank, loss):
+                if self._place(rank).shared:
+                    self.mirrors[rank].catch_up()
+                self._take_events(rank)
+                self.handle(messages.OutputRead(rank, loss=loss))
 
-    def _give_up(self, watch: RankWatch, kind: Kind, text: str) -> None:
-        """Nobody will report on this rank any more; what its files still hold is taken."""
-        if watch.over:
-            return
-        if watch.place.shared:
-            watch.mirror.catch_up()
-            self._take_events(watch)
-        watch.given_up = True
-        if not self.stopping and watch.fault is None:
-            watch.fault = Fault(watch.spec.rank, kind, time.time_ns(), text)
-            self._add_fault(watch.fault)
-        self._tell_end(watch)
+    def _record(self, action: Action) -> None:
+        recorder = self.recorder
+        match action:
+            case actions.RecordFault(fault):
+                recorder.fault(fault)
+            case actions.RecordTraining():
+                recorder.training(tuple(rank.record() for rank in self.state.ranks))
+            case actions.RecordRankEnd(rank, ok, stopped):
+                if refused := self.mirrors[rank].refused:
+                    recorder.warn(f"rank {rank} wrote {refused} lines that are no events; they were ignored")
+                recorder.rank_ended(self.state.ranks[rank].record(), ok=ok, stopped=stopped)
+            case actions.RecordStored(rank, what, path):
+                recorder.brought_home(rank, what, path)
+            case actions.Warn(text):
+                recorder.warn(text)
+            case actions.Announce(text):
+                recorder.notice(text)
+            case actions.ShowStatus(text):
+                recorder.status(text)
 
-    def _add_fault(self, fault: Fault) -> None:
-        self.faults.append(fault)
-        self.telling.fault(fault)
-        while self.stacks:
-            self._send_porter(*self.stacks.pop(0))
-        if self.stopping:
-            return
-        if fault.timed_out and not self.inquiry.begun:
-            self.inquiry.begin(None)
-        until = time.monotonic() + (failure_grace.VICTIM_SETTLE_S if fault.victim else failure_grace.SETTLE_S)
-        self.settle_until = until if self.settle_until is None else min(self.settle_until, until)
+    def _read(self, rank: int, read: Callable[[SpoolMirror], None], *, ended: RankExit | None = None) -> None:
+        error = ""
+        try:
+            read(self.mirrors[rank])
+        except Exception as raised:  # the files are on another machine, and their content is not trusted
+            # If the worker is lost, a message says so, with the reason.
+            error = (str(raised) or repr(raised)) if self.gang.has(self._place(rank).slot.worker) else ""
+        self._take_events(rank)
+        if error or ended is not None:
+            self.handle(messages.OutputRead(rank, ended=ended, error=error))
 
-    def _on_signal(self, signum: int) -> None:
-        again = self.signum is not None
-        self.signum = signum
-        if signum == signal.SIGTERM and not again:
-            self._preempt(was_sent(signum))
-            return
-        self.notice = None
-        self.telling.status("stopping at once" if again else "stopping the ranks (again to kill them at once)")
-        self._stop(0.0 if again else None)
+    def _take_events(self, rank: int) -> None:
+        for event in self.mirrors[rank].take_events():
+            self.handle(messages.RankEvent(rank, event))
+            self.recorder.rank_event(rank, event)
 
-    def _preempt(self, notice: str) -> None:
-        """Have every rank finish its step, save, and end, within the grace that there is."""
-        if self.notice is not None or self.stopping:
-            return
-        self.notice = notice
-        grace_s = self.ranks[0].spec.supervision.grace_s
-        if not all(watch.entered for watch in self.ranks):  # nothing is done yet that could be saved
-            self._stop(failure_grace.at_once_s(self.ranks[0].spec))
-            return
-        self.telling.notice(
-            f"{notice}: the ranks finish their step and save, within {grace_s:g} s (again to stop them)"
-        )
-        self.gang.tell([watch.spec for watch in self.ranks if not watch.over], _PREEMPT)
-        self.preempt_until = time.monotonic() + grace_s - min(failure_grace.STOP_MARGIN_S, grace_s / 4)
+    def _submit(self, rank: int, port: int) -> None:
+        spec = self.state.ranks[rank].spec
+        self.gang.submit(spec.with_port(port) if port else spec, self._place(rank).slot)
 
-    def _watch_presence(self) -> None:
-        """Give up ranks that nobody else will tell of."""
-        for loss in self.presence.losses(time.monotonic(), all_read=self.inbox.empty()):
-            if loss.kind is Kind.WORKER_LOST:
-                self._on_worker_lost(loss.watch.place.slot.worker, loss.text)
-            else:
-                self._give_up(loss.watch, loss.kind, loss.text)
+    def _fetch(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
+        place = self._place(rank)
+        fetch = None if place.shared else partial(self.gang.fetch, place.slot.worker)
+        staging = self.mirrors[rank].spool.staging
+        if isinstance(event, events.CheckpointSaved):
+            self.porter.bring_checkpoint(rank, event, staging, fetch)
+        else:
+            self.porter.bring_file(rank, event, staging, fetch)
 
-    def _watch_progress(self) -> None:
-        """Find out who is to blame where the ranks have stopped, and end the attempt."""
-        now = time.monotonic()
-        if self.stopping:
-            return
-        if self.inquiry.may_begin(now) and not self.faults and self.inbox.empty():
-            hang = self.watchdog.overdue(now, self.ranks)
-            if hang is not None:
-                self.telling.status(f"no event or line for {hang.limit_s:g} s: asking the ranks where they are")
-                self.inquiry.begin(hang)
-        hung = self.inquiry.result(now)
-        if hung is None and not self.inquiry.begun:
-            self.stacks.clear()
-        if hung is None or not all(fault.victim for fault in self.faults):
-            return
-        watch = self.ranks[hung.rank]
-        watch.fault = watch.fault or hung
-        self._add_fault(hung)
-        self._stop(failure_grace.hung_s(self.ranks[0].spec))
+    def _place(self, rank: int) -> Place:
+        return self.state.ranks[rank].place
 
-    def _watch_deadlines(self) -> None:
-        """Go on with the stopping of the gang when its next moment has come."""
-        now = time.monotonic()
-        if self.settle_until is not None and now >= self.settle_until and not self.inquiry.under_way:
-            self.settle_until = None
-            if not self.stopping:
-                self.telling.status("stopping the other ranks")
-                self._stop(None, spare_failed=True)
-                self.spare_until = now + failure_grace.CLEAN_UP_S
-        if self.preempt_until is not None and now >= self.preempt_until:
-            self.preempt_until = None
-            if not self.stopping:
-                if not all(watch.well for watch in self.ranks if not watch.over):  # else they wait for their trackers
-                    self.telling.warn("the ranks have not come to ctx.checkpoint() in time: they are stopped")
-                self._stop(1.0)
-        if self.spare_until is not None and now >= self.spare_until:
-            self.spare_until = None
-            self._stop(None)
-        if self.stop_until is not None and now >= self.stop_until:
-            for watch in self.ranks:
-                self._give_up(watch, Kind.INFRASTRUCTURE, "it did not end")
+    def _specs(self, ranks: Sequence[int]) -> list[RankSpec]:
+        return [self.state.ranks[rank].spec for rank in ranks]
 
-    def _stop(self, grace_s: float | None, *, spare_failed: bool = False) -> None:
-        """Stop every rank that is not over; ranks that were never started are over now."""
-        alive = [watch for watch in self.ranks if not watch.over]
-        if spare_failed:
-            alive = [watch for watch in alive if watch.fault is None or watch.fault.victim]
-        grace = self.ranks[0].spec.supervision.grace_s if grace_s is None else grace_s
-        until = time.monotonic() + grace + failure_grace.STOP_MARGIN_S
-        self.stop_until = until if self.stop_until is None else min(self.stop_until, until)
-        for watch in alive:
-            if watch.spec.rank not in self.gang.futures:
-                watch.given_up = True
-        self.gang.stop([watch.spec for watch in alive], grace_s)
 
-    def _drain(self) -> None:
-        """Wait for the porter's last errands, and hear of them."""
-        deadline = time.monotonic() + 600.0
-        while self.errands > 0 and time.monotonic() < deadline:
-            self._take_one()
+def _now() -> Moment:
+    return Moment(time.monotonic(), time.time_ns())

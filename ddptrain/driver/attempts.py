@@ -1,4 +1,4 @@
-"""The attempts of one run: another one after a failure, from the last checkpoint, until there is no use in it."""
+"""The attempts of one run: after a failure another one from the newest checkpoint, as the restart policy allows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ddptrain.config.load import LoadedConfig
 from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.control.signals import Signals
 from ddptrain.driver.display import Display
-from ddptrain.driver.failure import outcome as verdicts
+from ddptrain.driver.failure.outcome import Verdict, judge_attempt
 from ddptrain.driver.failure.restart_policy import Again, Enough, Restarts
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.rank_specs import RankSpecs
-from ddptrain.driver.rank_state import Outcome
+from ddptrain.driver.rank_state import AttemptEnd
 from ddptrain.driver.recorder import Telling
 from ddptrain.driver.tracking.setup import Tracking
 from ddptrain.driver.transfer.artifacts import Porter
@@ -27,12 +27,12 @@ from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, newest_
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.writer import RunWriter, utc_now
 
-_PORTER_DEADLINE_S = 600.0
+_STORE_DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What all attempts of a run share."""
+    """What all attempts of a run share. full_traceback: the ranks' logs contain the frames of libraries, too."""
 
     loaded: LoadedConfig
     writer: RunWriter
@@ -46,16 +46,16 @@ class Scene:
 
 
 class Series:
-    """Runs attempts; `checkpoint` is what the first of them goes on from."""
+    """Runs attempts; the first one starts from `checkpoint`, or from scratch."""
 
     def __init__(self, scene: Scene, checkpoint: VerifiedCheckpoint | None) -> None:
         self.scene = scene
         self.config = scene.loaded.config
-        self.telling = Telling(scene.writer, scene.display, self.config.checkpoint.metric)
+        self.recorder = Telling(scene.writer, scene.display, self.config.checkpoint.metric)
         self.checkpoint = checkpoint
         settings = self.config.checkpoint
         self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
-        self.tracking = Tracking(self.config, scene.writer, os.environ, self.telling.notice)
+        self.tracking = Tracking(self.config, scene.writer, os.environ, self.recorder.notice)
         self.specs = RankSpecs(
             scene.loaded,
             scene.writer,
@@ -66,39 +66,47 @@ class Series:
             scene.full_traceback,
         )
 
-    def run(self) -> verdicts.Verdict:
-        """Attempt after attempt; the verdict is that of the last one."""
+    def run(self) -> Verdict:
+        """Run attempts until one ends the run; return how it ends."""
         restarts = Restarts(self.config.failure)
         while True:
-            outcome = self._attempt(self.scene.reserve())
-            verdict = verdicts.of_outcome(outcome, self.scene.writer)
-            self._record_end(outcome, verdict)
-            step = self._reached(outcome, outcome.fault.rank) if outcome.fault else None
-            match restarts.after(outcome, step, scheduler_is_there=self.scene.gang.connected):
+            end = self._attempt(self.scene.reserve())
+            verdict = judge_attempt(end, self.scene.writer)
+            self._record_end(end, verdict)
+            step = self._reached(end, end.fault.rank) if end.fault else None
+            match restarts.after(end, step, scheduler_is_there=self.scene.gang.connected):
                 case Enough(reason):
                     if reason:
-                        self.telling.warn(f"not started again: {reason}")
+                        self.recorder.warn(f"not started again: {reason}")
+                    self._warn_of_rejected()
                     return verdict
                 case Again() as again:
-                    self.telling.attempt_over(outcome.fault)
-                    self._prepare_another(again, leaving=outcome.leaving)
+                    self.recorder.attempt_over(end.fault)
+                    self._prepare_another(again, leaving=end.leaving)
 
-    def _reached(self, outcome: Outcome, rank: int) -> int | None:
-        """The last step that a rank has logged, or else the one that it went on from."""
-        step = outcome.ranks[rank].step
+    def _warn_of_rejected(self) -> None:
+        gang = self.scene.gang
+        if gang.rejected:
+            self.recorder.warn(
+                f"{gang.rejected} messages of workers were not valid and were ignored; the first: {gang.first_rejected}"
+            )
+
+    def _reached(self, end: AttemptEnd, rank: int) -> int | None:
+        """The last step that a rank logged, or the step of the checkpoint that it started from."""
+        step = end.ranks[rank].step
         return self.checkpoint.step if step is None and self.checkpoint else step
 
     def _prepare_another(self, again: Again, *, leaving: bool) -> None:
         self.scene.gang.end_attempt()
         self.scene.writer.update(waiting=True)
-        self.checkpoint = newest_verified(self.scene.writer.layout, self.telling.warn)
-        whence = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
-        self.telling.warn(f"starting the ranks again in {again.pause_s:g} s, {whence} ({again.count})")
+        self.checkpoint = newest_verified(self.scene.writer.layout, self.recorder.warn)
+        start = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
+        self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
         with self.scene.signals.interrupting():
             time.sleep(again.pause_s)
         self.scene.cluster.mend(leaving=leaving)
 
-    def _attempt(self, places: Sequence[Place]) -> Outcome:
+    def _attempt(self, places: Sequence[Place]) -> AttemptEnd:
         scene = self.scene
         number = len(scene.writer.record.attempts) + 1
         self.tracking.go_on_from(self.checkpoint, scene.writer.go_on_from(self.checkpoint, self.policy))
@@ -106,7 +114,7 @@ class Series:
             (spec, place, scene.writer.layout.log(place.rank))
             for spec, place in zip(self.specs.build(number, places, self.checkpoint), places, strict=True)
         ]
-        self.telling.event(
+        self.recorder.event(
             "run_started",
             run_id=scene.writer.run_id,
             run_dir=scene.writer.layout.where,
@@ -122,14 +130,14 @@ class Series:
         fault = scene.cluster.worker_fault
         try:
             watchdog = Watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
-            parts = (porter, self.telling, scene.gang.inbox, fault, watchdog, start_timeout_s)
+            parts = (porter, self.recorder, scene.gang.inbox, fault, watchdog, start_timeout_s)
             lost_after_s = self.config.failure.lost_after_s
             return Attempt(scene.gang, specs, *parts, lost_after_s).run()
         finally:
-            porter.close(_PORTER_DEADLINE_S)
+            porter.close(_STORE_DEADLINE_S)
 
-    def _record_end(self, outcome: Outcome, verdict: verdicts.Verdict) -> None:
+    def _record_end(self, end: AttemptEnd, verdict: Verdict) -> None:
         *others, last = self.scene.writer.record.attempts
-        ranks = tuple(watch.record() for watch in outcome.ranks)
+        ranks = tuple(rank.record() for rank in end.ranks)
         ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(verdict.status), ranks=ranks)
         self.scene.writer.update(attempts=(*others, ended))

@@ -1,25 +1,22 @@
-"""What reaches the driver's main thread, from Dask, signal handlers and the porter: they only put, it takes."""
+"""Messages to the attempt. Those of Dask's threads, signal handlers and the artifact thread come through the inbox.
+
+The attempt's own loop adds what it has read or looked up: Begin, Tick, RankEvent and OutputRead.
+"""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from ddptrain.driver.failure.fault import Loss
 from ddptrain.errors import DdptrainError
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """A worker tells of a rank: growth of its files, bytes of them, the store's port, or its exit."""
-
-    message: Mapping[str, Any]
+from ddptrain.protocol.events import Event
+from ddptrain.protocol.notices import Notice, RankExit
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed:
-    """The Dask task of a rank ended with an error: no rank could be started, or its server died."""
+    """The Dask task of a rank raised an error: the rank could not be started, or its rank server died."""
 
     attempt: int
     rank: int
@@ -28,21 +25,22 @@ class TaskFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The scheduler has lost a worker."""
+    """The scheduler has lost a worker, for `reason` if that is known."""
 
     address: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """The driver was sent SIGINT or SIGTERM."""
+    """The driver received SIGINT, SIGTERM or SIGHUP."""
 
     signum: int
 
 
 @dataclass(frozen=True, slots=True)
 class BroughtHome:
-    """The porter has put something of a rank into the run directory."""
+    """A checkpoint or a file of a rank is in the run directory."""
 
     rank: int
     what: str
@@ -51,7 +49,7 @@ class BroughtHome:
 
 @dataclass(frozen=True, slots=True)
 class NotBroughtHome:
-    """The porter could not: `error` says why; the run goes on without what is not `vital`."""
+    """A checkpoint or a file of a rank could not be stored, for `error`. The run fails if it is `vital`."""
 
     rank: int
     what: str
@@ -61,7 +59,7 @@ class NotBroughtHome:
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """The porter could not, `failures` times in a row, and tries again."""
+    """A checkpoint or a file could not be stored `failures` times in a row; another try follows."""
 
     rank: int
     what: str
@@ -71,10 +69,50 @@ class Delayed:
 
 @dataclass(frozen=True, slots=True)
 class ResultsLost:
-    """The run directory can't be kept where it belongs any more: the run has to end for `error`."""
+    """The run directory cannot be written any more: the run has to end with `error`."""
 
     error: DdptrainError
 
 
-Message = Notice | TaskFailed | WorkerLost | Signalled | BroughtHome | NotBroughtHome | Delayed | ResultsLost
-Inbox = queue.SimpleQueue[Message]
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The attempt begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed.
+
+    connected: whether the scheduler can be reached. worker_fault: why a worker process that the driver itself started
+    has ended. all_read: no message waits in the inbox.
+    """
+
+    connected: bool = True
+    worker_fault: str | None = None
+    all_read: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankEvent:
+    """An event that a rank wrote into its events file."""
+
+    rank: int
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRead:
+    """The events of a rank have been read, as an action asked for: up to its exit, or to its loss.
+
+    error: why its files could not be read.
+    """
+
+    rank: int
+    ended: RankExit | None = None
+    loss: Loss | None = None
+    error: str = ""
+
+
+InboxMessage = Notice | TaskFailed | WorkerLost | Signalled | BroughtHome | NotBroughtHome | Delayed | ResultsLost
+Message = InboxMessage | Begin | Tick | RankEvent | OutputRead
+Inbox = queue.SimpleQueue[InboxMessage]

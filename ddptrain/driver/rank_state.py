@@ -2,68 +2,77 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
-from ddptrain.driver.transfer.log_mirror import SpoolMirror
 from ddptrain.driver.worker_group import Place
 from ddptrain.errors import DdptrainError
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import RankExit, RankSpec
+from ddptrain.protocol.notices import RankExit
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.record import RankRecord
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class RankWatch:
-    """What the driver knows of one rank."""
+    """What the driver knows of one rank.
+
+    preempted: the rank has saved, and has ended at the agreed step. tracker_fault counts only if the run would succeed
+    otherwise. lost: no more messages will come from the rank. submitted_at: monotonic seconds, 0 before. step: the
+    last one that the rank logged. calls: of ctx methods that all ranks must call, as reported at the rank's end.
+    """
 
     spec: RankSpec
     place: Place
-    mirror: SpoolMirror
     started: events.Started | None = None
     entered: bool = False
     finished: bool = False
-    preempted: bool = False  # it has saved, and ended where all ranks had agreed to
+    preempted: bool = False
     fault: Fault | None = None
-    tracker_fault: Fault | None = None  # which counts where the run would have succeeded
+    tracker_fault: Fault | None = None
     ended: RankExit | None = None
-    given_up: bool = False
-    submitted_at: float = 0.0  # monotonic seconds, as the next; 0 before
-    heard_at: float = 0.0
-    log_size: int = 0  # bytes, as its worker tells
-    step: int | None = None  # the last that it has logged
-    calls: Mapping[str, float] | None = None  # of ctx methods that all ranks must call, told at its end
+    lost: bool = False
+    submitted_at: float = 0.0
+    step: int | None = None
+    calls: Mapping[str, float] | None = None
 
-    def heard(self, event: events.Event) -> None:
-        """Note what the rank has told of itself; of faults the attempt sees to more."""
+    def after(self, event: events.Event) -> RankWatch:
+        """The state after an event of the rank. Faults that end the attempt are the caller's concern."""
         match event:
-            case events.Started():
-                self.started = event
-            case events.Entered():
-                self.entered = True
-            case events.Finished(calls=calls):
-                self.finished, self.calls = True, calls
-            case events.Preempted():
-                self.preempted = True
             case events.Metrics(step=int(step)):
-                self.step = step
+                return dataclasses.replace(self, step=step)
+            case events.Started():
+                return dataclasses.replace(self, started=event)
+            case events.Entered():
+                return dataclasses.replace(self, entered=True)
+            case events.Finished(calls=calls):
+                return dataclasses.replace(self, finished=True, calls=calls)
+            case events.Preempted():
+                return dataclasses.replace(self, preempted=True)
             case events.TrackerFailed(strict=True) if self.tracker_fault is None:
-                self.tracker_fault = failure_fault.from_tracker(self.spec.rank, event)
+                return dataclasses.replace(self, tracker_fault=failure_fault.from_tracker(self.spec.rank, event))
+        return self
+
+    @property
+    def worker(self) -> str:
+        """The Dask address of the rank's worker."""
+        return self.place.slot.worker
 
     @property
     def over(self) -> bool:
-        """Nothing more will come of this rank."""
-        return self.ended is not None or self.given_up
+        """Whether the rank's process has ended or is lost."""
+        return self.ended is not None or self.lost
 
     @property
     def well(self) -> bool:
-        """It has done what it was asked to."""
+        """Whether the rank has done what it was told to."""
         return self.finished or self.preempted
 
     def record(self) -> RankRecord:
-        """The rank's lines in run.json."""
+        """The rank's entry in run.json."""
         return RankRecord(
             rank=self.spec.rank,
             local_rank=self.spec.placement.local_rank,
@@ -76,11 +85,11 @@ class RankWatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an attempt ended: by a fault, by a signal to the driver, by a notice that a host goes, or well (none).
+class AttemptEnd:
+    """How an attempt ended: with a fault, a signal to the driver, a preemption, a loss of the results, or well.
 
-    `notice` says in words who was told to go, where the ranks were asked to save and end; `loss` is why the ranks
-    were stopped, where the run directory can't be kept; `leaving` says that a worker is about to end.
+    notice: why the ranks were told to save and end. loss: why the run directory cannot be written any more. leaving:
+    a worker is about to end.
     """
 
     ranks: Sequence[RankWatch]
@@ -92,10 +101,10 @@ class Outcome:
 
     @property
     def saved_itself(self) -> bool:
-        """Whether ranks have ended with exit code 75, which says that they have seen to their state themselves."""
-        return all(watch.well for watch in self.ranks) and any(watch.preempted for watch in self.ranks)
+        """Whether ranks ended with exit code 75, which says that they saved their state themselves."""
+        return all(rank.well for rank in self.ranks) and any(rank.preempted for rank in self.ranks)
 
     @property
     def finished(self) -> bool:
-        """Whether every rank has come to the end of the workload."""
-        return all(watch.finished for watch in self.ranks)
+        """Whether every rank has reached the end of the workload."""
+        return all(rank.finished for rank in self.ranks)

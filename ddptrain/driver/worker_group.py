@@ -1,8 +1,9 @@
-"""The gang on its Dask cluster: reserve slots, start one task a rank, hear of them, stop them, fetch from them."""
+"""The worker group on its Dask cluster: reserves slots, submits and stops ranks, and receives their notices."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import uuid
 from collections import Counter
@@ -16,25 +17,34 @@ from distributed.comm.core import CommClosedError
 
 from ddptrain.clusters.scheduler import slots
 from ddptrain.driver import dask_call
-from ddptrain.driver.messages import Inbox, Notice, TaskFailed, WorkerLost
+from ddptrain.driver.folder_copy import copy_folder
+from ddptrain.driver.messages import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.reservation import Queue, Watchers, Wish
 from ddptrain.errors import ClusterError
+from ddptrain.protocol import notices
+from ddptrain.protocol.commands import Command
 from ddptrain.protocol.encryption import has_secrets, seal_spec
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import tasks
-from ddptrain.worker.spool import READ_LIMIT_BYTES
 
-_ALL_TOPIC = "all"  # where the scheduler tells of workers that come and go
+_LOG = logging.getLogger(__name__)
+_ALL_TOPIC = "all"  # where the scheduler reports workers that come and go
+_MOST_LOGGED = 10  # rejected notices
+_SUBSCRIBE_S = 10.0
 _PING_S = 0.05
-_AGAIN_S = 0.5  # from a question that did not reach a worker to the next try
-_ANSWER_S = 120.0  # for one that has no rank any more
-_LOSS_S = 0.5  # from a broken connection to the word that its worker is lost
-_GOODBYE_S = 3.0  # for the scheduler to take the slots back: longer, and it hangs
+_AGAIN_S = 0.5  # between a request that did not reach a worker and the next try
+_ANSWER_S = 120.0  # for the answer of a worker that has no rank any more
+_LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
+_RELEASE_S = 3.0  # for the scheduler to take the slots back
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank runs; `scratch` is its worker's folder, `shared` whether the driver sees it too."""
+    """Where one rank runs.
+
+    scratch: the worker's folder. shared: whether the driver sees that folder, too. gpu: the slot's device, as an entry
+    of CUDA_VISIBLE_DEVICES; "" on the CPU.
+    """
 
     rank: int
     local_rank: int
@@ -44,17 +54,20 @@ class Place:
     hostname: str
     scratch: Path
     shared: bool
-    gpu: str = ""  # the slot's device, as CUDA_VISIBLE_DEVICES names it
+    gpu: str = ""
 
     @property
     def host(self) -> str:
-        """The host in words: its name, and the address that the cluster knows it by."""
+        """The host's name and, if that is another one, its address in the cluster."""
         known = self.slot.host
         return self.hostname if known in {self.hostname, "127.0.0.1", "::1"} else f"{self.hostname} ({known})"
 
 
 class Gang:
-    """One attempt's ranks on a cluster; closing it frees the slots and ends what still runs."""
+    """The ranks of a run on a cluster. Closing it frees the slots and ends what still runs.
+
+    rejected: how many messages of workers were not valid; first_rejected: the reason for the first of them.
+    """
 
     def __init__(
         self,
@@ -65,7 +78,7 @@ class Gang:
         *,
         foreign: bool = True,
     ) -> None:
-        """A worker of the gang may be silent for `lost_after_s`; a cluster that is not `foreign` follows that."""
+        """A worker may be silent for `lost_after_s`; a cluster that is not `foreign` adapts its own limits to that."""
         self.client = client
         self.run_id = run_id
         self.inbox = inbox
@@ -80,6 +93,8 @@ class Gang:
         self._avoided: set[str] = set()
         self._worker_of: dict[int, str] = {}
         self._heard: Counter[str] = Counter()  # notices, by worker
+        self.rejected = 0
+        self.first_rejected = ""
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +103,7 @@ class Gang:
         self.close()
 
     def reserve(self, wish: Wish, watchers: Watchers) -> list[Place]:
-        """Get slots for all ranks, or raise ClusterError after the waits allowed."""
+        """Reserve slots for all ranks. Raises ClusterError after the longest allowed wait."""
         checked = list(self.client.nthreads())
         if watchers.check is not None:
             watchers.check(checked)
@@ -119,15 +134,15 @@ class Gang:
                 without=sorted(self._avoided),
                 lost_after_s=self._cluster_limit_s,
             )
-        except OSError as error:  # so it is for Dask when it went while we waited in line
+        except OSError as error:  # what Dask raises if the scheduler went while we waited
             text = f"the Dask scheduler is gone, or the network to it: {self._address} ({error})"
             raise ClusterError(text) from error
         return answer
 
     def _learn(self, workers: list[str]) -> None:
-        """Ask workers that are not ours what they offer, and tell the book."""
+        """Ask workers that ddptrain did not start how many slots they have, and report that to the scheduler."""
         about = self.client.run(tasks.offer, workers=workers, on_error="ignore")
-        offers = dict.fromkeys(workers, (0, 0))  # who does not answer offers nothing
+        offers = dict.fromkeys(workers, (0, 0))  # a worker that does not answer offers nothing
         offers |= {worker: (offer["slots"], offer["gpus"]) for worker, offer in about.items()}
         self.client.run_on_scheduler(slots.learn, offers)
 
@@ -159,7 +174,7 @@ class Gang:
         return places
 
     def _about(self, hosts: Mapping[str, str], lost_after_s: float | None) -> Mapping[str, Mapping[str, str]]:
-        """What workers tell of themselves. Raises ClusterError that names the host of one that can't."""
+        """The workers' descriptions of themselves. Raises ClusterError with the host of a worker that cannot answer."""
         about: Mapping[str, Any] = self.client.run(
             tasks.describe_host,
             self.run_id,
@@ -175,11 +190,11 @@ class Gang:
         return about
 
     def subscribe(self) -> None:
-        """Hear every notice of the run from now on, and of workers that are lost. Raises ClusterError after 10 s."""
+        """Receive the run's notices and the losses of workers from now on. Raises ClusterError after 10 s."""
         self.client.subscribe_topic(self._topic, self._on_notice)
         self.client.subscribe_topic(_ALL_TOPIC, self._on_all)
         ping = uuid.uuid4().hex
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + _SUBSCRIBE_S
         while ping not in self._echo:
             if time.monotonic() > deadline:
                 raise ClusterError("the Dask scheduler did not echo an event within 10 s: is it overloaded?")
@@ -188,35 +203,47 @@ class Gang:
             while ping not in self._echo and time.monotonic() < pause_until:
                 time.sleep(0.001)
 
-    def _on_notice(self, event: tuple[float, Mapping[str, Any]]) -> None:
+    def _on_notice(self, event: tuple[float, object]) -> None:
         message = event[1]
-        if "ping" in message:
-            self._echo.add(message["ping"])
-        else:
-            self._heard[self._worker_of.get(int(message["rank"]), "")] += 1
-            self.inbox.put(Notice(message))
+        if isinstance(message, Mapping) and "ping" in message:
+            self._echo.add(str(message["ping"]))
+            return
+        try:
+            notice = notices.decode(message)
+        except notices.NoticeError as error:
+            self.reject(str(error))
+            return
+        self._heard[self._worker_of.get(notice.rank, "")] += 1
+        self.inbox.put(notice)
+
+    def reject(self, reason: str) -> None:
+        """Count a message of a worker that is not valid."""
+        self.rejected += 1
+        self.first_rejected = self.first_rejected or reason
+        if self.rejected <= _MOST_LOGGED:
+            _LOG.info("notice rejected: %s", reason, extra={"run": self.run_id})
 
     def _on_all(self, event: tuple[float, Any]) -> None:
         message = event[1]
         if not isinstance(message, Mapping):
             return
         if message.get("action") == "add-worker":
-            self._avoided.discard(str(message.get("worker")))  # it is back, or another one has its port
+            self._avoided.discard(str(message.get("worker")))  # it is back, or a new worker has its port
         if message.get("action") == "remove-worker":
-            self.forget(str(message.get("worker")))  # at once: who is asking it something waits in vain
+            self.forget(str(message.get("worker")))  # at once: threads that wait for its answer must not wait longer
             self.inbox.put(WorkerLost(str(message.get("worker"))))
 
     def sealed(self, specs: Sequence[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
-        """The same, each one's secrets readable by its worker alone: specs are tasks, which a scheduler shows to many.
+        """The specs with their secrets encrypted for their workers: the scheduler shows tasks to all of its clients.
 
-        Raises ClusterError where a worker does not answer.
+        Raises ClusterError if a worker does not answer.
         """
         workers = sorted({place.slot.worker for place, spec in zip(places, specs, strict=True) if has_secrets(spec)})
         if not workers:
             return list(specs)
         try:
             keys = self.client.run(tasks.sealing_key, self.run_id, workers=workers)
-        except Exception as error:
+        except Exception as error:  # a worker's own exception arrives as it was raised there
             raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
         return [
             seal_spec(spec, keys[place.slot.worker]) if has_secrets(spec) else spec
@@ -224,7 +251,7 @@ class Gang:
         ]
 
     def submit(self, spec: RankSpec, slot: slots.Slot) -> None:
-        """Start one rank in its slot."""
+        """Start a rank in its slot."""
         future = self.client.submit(
             tasks.run_rank,
             spec.to_json(),
@@ -241,7 +268,7 @@ class Gang:
 
     def _on_done(self, spec: RankSpec, future: Future[str]) -> None:
         if self.futures.get(spec.rank) is not future:
-            return  # of an attempt that is over
+            return  # of an earlier attempt
         if future.status == "error":
             self.inbox.put(TaskFailed(spec.attempt, spec.rank, str(future.exception())))
         elif future.status == "cancelled":
@@ -253,57 +280,57 @@ class Gang:
 
     @property
     def connected(self) -> bool:
-        """Whether the scheduler is there."""
+        """Whether the scheduler can be reached."""
         return self.client.status == "running"
 
     def forget(self, worker: str) -> None:
-        """A worker is lost: ask nothing of it any more, for that would only wait for a connection."""
+        """A worker is lost: send it nothing any more, because that would only wait for a connection."""
         self._workers.discard(worker)
         self.avoid(worker)
 
     def avoid(self, worker: str) -> None:
-        """Take no slots of this worker any more: it is lost, or about to go."""
+        """Reserve no slots of this worker any more: it is lost, or about to go."""
         self._avoided.add(worker)
 
     def has(self, worker: str) -> bool:
-        """Whether a worker of the gang is there, as far as is known."""
+        """Whether this is a worker of the group that is not known to be lost."""
         return worker in self._workers
 
-    def stop(self, specs: Iterable[RankSpec], grace_s: float | None) -> None:
-        """Have the workers stop these ranks: SIGTERM, `grace_s` (None: the run's), SIGKILL. Does not wait for it."""
+    def stop(self, specs: Iterable[RankSpec], grace_s: float) -> None:
+        """Send these ranks SIGTERM, and SIGKILL after `grace_s`. Does not wait."""
         self._order(tasks.stop_ranks, [spec.key for spec in specs], grace_s)
 
     def _order(self, function: Callable[..., Any], keys: list[str], what: object) -> None:
-        """Have every worker do something with its own ones of these keys."""
+        """Call a function on every worker of the group with these keys; each worker ignores those of the others."""
         if not keys or not self._workers:
             return
         workers = sorted(self._workers)
-        with contextlib.suppress(Exception):  # a worker that is gone has no ranks any more
+        with contextlib.suppress(Exception):  # a lost worker has no ranks; a closing client raises any type
             run = self.client.run(function, self.run_id, keys, what, workers=workers, asynchronous=True)
             dask_call.order(self.client, run)
 
-    def tell(self, specs: Iterable[RankSpec], order: str) -> None:
-        """Give these ranks an order. Does not wait for it."""
-        self._order(tasks.tell_ranks, [spec.key for spec in specs], order)
+    def tell(self, specs: Iterable[RankSpec], command: Command) -> None:
+        """Send these ranks a command. Does not wait."""
+        self._order(tasks.tell_ranks, [spec.key for spec in specs], str(command))
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
-        """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError where they can't be had.
+        """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError if they cannot be read.
 
-        A worker that is silent for too long meanwhile is lost; the inbox tells of it.
+        A worker that is silent for too long meanwhile is lost, and a message in the inbox says so.
         """
         try:
             if not self.has(worker):
                 raise ConnectionError("it is lost")
             return self._answered(worker, tasks.read_spool, self.run_id, str(path), offset, size_bytes)
-        except Exception as error:
+        except Exception as error:  # a worker's own exception arrives as it was raised there
             self._check_on(worker, error)
             raise ClusterError(f"could not read {path} from the worker {worker}: {error}") from error
 
-    def _answered(self, worker: str, function: Callable[..., Any], *words: object) -> bytes:
-        """What a worker answers. A network that is cut for less than lost_after_s only delays it."""
+    def _answered(self, worker: str, function: Callable[..., Any], *arguments: object) -> bytes:
+        """The answer of a worker. A network that is cut for less than lost_after_s only delays it."""
         deadline = time.monotonic() + self.lost_after_s
         while True:
-            run = self.client.run(function, *words, workers=[worker], asynchronous=True)
+            run = self.client.run(function, *arguments, workers=[worker], asynchronous=True)
             try:
                 answer = dask_call.answer(
                     self.client, run, lambda: self._patience_s(worker), lambda: self._heard[worker]
@@ -316,14 +343,16 @@ class Gang:
             time.sleep(_AGAIN_S)
 
     def _patience_s(self, worker: str) -> float:
-        """How long an answer of a worker is waited for without a word from any of its ranks."""
+        """How long to wait for a worker's answer without a notice about any of its ranks."""
         if not self.has(worker):
             return 0.0
-        speaks = any(self._worker_of[rank] == worker for rank, future in [*self.futures.items()] if not future.done())
-        return self.lost_after_s if speaks else max(_ANSWER_S, self.lost_after_s)
+        has_ranks = any(
+            self._worker_of[rank] == worker for rank, future in [*self.futures.items()] if not future.done()
+        )
+        return self.lost_after_s if has_ranks else max(_ANSWER_S, self.lost_after_s)
 
     def _check_on(self, worker: str, error: Exception) -> None:
-        """Find out whether an error means that a worker is lost, before others draw conclusions from it."""
+        """Find out whether an error means that a worker is lost, before the error itself is reported."""
         if isinstance(error, TimeoutError) and self.has(worker):
             self.forget(worker)
             self.inbox.put(WorkerLost(worker))
@@ -332,20 +361,20 @@ class Gang:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Let the keys go, which ends whatever still runs, and give the slots back, which clears up on the cluster."""
+        """Release the tasks, which ends whatever still runs, and the slots, which removes the run from the cluster."""
         if not self.connected:
-            return  # then there is nothing to give back
-        with contextlib.suppress(Exception):
-            self.client.unsubscribe_topic(_ALL_TOPIC)  # not that of the run: it goes as a whole, and this may come late
-        with contextlib.suppress(Exception):
+            return  # the scheduler has released everything
+        with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks; the next calls must run
+            self.client.unsubscribe_topic(_ALL_TOPIC)  # the run's own topic is removed as a whole with its slots
+        with contextlib.suppress(Exception):  # as above
             self._release_futures()
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # as above
             asked = self.client.run_on_scheduler(slots.release, self.run_id, asynchronous=True)
-            dask_call.answer(self.client, asked, lambda: _GOODBYE_S, lambda: 0)
+            dask_call.answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
 
     def end_attempt(self) -> None:
-        """Let the keys of an attempt go, which ends whatever may still run; slots and workers stay for the next one."""
-        with contextlib.suppress(Exception):
+        """Release the tasks of an attempt, which ends whatever still runs. The slots stay for the next attempt."""
+        with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks
             self._release_futures()
 
     def _release_futures(self) -> None:
@@ -354,10 +383,10 @@ class Gang:
         self.client.cancel(futures, force=True)
 
     def place(self, places: Iterable[Place], folder: Path, files: Sequence[str], manifest: str, what: str) -> list[str]:
-        """The path under which each place's worker finds a folder: the driver's own, or a copy that is made there.
+        """The path of a folder for each place's worker: the driver's own path, or that of a copy that is made there.
 
-        `manifest` is the file by whose text a worker knows that it sees the driver's; `what` is in the folder, for
-        errors. Raises ClusterError.
+        A worker sees the driver's folder if the file `manifest` has the same text there. `what` names the folder's
+        content in errors. Raises ClusterError.
         """
         found: dict[str, str] = {}
         marker = folder / manifest
@@ -365,28 +394,14 @@ class Gang:
             try:
                 text = marker.read_text(encoding="utf-8")
                 seen = self.client.run(tasks.holds_file, str(marker), text, workers=[worker])[worker]
-                found[worker] = str(folder) if seen else self._copied(worker, folder, files)
-            except Exception as error:
+                found[worker] = str(folder) if seen else copy_folder(self.client, self.run_id, worker, folder, files)
+            except Exception as error:  # a worker's own exception arrives as it was raised there
                 raise ClusterError(f"could not bring {what} {folder} to the worker {worker}: {error}") from error
         return [found[place.slot.worker] for place in places]
 
-    def _copied(self, worker: str, folder: Path, files: Sequence[str]) -> str:
-        target = ""
-        for name in files:
-            with (folder / name).open("rb") as file:
-                offset = 0
-                while (data := file.read(READ_LIMIT_BYTES)) or not offset:
-                    path = f"brought-{folder.name}/{name}"
-                    answer = self.client.run(tasks.write_spool, self.run_id, path, offset, data, workers=[worker])
-                    target = str(Path(answer[worker]).parent)
-                    offset += len(data)
-                    if not data:
-                        break
-        return target
-
 
 def _of_network(error: OSError) -> bool:
-    """Whether the question may not have reached the worker; other errors are the worker's answer."""
+    """Whether the request may not have reached the worker; other errors are the worker's answer."""
     return isinstance(error, CommClosedError) or (type(error) is OSError and error.errno is None)
 
 

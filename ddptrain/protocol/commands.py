@@ -1,10 +1,6 @@
-"""What a running rank is told: one word a line, on a pipe from the rank server, or posted by a signal handler.
+"""Commands from the driver to a running rank: one word on each line of a pipe from the rank server.
 
-    preempt    finish the step, save, and end
-    stacks     write down where every thread is
-    stop       end: the gang is being stopped (SIGTERM comes as well)
-
-A thread takes them, for the main thread may be inside a collective operation for minutes.
+A thread reads them, because the main thread can be inside a collective operation for minutes.
 """
 
 from __future__ import annotations
@@ -13,53 +9,86 @@ import os
 import select
 import threading
 from collections.abc import Callable
+from enum import StrEnum
 
-PREEMPT = "preempt"
-STACKS = "stacks"
-STOP = "stop"
-NOTICED = "noticed"  # never from outside: this process was sent SIGTERM
+
+class Command(StrEnum):
+    """What a rank is told to do."""
+
+    PREEMPT = "preempt"  # finish the step, save, and end
+    STACKS = "stacks"  # report the stacks of all threads
+    STOP = "stop"  # end: the worker group is being stopped, and SIGTERM follows
+    NOTICED = "noticed"  # only from this process's own handler of SIGTERM, never through the pipe
+
+
+_FROM_OUTSIDE = frozenset({Command.PREEMPT, Command.STACKS, Command.STOP})
+_MAX_LINE_BYTES = 4_096
+
+
+class CommandError(ValueError):
+    """The text is no command that a rank takes from outside."""
+
+
+def decode(text: str) -> Command:
+    """The command in a line without its end. Raises CommandError for every other text."""
+    try:
+        command = Command(text)
+    except ValueError:
+        raise CommandError(f"unknown command {text[:40]!r}") from None
+    if command not in _FROM_OUTSIDE:
+        raise CommandError(f"{command} is not accepted from outside")
+    return command
 
 
 class Orders:
-    """Reads orders from `fd` and calls whoever takes each; the thread ends when the other end of `fd` is closed."""
+    """Reads commands from `fd` and calls their handlers in a thread, which ends when the other end of `fd` is closed.
+
+    `rejected` counts lines that are no commands.
+    """
 
     def __init__(self, fd: int) -> None:
+        self.rejected = 0
         self._fd = fd
-        self._mine_r, self._mine_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._takers: dict[str, Callable[[], None]] = {}
+        self._own_read_fd, self._own_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._handlers: dict[Command, Callable[[], None]] = {}
 
-    def on(self, order: str, take: Callable[[], None]) -> None:
-        """Call `take`, in the thread, whenever `order` comes; to be said before listen()."""
-        self._takers[order] = take
+    def on(self, command: Command, handle: Callable[[], None]) -> None:
+        """Call `handle` in the thread for each `command`. Must be called before listen()."""
+        self._handlers[command] = handle
 
-    def post(self, order: str) -> None:
-        """Give an order from inside; safe in a signal handler."""
-        os.write(self._mine_w, f"{order}\n".encode())
+    def post(self, command: Command) -> None:
+        """Give a command to this process itself; safe in a signal handler."""
+        os.write(self._own_write_fd, f"{command}\n".encode())
 
     def listen(self) -> None:
-        """Read from now on; what came before is read first."""
+        """Start the thread. Commands that arrived earlier are handled first."""
         threading.Thread(target=self._read, name="ddptrain-orders", daemon=True).start()
 
     def _read(self) -> None:
-        rests = {self._fd: b"", self._mine_r: b""}
+        partial = {self._fd: b"", self._own_read_fd: b""}
         while True:
-            for fd in _readable(*rests):
+            for fd in _readable(*partial):
                 data = os.read(fd, 4096)
                 if not data:
                     return
-                *lines, rests[fd] = (rests[fd] + data).split(b"\n")
+                *lines, rest = (partial[fd] + data).split(b"\n")
+                partial[fd] = rest[:_MAX_LINE_BYTES]
                 for line in lines:
-                    self._take(line.decode("ascii", "replace"))
+                    self._take(line.decode("ascii", "replace"), own=fd == self._own_read_fd)
 
-    def _take(self, order: str) -> None:
-        take = self._takers.get(order)
-        if take is not None:
-            take()
+    def _take(self, text: str, *, own: bool) -> None:
+        try:
+            command = Command(text) if own else decode(text)
+        except CommandError:
+            self.rejected += 1
+            return
+        if (handle := self._handlers.get(command)) is not None:
+            handle()
 
 
 def _readable(*fds: int) -> list[int]:
-    """Those of `fds` that have something to read, once one has."""
-    poll = select.poll()  # select.select() takes no descriptor above 1023
+    """Wait until at least one of `fds` can be read; return those that can."""
+    poll = select.poll()  # select.select() accepts no descriptor above 1023
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return [fd for fd, _ in poll.poll()]

@@ -1,4 +1,4 @@
-"""What the driver orders and what a worker reports: frozen dataclasses that travel as JSON, never as pickles."""
+"""What the driver sends to a worker to start a rank: a frozen dataclass that travels as JSON, never as a pickle."""
 
 from __future__ import annotations
 
@@ -222,36 +222,3 @@ class RankSpec(_Message):
     def key(self) -> str:
         """The Dask key of the rank's task; unique for every attempt of every run."""
         return f"{key_prefix(self.run_id)}{self.attempt}/{self.rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class RankExit(_Message):
-    """How a rank's process ended: `status` is its exit code, or minus the signal that killed it.
-
-    `oom` says why the kernel has killed it, in words that begin with "out of memory" or "likely out of memory";
-    `timed_out` that NCCL's watchdog has, for a collective operation that did not end.
-    """
-
-    rank: int
-    pid: int
-    status: int
-    time_ns: int
-    log_size: int
-    events_size: int
-    oom: str = ""
-    timed_out: bool = False
-
-    @property
-    def text(self) -> str:
-        """In words: `exit code 1`, `killed by SIGSEGV`."""
-        return describe_status(self.status) + (f": {self.oom}" if self.oom else "")
-
-
-def describe_status(status: int) -> str:
-    """Exit code or signal in words."""
-    if status >= 0:
-        return f"exit code {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"killed by signal {-status}"

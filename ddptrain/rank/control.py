@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddptrain.protocol import commands as orders
 from ddptrain.protocol import events
-from ddptrain.protocol.commands import Orders
+from ddptrain.protocol.commands import Command, Orders
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint.coordination import Calls
 from ddptrain.rank.collective.calls import CollectiveCalls
@@ -47,14 +46,14 @@ class CommandHandler:
         """Start to handle commands. Must be called in the main thread."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         os.register_at_fork(after_in_child=self._on_fork)
-        self.orders.on(orders.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
-        self.orders.on(orders.PREEMPT, self._preempt)
-        self.orders.on(orders.STOP, self._stop)
-        self.orders.on(orders.STACKS, StackReporter(self.spec, self.emitter, self.collective_calls).report)
+        self.orders.on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
+        self.orders.on(Command.PREEMPT, self._preempt)
+        self.orders.on(Command.STOP, self._stop)
+        self.orders.on(Command.STACKS, StackReporter(self.spec, self.emitter, self.collective_calls).report)
         self.orders.listen()
 
     def _on_sigterm(self, *_: object) -> None:
-        self.orders.post(orders.NOTICED)
+        self.orders.post(Command.NOTICED)
 
     def _owns_sigterm(self) -> bool:
         """Whether SIGTERM calls our handler, and not one that the user's code has set."""

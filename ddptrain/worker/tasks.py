@@ -16,8 +16,11 @@ from dask.system import cpu_count
 from distributed import Worker, get_worker
 
 from ddptrain.errors import ClusterError
+from ddptrain.protocol import commands, notices
+from ddptrain.protocol.commands import Command
 from ddptrain.protocol.encryption import open_spec
-from ddptrain.protocol.rank_spec import GPU_RESOURCE, RankExit, RankSpec, key_prefix
+from ddptrain.protocol.notices import RankExit
+from ddptrain.protocol.rank_spec import GPU_RESOURCE, RankSpec, key_prefix
 from ddptrain.worker import diagnostics, environment, spool
 from ddptrain.worker.foreign_worker import attach, offered_slots, rank_host
 from ddptrain.worker.gpu_use import gpu_percent
@@ -30,13 +33,12 @@ from ddptrain.worker.tcp_timeouts import follow
 POLL_S = 0.02  # how soon the driver hears that a busy rank has printed something
 _IDLE_POLL_S = 0.1  # of one that has been silent for a while: each look costs the training some microseconds
 _MEMORY_S = 1.0  # between two looks at how much memory is left
-_STACKS = "stacks"  # an order of rank/orders.py
 _NOTICE_BYTES = 12 * 1024  # of log or events in one message: the scheduler keeps the last thousand of a topic
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; what is over it the driver fetches from the spool
 
 
 def run_rank(spec_json: str) -> str:
-    """The Dask task of a rank: start it, tell of its growth, and return its RankExit as JSON when it has ended.
+    """The Dask task of a rank: start it, report its growth, and return its RankExit as JSON when it has ended.
 
     Raises:
         RankServerLost: no rank could be started, or its server died.
@@ -98,7 +100,7 @@ class _RankTask:
         if self.spec.rank != 0 or self.spec.group.master_port:  # the client may have had it opened before
             return self.spec
         port = self.host.open_store(self.spec.key, self.spec.group.master_addr)
-        self._notify(store_port=port)
+        self._notify(notices.StoreOpened(self.spec.attempt, self.spec.rank, port))
         return self.spec.with_port(port)
 
     def _watch(self) -> str:
@@ -108,23 +110,23 @@ class _RankTask:
             pause_s = POLL_S if self._tell_growth() else min(2 * pause_s, _IDLE_POLL_S)
             if self.host.leaving and not told_to_leave:
                 told_to_leave = True
-                self._notify(leaving=True)
+                self._notify(notices.Leaving(self.spec.attempt, self.spec.rank))
             self._look()
             if time.monotonic() - self.told_at > self.spec.supervision.alive_s:
-                self._notify(alive=True, **self._use())
+                self._notify(self._alive())
         diagnostics.announce_flight_record(self.spool, self.spec)
         diagnostics.report_error_file(self.spool, report["status"])
         self._tell_growth()
         ended = self._ended(report)
-        self._notify(exit=ended.to_json())
-        return ended.to_json()
+        self._notify(ended)
+        return notices.exit_to_json(ended)
 
-    def _use(self) -> dict[str, float]:
-        """How much CPU time the rank has used, and how busy its GPU is, where that is known."""
-        use = {"cpu_s": self.process.cpu_s() if self.process is not None else 0.0}
+    def _alive(self) -> notices.Alive:
+        """The CPU time that the rank has used, and the use of its GPU if that is known."""
+        cpu_s = self.process.cpu_s() if self.process is not None else 0.0
         gpu = self.host.gpu_of(self.spec.placement.slot) if self.spec.placement.use_gpu else None
         percent = gpu_percent(gpu) if gpu else None
-        return use if percent is None else {**use, "gpu_percent": percent}
+        return notices.Alive(self.spec.attempt, self.spec.rank, cpu_s, percent)
 
     def _look(self) -> None:
         """See now and then how the process does: once it has been killed, nothing can be asked any more."""
@@ -146,9 +148,8 @@ class _RankTask:
         elif report["status"] == -signal.SIGABRT:
             timed_out = diagnostics.timed_out(self.spool)
         sizes = self.spool.sizes()
-        return RankExit(
-            self.spec.rank, report["pid"], report["status"], report["time_ns"], *sizes, oom=oom, timed_out=timed_out
-        )
+        process = report["pid"], report["status"], report["time_ns"]
+        return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, oom=oom, timed_out=timed_out)
 
     def _tell_growth(self) -> bool:
         """Tell the driver how far the files are; whether they have grown."""
@@ -156,7 +157,7 @@ class _RankTask:
         if sizes == self.told:
             return False
         if self.spec.placement.shared:
-            self._notify(sizes=sizes)
+            self._notify(notices.Growth(self.spec.attempt, self.spec.rank, sizes["log"], sizes["events"]))
         else:
             self._send_bytes(sizes)
         self.told = sizes
@@ -170,13 +171,12 @@ class _RankTask:
             end = min(sizes[stream], offset + budget)
             while offset < end:
                 data = spool.read_chunk(path, offset, min(_NOTICE_BYTES, end - offset))
-                self._notify(stream=stream, offset=offset, data=data)
+                self._notify(notices.Output(self.spec.attempt, self.spec.rank, stream, offset, data))
                 offset += len(data)
-        self._notify(sizes=sizes)
+        self._notify(notices.Growth(self.spec.attempt, self.spec.rank, sizes["log"], sizes["events"]))
 
-    def _notify(self, **fields: Any) -> None:
-        message = {"attempt": self.spec.attempt, "rank": self.spec.rank, **fields}
-        self.worker.log_event(topic(self.spec.run_id), message)
+    def _notify(self, notice: notices.Notice) -> None:
+        self.worker.log_event(topic(self.spec.run_id), notices.encode(notice))
         self.told_at = time.monotonic()
 
 
@@ -212,13 +212,14 @@ async def stop_ranks(run_id: str, keys: list[str], grace_s: float | None, dask_w
 
 
 async def tell_ranks(run_id: str, keys: list[str], order: str, dask_worker: Worker) -> None:
-    """For client.run: give the ranks of these keys an order; those of other workers are passed over."""
+    """For client.run: send a command to the ranks of these keys that run on this worker. Raises CommandError."""
+    command = commands.decode(order)
     with contextlib.suppress(RankServerLost):  # then it has no ranks any more
         host = rank_host(dask_worker, run_id)
         for key in keys:
-            if order == _STACKS and (pid := host.server.pid_of(key)) is not None:
+            if command is Command.STACKS and (pid := host.server.pid_of(key)) is not None:
                 _stand_by(host, run_id, key, pid)
-            host.server.send_command(key, order)
+            host.server.send_command(key, command)
 
 
 def _stand_by(host: RankHost, run_id: str, key: str, pid: int) -> None:

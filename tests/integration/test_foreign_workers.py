@@ -231,8 +231,8 @@ def test_gang_trains_on_workers_of_others(tmp_path: Path) -> None:
             spec = {"workload": "sums:main", "params": {}, "sys_path": (str(tmp_path),), "env": {}}
             gang = {"world_size": 2, "local_world_size": 2, **spec}
             first = driver.start("one", "", 0, master_port=0, **gang)
-            until(lambda: any("store_port" in notice for notice in driver.notices), "the store's port", 60)
-            port = next(notice["store_port"] for notice in driver.notices if "store_port" in notice)
+            until(lambda: any("port" in notice for notice in driver.notices), "the store's port", 60)
+            port = next(notice["port"] for notice in driver.notices if "port" in notice)
             second = driver.start("two", "", 1, local_rank=1, master_port=port, **gang)
             assert [ended(first).status, ended(second).status] == [0, 0], driver.said("one") + driver.said("two", 1)
             assert (driver.said("one"), driver.said("two", 1)) == ("total 3.0\n", "total 3.0\n")

@@ -26,7 +26,7 @@ from ddptrain.config.models import RunConfig
 from ddptrain.driver.transfer.artifacts import _file_name
 from ddptrain.errors import ConfigError
 from ddptrain.protocol import events
-from ddptrain.protocol.commands import Orders
+from ddptrain.protocol.commands import Command, Orders
 from ddptrain.results.checkpoint_verification import newest_verified, read_manifest, verify
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
@@ -339,14 +339,14 @@ def test_orders_are_heard_after_whatever_came_before(before: bytes, pieces: int)
     heard: list[str] = []
     orders = Orders(read_fd)
     try:
-        orders.on("preempt", lambda: heard.append("preempt"))
+        orders.on(Command.PREEMPT, lambda: heard.append("preempt"))
         os.write(write_fd, before + b"\n")
         for piece in _split(b"preempt\n", pieces):
             os.write(write_fd, piece)
         os.close(write_fd)
         orders._read()
     finally:
-        for fd in (read_fd, orders._mine_r, orders._mine_w):
+        for fd in (read_fd, orders._own_read_fd, orders._own_write_fd):
             os.close(fd)
     assert heard[-1:] == ["preempt"]
 

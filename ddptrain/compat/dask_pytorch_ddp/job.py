@@ -17,7 +17,8 @@ from distributed import Worker, get_worker
 
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
 from ddptrain.compat.dask_pytorch_ddp.rankside import ERROR, VALUE, answered
-from ddptrain.protocol.rank_spec import RankExit, RankSpec
+from ddptrain.protocol.notices import RankExit, exit_from_json
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import spool, tasks
 from ddptrain.worker.foreign_worker import rank_host
 
@@ -55,7 +56,7 @@ def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> A
     )
     log = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank).log
     with _echoed(log):
-        exited = RankExit.from_json(tasks.run_rank(spec.to_json()))
+        exited = exit_from_json(tasks.run_rank(spec.to_json()))
     return _outcome(spec, str(answer), log, exited)
 
 

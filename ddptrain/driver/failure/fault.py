@@ -1,4 +1,4 @@
-"""Which rank failed first: the first cause, not the last victim."""
+"""What failed on which rank, and which of several faults is the root cause: never that of a victim."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from enum import StrEnum
 
 from ddptrain.errors import ExitCode
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import RankExit
+from ddptrain.protocol.notices import RankExit
+from ddptrain.results.record import FailureRecord
 
 
 class Kind(StrEnum):
-    """What ended a rank; it stands in run.json."""
+    """What ended a rank; run.json contains it."""
 
-    EXCEPTION = "exception"  # left the user's code
+    EXCEPTION = "exception"  # an exception left the user's code
     EXIT = "exit"  # sys.exit, os._exit
     SIGNAL = "signal"
     REFUSED = "refused"  # the rank asked for something that is not allowed
     WORKER_LOST = "worker_lost"
-    INFRASTRUCTURE = "infrastructure"  # no rank could be started, or ours broke
-    RESULTS = "results"  # the run directory can't be written
+    INFRASTRUCTURE = "infrastructure"  # the rank could not be started, or a part of ddptrain failed
+    RESULTS = "results"  # the run directory cannot be written
     HANG = "hang"  # no progress in time
-    TRACKER = "tracker"  # of the user's, where the configuration is strict about them
+    TRACKER = "tracker"  # a tracker failed, and tracking.strict is true
 
 
 _EXIT_CODES = {
@@ -32,13 +33,25 @@ _EXIT_CODES = {
     Kind.RESULTS: ExitCode.CLUSTER,
     Kind.HANG: ExitCode.HANG,
 }
+_OF_PLACE = frozenset({Kind.WORKER_LOST, Kind.INFRASTRUCTURE})
+_PHASES = {"setup": " before the process group was up", "rendezvous": " while the process group came up"}
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why no more messages will come from a rank: with its worker (WORKER_LOST), or alone."""
+
+    kind: Kind
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that ended a rank; `victim` marks one that only lost its peer.
+    """Something that ended a rank.
 
-    `timed_out` marks a victim that has waited in a collective operation for one that did not come.
+    time_ns: wall clock of the rank's host. phase: "setup", "rendezvous" or "". victim: the rank has only lost a peer.
+    timed_out: a victim that waited in a collective operation for a rank that did not come. status: the exit code that
+    the process chose itself.
     """
 
     rank: int
@@ -50,11 +63,11 @@ class Fault:
     phase: str = ""
     victim: bool = False
     timed_out: bool = False
-    status: int | None = None  # the process's own, where it chose one
+    status: int | None = None
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the command exits with where this is the first cause."""
+        """The exit code of the command if this fault is the root cause."""
         return _EXIT_CODES.get(self.kind, ExitCode.TRAINING_FAILED)
 
     @property
@@ -62,8 +75,11 @@ class Fault:
         """The fault in one line, without its rank."""
         first = self.message.strip().splitlines()[0] if self.message.strip() else ""
         text = f"{self.type}: {first}" if self.type and self.type != "SystemExit" else first
-        where = {"setup": " before the process group was up", "rendezvous": " while the process group came up"}
-        return text + where.get(self.phase, "")
+        return text + _PHASES.get(self.phase, "")
+
+    def record(self, host: str, log: str) -> FailureRecord:
+        """The fault as run.json contains it; `log` is the path of the rank's log."""
+        return FailureRecord(self.rank, host, self.kind, self.type, self.message, self.traceback, log)
 
 
 def from_failure(rank: int, failure: events.Failure) -> Fault:
@@ -83,12 +99,12 @@ def from_failure(rank: int, failure: events.Failure) -> Fault:
 
 
 def from_tracker(rank: int, failed: events.TrackerFailed) -> Fault:
-    """The fault of a rank whose work is done, but whose tracker has failed."""
+    """The fault of a rank that has done its work, but one of its trackers has failed."""
     return Fault(rank, Kind.TRACKER, failed.time_ns, f"tracker {failed.tracker} {failed.message}")
 
 
 def from_exit(ended: RankExit) -> Fault:
-    """The fault of a rank that ended without a word: killed, or os._exit."""
+    """The fault of a rank that ended without reporting a failure: it was killed, or it called os._exit."""
     if ended.status < 0:
         victim = ended.timed_out
         return Fault(ended.rank, Kind.SIGNAL, ended.time_ns, ended.text, victim=victim, timed_out=victim)
@@ -97,27 +113,28 @@ def from_exit(ended: RankExit) -> Fault:
 
 
 def first_cause(faults: Sequence[Fault], finished: Sequence[int] = ()) -> Fault:
-    """The earliest fault that is not a victim's, or the earliest of all where there are only victims.
+    """The root cause: the earliest fault that is not a victim's; the lowest rank among faults of the same time.
 
-    Where there are only victims and some ranks have `finished`, the first of those has left the others in the lurch.
-    Where a worker takes its ranks along, it is told of the first of them.
+    If all faults are victims' and some ranks have `finished`, the first of those has left while others needed it. If
+    several ranks report the same loss (their worker's), the lowest rank is named.
     """
-    first = min(faults, key=lambda fault: (fault.victim, fault.time_ns))
+    first = min(faults, key=lambda fault: (fault.victim, fault.time_ns, fault.rank, fault.kind, fault.message))
     if first.victim and finished:
         return returned_early(finished[0], sorted({fault.rank for fault in faults}), first.time_ns)
-    if first.kind not in (Kind.WORKER_LOST, Kind.INFRASTRUCTURE):
+    if first.kind not in _OF_PLACE:
         return first
-    return min((fault for fault in faults if fault.line == first.line), key=lambda fault: fault.rank)
+    same = [fault for fault in faults if (fault.kind, fault.line) == (first.kind, first.line)]
+    return min(same, key=lambda fault: (fault.rank, fault.time_ns))
 
 
 def returned_early(rank: int, waiting: Sequence[int], time_ns: int) -> Fault:
-    """The fault of a rank that has done its work while others still count on it."""
+    """The fault of a rank that has done its work while others still wait for it."""
     text = f"returned from the workload while rank {ranks_in_words(waiting)} waited for it in a collective operation"
     return Fault(rank, Kind.EXIT, time_ns, text)
 
 
 def after_thread(fault: Fault, ended: events.ThreadFailure | None) -> Fault:
-    """A rank's fault, with the exception that has ended a thread of it before: the one may come of the other."""
+    """The fault of a rank with the exception that ended one of its threads before, which may be the reason."""
     if ended is None or fault.kind is Kind.HANG or ended.time_ns > fault.time_ns:
         return fault
     first, line_end, rest = fault.message.partition("\n")
@@ -127,13 +144,13 @@ def after_thread(fault: Fault, ended: events.ThreadFailure | None) -> Fault:
 
 
 def thread_in_words(ended: events.ThreadFailure) -> str:
-    """The exception that has ended a thread, in one line."""
+    """The exception that ended a thread, in one line."""
     first_line = ended.message.strip().partition("\n")[0]
     return f"{ended.type}: {first_line}" if first_line else ended.type
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5": a gang may have hundreds."""
+    """0, 1, 2, 5 as "0-2, 5": a worker group may have hundreds of ranks."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

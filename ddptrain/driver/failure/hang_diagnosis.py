@@ -1,9 +1,8 @@
-"""Which rank a gang waits for: told from the stacks of all of them, not from who complains first."""
+"""Finds the rank that a worker group waits for from the stacks of all ranks, not from who reports an error first."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,20 +12,25 @@ from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<function>.*)")
 _NOT_THE_USERS = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|/ddptrain/(rank|worker)/|^<frozen ")
-# Frames in which a rank waits for others, or for its device, which waits for them.
+# Frames in which a rank waits for other ranks, or for its device, which waits for them.
 _WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")
 _BACKWARD = "_engine_run_backward"
 _SYNCHRONIZE = re.compile(r"/torch/cuda/.* (synchronize|wait)$")
 _WRAPPERS = frozenset({"wrapper", "wait"})
 _STATES = {
     "stopped": "its process is stopped (SIGSTOP)",
-    "uninterruptible": "its process waits in the kernel, as for a file system that is gone",
+    "uninterruptible": "its process waits in the kernel, for example for a file system that is gone",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known of one rank when a gang has stopped; `stacks` None says that nothing could be learned of it."""
+    """What is known of one rank of a worker group that has stopped.
+
+    stacks: None if neither the rank nor its worker has answered. timed_out: the rank has ended its wait by itself.
+    works: its CPU or GPU use still counts as progress. ended_calls: the calls of ctx methods that all ranks must call,
+    as reported at the rank's end. checked: which kinds of activity were checked, as text.
+    """
 
     rank: int
     idle_s: float
@@ -35,29 +39,29 @@ class Report:
     entered: bool = True
     finished: bool = False
     over: bool = False
-    timed_out: bool = False  # it has itself given up its wait
+    timed_out: bool = False
     thread: events.ThreadFailure | None = None
-    works: bool = False  # its CPU or GPU use still counts as progress
-    ended_calls: Mapping[str, float] | None = None  # of ctx methods that all ranks must call, told at its end
-    checked: str = ""  # the signals of life that were looked at, in words
+    works: bool = False
+    ended_calls: Mapping[str, float] | None = None
+    checked: str = ""
 
     @property
     def operation(self) -> str:
-        """The collective operation that the rank waits in, "" where it waits in none."""
+        """The collective operation that the rank waits in; "" if it waits in none."""
         if self.timed_out:
             return "a collective operation"
         return waits_in(self.stacks.main) if self.stacks is not None else ""
 
     @property
     def calls(self) -> Mapping[str, float] | None:
-        """How often the rank has called each ctx method that all ranks must call; None where that is not known."""
+        """How often the rank has called each ctx method that all ranks must call; None if that is not known."""
         if self.finished:
             return self.ended_calls
         return self.stacks.calls if self.stacks is not None and not self.stacks.state else None
 
     @property
     def place(self) -> str:
-        """Where the rank is, in words; "" where that is not known."""
+        """Where the rank is, as text; "" if that is not known."""
         if self.stacks is None:
             return "it did not say where it is" if not self.over else ""
         if self.stacks.state in _STATES:
@@ -70,7 +74,7 @@ class Report:
 def waits_in(frames: Sequence[str]) -> str:
     """The operation of torch.distributed that a stack (innermost frame first) is in; "" for any other place.
 
-    What called it does not matter, and no frame of other code may be further in: DDP runs the model as well.
+    Its caller does not matter. No frame of other code may be further inside: DDP calls the model as well.
     """
     names: list[str] = []
     for frame in frames:
@@ -89,7 +93,7 @@ def waits_in(frames: Sequence[str]) -> str:
 
 
 def users_frame(frames: Sequence[str]) -> str:
-    """The innermost frame of the user's own code as "train.py:41 in load"; of any code where there is none."""
+    """The innermost frame of the user's code as "train.py:41 in load"; of any code if there is none of the user's."""
     matches = [match for frame in frames if (match := _FRAME.fullmatch(frame)) is not None]
     chosen = next((match for match in matches if not _is_library(match["file"])), matches[0] if matches else None)
     if chosen is None:
@@ -102,13 +106,15 @@ def _is_library(file: str) -> bool:
     return _NOT_THE_USERS.search(file) is not None
 
 
-def judge(reports: Sequence[Report], limit_s: float | None, before: Mapping[int, events.Stacks]) -> Fault | None:
-    """The fault of a gang that is suspected to hang; None where the rank that the others wait for is at work.
+def judge(
+    reports: Sequence[Report], limit_s: float | None, before: Mapping[int, events.Stacks], time_ns: int
+) -> Fault | None:
+    """The fault of a worker group that may hang; None if the rank that the others wait for is at work.
 
-    `before` are the stacks of the inquiry before this one, which was answered with None. CPU use in a collective
-    operation may be a busy wait: it is work only if another operation has begun since then, or on the first look.
+    `before` are the stacks of the inquiry before this one, which found the rank at work. CPU use in a collective
+    operation may be a busy wait: it counts as work only in the first inquiry, or if another operation has begun since.
     """
-    fault = missing(reports, limit_s)
+    fault = missing(reports, limit_s, time_ns)
     found = next(report for report in reports if report.rank == fault.rank)
     if limit_s is None or fault.kind is not Kind.HANG or not found.works or _waits_since(found, before):
         return fault
@@ -116,7 +122,7 @@ def judge(reports: Sequence[Report], limit_s: float | None, before: Mapping[int,
 
 
 def _waits_since(report: Report, before: Mapping[int, events.Stacks]) -> bool:
-    """Whether a rank is stopped, or is still in the collective operation in which it was before."""
+    """Whether a rank is stopped, or still in the collective operation of the inquiry before."""
     stacks, last = report.stacks, before.get(report.rank)
     if stacks is None or stacks.state in _STATES:
         return stacks is not None
@@ -124,15 +130,15 @@ def _waits_since(report: Report, before: Mapping[int, events.Stacks]) -> bool:
     return bool(report.operation) and same and last is not None and waits_in(last.main) == report.operation
 
 
-def missing(reports: Sequence[Report], limit_s: float | None) -> Fault:
-    """The fault of a gang that has stopped: the rank that is missing from the collective, not one that waits for it.
+def missing(reports: Sequence[Report], limit_s: float | None, time_ns: int) -> Fault:
+    """The fault of a worker group that has stopped: of the rank that is missing from the collective operation.
 
-    `limit_s` is for how long nothing was heard of it; None where a rank has given up its wait by itself.
+    `limit_s` is for how long it was silent; None if a rank has ended its wait by itself.
     """
     alive = [report for report in reports if not report.over and not report.finished]
     gone = [report for report in reports if report.finished]
     if gone and all(report.operation for report in alive) and alive:
-        return returned_early(gone[0].rank, [report.rank for report in alive], time.time_ns())
+        return returned_early(gone[0].rank, [report.rank for report in alive], time_ns)
     first = _first(alive or [report for report in reports if not report.over] or list(reports))
     others = [report for report in alive if report is not first]
     message = ", ".join(part for part in (_since(first, limit_s), first.place) if part)
@@ -140,11 +146,11 @@ def missing(reports: Sequence[Report], limit_s: float | None) -> Fault:
     trace = first.thread.traceback if first.thread is not None else ""
     checked = f"{first.checked}; " if first.checked and limit_s is not None else ""
     text = f"{message} ({checked}stacks: artifacts/{STACKS_FOLDER}/)"
-    return Fault(first.rank, Kind.HANG, time.time_ns(), text, traceback=trace)
+    return Fault(first.rank, Kind.HANG, time_ns, text, traceback=trace)
 
 
 def _first(alive: list[Report]) -> Report:
-    """Whom the others wait for: the best sign decides, and among equals the one that has been silent for longest."""
+    """The rank that the others wait for: the strongest sign decides; among equals, the longest idle time."""
     known = [report.stacks.sequence for report in alive if report.stacks and report.stacks.sequence is not None]
     least = min(known, default=0)
     behind = least < max(known, default=0)

@@ -1,12 +1,11 @@
-"""Whether a rank waits in a ctx method that another rank will never call: told from where all ranks are.
+"""Finds a rank that waits in a ctx method which another rank will never call: `if ctx.rank == 0: ctx.checkpoint()`.
 
-Not from time: a slow rank may take as long as it likes. A rank can't come any more if it has ended, or if it waits
-for the waiting rank in something that it should have come to later: `if ctx.rank == 0: ctx.checkpoint(...)`.
+Time does not decide: a slow rank may take as long as it needs. A rank can never call the method if it has ended, or if
+it waits for the waiting rank in a later operation.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from ddptrain.driver.failure.fault import Fault, Kind, ranks_in_words
@@ -14,10 +13,10 @@ from ddptrain.driver.failure.hang_diagnosis import Report
 from ddptrain.protocol import events
 
 
-def uncalled(reports: Sequence[Report], before: Mapping[int, events.Stacks]) -> Fault | None:
-    """The fault of a gang in which a rank waits in a ctx method for ranks that will never call it; None else.
+def uncalled(reports: Sequence[Report], before: Mapping[int, events.Stacks], time_ns: int) -> Fault | None:
+    """The fault of a worker group in which a rank waits in a ctx method for ranks that will never call it, or None.
 
-    `before` are the stacks of an earlier look: a rank that is where it was then waits, even if no frame says so.
+    `before` are the stacks of an earlier inquiry: a rank with the same stack waits, even if no frame shows that.
     """
     for report in reports:
         stacks = report.stacks
@@ -26,28 +25,28 @@ def uncalled(reports: Sequence[Report], before: Mapping[int, events.Stacks]) -> 
         lacking = [other for other in reports if _lacks(other, stacks)]
         absent = [other.rank for other in lacking if _can_not_come(other, stacks, before.get(other.rank))]
         if absent:
-            return _fault(report.rank, stacks, absent)
+            return _fault(report.rank, stacks, absent, time_ns)
     return None
 
 
-def _fault(rank: int, stacks: events.Stacks, absent: Sequence[int]) -> Fault:
+def _fault(rank: int, stacks: events.Stacks, absent: Sequence[int], time_ns: int) -> Fault:
     at = f" at step {stacks.waits_step}" if stacks.waits_step is not None else ""
     has = "has" if len(absent) == 1 else "have"
     text = (
         f"rank {rank} is in ctx.{stacks.waits}{at}, which rank {ranks_in_words(absent)} {has} not called; "
         "all ranks must call it"
     )
-    return Fault(rank, Kind.EXCEPTION, time.time_ns(), text)
+    return Fault(rank, Kind.EXCEPTION, time_ns, text)
 
 
 def _lacks(other: Report, waiting: events.Stacks) -> bool:
-    """Whether a rank is known to have called the method less often than the one that waits in it."""
+    """Whether a rank is known to have called the method less often than the rank that waits in it."""
     calls = other.calls
     return calls is not None and calls.get(waiting.waits, 0) < waiting.calls.get(waiting.waits, 0)
 
 
 def _can_not_come(other: Report, waiting: events.Stacks, before: events.Stacks | None) -> bool:
-    """Whether a rank that lacks the call has ended, or waits in what the waiting rank has not begun."""
+    """Whether a rank that lacks the call has ended, or waits in an operation that the waiting rank has not begun."""
     if other.finished:
         return True
     stacks = other.stacks

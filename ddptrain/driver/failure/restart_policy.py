@@ -1,4 +1,4 @@
-"""Whether ranks are started again after an attempt: two budgets, and the failures that another attempt can't help."""
+"""Decides whether another attempt follows: two budgets, and the failures that another attempt cannot repair."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ddptrain.config.models import FailureConfig
 from ddptrain.driver.failure.fault import Fault, Kind
-from ddptrain.driver.rank_state import Outcome
+from ddptrain.driver.rank_state import AttemptEnd
 
 _LONGEST_BACKOFF_S = 60.0
 # Another attempt would end the same way.
@@ -16,7 +16,7 @@ _LOSSES = frozenset({Kind.WORKER_LOST, Kind.INFRASTRUCTURE})
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Another attempt follows after `pause_s`; `count` says in words how many there may be."""
+    """Another attempt follows after `pause_s`; `count` is the number of this one and of those allowed, as text."""
 
     pause_s: float
     count: str
@@ -24,7 +24,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """No other attempt follows; `reason` is for the person, "" where there is nothing to say."""
+    """No other attempt follows, for `reason`; "" if the user needs no reason."""
 
     reason: str = ""
 
@@ -37,18 +37,18 @@ class Restarts:
         self._restarts = self._losses = 0
         self._before: tuple[Fault, int | None] | None = None
 
-    def after(self, outcome: Outcome, step: int | None, *, scheduler_is_there: bool) -> Again | Enough:
-        """What follows an attempt; `step` is the last one that the failed rank had logged."""
-        if outcome.signum is not None or outcome.loss is not None or (outcome.fault is None and outcome.notice is None):
+    def after(self, end: AttemptEnd, step: int | None, *, scheduler_is_there: bool) -> Again | Enough:
+        """What follows an attempt; `step` is the last one that the failed rank logged."""
+        if end.signum is not None or end.loss is not None or (end.fault is None and end.notice is None):
             return Enough()
-        if self._exhausted(lost := _lost(outcome)):
+        if self._exhausted(lost := _lost(end)):
             return Enough()
         if not scheduler_is_there:
             return Enough("the Dask scheduler is gone")
-        if outcome.fault is not None and not lost:
-            if reason := self._useless(outcome.fault, step):
+        if end.fault is not None and not lost:
+            if reason := self._useless(end.fault, step):
                 return Enough(reason)
-            self._before = (outcome.fault, step)
+            self._before = (end.fault, step)
         return self._again(lost)
 
     def _exhausted(self, lost: bool) -> bool:
@@ -76,13 +76,13 @@ class Restarts:
         return Again(pause_s, f"restart {self._restarts} of {settings.max_restarts}")
 
 
-def _lost(outcome: Outcome) -> bool:
-    """Whether the place was lost, or told to go, and not the training's own doing."""
-    return outcome.notice is not None or (outcome.fault is not None and outcome.fault.kind in _LOSSES)
+def _lost(end: AttemptEnd) -> bool:
+    """Whether a host or worker was lost or preempted, so that the training code is not the reason."""
+    return end.notice is not None or (end.fault is not None and end.fault.kind in _LOSSES)
 
 
 def _named(fault: Fault, no_restart: list[str | int]) -> str:
-    """What of the list names this failure: its exit code, or its exception's type with or without modules."""
+    """The item of the list that names this failure: its exit code, or its exception type with or without modules."""
     found = {fault.type, fault.type.rpartition(".")[2]} - {"", "SystemExit"}
     for item in no_restart:
         if item == fault.status or (isinstance(item, str) and item.rpartition(".")[2] in found):

@@ -1,134 +1,143 @@
-"""Asks all ranks where they are, once one of them may hang or has waited in vain, and says whom they wait for."""
+"""Asks all ranks for their stacks when one may hang or waits in vain, and names the rank that the others wait for."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.hang_diagnosis import Report, judge
 from ddptrain.driver.failure.missing_calls import uncalled
-from ddptrain.driver.failure.watchdog import Hang, Watchdog
+from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
 from ddptrain.driver.rank_state import RankWatch
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import STACKS_FOLDER, RankSpec
 
-_ANSWERS_S = 5.0  # for every rank to answer, or its worker in its place
-_STACKS = "stacks"  # an order of rank/orders.py
-_AGAIN = 0.5  # of the limit, from an inquiry that found the ranks at work to the next one
+ANSWERS_S = 5.0  # for every rank to answer, or for its worker to answer in its place
+_AGAIN = 0.5  # of the limit, between an inquiry that found the ranks at work and the next one
 
 
+@dataclass(frozen=True, slots=True)
+class _Signs:
+    """What the watchdog knew of a rank when the ranks were asked; see Report."""
+
+    idle_s: float = 0.0
+    works: bool = False
+    checked: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Inquiry:
-    """Hears what ranks tell of themselves and, once begun, waits a moment for all of them to say where they are."""
+    """The state of one inquiry: whether the ranks were asked, and what they have answered.
 
-    def __init__(
-        self, ranks: Sequence[RankWatch], watchdog: Watchdog, tell: Callable[[Sequence[RankSpec], str], None]
-    ) -> None:
-        self.ranks = ranks
-        self.watchdog = watchdog
-        self._tell = tell
-        self._until: float | None = None
-        self._closed = False
-        self._limit_s: float | None = None
-        self._signs: dict[int, tuple[float, bool, str]] = {}  # rank -> idle_s, works, checked
-        self._before: dict[int, events.Stacks] = {}
-        self._not_before = 0.0
-        self._is_wait = False
-        self._waited: dict[int, events.Stacks] = {}  # of the last inquiry that was begun for a wait
-        self._stacks: dict[int, events.Stacks] = {}
-        self._files: set[int] = set()
-        self._threads: dict[int, events.ThreadFailure] = {}
+    until: when it ends (monotonic seconds), None before it has begun. limit_s: of the hang that is suspected; None if a
+    rank has ended its wait by itself. for_wait: begun because a rank waits in a ctx method. not_before: when the next
+    one may begin. before, waited: the stacks of the last inquiry for a hang, and for a wait.
+    """
+
+    until: float | None = None
+    closed: bool = False
+    limit_s: float | None = None
+    for_wait: bool = False
+    not_before: float = 0.0
+    signs: Mapping[int, _Signs] = field(default_factory=dict)
+    stacks: Mapping[int, events.Stacks] = field(default_factory=dict)
+    answered: frozenset[int] = frozenset()
+    before: Mapping[int, events.Stacks] = field(default_factory=dict)
+    waited: Mapping[int, events.Stacks] = field(default_factory=dict)
+    threads: Mapping[int, events.ThreadFailure] = field(default_factory=dict)
 
     @property
     def begun(self) -> bool:
         """Whether the ranks have been asked."""
-        return self._until is not None
+        return self.until is not None
 
     @property
     def under_way(self) -> bool:
-        """Whether answers are waited for."""
-        return self.begun and not self._closed
+        """Whether answers are awaited."""
+        return self.begun and not self.closed
 
     def may_begin(self, now: float) -> bool:
-        """Whether a suspicion is worth an inquiry: none has begun, and the last one was not a moment ago."""
-        return not self.begun and now >= self._not_before
+        """Whether a suspicion justifies an inquiry: none has begun, and the last one was not a moment ago."""
+        return not self.begun and now >= self.not_before
 
-    def begin(self, hang: Hang | None) -> None:
-        """Ask every rank that is there; None for `hang` says that a rank has given up its wait by itself."""
-        now, dog = time.monotonic(), self.watchdog
-        self._until = now + _ANSWERS_S
-        self._limit_s = hang.limit_s if hang is not None else None
-        self._signs = {
-            watch.spec.rank: (dog.idle_s(watch, now), dog.works(watch, now), dog.checked(watch, now))
-            for watch in self.ranks
+    def begin(
+        self,
+        hang: Hang | None,
+        ranks: Sequence[RankWatch],
+        activities: Sequence[Activity],
+        watchdog: Watchdog,
+        now: float,
+        *,
+        for_wait: bool = False,
+    ) -> Inquiry:
+        """The inquiry once the ranks have been asked; `hang` None: a rank has ended its wait by itself, or waits."""
+        signs = {
+            rank.spec.rank: _Signs(
+                watchdog.idle_s(rank, activity, now),
+                watchdog.works(rank, activity, now),
+                watchdog.checked(rank, activity, now),
+            )
+            for rank, activity in zip(ranks, activities, strict=True)
         }
-        self._tell([watch.spec for watch in self.ranks if not watch.over], _STACKS)
+        limit_s = hang.limit_s if hang is not None else None
+        return dataclasses.replace(self, until=now + ANSWERS_S, limit_s=limit_s, signs=signs, for_wait=for_wait)
 
-    def begin_for_wait(self) -> None:
-        """Ask every rank that is there, because one says that it waits for others in a ctx method."""
-        if not self.begun:
-            self.begin(None)
-            self._is_wait = True
+    def after(self, rank: int, event: events.Event) -> Inquiry:
+        """The inquiry after an event of a rank. A late answer of the rank replaces that of its worker."""
+        if isinstance(event, events.Stacks) and (rank not in self.stacks or not event.state):
+            return dataclasses.replace(self, stacks={**self.stacks, rank: event})
+        if is_stacks_file(event):
+            return dataclasses.replace(self, answered=self.answered | {rank})
+        if isinstance(event, events.ThreadFailure) and rank not in self.threads:
+            return dataclasses.replace(self, threads={**self.threads, rank: event})
+        return self
 
-    def heard(self, rank: int, event: events.Event) -> None:
-        """An event of a rank."""
-        match event:
-            case events.Stacks():
-                if rank not in self._stacks or not event.state:  # its own answer, late as it is, says more
-                    self._stacks[rank] = event
-            case events.FileSaved() if event.path.startswith(f"{STACKS_FOLDER}/"):
-                self._files.add(rank)
-            case events.ThreadFailure():
-                self._threads.setdefault(rank, event)
+    def result(self, ranks: Sequence[RankWatch], now: float, time_ns: int) -> tuple[Inquiry, Fault | None]:
+        """The fault, once every rank has answered or the time is over; None before and after that.
 
-    def result(self, now: float) -> Fault | None:
-        """The fault, once and as soon as every rank has answered or the time for it is over; None before and after.
-
-        Where the rank that the others wait for is at work, there is no fault, and another inquiry may begin later.
+        If the rank that the others wait for is at work there is no fault, and another inquiry may begin later.
+        `time_ns` becomes the time of the fault.
         """
-        if self._until is None or self._closed:
-            return None
-        waiting = [watch for watch in self.ranks if not watch.over and watch.spec.rank not in self._files]
-        if waiting and now < self._until:
-            return None
-        reports = [self._report(watch) for watch in self.ranks]
-        fault = uncalled(reports, self._waited)
-        timed_out = any(report.timed_out for report in reports)
-        if fault is None and (not self._is_wait or timed_out):
-            fault = judge(reports, self._limit_s, self._before)
-        self._closed = True
-        if fault is None:
-            self._reset(now)
-        return fault
+        if self.until is None or self.closed:
+            return self, None
+        if now < self.until and any(not rank.over and rank.spec.rank not in self.answered for rank in ranks):
+            return self, None
+        reports = [self._report(rank) for rank in ranks]
+        fault = uncalled(reports, self.waited, time_ns)
+        if fault is None and (not self.for_wait or any(report.timed_out for report in reports)):
+            fault = judge(reports, self.limit_s, self.before, time_ns)
+        if fault is not None:
+            return dataclasses.replace(self, closed=True), fault
+        return self._reset(now), None
 
-    def _reset(self, now: float) -> None:
-        self._until, self._closed = None, False
-        if self._is_wait:
-            self._waited = self._stacks
-        else:
-            self._not_before, self._before = now + _AGAIN * (self._limit_s or 0.0), self._stacks
-        self._is_wait, self._stacks = False, {}
-        self._files.clear()
+    def _reset(self, now: float) -> Inquiry:
+        """No inquiry, with the stacks of this one for the next."""
+        kept = Inquiry(threads=self.threads, not_before=self.not_before, before=self.before, waited=self.waited)
+        if self.for_wait:
+            return dataclasses.replace(kept, waited=self.stacks)
+        return dataclasses.replace(kept, not_before=now + _AGAIN * (self.limit_s or 0.0), before=self.stacks)
 
     def explained(self, fault: Fault) -> Fault:
-        """A fault, with what had befallen a thread of its rank before."""
-        return failure_fault.after_thread(fault, self._threads.get(fault.rank))
+        """The fault with the exception that ended a thread of its rank before."""
+        return failure_fault.after_thread(fault, self.threads.get(fault.rank))
 
-    def _report(self, watch: RankWatch) -> Report:
-        rank = watch.spec.rank
-        idle_s, works, checked = self._signs.get(rank, (0.0, False, ""))
+    def _report(self, rank: RankWatch) -> Report:
+        number = rank.spec.rank
+        signs = self.signs.get(number, _Signs())
+        timed_out = rank.fault is not None and rank.fault.timed_out
         return Report(
-            rank,
-            idle_s,
-            self._stacks.get(rank),
-            started=watch.started is not None,
-            entered=watch.entered,
-            finished=watch.finished,
-            over=watch.over and not (watch.fault is not None and watch.fault.timed_out),
-            timed_out=watch.fault is not None and watch.fault.timed_out,
-            thread=self._threads.get(rank),
-            works=works,
-            ended_calls=watch.calls,
-            checked=checked,
+            number,
+            signs.idle_s,
+            self.stacks.get(number),
+            started=rank.started is not None,
+            entered=rank.entered,
+            finished=rank.finished,
+            over=rank.over and not timed_out,
+            timed_out=timed_out,
+            thread=self.threads.get(number),
+            works=signs.works,
+            ended_calls=rank.calls,
+            checked=signs.checked,
         )

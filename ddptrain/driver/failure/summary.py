@@ -1,4 +1,4 @@
-"""The last words on a run: a few lines for people, one object for programs."""
+"""The end-of-run summary: lines of text for terminals, a JSON object for programs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def last_event(writer: RunWriter, verdict: Verdict, duration_s: float) -> dict[str, Any]:
-    """The last JSON line of --output json, and of events.jsonl."""
+    """The last line of --output json and of events.jsonl, as an object."""
     return _finished(writer.layout, verdict.status, verdict.exit_code, duration_s, verdict.failure)
 
 
 def event_of(view: RunView) -> dict[str, Any]:
-    """The same for a run that had ended before."""
+    """The same object for a run that ended earlier."""
     record = view.record
     return _finished(view.layout, record.status, record.exit_code or 0, view.duration_s or 0.0, record.failure)
 
@@ -42,21 +42,21 @@ def _finished(
 
 
 def lines(writer: RunWriter, verdict: Verdict, duration_s: float) -> list[str]:
-    """What a person reads at the end: how it went, the figures, where everything is."""
+    """The lines of the summary: status, metrics, best checkpoint, run directory."""
     record = writer.record
-    ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: none came to be
+    ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: no rank was started
     earlier_s = record.earlier_s
     resumed = f" ({duration_s - earlier_s:.1f} s since it was resumed)" if earlier_s else ""
-    told = [f"run {writer.run_id} {verdict.status} after {duration_s:.1f} s{resumed}{ranks}"]
+    text = [f"run {writer.run_id} {verdict.status} after {duration_s:.1f} s{resumed}{ranks}"]
     figures = [f"{name} {_figure(value)}" for name, value in sorted(record.last_metrics.items()) if value is not None]
     if figures:
-        told.append(f"  last    {', '.join(figures)}")
+        text.append(f"  last    {', '.join(figures)}")
     if record.best is not None:
-        told.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
-    told.append(f"  results {writer.layout.where}")
-    return told
+        text.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
+    text.append(f"  results {writer.layout.where}")
+    return text
 
 
 def _figure(value: float) -> str:
-    """Four digits of a small number, all of a large one."""
+    """Four significant digits of a small number, all digits before the point of a large one."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

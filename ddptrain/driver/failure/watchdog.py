@@ -1,28 +1,29 @@
-"""Records the signs of life of every rank and tells when the gang may hang.
+"""Decides from the activity of all ranks whether the worker group may hang.
 
-Signs of life are events, printed lines, CPU time and GPU use. A rank that has reported progress is expected to do so
-again: without an event or a line for `timeout_s` all ranks are asked for their stacks, and as long as it uses the CPU
-or the GPU outside of a collective operation it may go on, up to BUSY_LIMIT times `timeout_s`. A rank that has never
+Activity is events, printed lines, CPU time and GPU use. A rank that has reported progress is expected to do so again:
+after `timeout_s` without an event or a line all ranks are asked for their stacks. As long as the rank uses the CPU or
+the GPU outside of a collective operation it may go on, up to BUSY_LIMIT times `timeout_s`. A rank that has never
 reported may work in silence without a limit: a script that only prints its result must not be killed.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
+from ddptrain.driver.rank_state import RankWatch
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import STACKS_FOLDER, RankSpec
+from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
 BUSY_LIMIT = 6  # times timeout_s: how long a rank that reports may use CPU or GPU without an event or a line
 _LONGEST_EXCUSE_S = 3_600.0
-_CPU_SHARE = 0.01  # of timeout_s: CPU time that counts as a sign of life
-_CUT_S = 5.0  # without a word from a rank's worker, which speaks every 2 s: what the rank does is not known
-_GPU_PERCENT = 5  # GPU use that counts as a sign of life
-_SAYS_NOTHING = (
+_CPU_SHARE = 0.01  # of timeout_s: CPU time that counts as activity
+_CUT_S = 5.0  # without a notice of a rank's worker, which sends one every 2 s: the rank's activity is unknown
+_GPU_PERCENT = 5  # GPU use that counts as activity
+# Events that are no activity: the driver asked for them, or they come from a thread while the rank may hang.
+_NO_ACTIVITY = (
     events.Started,
     events.Stacks,
     events.Waiting,
@@ -30,187 +31,179 @@ _SAYS_NOTHING = (
     events.ThreadFailure,
     events.Tracked,
     events.TrackerFailed,
-)  # they come of themselves
+)
 
 
 def alive_s(hang_timeout_s: float | None, lost_after_s: float) -> float:
-    """Seconds from one word of a quiet rank's worker to the next: often enough for both limits."""
+    """Seconds between two notices of a quiet rank's worker: often enough for both limits."""
     return min(2.0, lost_after_s / 4, (hang_timeout_s or lost_after_s) / 4)
 
 
+def is_stacks_file(event: events.Event) -> bool:
+    """Whether an event is a rank's file of stacks, which the driver asked for."""
+    return isinstance(event, events.FileSaved) and event.path.startswith(f"{STACKS_FOLDER}/")
+
+
 class Stage(StrEnum):
-    """How far a gang was when it stopped."""
+    """How far a worker group was when it stopped."""
 
-    START = "start"  # some rank has never entered the workload
+    START = "start"  # at least one rank has not entered the workload
     TRAIN = "train"
-    END = "end"  # all that is left are ranks whose work is done
-
-
-class Watched(Protocol):
-    """What is asked of a rank."""
-
-    spec: RankSpec
-    entered: bool
-    finished: bool
-    submitted_at: float
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more will come of it."""
+    END = "end"  # all ranks that are left have done their work
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A gang that may hang: `ranks` have sent nothing for `limit_s`, the longest idle first. Their stacks decide."""
+    """A worker group that may hang: `ranks` were silent for `limit_s`, the longest idle first. Their stacks decide.
+
+    idle_s: of the first of them.
+    """
 
     stage: Stage
     ranks: tuple[int, ...]
     limit_s: float
-    idle_s: float  # of the one that has been silent for longest
+    idle_s: float
 
 
-@dataclass
-class _Signs:
-    """What one rank has shown: clock seconds, 0 where it has not."""
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """The activity of one rank. Times are monotonic seconds, 0: never.
 
-    spoke_at: float = 0.0  # an event or a line
-    cpu_at: float = 0.0  # has used the CPU
-    gpu_at: float = 0.0  # has used the GPU
-    entered_at: float = 0.0
-    excused_until: float = 0.0  # has said that it will be quiet
-    notice_at: float = 0.0  # its worker has sent anything
-    cpu_s: float = 0.0  # at its last sign
-    newest_cpu_s: float = 0.0
-    has_gpu: bool = False  # its GPU use is known
-    reports: bool | None = None  # more often than it has to; None before its first report
-
-    def shift(self, seconds: float, now: float) -> None:
-        """Forget that time has passed."""
-        for name in ("spoke_at", "cpu_at", "gpu_at", "entered_at", "notice_at"):
-            if getattr(self, name):
-                setattr(self, name, min(now, getattr(self, name) + seconds))
-        if self.excused_until:
-            self.excused_until += seconds
-
-
-class Watchdog:
-    """Hears of every rank of an attempt, and is asked from time to time whether one has stopped.
-
-    `timeout_s` None turns it off. Ranks have the longer one of the two times to enter the workload.
+    spoke_at: of the last event or line. cpu_at, gpu_at: of the last use of the CPU, the GPU. excused_until: the rank
+    has announced that it will be quiet. notice_at: of the last notice of its worker. cpu_s: CPU time at the last
+    activity. newest_cpu_s: the newest CPU time. has_gpu: the GPU use is known. reports: whether the rank reports
+    progress more often than required; None before its first report. log_size: bytes.
     """
 
-    def __init__(
-        self, timeout_s: float | None, start_timeout_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.timeout_s = timeout_s
-        self.start_timeout_s = max(start_timeout_s, timeout_s or 0.0)
-        self._clock = clock
-        self._signs: dict[int, _Signs] = {}
+    spoke_at: float = 0.0
+    cpu_at: float = 0.0
+    gpu_at: float = 0.0
+    entered_at: float = 0.0
+    excused_until: float = 0.0
+    notice_at: float = 0.0
+    cpu_s: float = 0.0
+    newest_cpu_s: float = 0.0
+    has_gpu: bool = False
+    reports: bool | None = None
+    log_size: int = 0
 
-    def notice(self, rank: int) -> None:
-        """The worker of a rank has sent something. Time in which it was cut off does not count."""
-        signs, now = self._of(rank), self._clock()
-        if signs.notice_at and now - signs.notice_at > _CUT_S:
-            signs.shift(now - signs.notice_at, now)
-        signs.notice_at = now
+    def noticed(self, now: float) -> Activity:
+        """The rank's worker has sent a notice. Time in which the worker was cut off does not count."""
+        cut_s = now - self.notice_at
+        rested = self.shifted(cut_s, now) if self.notice_at and cut_s > _CUT_S else self
+        return dataclasses.replace(rested, notice_at=now)
 
-    def heard(self, rank: int, event: events.Event) -> None:
-        """A rank has sent an event."""
-        ours = isinstance(event, events.FileSaved) and event.path.startswith(f"{STACKS_FOLDER}/")
-        if ours or isinstance(event, _SAYS_NOTHING) or self.timeout_s is None:
-            return
-        signs, now = self._of(rank), self._clock()
+    def spoke(self, now: float) -> Activity:
+        """The rank has sent an event or printed a line."""
+        return dataclasses.replace(self, spoke_at=now, cpu_s=self.newest_cpu_s)
+
+    def grew(self, log_size: int, now: float) -> Activity:
+        """The rank's log has `log_size` bytes, which is more than before if it has printed something."""
+        if log_size <= self.log_size:
+            return self
+        return dataclasses.replace(self, spoke_at=now, cpu_s=self.newest_cpu_s, log_size=log_size)
+
+    def used_gpu(self, percent: float, now: float) -> Activity:
+        """The GPU of the rank was in use for this share of the last moment, as NVML reports it."""
+        return dataclasses.replace(self, has_gpu=True, gpu_at=now if percent >= _GPU_PERCENT else self.gpu_at)
+
+    def shifted(self, seconds: float, now: float) -> Activity:
+        """The same as if these seconds had not passed."""
+
+        def later(at: float) -> float:
+            return min(now, at + seconds) if at else at
+
+        return dataclasses.replace(
+            self,
+            spoke_at=later(self.spoke_at),
+            cpu_at=later(self.cpu_at),
+            gpu_at=later(self.gpu_at),
+            entered_at=later(self.entered_at),
+            notice_at=later(self.notice_at),
+            excused_until=self.excused_until + seconds if self.excused_until else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Watchdog:
+    """The limits; `timeout_s` None turns the watchdog off. Ranks have start_s() to enter the workload."""
+
+    timeout_s: float | None
+    start_timeout_s: float
+
+    @property
+    def start_s(self) -> float:
+        """How long ranks may take to enter the workload: the longer one of the two limits."""
+        return max(self.start_timeout_s, self.timeout_s or 0.0)
+
+    def after_event(self, activity: Activity, event: events.Event, now: float) -> Activity:
+        """The activity of a rank after an event that it sent."""
+        if isinstance(event, _NO_ACTIVITY) or is_stacks_file(event) or self.timeout_s is None:
+            return activity
         if isinstance(event, events.Entered):
-            signs.entered_at = now
+            activity = dataclasses.replace(activity, entered_at=now)
         elif isinstance(event, events.Finishing):
-            signs.excused_until = now + min(event.timeout_s, _LONGEST_EXCUSE_S)
-        elif isinstance(event, events.Metrics | events.Progress) and signs.reports is None:
-            signs.reports = now - signs.entered_at <= self.timeout_s
-        self._speaks(signs)
+            activity = dataclasses.replace(activity, excused_until=now + min(event.timeout_s, _LONGEST_EXCUSE_S))
+        elif isinstance(event, events.Metrics | events.Progress) and activity.reports is None:
+            activity = dataclasses.replace(activity, reports=now - activity.entered_at <= self.timeout_s)
+        return activity.spoke(now)
 
-    def grew(self, rank: int) -> None:
-        """A rank has printed something."""
-        self._speaks(self._of(rank))
+    def after_cpu(self, activity: Activity, seconds: float, now: float) -> Activity:
+        """The activity of a rank that has used `seconds` of CPU time with its children since its start."""
+        used_s = min(activity.cpu_s, seconds)  # less than before: a child has ended, and its CPU time is gone
+        if self.timeout_s is not None and seconds - used_s >= _CPU_SHARE * self.timeout_s:
+            return dataclasses.replace(activity, newest_cpu_s=seconds, cpu_s=seconds, cpu_at=now)
+        return dataclasses.replace(activity, newest_cpu_s=seconds, cpu_s=used_s)
 
-    def cpu(self, rank: int, seconds: float) -> None:
-        """A rank and its children have used the processor for `seconds` since they began."""
-        signs = self._of(rank)
-        signs.newest_cpu_s = seconds
-        if seconds < signs.cpu_s:  # a child has gone, with what it had used
-            signs.cpu_s = seconds
-        if self.timeout_s is not None and seconds - signs.cpu_s >= _CPU_SHARE * self.timeout_s:
-            signs.cpu_s = seconds
-            signs.cpu_at = self._clock()
+    def idle_s(self, rank: RankWatch, activity: Activity, now: float) -> float:
+        """For how long a rank has shown no activity of any kind since it was submitted."""
+        return min(_silent_s(rank, activity, now), now - max(activity.cpu_at, activity.gpu_at))
 
-    def gpu(self, rank: int, percent: float) -> None:
-        """The GPU of a rank has been in use for that share of the last moment, as NVML tells."""
-        signs = self._of(rank)
-        signs.has_gpu = True
-        if percent >= _GPU_PERCENT:
-            signs.gpu_at = self._clock()
-
-    def suspended(self, seconds: float) -> None:
-        """We were stopped ourselves for that long, and have heard nobody."""
-        for signs in self._signs.values():
-            signs.shift(seconds, self._clock())
-
-    def idle_s(self, rank: Watched, now: float) -> float:
-        """For how long a rank has given no sign of life of any kind, since it was ordered."""
-        signs = self._of(rank.spec.rank)
-        return min(self._silent_s(rank, now), now - max(signs.cpu_at, signs.gpu_at))
-
-    def works(self, rank: Watched, now: float) -> bool:
+    def works(self, rank: RankWatch, activity: Activity, now: float) -> bool:
         """Whether the CPU or GPU use of a rank still counts as progress."""
         if self.timeout_s is None:
             return True
-        within = self._silent_s(rank, now) <= BUSY_LIMIT * self.timeout_s
-        return self.idle_s(rank, now) <= self.timeout_s and (within or not self._of(rank.spec.rank).reports)
+        within = _silent_s(rank, activity, now) <= BUSY_LIMIT * self.timeout_s
+        return self.idle_s(rank, activity, now) <= self.timeout_s and (within or not activity.reports)
 
-    def checked(self, rank: Watched, now: float) -> str:
-        """The signals that were looked at, and what they say of a rank, in words."""
-        signs, since = self._of(rank.spec.rank), rank.submitted_at
-        silent_s = self._silent_s(rank, now)
-        cpu_s, gpu_s = now - max(since, signs.cpu_at), now - max(since, signs.gpu_at)
-        gpu = f"last GPU use {gpu_s:.0f} s ago" if signs.has_gpu else "GPU use not measured"
-        words = f"last event or printed line {silent_s:.0f} s ago, last CPU use {cpu_s:.0f} s ago, {gpu}"
+    def checked(self, rank: RankWatch, activity: Activity, now: float) -> str:
+        """The kinds of activity that were checked for a rank, and the result, as text."""
+        silent_s = _silent_s(rank, activity, now)
+        cpu_s, gpu_s = (now - max(rank.submitted_at, at) for at in (activity.cpu_at, activity.gpu_at))
+        gpu = f"last GPU use {gpu_s:.0f} s ago" if activity.has_gpu else "GPU use not measured"
+        text = f"last event or printed line {silent_s:.0f} s ago, last CPU use {cpu_s:.0f} s ago, {gpu}"
         over = self.timeout_s is not None and silent_s > BUSY_LIMIT * self.timeout_s
-        return words + (f"; CPU or GPU use alone counts for {BUSY_LIMIT} x hang_timeout_s" if over else "")
+        return text + (f"; CPU or GPU use alone counts for {BUSY_LIMIT} x hang_timeout_s" if over else "")
 
-    def _silent_s(self, rank: Watched, now: float) -> float:
-        """For how long a rank has sent no event and no line."""
-        signs = self._of(rank.spec.rank)
-        return now - max(rank.submitted_at, signs.spoke_at, signs.excused_until)
-
-    def _is_late(self, rank: Watched, now: float, limit_s: float) -> bool:
-        silent = self._silent_s(rank, now) > limit_s
-        return silent and (bool(self._of(rank.spec.rank).reports) or self.idle_s(rank, now) > limit_s)
-
-    def overdue(self, now: float, ranks: Sequence[Watched]) -> Hang | None:
-        """The hang that the gang may be in by now, if any; none while the worker of a rank is cut off."""
-        alive = [rank for rank in ranks if rank.submitted_at and not rank.over]
-        notices = [self._of(rank.spec.rank).notice_at for rank in alive]
-        if self.timeout_s is None or not alive or any(at and now - at > _CUT_S for at in notices):
+    def overdue(self, ranks: Sequence[RankWatch], activities: Sequence[Activity], now: float) -> Hang | None:
+        """The hang that the worker group may be in; None while the worker of a rank is cut off."""
+        if self.timeout_s is None:
             return None
-        stage = _stage(alive)
-        limit_s = self.start_timeout_s if stage == Stage.START else self.timeout_s
-        late = [rank for rank in alive if self._is_late(rank, now, limit_s)]
-        if stage == Stage.TRAIN and any(now - self._of(rank.spec.rank).spoke_at <= limit_s for rank in alive):
-            # Who never reports is often waiting for the one that does: for a long evaluation on rank 0, say.
-            late = [rank for rank in late if self._of(rank.spec.rank).reports]
+        alive = [pair for pair in zip(ranks, activities, strict=True) if pair[0].submitted_at and not pair[0].over]
+        if not alive or any(activity.notice_at and now - activity.notice_at > _CUT_S for _, activity in alive):
+            return None
+        stage = _stage([rank for rank, _ in alive])
+        limit_s = self.start_s if stage == Stage.START else self.timeout_s
+        late = [pair for pair in alive if self._is_late(*pair, now, limit_s)]
+        if stage == Stage.TRAIN and any(now - activity.spoke_at <= limit_s for _, activity in alive):
+            # A rank that never reports often waits for the one that does: for a long evaluation on rank 0, say.
+            late = [pair for pair in late if pair[1].reports]
         if not late:
             return None
-        late.sort(key=lambda rank: self.idle_s(rank, now), reverse=True)
-        return Hang(stage, tuple(rank.spec.rank for rank in late), limit_s, self.idle_s(late[0], now))
+        idle = sorted(((self.idle_s(*pair, now), pair[0].spec.rank) for pair in late), key=lambda item: -item[0])
+        return Hang(stage, tuple(rank for _, rank in idle), limit_s, idle[0][0])
 
-    def _of(self, rank: int) -> _Signs:
-        return self._signs.setdefault(rank, _Signs())
-
-    def _speaks(self, signs: _Signs) -> None:
-        signs.spoke_at = self._clock()
-        signs.cpu_s = signs.newest_cpu_s
+    def _is_late(self, rank: RankWatch, activity: Activity, now: float, limit_s: float) -> bool:
+        silent = _silent_s(rank, activity, now) > limit_s
+        return silent and (bool(activity.reports) or self.idle_s(rank, activity, now) > limit_s)
 
 
-def _stage(alive: Sequence[Watched]) -> Stage:
+def _silent_s(rank: RankWatch, activity: Activity, now: float) -> float:
+    """For how long a rank has sent no event and no line."""
+    return now - max(rank.submitted_at, activity.spoke_at, activity.excused_until)
+
+
+def _stage(alive: Sequence[RankWatch]) -> Stage:
     if all(rank.finished for rank in alive):
         return Stage.END
     return Stage.TRAIN if all(rank.entered for rank in alive) else Stage.START

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
-from ddptrain.protocol.rank_spec import describe_status
+from ddptrain.protocol.notices import describe_status
 from ddptrain.results.errors import naming
 from ddptrain.results.files import make_folder, write_whole
 

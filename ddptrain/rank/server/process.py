@@ -302,7 +302,7 @@ class RankServer:
         for queued in [queued for queued in self.queue if (queued.owner, queued.id) == (owner, child_id)]:
             self._dequeue(queued)
             owner.report(report="exited", id=child_id, pid=0, status=-signal.SIGTERM, time_ns=time.time_ns())
-        self._send_command(owner, child_id, commands.STOP)
+        self._send_command(owner, child_id, commands.Command.STOP)
         for child in self._children_of(owner, child_id):
             kill_at = time.monotonic() + grace_s
             child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)

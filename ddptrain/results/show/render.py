@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shown
-from ddptrain.protocol.rank_spec import describe_status
+from ddptrain.protocol.notices import describe_status
 from ddptrain.protocol.wandb_parts import waiting
 from ddptrain.results.layout import TRACKING
 from ddptrain.results.lookup import RunView, moment

@@ -16,7 +16,8 @@ from typing import Any, Self
 import psutil
 from distributed import Client, Future, Security
 
-from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankExit, attached_plugin
+from ddptrain.protocol.notices import RankExit, exit_from_json
+from ddptrain.protocol.rank_spec import SLOT_RESOURCE, attached_plugin
 from ddptrain.worker import tasks as worker_tasks
 from tests.conftest import PATIENCE_S
 from tests.unit.specs import make_spec
@@ -222,7 +223,7 @@ def _processes(pid: int) -> str:
 
 def ended(future: Future[str], timeout_s: float = PATIENCE_S) -> RankExit:
     """How the rank ended."""
-    return RankExit.from_json(future.result(timeout=timeout_s))
+    return exit_from_json(future.result(timeout=timeout_s))
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

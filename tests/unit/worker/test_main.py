@@ -228,8 +228,8 @@ def test_silent_rank_is_reported_as_alive(dask: DaskBench) -> None:
     with dask.driver(workers=1) as driver:
         driver.attach("ours")
         driver.start("ours", SLEEPER)
-        until(lambda: any(notice.get("alive") for notice in driver.notices), "a sign of life")
-        told = next(notice for notice in driver.notices if notice.get("alive"))
+        until(lambda: any(notice.get("notice") == "alive" for notice in driver.notices), "a sign of life")
+        told = next(notice for notice in driver.notices if notice.get("notice") == "alive")
         assert (told["attempt"], told["rank"]) == (1, 0)
 
 

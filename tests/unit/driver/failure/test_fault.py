@@ -8,7 +8,7 @@ from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault, Kind
 from ddptrain.errors import ExitCode
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import RankExit
+from ddptrain.protocol.notices import RankExit
 
 
 def fault(rank: int, time_ns: int, *, victim: bool = False, kind: Kind = Kind.EXCEPTION, message: str = "") -> Fault:
@@ -76,7 +76,7 @@ def test_sys_exit_is_told_as_it_was_called() -> None:
     ],
 )
 def test_silent_end_is_told_by_its_status(status: int, kind: Kind, words: str) -> None:
-    found = failure_fault.from_exit(RankExit(1, 100, status, 1, 0, 0))
+    found = failure_fault.from_exit(RankExit(1, 1, 100, status, 1, 0, 0))
     assert found.kind == kind
     assert words in found.line
 
@@ -94,13 +94,13 @@ def test_rank_that_returned_is_not_the_cause_of_an_error_of_another() -> None:
 def test_time_out_in_a_collective_is_a_victims() -> None:
     found = failure_fault.from_failure(0, events.Failure(1, "RuntimeError", "Timed out waiting", "", timed_out=True))
     assert (found.victim, found.timed_out) == (True, True)
-    ended = failure_fault.from_exit(RankExit(0, 1, -6, 1, 0, 0, timed_out=True))
+    ended = failure_fault.from_exit(RankExit(1, 0, 1, -6, 1, 0, 0, timed_out=True))
     assert (ended.victim, ended.timed_out) == (True, True)
 
 
 def test_kill_for_want_of_memory_is_told() -> None:
     text = "out of memory (the memory limit of 2.0 GiB of its control group)"
-    found = failure_fault.from_exit(RankExit(1, 1, -9, 1, 0, 0, oom=text))
+    found = failure_fault.from_exit(RankExit(1, 1, 1, -9, 1, 0, 0, oom=text))
     assert found.line == f"killed by SIGKILL: {text}"
 
 

@@ -69,7 +69,7 @@ CASES = [
 def test_call_that_another_rank_will_never_make_is_told_and_a_slow_rank_is_not(
     reports: list[Report], message: str
 ) -> None:
-    fault = uncalled(reports, {})
+    fault = uncalled(reports, {}, 5)
     assert (fault is None) == (not message), fault
     if fault is not None:
         assert fault.message == f"{message}; all ranks must call it"
@@ -79,6 +79,6 @@ def test_call_that_another_rank_will_never_make_is_told_and_a_slow_rank_is_not(
 def test_rank_that_stays_where_it_was_waits_though_no_frame_says_so() -> None:
     item = at(1, LOADING, 8)
     assert item.stacks is not None
-    assert uncalled([SAVING, item], {1: item.stacks}) is not None  # NCCL: it waits for its GPU
-    assert uncalled([SAVING, item], {1: events.Stacks(1, LOADING, 7)}) is None
-    assert uncalled([SAVING, item], {1: events.Stacks(1, BARRIER, 8)}) is None
+    assert uncalled([SAVING, item], {1: item.stacks}, 5) is not None  # NCCL: it waits for its GPU
+    assert uncalled([SAVING, item], {1: events.Stacks(1, LOADING, 7)}, 5) is None
+    assert uncalled([SAVING, item], {1: events.Stacks(1, BARRIER, 8)}, 5) is None

@@ -9,25 +9,25 @@ import pytest
 from ddptrain.config.models import FailureConfig
 from ddptrain.driver.failure.fault import Fault, Kind
 from ddptrain.driver.failure.restart_policy import Again, Enough, Restarts
-from ddptrain.driver.rank_state import Outcome
+from ddptrain.driver.rank_state import AttemptEnd
 
 
 def restarts(**settings: Any) -> Restarts:
     return Restarts(FailureConfig.model_validate(settings))
 
 
-def failed(kind: Kind = Kind.EXCEPTION, message: str = "boom", **more: Any) -> Outcome:
-    return Outcome([], Fault(0, kind, 0, message, **more), None)
+def failed(kind: Kind = Kind.EXCEPTION, message: str = "boom", **more: Any) -> AttemptEnd:
+    return AttemptEnd([], Fault(0, kind, 0, message, **more), None)
 
 
-def after(policy: Restarts, outcome: Outcome, step: int | None = None, there: bool = True) -> Again | Enough:
+def after(policy: Restarts, outcome: AttemptEnd, step: int | None = None, there: bool = True) -> Again | Enough:
     return policy.after(outcome, step, scheduler_is_there=there)
 
 
 def test_success_and_signals_are_the_end() -> None:
     policy = restarts(max_restarts=9, max_losses=9)
-    assert after(policy, Outcome([], None, None)) == Enough()
-    assert after(policy, Outcome([], None, 15, "the driver was sent SIGTERM")) == Enough()
+    assert after(policy, AttemptEnd([], None, None)) == Enough()
+    assert after(policy, AttemptEnd([], None, 15, "the driver was sent SIGTERM")) == Enough()
 
 
 def test_pauses_double_until_the_budget_is_spent() -> None:
@@ -43,8 +43,8 @@ def test_pause_has_an_end() -> None:
     assert pauses[-1] == Again(60.0, "restart 1000 of 1000")
 
 
-@pytest.mark.parametrize("outcome", [failed(Kind.WORKER_LOST), Outcome([], None, None, "rank 1 was sent SIGTERM")])
-def test_losses_have_a_budget_of_their_own_and_then_take_of_the_other(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [failed(Kind.WORKER_LOST), AttemptEnd([], None, None, "rank 1 was sent SIGTERM")])
+def test_losses_have_a_budget_of_their_own_and_then_take_of_the_other(outcome: AttemptEnd) -> None:
     policy = restarts(max_restarts=1, max_losses=1, backoff_s=1.0)
     assert after(policy, outcome) == Again(1.0, "loss 1 of 1")
     assert after(policy, outcome) == Again(2.0, "restart 1 of 1")
@@ -80,7 +80,7 @@ def test_same_failure_later_on_is_bad_luck() -> None:
         (failed(type=""), ""),
     ],
 )
-def test_failures_that_are_named_are_final(fault: Outcome, named: str) -> None:
+def test_failures_that_are_named_are_final(fault: AttemptEnd, named: str) -> None:
     policy = restarts(max_restarts=1, no_restart=[42, "ValueError", "torch.OutOfMemoryError", "Inner"])
     expected = Enough(f"failure.no_restart names {named}") if named else Again(1.0, "restart 1 of 1")
     assert after(policy, fault) == expected

@@ -1,26 +1,15 @@
-"""A gang hangs when a rank gives no sign of life, and what counts as one depends on what the rank has shown before."""
+"""A worker group may hang when a rank shows no activity; what counts as activity depends on its reports so far."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.watchdog import Stage, Watchdog, alive_s
+from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog, alive_s
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import RankSpec
-from tests.unit.specs import make_spec
-
-
-@dataclass
-class Rank:
-    """A rank that runs."""
-
-    spec: RankSpec
-    entered: bool = False
-    finished: bool = False
-    submitted_at: float = 100.0
-    over: bool = False
+from tests.unit.driver.ranks import running
 
 
 class Scene:
@@ -28,20 +17,51 @@ class Scene:
 
     def __init__(self, timeout_s: float | None = 10.0) -> None:
         self.now = 100.0
-        self.dog = Watchdog(timeout_s, 60.0, lambda: self.now)
-        self.ranks = [Rank(make_spec(rank=rank)) for rank in (0, 1)]
+        self.dog = Watchdog(timeout_s, 60.0)
+        self.ranks = [running(rank) for rank in (0, 1)]
+        self.activities = [Activity(), Activity()]
+
+    def change(self, rank: int, **changes: Any) -> None:
+        self.ranks[rank] = replace(self.ranks[rank], **changes)
 
     def enter(self) -> None:
-        for rank in self.ranks:
-            rank.entered = True
-            self.dog.heard(rank.spec.rank, events.Entered(1))
+        for rank in (0, 1):
+            self.change(rank, entered=True)
+            self.heard(rank, events.Entered(1))
+
+    def heard(self, rank: int, event: events.Event) -> None:
+        self.activities[rank] = self.dog.after_event(self.activities[rank], event, self.now)
+
+    def grew(self, rank: int) -> None:
+        self.activities[rank] = self.activities[rank].grew(self.activities[rank].log_size + 1, self.now)
+
+    def cpu(self, rank: int, seconds: float) -> None:
+        self.activities[rank] = self.dog.after_cpu(self.activities[rank], seconds, self.now)
+
+    def gpu(self, rank: int, percent: float) -> None:
+        self.activities[rank] = self.activities[rank].used_gpu(percent, self.now)
+
+    def notice(self, rank: int) -> None:
+        self.activities[rank] = self.activities[rank].noticed(self.now)
+
+    def suspended(self, seconds: float) -> None:
+        self.activities = [activity.shifted(seconds, self.now) for activity in self.activities]
+
+    def works(self, rank: int) -> bool:
+        return self.dog.works(self.ranks[rank], self.activities[rank], self.now)
+
+    def checked(self, rank: int) -> str:
+        return self.dog.checked(self.ranks[rank], self.activities[rank], self.now)
+
+    def hang(self) -> Hang | None:
+        return self.dog.overdue(self.ranks, self.activities, self.now)
 
     def report(self, *ranks: int) -> None:
         for rank in ranks:
-            self.dog.heard(rank, events.Progress(1, 1.0))
+            self.heard(rank, events.Progress(1, 1.0))
 
     def late(self) -> tuple[int, ...]:
-        hang = self.dog.overdue(self.now, self.ranks)
+        hang = self.hang()
         return hang.ranks if hang is not None else ()
 
 
@@ -62,7 +82,7 @@ def test_silent_ranks_are_named_with_the_longest_silent_first() -> None:
     scene.now += 1.0
     scene.report(0)
     scene.now += 10.5
-    hang = scene.dog.overdue(scene.now, scene.ranks)
+    hang = scene.hang()
     assert hang is not None
     assert (hang.stage, hang.ranks, hang.limit_s, hang.idle_s) == (Stage.TRAIN, (1, 0), 10.0, 11.5)
 
@@ -71,8 +91,8 @@ def test_rank_that_waits_for_its_trackers_is_excused_for_as_long_as_it_has_said(
     scene = Scene()
     scene.enter()
     scene.report(0, 1)
-    scene.dog.heard(0, events.Finishing(1, timeout_s=30.5))
-    scene.dog.heard(0, events.Note(1, "trackers still have up to 27 s to finish"))
+    scene.heard(0, events.Finishing(1, timeout_s=30.5))
+    scene.heard(0, events.Note(1, "trackers still have up to 27 s to finish"))
     for _ in range(3):
         scene.now += 9.0
         scene.report(1)
@@ -88,8 +108,8 @@ def test_what_a_tracker_tells_is_no_sign_of_life() -> None:
     scene.report(0, 1)
     scene.now += 10.5
     scene.report(1)
-    scene.dog.heard(0, events.Tracked(1, "wandb", {"url": "u"}))
-    scene.dog.heard(0, events.TrackerFailed(1, "wandb", "is off"))
+    scene.heard(0, events.Tracked(1, "wandb", {"url": "u"}))
+    scene.heard(0, events.TrackerFailed(1, "wandb", "is off"))
     assert scene.late() == (0,)
 
 
@@ -118,8 +138,8 @@ def test_printing_is_a_sign_of_life() -> None:
     scene.enter()
     scene.report(0, 1)
     scene.now += 9.0
-    scene.dog.grew(0)
-    scene.dog.grew(1)
+    scene.grew(0)
+    scene.grew(1)
     scene.now += 9.0
     assert scene.late() == ()
 
@@ -129,12 +149,12 @@ def test_silent_script_goes_on_as_long_as_it_uses_the_processor() -> None:
     scene.enter()
     for tenths in range(5):
         scene.now += 9.0
-        scene.dog.cpu(0, 0.1 * (tenths + 1))
-        scene.dog.cpu(1, 0.1 * (tenths + 1))
+        scene.cpu(0, 0.1 * (tenths + 1))
+        scene.cpu(1, 0.1 * (tenths + 1))
         assert scene.late() == ()
     scene.now += 9.0
-    scene.dog.cpu(0, 0.55)
-    scene.dog.cpu(1, 0.55)  # less than a hundredth of the time: it only waits
+    scene.cpu(0, 0.55)
+    scene.cpu(1, 0.55)  # less than a hundredth of the time: it only waits
     scene.now += 2.0
     assert scene.late() == (0, 1)
 
@@ -180,9 +200,9 @@ def test_cpu_and_gpu_use_count_up_to_the_limit_also_after_a_rank_has_reported(ca
         scene.now += 0.5
         if scene.now - began <= case.busy_s:
             for rank in (0, 1):
-                scene.dog.cpu(rank, scene.now - began) if case.by == "cpu" else scene.dog.gpu(rank, 90.0)
+                scene.cpu(rank, scene.now - began) if case.by == "cpu" else scene.gpu(rank, 90.0)
     assert bool(scene.late()) == case.late
-    assert scene.dog.works(scene.ranks[0], scene.now) == case.works
+    assert scene.works(0) == case.works
 
 
 def test_time_in_which_a_worker_was_cut_off_does_not_count() -> None:
@@ -190,21 +210,21 @@ def test_time_in_which_a_worker_was_cut_off_does_not_count() -> None:
     scene.enter()
     scene.report(0, 1)
     for rank in (0, 1):
-        scene.dog.notice(rank)
+        scene.notice(rank)
     for _ in range(30):
         scene.now += 1.0
-        scene.dog.notice(0)
-        scene.dog.heard(0, events.Progress(1, 1.0))
+        scene.notice(0)
+        scene.heard(0, events.Progress(1, 1.0))
         assert scene.late() == ()  # nobody knows what rank 1 does
-    scene.dog.notice(1)
+    scene.notice(1)
     assert scene.late() == ()
     scene.now += 4.0
-    scene.dog.notice(0)
-    scene.dog.notice(1)
+    scene.notice(0)
+    scene.notice(1)
     scene.now += 4.0
     assert scene.late() == ()
-    scene.dog.notice(0)
-    scene.dog.notice(1)
+    scene.notice(0)
+    scene.notice(1)
     scene.report(0)
     scene.now += 3.0
     assert scene.late() == (1,)
@@ -215,10 +235,10 @@ def test_idle_gpu_is_no_sign_of_life() -> None:
     scene.enter()
     scene.report(0, 1)
     scene.now += 10.5
-    scene.dog.gpu(0, 1.0)
-    scene.dog.gpu(1, 0.0)
+    scene.gpu(0, 1.0)
+    scene.gpu(1, 0.0)
     assert scene.late() == (0, 1)
-    assert not scene.dog.works(scene.ranks[0], scene.now)
+    assert not scene.works(0)
 
 
 def test_signals_that_were_checked_are_named_with_what_they_said() -> None:
@@ -226,16 +246,16 @@ def test_signals_that_were_checked_are_named_with_what_they_said() -> None:
     scene.enter()
     scene.report(0, 1)
     scene.now += 4.0
-    scene.dog.cpu(0, 10.0)
-    scene.dog.gpu(1, 50.0)
+    scene.cpu(0, 10.0)
+    scene.gpu(1, 50.0)
     scene.now += 7.0
-    words = [scene.dog.checked(rank, scene.now) for rank in scene.ranks]
+    words = [scene.checked(rank) for rank in (0, 1)]
     assert words == [
         "last event or printed line 11 s ago, last CPU use 7 s ago, GPU use not measured",
         "last event or printed line 11 s ago, last CPU use 11 s ago, last GPU use 7 s ago",
     ]
     scene.now += 50.0
-    assert "CPU or GPU use alone counts for 6 x hang_timeout_s" in scene.dog.checked(scene.ranks[0], scene.now)
+    assert "CPU or GPU use alone counts for 6 x hang_timeout_s" in scene.checked(0)
 
 
 @pytest.mark.parametrize(
@@ -253,12 +273,12 @@ def test_rank_that_reports_once_an_hour_is_judged_by_its_use_of_the_processor() 
     scene.enter()
     for second in range(12):
         scene.now += 1.0
-        scene.dog.cpu(0, float(second))
-        scene.dog.cpu(1, float(second))
+        scene.cpu(0, float(second))
+        scene.cpu(1, float(second))
     scene.report(0, 1)
     scene.now += 9.0
-    scene.dog.cpu(0, 20.0)
-    scene.dog.cpu(1, 20.0)
+    scene.cpu(0, 20.0)
+    scene.cpu(1, 20.0)
     scene.now += 9.0
     assert scene.late() == ()
 
@@ -266,29 +286,29 @@ def test_rank_that_reports_once_an_hour_is_judged_by_its_use_of_the_processor() 
 def test_children_that_end_take_their_time_along_and_are_no_sign() -> None:
     scene = Scene()
     scene.enter()
-    scene.dog.cpu(0, 50.0)
+    scene.cpu(0, 50.0)
     scene.now += 5.0
-    scene.dog.cpu(0, 1.0)
+    scene.cpu(0, 1.0)
     scene.now += 3.0
-    scene.dog.cpu(0, 2.0)
+    scene.cpu(0, 2.0)
     scene.now += 9.0
     assert scene.late() == (1,)
 
 
 def test_start_has_the_longer_one_of_its_times() -> None:
     scene = Scene()
-    scene.dog.heard(0, events.Started(1, 1, "h"))
+    scene.heard(0, events.Started(1, 1, "h"))
     scene.now += 59.0
     assert scene.late() == ()
     scene.now += 2.0
-    hang = scene.dog.overdue(scene.now, scene.ranks)
+    hang = scene.hang()
     assert hang is not None
     assert (hang.stage, hang.limit_s) == (Stage.START, 60.0)
 
 
 def test_rank_that_was_never_ordered_is_waited_for_by_others() -> None:
     scene = Scene()
-    scene.ranks[1].submitted_at = 0.0
+    scene.change(1, submitted_at=0.0)
     scene.now += 61.0
     assert scene.late() == (0,)
 
@@ -298,17 +318,19 @@ def test_ranks_that_have_ended_are_not_asked() -> None:
     scene.enter()
     scene.report(0, 1)
     scene.now += 20.0
-    scene.ranks[0].over = scene.ranks[1].over = True
+    scene.change(0, lost=True)
+    scene.change(1, lost=True)
     assert scene.late() == ()
 
 
 def test_rank_that_does_not_end_after_its_work_is_a_hang() -> None:
     scene = Scene()
     scene.enter()
-    scene.dog.heard(1, events.Finished(1))
-    scene.ranks[0].over = scene.ranks[1].finished = True
+    scene.heard(1, events.Finished(1))
+    scene.change(0, lost=True)
+    scene.change(1, finished=True)
     scene.now += 11.0
-    hang = scene.dog.overdue(scene.now, scene.ranks)
+    hang = scene.hang()
     assert hang is not None
     assert (hang.stage, hang.ranks) == (Stage.END, (1,))
 
@@ -318,7 +340,7 @@ def test_time_in_which_the_driver_slept_does_not_count() -> None:
     scene.enter()
     scene.report(0, 1)
     scene.now += 3600.0
-    scene.dog.suspended(3600.0)
+    scene.suspended(3600.0)
     assert scene.late() == ()
     scene.now += 11.0
     assert scene.late() == (0, 1)
@@ -329,8 +351,8 @@ def test_stacks_that_we_have_asked_for_are_no_sign_of_life() -> None:
     scene.enter()
     scene.report(0, 1)
     scene.now += 11.0
-    scene.dog.heard(0, events.Stacks(1, ()))
-    scene.dog.heard(0, events.FileSaved(1, "stacks/rank-0.txt", "s", 1, ""))
+    scene.heard(0, events.Stacks(1, ()))
+    scene.heard(0, events.FileSaved(1, "stacks/rank-0.txt", "s", 1, ""))
     assert scene.late() == (0, 1)
 
 
@@ -338,6 +360,66 @@ def test_watchdog_can_be_turned_off() -> None:
     scene = Scene(None)
     scene.enter()
     scene.report(0, 1)
-    scene.dog.cpu(0, 1.0)
+    scene.cpu(0, 1.0)
     scene.now += 1e6
     assert scene.late() == ()
+
+
+def finishing(timeout_s: float) -> events.Event:
+    return events.Finishing(1, timeout_s=timeout_s)
+
+
+ACTIVITY = [
+    (events.Metrics(1, {"loss": 1.0}, 5), True),
+    (events.Progress(1, 5.0, 10.0), True),
+    (events.CheckpointSaved(1, 5, "s", ()), True),
+    (events.CheckpointFailed(1, 5, "no", 1), True),
+    (events.FileSaved(1, "figure.png", "s", 1, ""), True),
+    (events.FileSaved(1, "stacksofit.txt", "s", 1, ""), True),
+    (events.Returned(1, "1"), True),
+    (events.Note(1, "hello"), True),
+    (events.Finished(1), True),
+    (events.Preempted(1, 5), True),
+    (events.Failure(1, "E", "m", "t"), True),
+    (events.Entered(1), True),
+    (finishing(0.0), True),
+    (events.Started(1, 1, "h"), False),
+    (events.Stacks(1, ()), False),
+    (events.FileSaved(1, "stacks/rank-0.txt", "s", 1, ""), False),
+    (events.Waiting(1, "checkpoint"), False),
+    (events.Noticed(1), False),
+    (events.ThreadFailure(1, "t", "E", "m", "tb"), False),
+    (events.Tracked(1, "wandb", {"url": "u"}), False),
+    (events.TrackerFailed(1, "wandb", "is off"), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("event", "counts"),
+    ACTIVITY,
+    ids=lambda value: value.kind if isinstance(value, events.Event) else "",
+)
+def test_every_kind_of_event_either_counts_as_activity_or_not(event: events.Event, counts: bool) -> None:
+    before = Activity(spoke_at=100.0)
+    after = Watchdog(10.0, 60.0).after_event(before, event, 111.0)
+    assert after.spoke_at == (111.0 if counts else 100.0)
+
+
+def test_table_above_has_every_kind_of_event() -> None:
+    assert {type(event) for event, _ in ACTIVITY} == set(events.KINDS.values())
+
+
+@pytest.mark.parametrize(("announced_s", "until"), [(30.0, 130.0), (3_600.0, 3_700.0), (1e9, 3_700.0)])
+def test_announced_silence_is_excused_for_an_hour_at_most(announced_s: float, until: float) -> None:
+    activity = Watchdog(10.0, 60.0).after_event(Activity(), finishing(announced_s), 100.0)
+    assert activity.excused_until == until
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now = 100.0
+    scene.heard(0, finishing(announced_s))
+    scene.now = until + 9.9
+    scene.report(1)
+    assert scene.late() == ()
+    scene.now = until + 10.1
+    assert scene.late() == (0,)

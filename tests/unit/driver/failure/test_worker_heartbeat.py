@@ -1,31 +1,26 @@
-"""Who is given up when nothing is heard any more, and when."""
+"""Which ranks are given up because nothing is heard of them, and when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
-from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.failure.fault import Kind
+from ddptrain.driver.failure.fault import Kind, Loss
+from ddptrain.driver.failure.watchdog import Activity
 from ddptrain.driver.failure.worker_heartbeat import Presence
-from ddptrain.driver.rank_state import RankWatch
-from ddptrain.driver.worker_group import Place
-from tests.unit.specs import make_spec
+from tests.unit.driver.ranks import running
 
 START_S = 20.0
 
 
-def watch(rank: int, host: str, heard_at: float) -> RankWatch:
-    place = Place(rank, 0, 1, rank, Slot(f"tcp://{host}", host, 0, False), host, Path("/s"), True)
-    return RankWatch(make_spec(rank=rank), place, cast("Any", None), submitted_at=100.0, heard_at=heard_at)
+def presence(lost_after_s: float = 60.0, looked_at: float = 199.5) -> Presence:
+    return Presence(START_S, lost_after_s, connected_at=looked_at, looked_at=looked_at)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two ranks on two hosts that were last heard at these times; `lost` are those given up at 200."""
+    """Two ranks on two hosts that were last heard of at these times; `lost` are those given up at 200."""
 
     heard_at: tuple[float, float]
     lost_after_s: float
@@ -46,23 +41,44 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_worker_that_says_nothing_is_given_up_after_lost_after_s(case: Case) -> None:
-    ranks = [watch(rank, f"h{rank}", at) for rank, at in enumerate(case.heard_at)]
-    presence = Presence(ranks, lambda: None, lambda: True, START_S, case.lost_after_s, lambda _: None)
-    presence.looked_at = 199.5
-    lost = list(presence.losses(200.0, all_read=True))
-    assert tuple(loss.watch.spec.rank for loss in lost) == case.lost
-    assert all(loss.kind is Kind.WORKER_LOST and loss.text.startswith(case.words) for loss in lost)
+    ranks = [running(rank, f"h{rank}") for rank in (0, 1)]
+    heard = [Activity(notice_at=at) for at in case.heard_at]
+    lost = list(presence(case.lost_after_s).lost_ranks(ranks, heard, 200.0))
+    assert tuple(rank.spec.rank for rank, _ in lost) == case.lost
+    assert all(loss.kind is Kind.WORKER_LOST and loss.text.startswith(case.words) for _, loss in lost)
 
 
-def test_time_in_which_the_driver_slept_does_not_count() -> None:
-    slept: list[float] = []
-    ranks = [watch(0, "h0", 190.0)]
-    presence = Presence(ranks, lambda: None, lambda: True, START_S, 60.0, slept.append)
-    presence.looked_at = 191.0
-    assert list(presence.losses(391.0, all_read=True)) == [] and slept == [200.0]
+@pytest.mark.parametrize(("now", "slept_s"), [(391.0, 200.0), (194.1, 3.1), (194.0, 0.0), (191.2, 0.0)])
+def test_time_in_which_the_driver_slept_is_measured(now: float, slept_s: float) -> None:
+    looked, slept = presence(looked_at=191.0).looked(now, connected=True)
+    assert slept == pytest.approx(slept_s)
+    assert (looked.looked_at, looked.connected_at) == (now, now)
 
 
-def test_messages_that_wait_are_read_before_anybody_is_given_up() -> None:
-    presence = Presence([watch(0, "h0", 100.0)], lambda: None, lambda: True, START_S, 60.0, lambda _: None)
-    presence.looked_at = 199.5
-    assert list(presence.losses(200.0, all_read=False)) == []
+def test_rank_that_its_worker_does_not_begin_with_is_given_up_after_start_timeout_s() -> None:
+    ranks = [running(0, "h0", submitted_at=179.0), running(1, "h1", submitted_at=181.0), running(2, "h2", lost=True)]
+    (found,) = presence().lost_ranks(ranks, [Activity()] * 3, 200.0)
+    assert found[0].spec.rank == 0
+    text = "the Dask worker tcp://h0 of host h0 has not begun with it within 20 s: is it busy with other tasks?"
+    assert found[1] == Loss(Kind.INFRASTRUCTURE, text)
+
+
+def test_rank_that_was_not_submitted_is_not_missed() -> None:
+    assert list(presence().lost_ranks([running(0, submitted_at=0.0)], [Activity()], 1e6)) == []
+
+
+@pytest.mark.parametrize(
+    ("connected", "fault", "now", "lost"),
+    [
+        (True, None, 210.0, None),
+        (False, None, 202.5, None),  # 3 s are not over
+        (False, None, 202.6, "the Dask scheduler is gone"),
+        (False, "the worker ended: exit code 1", 199.6, "the worker ended: exit code 1"),
+        (True, "the worker ended: exit code 1", 199.6, "the worker ended: exit code 1"),
+    ],
+)
+def test_cluster_is_lost_with_its_scheduler_or_the_drivers_own_worker(
+    connected: bool, fault: str | None, now: float, lost: str | None
+) -> None:
+    looked, _ = presence().looked(now, connected=connected)
+    assert looked.lost_cluster(now, fault) == (Loss(Kind.WORKER_LOST, lost) if lost else None)

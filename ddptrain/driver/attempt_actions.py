@@ -1,0 +1,153 @@
+"""What the attempt's state machine wants done, as data. Ranks are given by number; attempt.py carries actions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddptrain.driver.failure.fault import Fault, Loss
+from ddptrain.protocol.commands import Command
+from ddptrain.protocol.events import CheckpointSaved, FileSaved
+from ddptrain.protocol.notices import Output, RankExit
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRank:
+    """Start a rank, which joins the TCPStore at `port`; 0: it opens the store itself."""
+
+    rank: int
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StopRanks:
+    """SIGTERM to these ranks, and SIGKILL after `grace_s`."""
+
+    ranks: tuple[int, ...]
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommand:
+    """Send a command to these ranks."""
+
+    ranks: tuple[int, ...]
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutput:
+    """Read a rank's files up to these sizes. Answered with its events; with OutputRead for `ended`, or an error."""
+
+    rank: int
+    log_size: int
+    events_size: int
+    ended: RankExit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOutput:
+    """Take the bytes of a rank's files that came with a notice. Answered as ReadOutput is."""
+
+    output: Output
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRest:
+    """Read what a lost rank has left in its files, if they can be reached. Answered with OutputRead for `loss`."""
+
+    rank: int
+    loss: Loss
+
+
+@dataclass(frozen=True, slots=True)
+class FetchArtifact:
+    """Store a checkpoint or a file of a rank in the run directory. Answered through the inbox."""
+
+    rank: int
+    event: CheckpointSaved | FileSaved
+
+
+@dataclass(frozen=True, slots=True)
+class AvoidWorker:
+    """Reserve no slot of this worker for the next attempt; if it is `lost`, send it nothing any more."""
+
+    address: str
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RejectNotice:
+    """Count a notice that cannot be meant for this attempt."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFault:
+    """Record and show the fault of a rank."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class RecordTraining:
+    """Record that every rank has entered the workload."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRankEnd:
+    """Record that a rank's process has ended, or is lost; `stopped`: because the driver stopped it."""
+
+    rank: int
+    ok: bool
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStored:
+    """Record that a checkpoint or a file of a rank is in the run directory."""
+
+    rank: int
+    what: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Show and record a warning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Show and record something that goes as it should."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowStatus:
+    """Show what the attempt waits for."""
+
+    text: str
+
+
+Action = (
+    SubmitRank
+    | StopRanks
+    | SendCommand
+    | ReadOutput
+    | ReceiveOutput
+    | ReadRest
+    | FetchArtifact
+    | AvoidWorker
+    | RejectNotice
+    | RecordFault
+    | RecordTraining
+    | RecordRankEnd
+    | RecordStored
+    | Warn
+    | Announce
+    | ShowStatus
+)

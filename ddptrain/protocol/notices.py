@@ -1,0 +1,212 @@
+"""Messages from a worker to the driver about one rank, and the one encoder and decoder for them.
+
+They travel as events of a Dask topic: dictionaries of plain values, which the scheduler keeps and every client may
+send. The driver therefore checks each of them: decode() raises NoticeError for anything that is not a valid notice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar
+
+MAX_DATA_BYTES = 16 * 1024  # in one Output: the scheduler keeps the last thousand messages of a topic
+_MAX_COUNT = 1 << 50  # of sizes, offsets, ranks and attempts; more is a mistake or an attack
+_MAX_TIME_NS = 1 << 63
+_MAX_TEXT = 4_096  # characters
+_MAX_PORT = 65_535
+_MAX_STATUS = 255
+
+
+class NoticeError(ValueError):
+    """The message is not a valid notice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Base of all notices; `attempt` and `rank` name the process that the notice is about."""
+
+    kind: ClassVar[str] = ""
+    attempt: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alive(Notice):
+    """The rank is quiet, its worker is reachable. None: the value is not known.
+
+    cpu_s: CPU time of the rank and its children since their start. gpu_percent: use of the rank's GPU.
+    """
+
+    kind: ClassVar[str] = "alive"
+    cpu_s: float | None = None
+    gpu_percent: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving(Notice):
+    """The worker was sent SIGTERM: its host is about to go."""
+
+    kind: ClassVar[str] = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOpened(Notice):
+    """Rank 0's worker hosts the TCPStore on this port; the other ranks can start."""
+
+    kind: ClassVar[str] = "store_opened"
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth(Notice):
+    """How many bytes the rank has written to its log and to its events file."""
+
+    kind: ClassVar[str] = "growth"
+    log_size: int
+    events_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output(Notice):
+    """Bytes of the rank's log or events file, for a driver that does not share the worker's file system."""
+
+    kind: ClassVar[str] = "output"
+    stream: str  # "log" or "events"
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit(Notice):
+    """The rank's process ended: `status` is its exit code, or minus the signal that killed it.
+
+    log_size, events_size: bytes that the rank wrote in total. oom: why the kernel killed the process, a text that
+    begins with "out of memory" or "likely out of memory", or "". timed_out: NCCL's watchdog killed the process because
+    a collective operation did not end.
+    """
+
+    kind: ClassVar[str] = "exit"
+    pid: int
+    status: int
+    time_ns: int
+    log_size: int
+    events_size: int
+    oom: str = ""
+    timed_out: bool = False
+
+    @property
+    def text(self) -> str:
+        """The status as text: `exit code 1`, `killed by SIGSEGV`."""
+        return describe_status(self.status) + (f": {self.oom}" if self.oom else "")
+
+
+def describe_status(status: int) -> str:
+    """An exit code, or minus the number of a signal, as text."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+KINDS: dict[str, type[Notice]] = {cls.kind: cls for cls in (Alive, Leaving, StoreOpened, Growth, Output, RankExit)}
+
+
+def encode(notice: Notice) -> dict[str, Any]:
+    """The notice as plain values for MessagePack (Output has bytes) or JSON (all others)."""
+    return {"notice": notice.kind, **{name: getattr(notice, name) for name in notice.__dataclass_fields__}}
+
+
+def decode(message: object) -> Notice:
+    """The notice in a message. Raises NoticeError if the kind is unknown or a field is missing or not valid.
+
+    Unknown fields are ignored: the scheduler adds fields of its own.
+    """
+    if not isinstance(message, Mapping):
+        raise NoticeError(f"the message is no mapping but {_quoted(message)}")
+    kind = message.get("notice")
+    cls = KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise NoticeError(f"unknown kind {_quoted(kind)}")
+    values = []
+    for name, check, default in _FIELDS[cls.kind]:
+        value = message.get(name, default)
+        if value is MISSING or not check(value):
+            raise NoticeError(f"{cls.kind}: {name} is {'missing' if value is MISSING else _quoted(value)}")
+        values.append(value)
+    return cls(*values)
+
+
+def exit_to_json(ended: RankExit) -> str:
+    """The notice as the result of a rank's Dask task."""
+    return json.dumps(encode(ended))
+
+
+def exit_from_json(text: str) -> RankExit:
+    """The result of a rank's Dask task. Raises NoticeError if the text is something else."""
+    try:
+        notice = decode(json.loads(text))
+    except RecursionError as error:
+        raise NoticeError("the text is nested too deeply") from error
+    except ValueError as error:
+        raise NoticeError(str(error)) from error
+    if not isinstance(notice, RankExit):
+        raise NoticeError(f"not an exit but {notice.kind}")
+    return notice
+
+
+def _quoted(value: object) -> str:
+    """The value's type, and a short text or number itself; repr() of a nested value could be huge or fail."""
+    shown = f" {value!r:.60}" if isinstance(value, str | float | bool) else ""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_TIME_NS:
+        shown = f" {value}"
+    return f"a value of type {type(value).__name__}{shown}"
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high  # bool is a subclass of int
+
+
+def _is_count(value: object) -> bool:
+    return _is_int(value, 0, _MAX_COUNT)
+
+
+def _is_amount(value: object) -> bool:
+    """Whether the value is None or a finite number that is not negative."""
+    if value is None:
+        return True
+    if type(value) is float:
+        return math.isfinite(value) and value >= 0.0
+    return _is_count(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT
+
+
+_CHECKS: Mapping[str, Callable[[object], bool]] = {
+    "attempt": lambda value: _is_int(value, 1, _MAX_COUNT),
+    "rank": _is_count,
+    "cpu_s": _is_amount,
+    "gpu_percent": _is_amount,
+    "port": lambda value: _is_int(value, 1, _MAX_PORT),
+    "log_size": _is_count,
+    "events_size": _is_count,
+    "stream": lambda value: isinstance(value, str) and value in ("log", "events"),
+    "offset": _is_count,
+    "data": lambda value: isinstance(value, bytes) and len(value) <= MAX_DATA_BYTES,
+    "pid": _is_count,
+    "status": lambda value: _is_int(value, -_MAX_STATUS, _MAX_STATUS),
+    "time_ns": lambda value: _is_int(value, 0, _MAX_TIME_NS),
+    "oom": _is_text,
+    "timed_out": lambda value: isinstance(value, bool),
+}
+_FIELDS = {
+    kind: tuple((field.name, _CHECKS[field.name], field.default) for field in fields(cls))
+    for kind, cls in KINDS.items()
+}
