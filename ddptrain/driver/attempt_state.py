@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ddptrain.driver.attempt_actions import Action
@@ -25,9 +23,10 @@ class Moment(NamedTuple):
     time_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptState:
-    """Everything that the decisions of an attempt depend on. All deadlines are monotonic seconds, None: not set.
+class AttemptState(NamedTuple):
+    """Everything that the decisions of an attempt depend on; a named tuple, because each message replaces it.
+
+    All deadlines are monotonic seconds, None: not set.
 
     ranks, activities: by rank. stacks: files of stacks that are stored only if the inquiry finds a fault. signum: the
     last signal to the driver. notice: why the ranks were told to save and end. loss: why the run directory cannot be
@@ -40,7 +39,7 @@ class AttemptState:
     activities: tuple[Activity, ...]
     watchdog: Watchdog
     presence: Presence
-    inquiry: Inquiry = field(default_factory=Inquiry)
+    inquiry: Inquiry = Inquiry()
     faults: tuple[Fault, ...] = ()
     stacks: tuple[tuple[int, events.FileSaved], ...] = ()
     signum: int | None = None
@@ -106,11 +105,11 @@ class Draft:
 
     def change(self, **changes: Any) -> None:
         """Replace fields of the state."""
-        self.state = dataclasses.replace(self.state, **changes)
+        self.state = self.state._replace(**changes)
 
     def change_rank(self, rank: int, **changes: Any) -> None:
         """Replace fields of what is known of a rank."""
-        self.put_rank(rank, dataclasses.replace(self.state.ranks[rank], **changes))
+        self.put_rank(rank, self.state.ranks[rank]._replace(**changes))
 
     def put_rank(self, rank: int, watched: RankWatch) -> None:
         """Replace what is known of a rank."""

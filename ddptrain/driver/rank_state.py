@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
@@ -16,9 +16,8 @@ from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.record import RankRecord
 
 
-@dataclass(frozen=True, slots=True)
-class RankWatch:
-    """What the driver knows of one rank.
+class RankWatch(NamedTuple):
+    """What the driver knows of one rank. A named tuple, because it is replaced for each step that a rank logs.
 
     preempted: the rank has saved, and has ended at the agreed step. tracker_fault counts only if the run would succeed
     otherwise. lost: no more messages will come from the rank. submitted_at: monotonic seconds, 0 before. step: the
@@ -43,17 +42,17 @@ class RankWatch:
         """The state after an event of the rank. Faults that end the attempt are the caller's concern."""
         match event:
             case events.Metrics(step=int(step)):
-                return dataclasses.replace(self, step=step)
+                return self._replace(step=step)
             case events.Started():
-                return dataclasses.replace(self, started=event)
+                return self._replace(started=event)
             case events.Entered():
-                return dataclasses.replace(self, entered=True)
+                return self._replace(entered=True)
             case events.Finished(calls=calls):
-                return dataclasses.replace(self, finished=True, calls=calls)
+                return self._replace(finished=True, calls=calls)
             case events.Preempted():
-                return dataclasses.replace(self, preempted=True)
+                return self._replace(preempted=True)
             case events.TrackerFailed(strict=True) if self.tracker_fault is None:
-                return dataclasses.replace(self, tracker_fault=failure_fault.from_tracker(self.spec.rank, event))
+                return self._replace(tracker_fault=failure_fault.from_tracker(self.spec.rank, event))
         return self
 
     @property

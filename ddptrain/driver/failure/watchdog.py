@@ -8,10 +8,10 @@ reported may work in silence without a limit: a script that only prints its resu
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from ddptrain.driver.rank_state import RankWatch
 from ddptrain.protocol import events
@@ -65,9 +65,8 @@ class Hang:
     idle_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """The activity of one rank. Times are monotonic seconds, 0: never.
+class Activity(NamedTuple):
+    """The activity of one rank; a named tuple, because each notice replaces it. Times are monotonic seconds, 0: never.
 
     spoke_at: of the last event or line. cpu_at, gpu_at: of the last use of the CPU, the GPU. excused_until: the rank
     has announced that it will be quiet. notice_at: of the last notice of its worker. cpu_s: CPU time at the last
@@ -91,21 +90,21 @@ class Activity:
         """The rank's worker has sent a notice. Time in which the worker was cut off does not count."""
         cut_s = now - self.notice_at
         rested = self.shifted(cut_s, now) if self.notice_at and cut_s > _CUT_S else self
-        return dataclasses.replace(rested, notice_at=now)
+        return rested._replace(notice_at=now)
 
     def spoke(self, now: float) -> Activity:
         """The rank has sent an event or printed a line."""
-        return dataclasses.replace(self, spoke_at=now, cpu_s=self.newest_cpu_s)
+        return self._replace(spoke_at=now, cpu_s=self.newest_cpu_s)
 
     def grew(self, log_size: int, now: float) -> Activity:
         """The rank's log has `log_size` bytes, which is more than before if it has printed something."""
         if log_size <= self.log_size:
             return self
-        return dataclasses.replace(self, spoke_at=now, cpu_s=self.newest_cpu_s, log_size=log_size)
+        return self._replace(spoke_at=now, cpu_s=self.newest_cpu_s, log_size=log_size)
 
     def used_gpu(self, percent: float, now: float) -> Activity:
         """The GPU of the rank was in use for this share of the last moment, as NVML reports it."""
-        return dataclasses.replace(self, has_gpu=True, gpu_at=now if percent >= _GPU_PERCENT else self.gpu_at)
+        return self._replace(has_gpu=True, gpu_at=now if percent >= _GPU_PERCENT else self.gpu_at)
 
     def shifted(self, seconds: float, now: float) -> Activity:
         """The same as if these seconds had not passed."""
@@ -113,8 +112,7 @@ class Activity:
         def later(at: float) -> float:
             return min(now, at + seconds) if at else at
 
-        return dataclasses.replace(
-            self,
+        return self._replace(
             spoke_at=later(self.spoke_at),
             cpu_at=later(self.cpu_at),
             gpu_at=later(self.gpu_at),
@@ -141,19 +139,19 @@ class Watchdog:
         if isinstance(event, _NO_ACTIVITY) or is_stacks_file(event) or self.timeout_s is None:
             return activity
         if isinstance(event, events.Entered):
-            activity = dataclasses.replace(activity, entered_at=now)
+            activity = activity._replace(entered_at=now)
         elif isinstance(event, events.Finishing):
-            activity = dataclasses.replace(activity, excused_until=now + min(event.timeout_s, _LONGEST_EXCUSE_S))
+            activity = activity._replace(excused_until=now + min(event.timeout_s, _LONGEST_EXCUSE_S))
         elif isinstance(event, events.Metrics | events.Progress) and activity.reports is None:
-            activity = dataclasses.replace(activity, reports=now - activity.entered_at <= self.timeout_s)
+            activity = activity._replace(reports=now - activity.entered_at <= self.timeout_s)
         return activity.spoke(now)
 
     def after_cpu(self, activity: Activity, seconds: float, now: float) -> Activity:
         """The activity of a rank that has used `seconds` of CPU time with its children since its start."""
         used_s = min(activity.cpu_s, seconds)  # less than before: a child has ended, and its CPU time is gone
         if self.timeout_s is not None and seconds - used_s >= _CPU_SHARE * self.timeout_s:
-            return dataclasses.replace(activity, newest_cpu_s=seconds, cpu_s=seconds, cpu_at=now)
-        return dataclasses.replace(activity, newest_cpu_s=seconds, cpu_s=used_s)
+            return activity._replace(newest_cpu_s=seconds, cpu_s=seconds, cpu_at=now)
+        return activity._replace(newest_cpu_s=seconds, cpu_s=used_s)
 
     def idle_s(self, rank: RankWatch, activity: Activity, now: float) -> float:
         """For how long a rank has shown no activity of any kind since it was submitted."""

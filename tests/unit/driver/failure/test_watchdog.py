@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ class Scene:
         self.activities = [Activity(), Activity()]
 
     def change(self, rank: int, **changes: Any) -> None:
-        self.ranks[rank] = replace(self.ranks[rank], **changes)
+        self.ranks[rank] = self.ranks[rank]._replace(**changes)
 
     def enter(self) -> None:
         for rank in (0, 1):
