@@ -133,8 +133,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """The folders of its checkpoints, the newest first."""
-        from ddptrain.results.checkpoints import MANIFEST
-        from ddptrain.results.layout import step_of
+        from ddptrain.results.layout import MANIFEST, step_of
 
         folder = self.dir / "checkpoints"
         there = list(folder.iterdir()) if folder.is_dir() else []

@@ -26,6 +26,7 @@ import psutil
 
 from ddptrain import __version__
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import open_append
 from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
 
 FOLDER = "{folder}"
@@ -76,7 +77,7 @@ def start(order: DaemonOrder) -> DaemonId:
         folder = _made(order)
         for name, text in order.files.items():
             _write_private(folder / name, text.encode())
-        log = os.open(folder / f"{order.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        log = open_append(folder / f"{order.name}.log", create_mode=0o600)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", *(word.replace(FOLDER, str(folder)) for word in order.argv)],

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -18,10 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddptrain import __version__
-from ddptrain.clusters.security import CERT_FILE, write_private
+from ddptrain.clusters.security import CERT_FILE
 from ddptrain.config.types import NAME_PATTERN
 from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.file_ops import try_lock, write_atomic
 from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
 
 _RECORD = "cluster.json"
@@ -179,7 +178,7 @@ def locked(name: str, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
     descriptor = _open_lock(name)
     deadline = time.monotonic() + patience_s
     try:
-        while not _try_lock(descriptor, fcntl.LOCK_EX):
+        while not try_lock(descriptor):
             if time.monotonic() > deadline:
                 raise UsageError(f"another command is starting or ending the cluster {name}: wait for it")
             time.sleep(0.02)
@@ -192,7 +191,7 @@ def is_locked(name: str) -> bool:
     """Whether a command is starting, scaling or ending the cluster now."""
     descriptor = _open_lock(name)
     try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH)
+        return not try_lock(descriptor, shared=True)
     finally:
         os.close(descriptor)
 
@@ -206,14 +205,6 @@ def _check_name(name: str) -> None:
 
 def _open_lock(name: str) -> int:
     return os.open(clusters_dir() / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _load(folder: Path) -> Deployment | None:
@@ -233,6 +224,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, record: ClusterRecord) -> None:
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    write_private(beside, json.dumps(dataclasses.asdict(record), indent=1).encode())
-    os.replace(beside, path)
+    write_atomic(path, json.dumps(dataclasses.asdict(record), indent=1).encode(), mode=0o600, durable=False)

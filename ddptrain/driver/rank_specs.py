@@ -28,7 +28,7 @@ from ddptrain.protocol.rank_spec import (
     Supervision,
 )
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
-from ddptrain.results.checkpoints import MANIFEST
+from ddptrain.results.layout import MANIFEST
 from ddptrain.results.record import CodeRecord
 from ddptrain.results.writer import RunWriter
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+
+from ddptrain.file_ops import hash_file, sha256
 
 
 def line_of(kind: str, name: str, digest: str) -> bytes:
@@ -21,16 +22,14 @@ def kind_of(mode: int) -> str:
 
 def content_hash(folder: Path, names: Iterable[str]) -> str:
     """SHA-256 over the files' names, contents and whether they can be run. Raises OSError where one can't be read."""
-    whole = hashlib.sha256()
+    whole = sha256()
     for name in sorted(names):
         path = f"{folder}/{name}"  # a Path for each costs as much as reading a small file
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
-            whole.update(line_of("link", name, hashlib.sha256(os.fsencode(link_target(Path(path)))).hexdigest()))
+            whole.update(line_of("link", name, sha256(os.fsencode(link_target(Path(path)))).hexdigest()))
         else:
-            with open(path, "rb", buffering=0) as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                whole.update(line_of(kind_of(mode), name, digest))
+            whole.update(line_of(kind_of(mode), name, hash_file(path)[1]))
     return whole.hexdigest()
 
 
@@ -45,7 +44,7 @@ def identity(folder: Path, names: Iterable[str]) -> str:
 
     Not of their sizes or times: a log that lies there grows while we look.
     """
-    whole = hashlib.sha256()
+    whole = sha256()
     try:
         for name in sorted(names):
             whole.update(f"{os.lstat(f'{folder}/{name}').st_ino} {name}\n".encode("utf-8", "surrogateescape"))
@@ -56,7 +55,7 @@ def identity(folder: Path, names: Iterable[str]) -> str:
 
 def looks(folder: Path, names: Iterable[str]) -> str:
     """A digest of the files' sizes and times of change, which tells of a change to them; "" where one is missing."""
-    whole = hashlib.sha256()
+    whole = sha256()
     try:
         for name in sorted(names):
             status = os.lstat(f"{folder}/{name}")

@@ -7,7 +7,6 @@ to come up. The server removes the folder with its last connection. Both happen 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import socket
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import wait_for_lock
 
 LOG_FILE = "log"  # what the server itself says
 _SOCKET = "socket"
@@ -91,7 +91,7 @@ def _lock(path: Path) -> int:
             raise ClusterError(f"{path} is no folder that can be used: {error.strerror}; remove it") from error
         try:
             _check_private(path, os.fstat(fd))
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            wait_for_lock(fd)
             if _is_at(path, fd):
                 return fd
         except BaseException:

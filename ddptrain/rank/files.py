@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
+from ddptrain.file_ops import hash_file
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.checkpoint import files
 from ddptrain.rank.emitter import Emitter
 
 
@@ -52,5 +52,5 @@ class Files:
 
     def announce(self, path: str, staged: Path, area: str = "artifacts") -> None:
         """Announce a complete staged file to the driver. Raises OSError."""
-        size, digest = files.hash_file(staged)
+        size, digest = hash_file(staged)
         self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, size, digest, area))

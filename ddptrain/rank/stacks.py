@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import hashlib
 import itertools
 import os
 import sys
@@ -18,6 +17,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from ddptrain.file_ops import open_append, sha256
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.rank.collective.calls import CollectiveCalls
@@ -35,8 +35,8 @@ class StackReporter:
         self._spec = spec
         self._emitter = emitter
         self._counter = itertools.count()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        dump_fd = os.open(Path(spec.host.staging) / STACKS_DUMP, flags, 0o600)  # opened now: C code cannot open files
+        # Opened now: C code cannot open files.
+        dump_fd = open_append(Path(spec.host.staging) / STACKS_DUMP, create_mode=0o600)
         faulthandler.register(STACKS_SIGNAL, file=dump_fd, all_threads=True)
 
     def report(self) -> None:
@@ -52,7 +52,7 @@ class StackReporter:
         staged = Path(self._spec.host.staging) / f"stacks-{next(self._counter)}"
         staged.write_bytes(data)
         path = stacks_path(self._spec.attempt, self._spec.rank)
-        digest = hashlib.sha256(data).hexdigest()
+        digest = sha256(data).hexdigest()
         self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, len(data), digest))
 
     def _event(self, main: FrameType | None) -> events.Stacks:

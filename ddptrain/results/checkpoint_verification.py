@@ -1,8 +1,9 @@
-"""Which checkpoint a run goes on from: the newest one that is what its manifest says."""
+"""Manifests of checkpoints (checkpoint.json), and which checkpoint a run goes on from: the newest that matches its
+manifest.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -10,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.results.checkpoints import MANIFEST
+from ddptrain.file_ops import hash_file
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.files import read_bytes
-from ddptrain.results.layout import RunLayout, step_of
-
-_CHUNK_BYTES = 1 << 20
+from ddptrain.results.layout import MANIFEST, RunLayout, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class VerifiedCheckpoint:
 
     @property
     def words(self) -> str:
-        """Where it stands, for messages."""
+        """Its step and epoch, for messages."""
         epoch = f", epoch {self.epoch:g}" if self.epoch is not None else ""
         return f"step {self.step}{epoch}"
 
@@ -39,25 +38,25 @@ class VerifiedCheckpoint:
 def verify(folder: Path) -> VerifiedCheckpoint:
     """Read a checkpoint's manifest and compare every file with it. Raises CheckpointDamaged."""
     for file in _manifest(folder)["files"]:
-        _compare(folder / str(file["name"]), int(file["size_bytes"]), str(file["sha256"]))
+        _compare(folder / file["name"], file["size_bytes"], file["sha256"])
     return read_manifest(folder)
 
 
 def read_manifest(folder: Path) -> VerifiedCheckpoint:
-    """What a checkpoint's manifest says; its files are not looked at. Raises CheckpointDamaged."""
+    """Read a checkpoint's manifest without a look at its files. Raises CheckpointDamaged."""
     manifest = _manifest(folder)
     return VerifiedCheckpoint(
         folder=folder,
-        step=int(manifest["step"]),
+        step=manifest["step"],
         epoch=manifest["epoch"],
-        world_size=int(manifest["world_size"]),
-        metrics={str(name): value for name, value in manifest["metrics"].items() if _is_finite(value)},
-        files=(*(str(file["name"]) for file in manifest["files"]), MANIFEST),
+        world_size=manifest["world_size"],
+        metrics={name: value for name, value in manifest["metrics"].items() if _is_finite(value)},
+        files=(*(file["name"] for file in manifest["files"]), MANIFEST),
     )
 
 
 def newest_verified(layout: RunLayout, warn: Callable[[str], None]) -> VerifiedCheckpoint | None:
-    """The newest checkpoint that is whole, or None; `warn` is told of those that are not, and passed over."""
+    """Return the newest checkpoint that matches its manifest, or None; `warn` is called for each damaged one."""
     for folder in checkpoint_folders(layout):
         try:
             return verify(folder)
@@ -67,28 +66,47 @@ def newest_verified(layout: RunLayout, warn: Callable[[str], None]) -> VerifiedC
 
 
 def checkpoint_folders(layout: RunLayout) -> list[Path]:
-    """The folders of a run's checkpoints, newest first, whole or not."""
+    """Return the folders of a run's checkpoints, the highest step first, damaged ones included."""
     if not layout.checkpoints_dir.is_dir():
         return []
     by_step = {step: path for path in layout.checkpoints_dir.iterdir() if (step := step_of(path.name)) is not None}
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
+def parse_manifest(data: bytes) -> dict[str, Any] | None:
+    """Parse a manifest.
+
+    Returns None for other data, for a field that is missing or of another type, and for a file name that would lead
+    out of the checkpoint's folder.
+    """
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) and _is_complete(manifest) else None
+
+
+def is_plain_name(name: object) -> bool:
+    """Return whether it may name a file of a checkpoint: no folder, no control character, not the manifest."""
+    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..", MANIFEST):
+        return False
+    return "\\" not in name and name.isprintable()
+
+
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(read_bytes(path))
+        manifest = parse_manifest(read_bytes(path))
     except OSError as error:
         raise CheckpointDamaged(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} is damaged: it is not JSON") from error
-    if not isinstance(manifest, dict) or not _is_complete(manifest):
-        raise CheckpointDamaged(f"{path} is damaged: it lists no files, or a field is missing or of another type")
+    if manifest is None:
+        raise CheckpointDamaged(
+            f"{path} is damaged: it is not JSON, lists no files, or a field is missing or of another type"
+        )
     return manifest
 
 
 def _is_complete(manifest: dict[str, Any]) -> bool:
-    """Whether all fields that are read later are there, and what they should be."""
     files = manifest.get("files")
     return (
         _is_count(manifest.get("step"))
@@ -100,10 +118,12 @@ def _is_complete(manifest: dict[str, Any]) -> bool:
 
 
 def _is_file(file: object) -> bool:
-    if not isinstance(file, dict) or not isinstance(name := file.get("name"), str):
-        return False
-    plain = name == Path(name).name and name not in ("", ".", "..", MANIFEST) and name.isprintable()
-    return plain and _is_count(file.get("size_bytes")) and isinstance(file.get("sha256"), str)
+    return (
+        isinstance(file, dict)
+        and is_plain_name(file.get("name"))
+        and _is_count(file.get("size_bytes"))
+        and isinstance(file.get("sha256"), str)
+    )
 
 
 def _is_count(value: object) -> bool:
@@ -118,15 +138,12 @@ def _is_finite(value: object) -> bool:
 
 
 def _compare(path: Path, size_bytes: int, sha256: str) -> None:
-    digest = hashlib.sha256()
     try:
         found = path.stat().st_size
-        if found != size_bytes:
+        if found != size_bytes:  # found before a large file is read
             raise CheckpointDamaged(f"{path.name} has {found} bytes, not {size_bytes}")
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
+        _, digest = hash_file(path)
     except OSError as error:
         raise CheckpointDamaged(f"cannot read {path}: {error.strerror}") from error
-    if digest.hexdigest() != sha256:
+    if digest != sha256:
         raise CheckpointDamaged(f"the SHA-256 of {path.name} is not the one in {MANIFEST}")

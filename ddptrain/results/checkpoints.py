@@ -1,4 +1,4 @@
-"""The checkpoints folder: a checkpoint is whole and verified, or it is not there."""
+"""The checkpoints folder of a run: a checkpoint in it is complete and verified, or absent."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from pathlib import Path
 from typing import Literal
 
 from ddptrain.config.wording import shown
+from ddptrain.file_ops import publish, sync_folder
 from ddptrain.protocol.events import CheckpointSaved
+from ddptrain.results.checkpoint_verification import is_plain_name
 from ddptrain.results.errors import CheckpointDamaged, naming
-from ddptrain.results.files import sync_folder, write_whole
-from ddptrain.results.layout import BEST, INCOMING, LATEST, step_name
+from ddptrain.results.files import write_whole
+from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name
 from ddptrain.results.record import BestRecord, plain
 from ddptrain.results.staging import Parcel, bring_home
 
-MANIFEST = "checkpoint.json"
 _MANIFEST_SCHEMA = 1
 _OLD = ".old-"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """How many checkpoints stay (besides the best one), and which metric, lowest or highest, makes one the
-    best.
-    """
+    """How many checkpoints are kept besides the best one; the metric that decides which is best, and its direction."""
 
     keep: int = 3
     metric: str | None = "val/loss"
@@ -42,7 +41,7 @@ class CheckpointShelf:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metrics: dict[int, Mapping[str, float]] = {}  # by step, in the order in which they came
+        self._metrics: dict[int, Mapping[str, float]] = {}  # by step, the last saved one last
         self.best: BestRecord | None = None
 
     @property
@@ -59,14 +58,13 @@ class CheckpointShelf:
         world_size: int,
         versions: Mapping[str, str],
     ) -> Path:
-        """Bring a staged checkpoint home, point `latest` and `best` to what they now are, and drop what is
-        too old. The staged files stay.
+        """Add a staged checkpoint, update `latest` and `best`, and delete old checkpoints. The staged files stay.
 
-        A step that is saved again keeps its metrics, but for those that the event has anew: a last checkpoint often has
-        none, and is as good as it was.
+        A step that is saved again keeps the metrics that the new event does not have: the last checkpoint of a run
+        often has none, and is as good as it was.
 
         Raises:
-            CheckpointDamaged: it is not what its event says; nothing visible has changed.
+            CheckpointDamaged: it does not match its event; nothing visible has changed.
             ResultsError: it can't be written.
         """
         event = replace(event, metrics={**self._metrics.get(event.step, {}), **event.metrics})
@@ -89,52 +87,48 @@ class CheckpointShelf:
         return final
 
     def restore(self, checkpoints: Iterable[tuple[int, Mapping[str, float]]], policy: CheckpointPolicy) -> None:
-        """Begin with checkpoints that are there already: step and metrics of each, oldest first.
+        """Start with checkpoints that exist already: step and metrics of each, oldest first.
 
-        Others that lie in the folder stay until a checkpoint of their step takes their place.
+        Other checkpoints in the folder stay until one of the same step replaces them.
         """
         self._metrics = dict(checkpoints)
-        self.best = self._best(policy)
-        self._point(LATEST, next(reversed(self._metrics), None))
-        self._point(BEST, self.best.step if self.best else None)
+        self._point(policy)
 
     def _remember(self, event: CheckpointSaved, policy: CheckpointPolicy) -> None:
         self._metrics.pop(event.step, None)
         self._metrics[event.step] = event.metrics
-        self.best = self._best(policy)
-        self._point(LATEST, event.step)
-        self._point(BEST, self.best.step if self.best else None)
+        self._point(policy)
         kept = {*list(self._metrics)[-policy.keep :], *([self.best.step] if self.best else [])}
         for step in [step for step in self._metrics if step not in kept]:
             del self._metrics[step]
             _remove(self._folder / step_name(step))
 
+    def _point(self, policy: CheckpointPolicy) -> None:
+        """Update `best`, and the pointer files of `latest` and `best`."""
+        self.best = self._best(policy)
+        steps = {LATEST: next(reversed(self._metrics), None), BEST: self.best.step if self.best else None}
+        for name, step in steps.items():
+            pointer = self._folder / name
+            if step is not None:
+                write_whole(pointer, f"{step_name(step)}\n".encode())
+            else:
+                with naming(pointer):
+                    pointer.unlink(missing_ok=True)
+
     def _best(self, policy: CheckpointPolicy) -> BestRecord | None:
-        values = ((_deciding(metrics, policy), step) for step, metrics in self._metrics.items())
-        candidates = [(value, step) for value, step in values if value is not None]
-        if not candidates or policy.metric is None:
+        if policy.metric is None:
             return None
-        # Of equals the first counts: both functions return it.
+        values = ((metrics.get(policy.metric), step) for step, metrics in self._metrics.items())
+        candidates = [(value, step) for value, step in values if value is not None and math.isfinite(value)]
+        if not candidates:
+            return None
+        # Of equal values the first counts: both functions return it.
         value, step = (max if policy.mode == "max" else min)(candidates, key=lambda pair: pair[0])
         return BestRecord(policy.metric, policy.mode, value, step)
 
-    def _point(self, name: str, step: int | None) -> None:
-        pointer = self._folder / name
-        if step is not None:
-            write_whole(pointer, f"{step_name(step)}\n".encode())
-        else:
-            with naming(pointer):
-                pointer.unlink(missing_ok=True)
-
-
-def _deciding(metrics: Mapping[str, float], policy: CheckpointPolicy) -> float | None:
-    """The value of the metric that makes a checkpoint the best; None where it has none."""
-    value = metrics.get(policy.metric) if policy.metric else None
-    return value if value is not None and math.isfinite(value) else None
-
 
 def discard_staged(event: CheckpointSaved, source: Path) -> None:
-    """Take away the staged files of a checkpoint that is home."""
+    """Delete the staged files of a checkpoint that has been added."""
     for file in event.files:
         with suppress(OSError):
             (source / file.name).unlink()
@@ -143,10 +137,10 @@ def discard_staged(event: CheckpointSaved, source: Path) -> None:
 
 
 def _check_names(event: CheckpointSaved, source: Path) -> None:
-    """Refuse an event whose files' names are not all plain, or a folder that holds links or folders."""
+    """Refuse an event with a file name that is not plain, and a staging folder that holds links or folders."""
     names = [file.name for file in event.files]
     for name in names:
-        if name != Path(name).name or name in ("", ".", "..", MANIFEST) or "\\" in name or not name.isprintable():
+        if not is_plain_name(name):
             raise CheckpointDamaged(
                 f'the checkpoint of step {event.step} lists "{shown(name)}", which is no plain file name'
             )
@@ -176,27 +170,25 @@ def _manifest(event: CheckpointSaved, world_size: int, versions: Mapping[str, st
 
 
 def _publish(incoming: Path, final: Path) -> None:
-    """Make `incoming` the folder `final`; one that is there already is replaced without a moment with
-    neither.
-    """
+    """Give `incoming` the name `final`. A folder of that name is replaced; at every moment one of the two exists."""
     if not final.exists():
-        os.replace(incoming, final)
+        publish(incoming, final)
     elif _exchange(incoming, final):
         shutil.rmtree(incoming, ignore_errors=True)
     else:
         old = final.with_name(f"{_OLD}{final.name}-{secrets.token_hex(4)}")
-        os.replace(final, old)
+        publish(final, old)
         try:
-            os.replace(incoming, final)
+            publish(incoming, final)
         except BaseException:
-            os.replace(old, final)
+            publish(old, final)
             raise
         shutil.rmtree(old, ignore_errors=True)
     sync_folder(final.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step, where the system can (Linux, on most file systems)."""
+    """Swap two folders in one step if the system can (Linux, on most file systems)."""
     import ctypes
 
     at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: man 2 renameat2
@@ -207,8 +199,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Take a checkpoint away: out of sight first, so that nobody sees half of it."""
+    """Delete a checkpoint: it is renamed first, so that no reader sees a part of it."""
     gone = folder.with_name(f"{_OLD}{folder.name}-{secrets.token_hex(4)}")
     with suppress(OSError):
-        os.replace(folder, gone)
+        publish(folder, gone)
         shutil.rmtree(gone, ignore_errors=True)

@@ -1,9 +1,8 @@
-"""What can go wrong with a run directory, below the tree of ddptrain.errors.
+"""Errors of run directories. Those of object stores are in storage/base.py.
 
 ResultsError             4  the run directory can't be written: disk full, no permission, not a folder
-├── CheckpointDamaged    4  a staged checkpoint is not what its event says
-├── FileDamaged          4  a staged file is not what its event says
-├── StoreError           4  an object store can't be reached, or refuses
+├── CheckpointDamaged    4  a checkpoint does not have the size or hash that its event or manifest states
+├── FileDamaged          4  a staged file does not have the size or hash that its event states
 └── UnsafePath           1  the training code asked for a path outside its run directory
 """
 
@@ -24,19 +23,15 @@ class ResultsError(DdptrainError):
 
 
 class CheckpointDamaged(ResultsError):
-    """A staged checkpoint is not what its event says; nothing visible has changed."""
+    """A checkpoint does not match its event or manifest; nothing visible has changed."""
 
 
 class FileDamaged(ResultsError):
-    """A staged file is not what its event says; nothing visible has changed."""
-
-
-class StoreError(ResultsError):
-    """An object store can't be reached, or refuses; its own error is the cause."""
+    """A staged file does not match its event; nothing visible has changed."""
 
 
 class UnsafePath(ResultsError):
-    """The training code asked for a path outside its run directory, or one that some system can't hold."""
+    """The training code asked for a path outside its run directory, or one that some file systems can't store."""
 
     exit_code = ExitCode.TRAINING_FAILED
 

@@ -1,4 +1,4 @@
-"""The one place that opens, appends to, locks and replaces files of run directories.
+"""Opens, appends to and replaces files of run directories.
 
 A run directory may be in a folder that other users write to. So no function here follows a symbolic link to a file,
 waits for the other end of a FIFO, or writes to a file or folder of another user. Files are either complete or absent,
@@ -17,51 +17,45 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddptrain import file_ops
 from ddptrain.results.errors import ResultsError, naming
 from ddptrain.results.record import plain
 
-_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _LARGEST_BYTES = 64 << 20  # of a file that is read into memory at once: another user may have written it
 
 
-# --- Reading ---
-
-
-def open_to_read(path: Path) -> int:
-    """A descriptor of a regular file. Raises OSError, also for a symbolic link (ELOOP) and a FIFO (EINVAL)."""
-    return _regular(os.open(path, os.O_RDONLY | _SAFELY), path)
+# --- Files ---
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file. Raises OSError as open_to_read() does, and for one above 64 MiB (EFBIG)."""
-    with os.fdopen(open_to_read(path), "rb") as file:
+    """Return the content of a regular file.
+
+    Raises OSError, also for a symbolic link (ELOOP), a FIFO (EINVAL), and a file above 64 MiB (EFBIG).
+    """
+    with os.fdopen(file_ops.open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read()
 
 
-def _regular(descriptor: int, path: Path) -> int:
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-
-
-# --- Writing ---
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file's content in one step; readers and crashes leave the old or the new one. Raises ResultsError."""
+    with naming(path):
+        file_ops.write_atomic(path, data)
 
 
 def open_to_append(path: Path) -> int:
-    """A descriptor for reading and appending; the file is created where it is missing. Raises ResultsError."""
-    return _open_own(path, os.O_RDWR | os.O_APPEND, 0o644)
+    """Return a descriptor for reading and appending; a missing file is created. Raises ResultsError."""
+    return _open_own(path, file_ops.APPEND, 0o644)
 
 
 def open_to_lock(path: Path) -> int:
-    """A descriptor of a lock file, which other users cannot open: a lock of theirs would keep us out.
+    """Return a descriptor of a lock file that other users cannot open, so that they cannot hold its lock.
 
     Raises ResultsError.
     """
-    descriptor = _open_own(path, os.O_RDWR, 0o600)
+    descriptor = _open_own(path, file_ops.CREATE, 0o600)
     with suppress(OSError):  # a file system without modes
         if os.fstat(descriptor).st_mode & 0o077:  # as older versions created it
             os.fchmod(descriptor, 0o600)
@@ -69,43 +63,19 @@ def open_to_lock(path: Path) -> int:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append to a file, created where it is missing. Raises ResultsError."""
+    """Append to a file; a missing one is created. Raises ResultsError."""
     descriptor = open_to_append(path)
     try:
         with naming(path):
-            write_all(descriptor, data)
+            file_ops.write_all(descriptor, data)
     finally:
         os.close(descriptor)
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of it, however many calls that takes. Raises OSError."""
-    written = 0
-    while written < len(data):
-        written += os.write(descriptor, data[written:])
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace the file's content at once: a reader, or a crash, sees the old or the new, never half. Raises
-    ResultsError.
-    """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with naming(path):
-        try:
-            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o644), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
 
 
 def _open_own(path: Path, flags: int, mode: int) -> int:
     with naming(path):
         try:
-            descriptor = _regular(os.open(path, flags | os.O_CREAT | _SAFELY, mode), path)
+            descriptor = file_ops.open_regular(path, flags, mode)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EINVAL, errno.ENXIO):
                 what = "a symbolic link" if error.errno == errno.ELOOP else "not a regular file"
@@ -125,7 +95,7 @@ def _open_own(path: Path, flags: int, mode: int) -> int:
 
 
 def _problem(state: os.stat_result, folder: Path) -> str:
-    """Why an open file must not be written to; "" where it may be."""
+    """Return why an open file must not be written to, or "" if it may be."""
     if not _is_our_id(state.st_uid, folder):
         return f"it belongs to another user ({_user(state.st_uid)})"
     # Another user who may write to the folder may have given this name to a file of ours.
@@ -138,12 +108,12 @@ def _problem(state: os.stat_result, folder: Path) -> str:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether it is a folder of this user, as must be the symbolic link, if any, that leads to it."""
+    """Whether the path is a folder of this user; a symbolic link to it must belong to this user as well."""
     return not _folder_problem(path)
 
 
 def require_own_folder(path: Path) -> None:
-    """Raise ResultsError for anything but a folder of this user."""
+    """Check that the path is a folder of this user. Raises ResultsError otherwise."""
     if problem := _folder_problem(path):
         raise ResultsError(f"cannot write into {path}: {problem}; ddptrain writes only into folders of your own")
 
@@ -175,10 +145,10 @@ def _is_our_id(uid: int, folder: Path) -> bool:
 
 
 def _id_given_in(folder: Path) -> int | None:
-    """The owner of what this user creates there: some file systems (NFS with root_squash, FAT) give another one."""
+    """Return the owner of files that this user creates there: NFS with root_squash and FAT change it."""
     probe = folder / f".owner.{secrets.token_hex(4)}.tmp"
     try:
-        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o600)
+        descriptor = file_ops.open_regular(probe, file_ops.CREATE | os.O_EXCL)
     except OSError:
         return None
     try:
@@ -200,7 +170,7 @@ def _user(uid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FolderIdentity:
-    """Recognizes a folder: who may write to the folder above can put another one in its place."""
+    """Recognizes a folder: users who may write to its parent can put another one in its place."""
 
     path: Path
     device: int
@@ -208,34 +178,25 @@ class FolderIdentity:
 
     @classmethod
     def of(cls, path: Path) -> FolderIdentity:
-        """The identity of a folder of this user. Raises ResultsError."""
+        """Return the identity of a folder of this user. Raises ResultsError."""
         require_own_folder(path)
         with naming(path):
             state = path.stat()
         return cls(path, state.st_dev, state.st_ino)
 
     def check(self) -> None:
-        """Raise ResultsError if another folder, or none, is at the path now."""
+        """Check that the same folder is at the path. Raises ResultsError otherwise."""
         with naming(self.path):
             state = self.path.stat()
         if (state.st_dev, state.st_ino) != (self.device, self.inode):
             raise ResultsError(f"cannot write into {self.path}: another process has put a different folder there")
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- Lines ---
 
 
 class JsonLines:
-    """Appends JSON objects to a file, each at once; the file has one writer."""
+    """Appends JSON objects to a file, one line each; the file has one writer."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -246,12 +207,12 @@ class JsonLines:
             self._is_torn = self._size > 0 and os.pread(self._descriptor, 1, self._size - 1) != b"\n"
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Append one line, or on a full disk nothing of it. Raises ResultsError."""
+        """Append one line completely, or nothing if a write fails. Raises ResultsError."""
         line = json.dumps(plain(record), allow_nan=False, separators=(",", ":")) + "\n"
         data = (b"\n" if self._is_torn else b"") + line.encode()
         with naming(self._path):
             try:
-                write_all(self._descriptor, data)
+                file_ops.write_all(self._descriptor, data)
             except OSError:
                 os.ftruncate(self._descriptor, self._size)
                 raise

@@ -18,6 +18,7 @@ from ddptrain.results.remote.local_copy import origin_of, where_of
 
 LATEST = "latest"
 BEST = "best"
+MANIFEST = "checkpoint.json"
 INCOMING = ".incoming-"
 INPUTS = "inputs"
 ARTIFACTS = "artifacts"

@@ -14,9 +14,8 @@ from typing import Any
 
 from ddptrain.config.wording import nearest, shown
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results.checkpoints import MANIFEST
 from ddptrain.results.files import read_bytes
-from ddptrain.results.layout import LATEST, RunLayout, step_name, step_of
+from ddptrain.results.layout import LATEST, MANIFEST, RunLayout, step_name, step_of
 from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.record import FailureRecord, RecordError, RunRecord, RunStatus

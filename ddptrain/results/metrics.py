@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ddptrain.file_ops import open_regular
 from ddptrain.results.errors import naming
-from ddptrain.results.files import open_to_read
 from ddptrain.results.record import AttemptRecord
 
 _POSITION = frozenset(("time_s", "step", "epoch", "rank", "attempt"))
@@ -63,7 +63,7 @@ class MetricsReader:
         """
         with naming(self._path, "read"):
             try:
-                descriptor = open_to_read(self._path)
+                descriptor = open_regular(self._path)
             except FileNotFoundError:
                 return []
             with os.fdopen(descriptor, "rb") as file:

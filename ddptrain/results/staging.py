@@ -1,28 +1,33 @@
-"""Brings staged files home: linked on one file system, copied between two, and only if they are what was
-announced. The staged ones stay, so that one that finds no room can be brought again.
+"""Moves files that ranks have staged into the run directory, after a check of their sizes and hashes.
+
+Files on the same file system are linked, others are copied. The staged files stay, so that a failed move can be
+repeated.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
+import secrets
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ddptrain.results.errors import ResultsError, naming
+from ddptrain.file_ops import open_regular, publish, sha256, sync_folder
+from ddptrain.protocol.events import FileSaved
+from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath, naming
+from ddptrain.results.layout import INCOMING, safe_relative
 
 _CHUNK_BYTES = 1 << 20
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+_NOT_A_FILE = {errno.ELOOP: "it is a symbolic link", errno.EINVAL: "it is not a plain file"}
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A staged file, where it goes, and what its event says of it."""
+    """A staged file, its target, and the size and hash that its event states."""
 
     source: Path
     target: Path
@@ -30,11 +35,51 @@ class Parcel:
     sha256: str
 
 
-def bring_home(parcels: Sequence[Parcel], damaged: type[ResultsError]) -> None:
-    """Put every file in its place, on the disk for good; the staged ones are for the caller to remove.
+def adopt_file(area: Path, event: FileSaved, source: Path) -> Path:
+    """Move a staged file to `area`/`event.path`, where it replaces a file of that name; return its path.
 
     Raises:
-        ResultsError: a target can't be written; as `damaged`, a staged file is not what was announced.
+        UnsafePath: the path leaves the folder, directly or through a link, or collides with a folder.
+        FileDamaged: the staged file does not match its event.
+        ResultsError: it can't be written.
+    """
+    relative = safe_relative(event.path)
+    folder = _folder(area, relative.parent.parts)
+    final = folder / relative.name
+    if final.is_dir() and not final.is_symlink():
+        raise UnsafePath(f'cannot save a file as "{event.path}": {area.name}/{relative} is a folder')
+    incoming = folder / f"{INCOMING}{secrets.token_hex(8)}"
+    try:
+        bring_home([Parcel(source, incoming, event.size_bytes, event.sha256)], FileDamaged)
+        with naming(final):
+            publish(incoming, final)
+            sync_folder(folder)
+    except BaseException:
+        incoming.unlink(missing_ok=True)
+        raise
+    source.unlink(missing_ok=True)
+    return final
+
+
+def _folder(area: Path, parts: tuple[str, ...]) -> Path:
+    """Return the folder below `area`, created if missing; each folder on the way must be a folder, not a link."""
+    folder = area
+    for part in ("", *parts):
+        folder = folder / part
+        with naming(folder):
+            if not os.path.lexists(folder):
+                folder.mkdir()
+            kind = folder.lstat().st_mode
+        if not stat.S_ISDIR(kind):
+            what = "a symbolic link" if stat.S_ISLNK(kind) else "a file"
+            raise UnsafePath(f"cannot save a file below {folder}: that is {what}, not a folder; choose another path")
+    return folder
+
+
+def bring_home(parcels: Sequence[Parcel], damaged: type[ResultsError]) -> None:
+    """Link or copy every file to its target, durably. The caller deletes the staged files.
+
+    Raises `damaged` if a staged file does not match its event; ResultsError if a target can't be written.
     """
     if _on_one_file_system(parcels):
         for parcel in parcels:
@@ -56,7 +101,7 @@ def _on_one_file_system(parcels: Sequence[Parcel]) -> bool:
 
 
 def _linked(parcels: Sequence[Parcel]) -> bool:
-    """Give the files a second name; False where the file system, or the kernel, has none to give."""
+    """Create hard links to the files. Returns False if the file system or the kernel does not allow it."""
     for parcel in parcels:
         with naming(parcel.target):
             try:
@@ -69,15 +114,12 @@ def _linked(parcels: Sequence[Parcel]) -> bool:
 
 
 def _receive(parcel: Parcel, damaged: type[ResultsError], out: BinaryIO | None) -> None:
-    """Check the staged file; write it to `out`, or without one make the staged file itself durable."""
-    digest = hashlib.sha256()
-    size = 0
-    with _opened(parcel.source, damaged) as file:
-        while chunk := _chunk(file, parcel.source, damaged):
+    """Check the staged file; copy it to `out`, or without one make the staged file itself durable."""
+    digest, size = sha256(), 0
+    with os.fdopen(_opened(parcel.source, damaged), "rb") as file:
+        while size <= parcel.size_bytes and (chunk := _chunk(file, parcel.source, damaged)):
             digest.update(chunk)
             size += len(chunk)
-            if size > parcel.size_bytes:
-                break
             if out is not None:
                 out.write(chunk)
         if size != parcel.size_bytes:
@@ -97,15 +139,9 @@ def _chunk(file: BinaryIO, path: Path, damaged: type[ResultsError]) -> bytes:
         raise damaged(f"cannot read {path}: {error.strerror or error}") from error
 
 
-@contextmanager
-def _opened(path: Path, damaged: type[ResultsError]) -> Iterator[BinaryIO]:
-    """The file, if it is a plain one: a link could lead anywhere, a pipe would keep the driver waiting."""
+def _opened(path: Path, damaged: type[ResultsError]) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return open_regular(path)
     except OSError as error:
-        cause = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        cause = _NOT_A_FILE.get(error.errno or 0, error.strerror)
         raise damaged(f"cannot read the staged file {path}: {cause}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise damaged(f"the staged file {path} is not a plain file")
-        yield file

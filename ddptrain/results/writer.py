@@ -19,7 +19,6 @@ from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.hosts import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.redact import hide_credentials, hide_known
-from ddptrain.results import artifacts
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
 from ddptrain.results.errors import CheckpointDamaged
@@ -31,6 +30,7 @@ from ddptrain.results.ownership.claim import claim, take_up
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
 from ddptrain.results.record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.staging import adopt_file
 
 _METRICS_EVERY_S = 1.0
 _SETTLE_S = 1.0  # two hosts that do not see each other's lock: both see the heartbeat that was written last
@@ -263,7 +263,7 @@ class RunWriter:
             ResultsError: it can't be written.
         """
         self._require_folder()
-        return artifacts.adopt(self.layout.area(event.area), event, source)
+        return adopt_file(self.layout.area(event.area), event, source)
 
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
         """Write how the run ended; the lock is held until close()."""

@@ -1,9 +1,9 @@
-"""Where images lie: a folder, an object store, or whatever fsspec knows; listed in one pass, read key by key."""
+"""The interface of every store: where it is, what it can do, and how it fails. `open_store` chooses the backend."""
 
 from __future__ import annotations
 
 import os
-import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,30 +15,37 @@ from ddptrain.redact import hide_credentials
 BUILTIN = "builtin"
 UNKNOWN_SIZE = -1
 OBJECT_STORES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_CREDENTIALS = "check the credentials (for S3: AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL)"
+
+
+# --- Errors ---
 
 
 class StoreError(DdptrainError):
-    """A source of images can't be used.
+    """A request to a store failed.
 
-    StoreError          4
-    ├── StoreMissing    2  there is no such bucket or folder
-    ├── StoreForbidden  2  the store knows us, or does not, and says no
-    ├── StoreUnreachable 4 it does not answer, or not in time
-    ├── Transient       4  this request failed; another try may not
-    └── NotFound        4  one key is not there (any more)
+    StoreError            4
+    ├── StoreMissing      2  the bucket or folder does not exist
+    ├── StoreForbidden    2  the store refuses the request
+    ├── StoreUnreachable  4  the store does not answer, or not in time
+    ├── Transient         4  this request failed; another attempt may succeed
+    ├── NotFound          4  this key does not exist
+    ├── TooLarge          4  the object is larger than the reader accepts
+    ├── WriteConflict     4  the condition of a write was not met: another process has written the object
+    └── Unconditional     4  the store has no conditional writes
     """
 
     exit_code = ExitCode.CLUSTER
 
 
 class StoreMissing(StoreError):
-    """There is no such bucket or folder."""
+    """The bucket or folder does not exist."""
 
     exit_code = ExitCode.USAGE
 
 
 class StoreForbidden(StoreError):
-    """The store refuses us: the credentials are wrong, missing, or allow too little."""
+    """The store refuses the request: the credentials are wrong, missing, or do not allow it."""
 
     exit_code = ExitCode.USAGE
 
@@ -48,45 +55,34 @@ class StoreUnreachable(StoreError):
 
 
 class Transient(StoreError):
-    """This request failed for a reason that passes: another try may succeed."""
+    """This request failed; another attempt may succeed."""
 
 
 class NotFound(StoreError):
-    """One key is not there (any more)."""
+    """This key does not exist."""
 
     def __init__(self, key: str) -> None:
         self.key = key
         super().__init__(f"{key} is not there")
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One file: its key below the location, -1 and "" where the store does not tell size or version."""
-
-    key: str
-    size_bytes: int
-    version: str
+class TooLarge(StoreError):
+    """The object is larger than the reader accepts."""
 
 
-class Store(Protocol):
-    """An open location. Threads may share it; a process that was forked afterwards may not."""
+class WriteConflict(StoreError):
+    """The condition of a write was not met: another process has written the object."""
 
-    def listing(self) -> Iterator[Listed]:
-        """Every file below the location, in one pass over all pages.
 
-        Raises: StoreMissing, StoreForbidden, StoreUnreachable.
-        """
+class Unconditional(StoreError):
+    """The store has no conditional writes; the message says why."""
 
-    def get(self, key: str) -> bytes:
-        """A file as a whole.
 
-        Raises: NotFound; Transient where another try may help; StoreForbidden; StoreMissing where the whole location
-        is not there (any more).
-        """
+# --- Locations and options ---
 
 
 class _Source(Protocol):
-    """What ImagesParams says of it."""
+    """The fields of ImagesParams that name a source of images."""
 
     @property
     def source(self) -> str: ...
@@ -96,95 +92,69 @@ class _Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place that holds images: an absolute path, or a URL without a slash at its end. `options` may be secret."""
+    """A place in a store: an absolute path, or a URL without a slash at its end. `options` may be secret.
+
+    setting: the configuration field that names the place; error messages refer to it.
+    """
 
     url: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    setting: str = field(default="params.source", compare=False)
 
     @classmethod
     def at(cls, params: _Source) -> Self:
-        """The source of the parameters; a path is relative to the working directory, and ~ is the home folder."""
+        """Return the source that the parameters name; a path is relative to the working directory or to ~."""
         return cls.of(params.source, params.source_options)
 
     @classmethod
-    def of(cls, source: str, options: Mapping[str, Any]) -> Self:
-        """A path or URL as it is written in a configuration, and the options of its store."""
-        return cls(_absolute(source), dict(options))
+    def of(cls, source: str, options: Mapping[str, Any], setting: str = "params.source") -> Self:
+        """Return the location of a path or URL as it is written in a configuration."""
+        return cls(_absolute(source), dict(options), setting)
 
     @property
     def protocol(self) -> str:
-        """As s3; "file" for a path; "builtin" for the drawings."""
+        """The scheme, such as s3; "file" for a path; "builtin" for the synthetic images."""
         if self.url == BUILTIN:
             return BUILTIN
         return self.url.partition("://")[0].lower() if "://" in self.url else "file"
 
     @property
     def words(self) -> str:
-        """The place as people know it, credentials left out."""
+        """The location for messages, without credentials."""
         if OBJECT_STORES.get(self.protocol) == "az" and ":" not in self.url.partition("://")[2].partition("@")[0]:
-            return self.url  # abfs://container@account: a name is before the @, nothing secret
+            return self.url  # abfs://container@account: the part before the @ is a name
         return hide_credentials(self.url)
+
+    @property
+    def options_setting(self) -> str:
+        """The configuration field with the store's options; "" if all options come from the environment."""
+        return f"{self.setting}_options" if self.setting.startswith("params.") else ""
+
+    @property
+    def advice(self) -> str:
+        """What the user can do if the store refuses a request."""
+        return f"see {self.options_setting}" if self.options_setting else _CREDENTIALS
 
     def __repr__(self) -> str:
         return f"Location({self.words!r})"
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a request may take, and how often and for how long it is repeated."""
+class Limits:
+    """How long a request may take, and how often it is repeated.
 
-    timeout_s: float
-    connect_timeout_s: float
-    retries: int
-    patience_s: float
-
-
-def open_store(
-    location: Location,
-    *,
-    timeout_s: float = 10.0,
-    connect_timeout_s: float = 5.0,
-    retries: int = 0,
-    patience_s: float = 10.0,
-) -> Store:
-    """Open a location in this process; nothing is asked of it yet.
-
-    `timeout_s` bounds one request, its answer included. One that failed for a reason that passes is repeated up to
-    `retries` times, but not begun again later than `patience_s` after its first begin.
-
-    Raises: UsageError for options that are unknown; StoreError.
+    timeout_s: of one request with its answer; large objects take several requests.
+    retries: of a request whose failure may pass; none begins later than `patience_s` after the first attempt.
     """
-    if location.protocol == BUILTIN:
-        from ddptrain.storage.synthetic import Drawings
 
-        return Drawings()
-    if location.protocol == "file":
-        return _Folder(location)
-    if location.protocol in OBJECT_STORES:
-        from ddptrain.storage.object_store import open_object_store
-
-        return open_object_store(location, Patience(timeout_s, connect_timeout_s, retries, patience_s))
-    from ddptrain.storage.fsspec_store import open_any_store
-
-    return open_any_store(location, timeout_s, connect_timeout_s)
-
-
-def fetch(where: str, options: Mapping[str, Any] | None = None, *, timeout_s: float = 60.0) -> bytes:
-    """One small file, by its path or URL, tried again where that helps.
-
-    Raises: UsageError for options that are unknown; StoreError.
-    """
-    location = Location(_absolute(where), dict(options or {}))
-    folder, _, name = location.url.rpartition("/")
-    store = open_store(Location(folder, location.options), timeout_s=timeout_s, retries=2)
-    try:
-        return store.get(name)
-    except NotFound:
-        raise StoreMissing(f"{location.words} does not exist") from None
+    timeout_s: float = 10.0
+    connect_timeout_s: float = 5.0
+    retries: int = 0
+    patience_s: float = 10.0
 
 
 def _absolute(source: str) -> str:
-    """A URL less its last slashes, or a path as it is from anywhere."""
+    """Return a URL without slashes at its end, or an absolute path."""
     if source == BUILTIN:
         return source
     if source.startswith("file:"):
@@ -196,60 +166,141 @@ def _absolute(source: str) -> str:
     return f"{protocol.lower()}://{rest.rstrip('/')}"
 
 
-class _Folder:
-    """A folder of this machine. Its links are followed; a folder is entered once, so that circles end."""
+# --- Stores ---
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object in a listing: its key below the location; -1 and "" if the store tells no size or version."""
+
+    key: str
+    size_bytes: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned:
+    """An object as it was read or written.
+
+    version: names this state of the object, for conditional writes. written_s: when it was written, in seconds since
+    1970 by the store's clock; None if it is not known.
+    """
+
+    data: bytes
+    version: Mapping[str, str] = field(default_factory=dict)
+    written_s: float | None = None
+
+
+class Store(ABC):
+    """An open location. Threads may share it; a process that was forked afterwards may not.
+
+    All methods raise StoreForbidden, StoreUnreachable and Transient; StoreMissing if the location does not exist.
+    A backend that only reads implements listing() and get().
+    """
 
     def __init__(self, location: Location) -> None:
-        self._root = Path(location.url)
+        self.location = location
 
-    def listing(self) -> Iterator[Listed]:
-        if not self._root.is_dir():
-            what = "is not a folder" if self._root.exists() else "does not exist"
-            raise StoreMissing(f"{self._root} {what}: params.source is the folder that holds a folder for each class")
-        try:
-            yield from self._below(self._root, "", set())
-        except PermissionError as error:
-            raise StoreForbidden(f"{self._root} can't be read: {error}") from error
-        except OSError as error:
-            raise StoreUnreachable(f"{self._root} can't be read: {error}") from error
+    @abstractmethod
+    def listing(self, folder: str = "") -> Iterator[Listed]:
+        """Yield every object below the location, or below a folder of it. A missing folder has no objects."""
 
-    def _below(self, folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[Listed]:
-        state = folder.stat()
-        identity = (state.st_dev, state.st_ino)
-        if identity in entered:
-            return
-        entered.add(identity)
-        with os.scandir(folder) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        for entry in found:
-            key = f"{prefix}{entry.name}"
-            if entry.is_dir():
-                yield from self._below(folder / entry.name, f"{key}/", entered)
-            elif entry.is_file():
-                about = entry.stat()
-                yield Listed(key, about.st_size, f"{about.st_mtime_ns:x}-{about.st_ino:x}")
+    @abstractmethod
+    def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
+        """Return an object's content from byte `start` on. Raises NotFound; TooLarge above `limit_bytes`."""
 
-    def get(self, key: str) -> bytes:
-        try:
-            return (self._root / key).read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise self._gone(key) from None
-        except PermissionError as error:
-            raise StoreForbidden(f"{self._root / key} can't be read: {error}") from error
-        except OSError as error:
-            raise Transient(f"{self._root / key} can't be read: {error}") from error
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """Yield the content of an object of any size in pieces. Raises NotFound."""
+        yield self.get(key)
 
-    def _gone(self, key: str) -> StoreError:
-        """What it means that a file is not there: it is gone alone, or with all the others."""
-        here = f"on {socket.gethostname()}"
-        try:
-            if not self._root.is_dir():
-                return StoreMissing(f"the folder {self._root} is not there {here}: every rank has to see it")
-            with os.scandir(self._root) as entries:
-                if next(entries, None) is None:  # what is left where something was mounted
-                    return StoreMissing(f"the folder {self._root} is empty {here}: is what it holds mounted?")
-        except PermissionError:
-            pass
-        except OSError as error:
-            return Transient(f"{self._root} can't be read: {error}")
-        return NotFound(key)
+    def folders(self, folder: str = "") -> list[str]:
+        """Return the names of the folders in the location, or in a folder of it; none if it does not exist."""
+        raise self._read_only()
+
+    def check(self) -> None:
+        """Ask the store once whether the location can be used. Raises StoreMissing if its bucket does not exist."""
+        self.folders()
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        """Replace an object by these bytes, or by the content of a local file."""
+        raise self._read_only()
+
+    def delete(self, key: str) -> None:
+        """Delete an object. Raises NotFound if the store says that it did not exist."""
+        raise self._read_only()
+
+    def get_versioned(self, key: str) -> Versioned | None:
+        """Return an object for a conditional write; None if it does not exist. Raises Unconditional."""
+        raise Unconditional(f"{self.location.protocol} has none")
+
+    def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
+        """Write an object that is unchanged since `before`, or with None does not exist yet.
+
+        Raises WriteConflict if it has changed; Unconditional.
+        """
+        raise Unconditional(f"{self.location.protocol} has none")
+
+    def test_conditions(self, probe: str) -> float:
+        """Return the store's time in seconds since 1970, after a test that it keeps the conditions of writes.
+
+        probe: the key of an object that no other process uses; it is written and deleted.
+
+        Raises Unconditional if the store ignores conditions, or has no such writes.
+        """
+        raise Unconditional(f"{self.location.protocol} has none")
+
+    def _read_only(self) -> StoreError:
+        return StoreError(f"{self.location.words} can't be written: {self.location.protocol} is only read")
+
+    def _limited(self, key: str, data: bytes, limit_bytes: int | None) -> bytes:
+        if limit_bytes is not None and len(data) > limit_bytes:
+            raise TooLarge(f"{self.location.words}/{key} can't be read: it has more than {limit_bytes:,} bytes")
+        return data
+
+
+def open_store(location: Location, limits: Limits = Limits()) -> Store:
+    """Open a location in this process; no request is sent yet. Raises UsageError for unknown options; StoreError."""
+    # The backends are imported here: obstore and fsspec start threads, which a process must not have if it forks.
+    if location.protocol == BUILTIN:
+        from ddptrain.storage.synthetic import SyntheticImages
+
+        return SyntheticImages(location)
+    if location.protocol == "file":
+        from ddptrain.storage.folder import Folder
+
+        return Folder(location)
+    if location.protocol in OBJECT_STORES:
+        from ddptrain.storage.object_store import open_object_store
+
+        return open_object_store(location, limits)
+    from ddptrain.storage.fsspec_store import open_fsspec_store
+
+    return open_fsspec_store(location, limits)
+
+
+def fetch(
+    where: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    setting: str = "params.source",
+    limits: Limits = Limits(timeout_s=60.0, retries=2),
+) -> bytes:
+    """Return the content of one small file, given by its path or URL. Raises UsageError, StoreError."""
+    return b"".join(fetch_chunks(where, options, setting=setting, limits=limits))
+
+
+def fetch_chunks(
+    where: str, options: Mapping[str, Any] | None, *, setting: str, limits: Limits = Limits(timeout_s=60.0, retries=2)
+) -> Iterator[bytes]:
+    """Yield the content of one file in pieces, given by its path or URL. Raises UsageError, StoreError."""
+    location = Location.of(where, options or {}, setting)
+    key = ""
+    if location.protocol == "file" or location.protocol in OBJECT_STORES:
+        folder, _, key = location.url.rpartition("/")
+        location = Location(folder, location.options, setting)
+    try:
+        yield from open_store(location, limits).chunks(key)
+    except (NotFound, StoreMissing) as error:
+        if isinstance(error, StoreMissing) and location.protocol != "file":
+            raise
+        raise StoreMissing(f"{Location.of(where, {}).words} does not exist") from None

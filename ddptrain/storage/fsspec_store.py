@@ -1,10 +1,11 @@
-"""Whatever fsspec knows: pages of links over http(s), sftp, a folder in memory, ..."""
+"""Every other file system that fsspec knows: pages of links over http(s), sftp, a folder in memory, ..."""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -12,6 +13,7 @@ from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.base import (
     UNKNOWN_SIZE,
+    Limits,
     Listed,
     Location,
     NotFound,
@@ -24,13 +26,15 @@ from ddptrain.storage.base import (
 )
 
 _HTTP = ("http", "https")
-_FACTS = ("ETag", "etag", "checksum", "md5", "mtime", "last_modified", "LastModified", "created")
+_VERSION_FIELDS = ("ETag", "etag", "checksum", "md5", "mtime", "last_modified", "LastModified", "created")
 _PAUSE_S = 0.5
-_PASSES = {408, 425, 429, 500, 502, 503, 504}
+_CHUNK_BYTES = 4 << 20
+_TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
+_FINAL = (ValueError, TypeError, NotImplementedError)  # another attempt gives the same error
 
 
-def open_any_store(location: Location, timeout_s: float, connect_timeout_s: float) -> Store:
-    """Raises: UsageError where fsspec does not know the protocol, a package, or an option."""
+def open_fsspec_store(location: Location, limits: Limits) -> Store:
+    """Open a location. Raises UsageError if fsspec does not know the protocol or an option, or a package is missing."""
     import fsspec
 
     options = dict(location.options)
@@ -38,90 +42,143 @@ def open_any_store(location: Location, timeout_s: float, connect_timeout_s: floa
         import aiohttp
 
         client = dict(options.pop("client_kwargs", {}))
-        client.setdefault("timeout", aiohttp.ClientTimeout(total=timeout_s, connect=connect_timeout_s))
-        options |= {"client_kwargs": client, "use_listings_cache": False}
+        client.setdefault("timeout", aiohttp.ClientTimeout(total=limits.timeout_s, connect=limits.connect_timeout_s))
+        options["client_kwargs"] = client
     try:
-        fs, root = fsspec.core.url_to_fs(location.url, **options)
-    except (ConnectionError, TimeoutError, socket.gaierror) as error:  # some connect when they are made, as ftp does
+        fs, root = fsspec.core.url_to_fs(location.url, **{"use_listings_cache": False, **options})
+    except (ConnectionError, TimeoutError, socket.gaierror) as error:  # some connect here, for example ftp
         raise StoreUnreachable(f"{location.words} can't be opened: {_said(error)}: is it right, and up?") from None
-    except Exception as error:  # each backend has errors of its own
-        raise UsageError(
-            f"params.source {location.words} can't be opened: {type(error).__name__}: {_said(error)}; "
-            "see params.source_options"
-        ) from None
-    return _AnyStore(location, fs, str(root).rstrip("/"), timeout_s)
+    except ImportError as error:
+        raise UsageError(f"{location.words} can't be opened: a package is not installed: {_said(error)}") from error
+    except Exception as error:  # each backend has its own kinds of errors
+        named = f"{location.setting} {location.words}"
+        advice = f"; see {location.options_setting}" if location.options_setting else ""
+        raise UsageError(f"{named} can't be opened: {type(error).__name__}: {_said(error)}{advice}") from None
+    return FsspecStore(location, fs, str(root).rstrip("/"), limits.timeout_s)
 
 
-class _AnyStore:
-    """A folder of a file system of fsspec."""
+class FsspecStore(Store):
+    """A folder of an fsspec file system."""
 
     def __init__(self, location: Location, fs: Any, root: str, timeout_s: float) -> None:
-        self._location = location
-        self._fs = fs
-        self._root = root
+        super().__init__(location)
+        self.fs = fs
+        self.root = root
         self._timeout_s = timeout_s
         self._is_http = location.protocol in _HTTP
 
-    def listing(self) -> Iterator[Listed]:
-        """Every file below the folder. Raises StoreMissing, StoreForbidden, StoreUnreachable."""
-        where = self._location.words
+    def listing(self, folder: str = "") -> Iterator[Listed]:
+        """See Store."""
+        start = f"{self.root}/{folder}" if folder else self.root
         try:
-            if not self._is_http and not self._fs.isdir(self._root):
+            if not self._is_http and not self.fs.isdir(start):
+                if folder:
+                    return
                 raise FileNotFoundError
-            yield from self._below(f"{self._root}/", {f"{self._root}/"})
-        except FileNotFoundError:
-            raise StoreMissing(f"{where} does not exist: see params.source") from None
-        except Exception as error:  # each backend has errors of its own
-            if isinstance(error, PermissionError) or _status(error) in {401, 403}:
-                raise StoreForbidden(
-                    f"{where} can't be listed: it is refused ({_said(error)}): see params.source_options"
-                ) from None
-            raise StoreUnreachable(f"{where} can't be listed: {self._why(error)}") from None
+            yield from self._below(f"{start}/", {f"{start}/"})
+        except Exception as error:  # each backend has its own kinds of errors
+            raise self._error("listed", "", error) from error
 
     def _below(self, folder: str, entered: set[str]) -> Iterator[Listed]:
-        # Not fs.find(): it leaves out, without a word, a folder whose listing fails.
+        # fs.find() silently leaves out a folder whose listing fails.
         for about in self._entries(folder):
             path = str(about["name"])
             if about.get("type") != "directory":
-                if path.startswith(f"{self._root}/"):
+                if path.startswith(f"{self.root}/"):
                     yield Listed(self._key(path), _size(about), _version(about))
-            elif (inner := f"{path.rstrip('/')}/").startswith(f"{self._root}/") and inner not in entered:
+            elif (inner := f"{path.rstrip('/')}/").startswith(f"{self.root}/") and inner not in entered:
                 entered.add(inner)
                 yield from self._below(inner, entered)
 
     def _entries(self, folder: str) -> Sequence[Mapping[str, Any]]:
-        """What a folder holds, asked for twice where the first answer may be an accident."""
-        for last in (False, True):
-            try:
-                entries: Sequence[Mapping[str, Any]] = self._fs.ls(folder, detail=True)
-            except Exception as error:  # as above
-                if last or not isinstance(self._get_error(folder, error), Transient):
-                    raise
-                time.sleep(_PAUSE_S)
-            else:
-                return entries
-        raise AssertionError
-
-    def get(self, key: str) -> bytes:
-        """A file as a whole. Raises NotFound, Transient, StoreForbidden."""
-        name = quote(key) if self._is_http else key
+        """List one folder; a failure that may pass is tried a second time."""
         try:
-            # Without a key the location is the file: an address with a query can't be taken apart.
-            return bytes(self._fs.cat_file(f"{self._root}/{name}" if key else self._root))
-        except Exception as error:  # each backend has errors of its own
-            raise self._get_error(key, error) from None
+            entries: Sequence[Mapping[str, Any]] = self.fs.ls(folder, detail=True)
+        except Exception as error:  # as above
+            if not isinstance(self._error("listed", folder, error), Transient):
+                raise
+            time.sleep(_PAUSE_S)
+            entries = self.fs.ls(folder, detail=True)
+        return entries
 
-    def _get_error(self, key: str, error: Exception) -> StoreError:
-        status = _status(error)
-        if status in {404, 410} or isinstance(error, FileNotFoundError | IsADirectoryError):
-            return NotFound(key)
-        if isinstance(error, PermissionError) or (400 <= status < 500 and status not in _PASSES):
-            return StoreForbidden(f"{self._location.words}/{key} can't be read: {_said(error)}")
-        return Transient(f"{self._location.words}/{key}: {self._why(error)}")
+    def folders(self, folder: str = "") -> list[str]:
+        """See Store."""
+        try:
+            entries = self.fs.ls(f"{self.root}/{folder}" if folder else self.root, detail=True)
+        except FileNotFoundError:
+            return []
+        except Exception as error:  # as above
+            raise self._error("listed", "", error) from error
+        names = (str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+        return sorted(names)
+
+    def check(self) -> None:
+        """See Store. A folder may be missing, as it comes with its first file; a bucket may not."""
+        bucket = self.root.lstrip("/").partition("/")[0]
+        try:
+            if self.root == bucket or not (self.root.startswith("/") or self.fs.isdir(self.root)):
+                self.fs.ls(bucket, detail=False)
+            else:
+                self.folders()
+        except StoreError:
+            raise
+        except Exception as error:  # as above
+            raise self._error("listed", "", error) from error
+
+    def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
+        """See Store."""
+        end = None if limit_bytes is None or self._is_http else start + limit_bytes + 1
+        try:
+            data = bytes(self.fs.cat_file(self._path(key), start=start or None, end=end))
+        except Exception as error:  # as above
+            raise self._error("read", key, error) from error
+        return self._limited(key, data, limit_bytes)
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """See Store."""
+        try:
+            with self.fs.open(self._path(key), "rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    yield chunk
+        except Exception as error:  # as above
+            raise self._error("read", key, error) from error
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        """See Store."""
+        try:
+            if isinstance(data, Path):
+                self.fs.put_file(str(data), self._path(key))
+            else:
+                self.fs.pipe_file(self._path(key), data)
+        except Exception as error:  # as above
+            raise self._error("written", key, error) from error
+
+    def delete(self, key: str) -> None:
+        """See Store."""
+        try:
+            self.fs.rm_file(self._path(key))
+        except Exception as error:  # as above
+            raise self._error("deleted", key, error) from error
+
+    def _path(self, key: str) -> str:
+        # Without a key the location is the file: an address with a query can't be taken apart.
+        return f"{self.root}/{quote(key) if self._is_http else key}" if key else self.root
 
     def _key(self, path: str) -> str:
-        key = path[len(self._root) + 1 :]
+        key = path[len(self.root) + 1 :]
         return unquote(key) if self._is_http else key
+
+    def _error(self, action: str, key: str, error: Exception) -> StoreError:
+        """Return the StoreError for an error of a backend; key "" stands for the whole location."""
+        status, said = _status(error), self._why(error)
+        where = f"{self.location.words}/{key}" if key else self.location.words
+        if status in {404, 410} or isinstance(error, FileNotFoundError | IsADirectoryError):
+            whole = StoreMissing(f"{where} does not exist: see {self.location.setting}")
+            return NotFound(key) if key or action == "read" else whole
+        if isinstance(error, PermissionError) or (400 <= status < 500 and status not in _TRANSIENT_STATUS):
+            return StoreForbidden(f"{where} can't be {action}: it is refused ({said}); {self.location.advice}")
+        kind = StoreError if isinstance(error, _FINAL) else Transient if key else StoreUnreachable
+        return kind(f"{where} can't be {action}: {said}")
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
@@ -130,14 +187,14 @@ class _AnyStore:
 
 
 def _status(error: Exception) -> int:
-    """What a server of http has answered; 0 where it has not."""
+    """Return the HTTP status of an error; 0 if it has none."""
     return int(getattr(error, "status", None) or 0)
 
 
 def _said(error: Exception) -> str:
     message = getattr(error, "message", None)
     text = f"{_status(error)} {message}" if _status(error) and message else str(error)
-    return hide_credentials(text.strip().partition("\n")[0])[:200]
+    return hide_credentials(" ".join(text.split()))[:200]
 
 
 def _size(about: Mapping[str, Any]) -> int:
@@ -146,4 +203,4 @@ def _size(about: Mapping[str, Any]) -> int:
 
 
 def _version(about: Mapping[str, Any]) -> str:
-    return next((str(about[name]).strip('"') for name in _FACTS if about.get(name)), "")
+    return next((str(about[name]).strip('"') for name in _VERSION_FIELDS if about.get(name)), "")

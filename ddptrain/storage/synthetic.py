@@ -1,4 +1,4 @@
-"""`source: builtin`: small drawings of shapes, made when they are asked for, so that a first run needs no data."""
+"""`source: builtin`: synthetic images of shapes, drawn on request, so that a first run needs no data."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from collections.abc import Callable, Iterator
 
 from PIL import Image, ImageDraw
 
-from ddptrain.storage.base import UNKNOWN_SIZE, Listed, NotFound
+from ddptrain.storage.base import UNKNOWN_SIZE, Listed, Location, NotFound, Store
 
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 EACH = 100
 SIZE = 48  # pixels
-_DARK, _LIGHT = 90, 150  # what no background is lighter than, and no shape darker
+_DARK, _LIGHT = 90, 150  # the lightest background, and the darkest shape
 
 Point = tuple[float, float]
 Colour = tuple[int, int, int]
 
 
-class Drawings:
-    """The drawings as a store, in which a key is as circle/000.png."""
+class SyntheticImages(Store):
+    """The images as a store; a key is, for example, circle/000.png."""
 
-    def __init__(self) -> None:
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
         self._keys = {f"{shape}/{number:03d}.png" for shape in SHAPES for number in range(EACH)}
 
-    def listing(self) -> Iterator[Listed]:
-        """Every drawing."""
+    def listing(self, folder: str = "") -> Iterator[Listed]:
+        """Yield every image."""
         return (Listed(key, UNKNOWN_SIZE, "") for key in sorted(self._keys))
 
-    def get(self, key: str) -> bytes:
-        """A drawing as a PNG, always the same one. Raises: NotFound."""
+    def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
+        """Return an image as a PNG; a key always stands for the same image. Raises NotFound."""
         if key not in self._keys:
             raise NotFound(key)
         return _drawn(key)
@@ -39,7 +40,7 @@ class Drawings:
 
 def _drawn(key: str) -> bytes:
     shape = key.partition("/")[0]
-    chance = random.Random(key)  # a text seeds it alike everywhere
+    chance = random.Random(key)  # the same images on every machine
     image = Image.new("RGB", (SIZE, SIZE), _colour(chance, 0, _DARK))
     radius = chance.uniform(0.25, 0.45) * SIZE
     centre = (chance.uniform(radius, SIZE - radius), chance.uniform(radius, SIZE - radius))
@@ -59,7 +60,7 @@ def _around(centre: Point, radius: float, angle: float) -> Point:
 
 
 def _polygon(corners: int, inner: float) -> Callable[[ImageDraw.ImageDraw, Point, float, float, Colour], None]:
-    """Draws a polygon of so many corners; between two of them it comes in to the share `inner` of its radius."""
+    """Return a function that draws a polygon; its edges bend inwards to the share `inner` of the radius."""
 
     def draw_it(pen: ImageDraw.ImageDraw, centre: Point, radius: float, turn: float, colour: Colour) -> None:
         step = math.pi / corners

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -18,6 +17,7 @@ from pathlib import Path
 import platformdirs
 
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import publish, try_lock, wait_for_lock
 from ddptrain.protocol.code_digest import content_hash, looks
 
 LIMIT_BYTES = 2_000_000_000
@@ -67,7 +67,7 @@ class CodeCache:
             _make_read_only(incoming)
             self._hold(run_id, code)  # before another process can delete it
             with contextlib.suppress(OSError):
-                os.rename(incoming, self.folder / code)  # fails if another worker was faster; its folder is equal
+                publish(incoming, self.folder / code)  # fails if another worker was faster; its folder is equal
             self._prune()
         except (OSError, tarfile.TarError) as error:
             raise ClusterError(f"cannot unpack the uploaded code into {self.folder}: {error}") from error
@@ -82,7 +82,7 @@ class CodeCache:
             if code in _held.get(run_id, {}):
                 return
         fd = os.open(self.folder / f"{code}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        wait_for_lock(fd, shared=True)
         with _lock:
             _held.setdefault(run_id, {})[code] = fd
 
@@ -104,10 +104,10 @@ class CodeCache:
         with contextlib.suppress(OSError):
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                renamed = folder.with_name(f"{_INCOMING}{secrets.token_hex(8)}")
-                os.rename(folder, renamed)
-                _remove(renamed)
+                if try_lock(fd):
+                    renamed = folder.with_name(f"{_INCOMING}{secrets.token_hex(8)}")
+                    publish(folder, renamed)
+                    _remove(renamed)
             finally:
                 os.close(fd)
 

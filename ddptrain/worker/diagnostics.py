@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import re
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from ddptrain.file_ops import hash_file, open_append
 from ddptrain.protocol import error_file, events
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.worker.environment import FLIGHT_RECORD
@@ -110,14 +110,12 @@ def timed_out(spool: RankSpool) -> bool:
 
 
 def _announce_file(spool: RankSpool, path: str, staged: str) -> None:
-    with (spool.staging / staged).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = file.tell()
+    size, digest = hash_file(spool.staging / staged)
     _emit(spool, events.FileSaved(time.time_ns(), path, staged, size, digest))
 
 
 def _emit(spool: RankSpool, event: events.Event) -> None:
-    fd = os.open(spool.events, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    fd = open_append(spool.events)
     try:
         os.write(fd, events.encode(event))  # in one write, so that lines of the rank are not mixed with it
     finally:

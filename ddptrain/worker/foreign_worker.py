@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ import dask
 from distributed import Worker, WorkerPlugin
 
 from ddptrain import __version__
+from ddptrain.file_ops import sha256
 from ddptrain.gpus import visible_gpus
 from ddptrain.protocol.exec_env import exec_only
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
@@ -146,7 +146,7 @@ def _nanny_environ(worker: Worker) -> dict[str, object]:
 def _server_folder(scheduler: str, env: Mapping[str, str]) -> Path:
     """The folder of the shared rank server: equal for workers for which a fork of one server is equivalent."""
     alike = [scheduler, sys.executable, sys.prefix, __version__, exec_only(env), _container_identity()]
-    digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:16]
+    digest = sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"ddptrain-{os.getuid()}-{digest}"
 
 

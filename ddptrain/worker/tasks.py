@@ -16,6 +16,7 @@ from dask.system import cpu_count
 from distributed import Worker, get_worker
 
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import open_append
 from ddptrain.protocol import commands, notices
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.encryption import open_spec
@@ -74,8 +75,7 @@ class _RankTask:
         self.spool.create()
         spec = self._completed()
         self.host.register(spec.key, spec.key, spec.supervision.grace_s)
-        append = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        log_fd, events_fd = os.open(self.spool.log, append), os.open(self.spool.events, append)
+        log_fd, events_fd = open_append(self.spool.log), open_append(self.spool.events)
         try:
             self.server.start_rank(
                 spec.key, spec.to_json(), log_fd, events_fd, self.host.slot_name(spec.placement.slot)

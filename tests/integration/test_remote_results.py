@@ -121,7 +121,7 @@ def looks_right_from_anywhere(reader: Machine) -> None:
     ("place", "says"),
     [
         ("s3://none/runs", "cannot keep runs in s3://none/runs: there is no bucket none; make it first"),
-        ("s5://bucket/runs", "cannot use s5://bucket/runs: Protocol not known: s5"),
+        ("s5://bucket/runs", "results.dir s5://bucket/runs can't be opened: ValueError: Protocol not known: s5"),
     ],
 )
 def test_place_that_is_none_is_one_line_before_anything_starts(

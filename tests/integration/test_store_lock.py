@@ -19,9 +19,9 @@ from s3fs import S3FileSystem
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results.remote import lock as remote_lock
 from ddptrain.results.remote.lock import LOCK, Claim, StoreLock, claim_from
-from ddptrain.results.remote.lock_file import ConditionalFile, Unconditional
-from ddptrain.results.remote.store import Store
 from ddptrain.results.remote.upload import Uploads
+from ddptrain.storage.base import Unconditional
+from ddptrain.storage.remote_folder import RemoteFolder
 from tests.integration.s3server import s3_server
 from tests.integration.seaweed import seaweed
 
@@ -31,7 +31,7 @@ ACQUISITIONS = 1000
 _OWNER = """
 import os, sys, threading
 from ddptrain.errors import RunLocked
-from ddptrain.results.remote.store import Store
+from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.results.remote.lock import StoreLock
 
 url, inside, share, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -39,7 +39,7 @@ taken, refused, doubles = [], [], []
 
 
 def take_often():
-    lock = StoreLock(Store.open(url))
+    lock = StoreLock(RemoteFolder.open(url))
     assert not lock.weakness
     while len(taken) < share:
         try:
@@ -79,26 +79,26 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def store(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteFolder:
     """A folder of its own in a store that keeps conditions."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return replace(Store.open(f"s3://bucket/{tmp_path.name}"), pauses_s=(0.0,))
+    return replace(RemoteFolder.open(f"s3://bucket/{tmp_path.name}"), pauses_s=(0.0,))
 
 
-def there(store: Store) -> Claim:
+def there(store: RemoteFolder) -> Claim:
     claim = claim_from(store.read(LOCK))
     assert claim is not None
     return claim
 
 
-def write_claim(store: Store, **changes: Any) -> None:
+def write_claim(store: RemoteFolder, **changes: Any) -> None:
     claim = replace(Claim.of_this_process(), **changes)
     store.write(LOCK, json.dumps(dataclasses.asdict(claim)).encode())
 
 
 @pytest.mark.slow
-def test_of_many_that_want_it_only_one_has_it(store: Store, environment: dict[str, str], tmp_path: Path) -> None:
+def test_of_many_that_want_it_only_one_has_it(store: RemoteFolder, environment: dict[str, str], tmp_path: Path) -> None:
     processes, threads = 2, 2
     words = [store.url, str(tmp_path / "inside"), str(ACQUISITIONS // processes), str(threads)]
     owners = [
@@ -113,7 +113,7 @@ def test_of_many_that_want_it_only_one_has_it(store: Store, environment: dict[st
     assert doubles == 0
 
 
-def test_host_names_and_clocks_of_hosts_do_not_matter(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_names_and_clocks_of_hosts_do_not_matter(store: RemoteFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     # A container on another host, which is called as this one, and whose process ids mean nothing here; its clock is
     # slow by an hour, and one that asks has a clock that is fast by an hour.
     hour_s = 3600.0
@@ -129,7 +129,7 @@ def test_host_names_and_clocks_of_hosts_do_not_matter(store: Store, monkeypatch:
 
 
 def test_lease_of_an_owner_that_has_died_ends_by_the_clock_of_the_store(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: RemoteFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_claim(store, machine="another boot pid:[1]", time_s=time.time() + 3600.0)
     monkeypatch.setattr(remote_lock, "STALE_S", 4.0)
@@ -147,7 +147,7 @@ def test_lease_of_an_owner_that_has_died_ends_by_the_clock_of_the_store(
 
 
 def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_more(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = StoreLock(store, refresh_s=PATIENCE_S * 10)  # no thread of its own tells it
     owner.take(contested=True)
@@ -179,7 +179,7 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
     assert (there(store).token, there(store).released) == (heir.claim.token, False)
 
 
-def test_owner_whose_answer_was_lost_still_has_the_lock(store: Store) -> None:
+def test_owner_whose_answer_was_lost_still_has_the_lock(store: RemoteFolder) -> None:
     owner = StoreLock(store)
     owner.take(contested=True)
     assert owner._mine is not None
@@ -201,9 +201,9 @@ def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch:
         (server.buckets / "bucket").mkdir()
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        store = Store.open("s3://bucket/run")
+        store = RemoteFolder.open("s3://bucket/run")
         with pytest.raises(Unconditional, match="does not keep their conditions"):
-            ConditionalFile(store, LOCK, "probe")
+            store.test_conditions("probe")
         lock = StoreLock(store, settle_s=0.0)
         lock.take(contested=True)
         assert lock.weakness == "the store does not keep their conditions"
@@ -221,7 +221,7 @@ def test_profile_of_aws_is_enough(environment: dict[str, str], tmp_path: Path, m
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    store = Store.open(f"s3://bucket/{tmp_path.name}-profile")
+    store = RemoteFolder.open(f"s3://bucket/{tmp_path.name}-profile")
     lock = StoreLock(store)
     lock.take(contested=True)
     assert not lock.weakness

@@ -28,7 +28,13 @@ ALLOWED: dict[str, set[str]] = {
     "worker": set(),
     "rank": {"tracking", "workloads"},
     "clusters": {"worker"},
-    "driver": {"clusters", "results", "tracking", "worker"},  # tracking: W&B's credentials, files and sync command
+    "driver": {
+        "clusters",
+        "results",
+        "storage",
+        "tracking",
+        "worker",
+    },
     "cli": {"clusters", "driver", "results"},
     "compat": {"clusters", "driver", "rank", "results", "worker"},  # parts of it run in each of these
 }

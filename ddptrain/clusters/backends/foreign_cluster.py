@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 from ddptrain.clusters import status
 from ddptrain.clusters.resolve import of_deployment
 from ddptrain.clusters.scheduler.process import ENDED_FILE
-from ddptrain.clusters.security import write_private
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
+from ddptrain.file_ops import write_atomic
 
 _ASK_S = 5.0
 _SURE_S = 15.0  # a scheduler on a busy machine answers late, and without its answer nothing can be scaled
@@ -77,6 +76,4 @@ def write_ended(folder: Path, reason: str, **more: bool) -> None:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a file that only this user may read, at once."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    write_private(beside, json.dumps(data).encode())
-    os.replace(beside, path)
+    write_atomic(path, json.dumps(data).encode(), mode=0o600, durable=False)

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters.scheduler.worker_ttl import drop_the_silent
-from ddptrain.clusters.security import CERT_FILE, own_security, write_private
+from ddptrain.clusters.security import CERT_FILE, own_security
+from ddptrain.file_ops import write_atomic
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
 if TYPE_CHECKING:
@@ -177,9 +178,7 @@ def is_used(scheduler: Scheduler) -> bool:
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    write_private(beside, json.dumps(data).encode())
-    os.replace(beside, path)
+    write_atomic(path, json.dumps(data).encode(), mode=0o600, durable=False)
 
 
 if __name__ == "__main__":

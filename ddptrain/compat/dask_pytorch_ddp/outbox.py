@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 from distributed import Worker
 
+from ddptrain.file_ops import sha256, write_atomic
 from ddptrain.protocol.rank_spec import attached_plugin, key_prefix
 from ddptrain.worker.spool import read_chunk
 
@@ -33,7 +33,7 @@ _counter = itertools.count()
 def box_of(key: str) -> str:
     """The box of what a Dask task submits: one for all ranks of a job, one for any other task."""
     run_id = key.partition("/")[2].partition("/")[0]
-    return run_id if run_id and key.startswith(key_prefix(run_id)) else hashlib.sha256(key.encode()).hexdigest()[:32]
+    return run_id if run_id and key.startswith(key_prefix(run_id)) else sha256(key.encode()).hexdigest()[:32]
 
 
 def make_box(worker: Worker, box: str) -> Path:
@@ -49,16 +49,14 @@ def make_box(worker: Worker, box: str) -> Path:
 def put(folder: Path, key: str, path: str, data: memoryview) -> None:
     """Leave a result in a box, whole or not at all. Raises OSError."""
     name = f"{time.time_ns():020d}-{os.getpid()}-{next(_counter)}"
-    digest = hashlib.sha256()
+    digest = sha256()
     with (folder / f"{name}{_DATA}").open("xb") as file:
         for start in range(0, len(data), _BLOCK_BYTES):
             block = data[start : start + _BLOCK_BYTES]
             digest.update(block)
             file.write(block)
     entry = {"key": key, "path": path, "size_bytes": len(data), "sha256": digest.hexdigest()}
-    beside = folder / f".{name}"
-    beside.write_text(json.dumps(entry), encoding="utf-8")
-    os.replace(beside, folder / f"{name}{_ENTRY}")
+    write_atomic(folder / f"{name}{_ENTRY}", json.dumps(entry).encode(), durable=False)
 
 
 # --- for client.run ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import socket
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from ddptrain.compat.dask_pytorch_ddp import failures
+from ddptrain.file_ops import write_atomic
 from ddptrain.rank import faults
 from ddptrain.rank.tracebacks import user_traceback
 
@@ -50,9 +50,7 @@ def _sealed(ctx: RankContext, error: BaseException) -> bytes:
 
 
 def _leave(answer: str, ending: str, data: bytes) -> None:
-    beside = Path(f"{answer}.beside")
-    beside.write_bytes(data)
-    os.replace(beside, f"{answer}.{ending}")
+    write_atomic(Path(f"{answer}.{ending}"), data, durable=False)
 
 
 def answered(answer: str, ending: str) -> Any:

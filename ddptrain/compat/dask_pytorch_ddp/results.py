@@ -18,9 +18,9 @@ from ddptrain.compat.dask_pytorch_ddp import failures, outbox
 from ddptrain.driver import dask_call
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.events import FileSaved
-from ddptrain.results.artifacts import adopt
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.layout import INCOMING, safe_relative
+from ddptrain.results.staging import adopt_file
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 __all__ = ["DaskResultsHandler"]
@@ -133,12 +133,12 @@ class _Collector:
         try:
             safe_relative(event.path)
             if outbox.is_shared(root, token):
-                adopt(self.prefix, event, outbox.data_file(Path(root), entry["name"]))
+                adopt_file(self.prefix, event, outbox.data_file(Path(root), entry["name"]))
                 return
             incoming = self.prefix / f"{INCOMING}{secrets.token_hex(8)}"
             try:
                 self._fetch(entry["name"], event.size_bytes, worker, incoming)
-                adopt(self.prefix, event, incoming)
+                adopt_file(self.prefix, event, incoming)
             finally:
                 incoming.unlink(missing_ok=True)
         except UnsafePath:

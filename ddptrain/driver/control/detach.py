@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import IO
 
 from ddptrain.errors import ClusterError, ExitCode
+from ddptrain.file_ops import write_all
 from ddptrain.results.errors import naming
-from ddptrain.results.files import open_to_append, write_all
+from ddptrain.results.files import open_to_append
 from ddptrain.results.layout import RunLayout
 
 READY_OPTION = "--ready-fd"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ddptrain.driver.display.lines import Line, LineAssembler
-from ddptrain.results.files import open_to_read
+from ddptrain.file_ops import open_regular
 
 READ_BYTES = 64 * 1024  # a read; small, as a read of short lines becomes many objects
 
@@ -34,7 +34,7 @@ class LogTail:
             return []
         try:
             if self._fd < 0:
-                self._fd = open_to_read(self.path)
+                self._fd = open_regular(self.path)
             data = os.pread(self._fd, size, self.offset)
         except OSError:  # not there yet, or the file system lost our handle: open it again next time
             self.close()

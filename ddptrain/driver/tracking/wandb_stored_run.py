@@ -11,8 +11,8 @@ from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, LINKS, STATE_FILES, R
 from ddptrain.results.errors import naming
 from ddptrain.results.layout import RunLayout, step_of
 from ddptrain.results.remote import restore
-from ddptrain.results.remote.store import Store, is_plain
 from ddptrain.results.tracking.record import OF_NO_USE, RECORDED
+from ddptrain.storage.remote_folder import RemoteFolder, is_plain
 from ddptrain.tracking.wandb import transaction_log
 
 _STAGED = f"{RECORDED}/data/artifacts/staging"
@@ -24,7 +24,7 @@ class StoredWandbRun:
     State files tell which parts were sent.
     """
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: RemoteFolder, folder: Path) -> None:
         self.store = store
         self.layout = RunLayout(folder)
         self._paths: list[str] = []

@@ -30,8 +30,9 @@ from ddptrain.results.ownership import lock
 from ddptrain.results.ownership.driver_heartbeat import WATCH_S
 from ddptrain.results.record import RunStatus
 from ddptrain.results.remote.lock import StoreLock
-from ddptrain.results.remote.store import Store
 from ddptrain.results.tracking.record import RECORDED, wandb_parts
+from ddptrain.storage.base import StoreError
+from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.tracking.wandb import transaction_log
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, access_to
 from ddptrain.tracking.wandb.sync_command import sync_environment, sync_logs
@@ -93,7 +94,7 @@ def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent
     if view.layout.is_original:
         return _result(view, lambda: _sync_local(view, environ, deadline))
     with tempfile.TemporaryDirectory(prefix="ddptrain-sync-") as folder:
-        stored = StoredWandbRun(Store.open(view.layout.where), Path(folder) / "run")
+        stored = StoredWandbRun(RemoteFolder.open(view.layout.where), Path(folder) / "run")
         here = RunView(stored.layout, view.record)
         return _result(here, lambda: _sync_stored(view, here, stored, environ, deadline))
 
@@ -105,7 +106,7 @@ def _result(view: RunView, sync: Callable[[], Sent]) -> Sent:
         return Sent(view.run_id, passed_over=str(reason))
     except RunLocked:
         return Sent(view.run_id, passed_over="another process is sending it")
-    except (_NotSent, ResultsError) as error:
+    except (_NotSent, ResultsError, StoreError) as error:
         return Sent(view.run_id, waiting=len(_waiting(view)), problem=str(error))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import heapq
 import io
 import os
@@ -23,6 +22,7 @@ from ddptrain.config.load import LoadedConfig
 from ddptrain.config.params import find_source
 from ddptrain.config.registry import workload_target
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import sha256
 from ddptrain.protocol.code_digest import content_hash, kind_of, line_of, link_target
 from ddptrain.secret_rules import is_secret_file
 
@@ -118,7 +118,7 @@ class Package:
 
         The hash may differ from `hash` if files change meanwhile. Raises UsageError if a file cannot be read.
         """
-        buffer, whole = io.BytesIO(), hashlib.sha256()
+        buffer, whole = io.BytesIO(), sha256()
         with (
             gzip.GzipFile("", "wb", compresslevel=1, fileobj=buffer, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w") as archive,
@@ -142,7 +142,7 @@ class Package:
         info.uname = info.gname = ""
         info.mode = 0o755 if kind == "program" else 0o644
         archive.addfile(info, None if is_link else io.BytesIO(data))
-        return line_of(kind, name, hashlib.sha256(data).hexdigest())
+        return line_of(kind, name, sha256(data).hexdigest())
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
+from ddptrain.file_ops import hash_file
 from ddptrain.protocol.notices import describe_status
 from ddptrain.results.errors import naming
 from ddptrain.results.files import make_folder, write_whole
@@ -85,7 +85,7 @@ class Inputs:
         with naming(self._folder):
             files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != CONTENTS)
             listed = {
-                path.name: {"size_bytes": path.stat().st_size, "sha256": _digest(path)}
+                path.name: {"size_bytes": path.stat().st_size, "sha256": hash_file(path)[1]}
                 for path in files
                 if not path.name.startswith(".")
             }
@@ -115,11 +115,6 @@ class Inputs:
         process.stdout.close()
         with contextlib.suppress(OSError):
             self._folder.rmdir()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _error(failed: Mapping[str, object]) -> Exception:

@@ -1,7 +1,7 @@
-"""What ranks agree on without a collective, through the gang's store: when to save, and when to end.
+"""How ranks agree, through the worker group's store, on when to save and when to end.
 
-A collective would have to come at the same moment in every rank, on the device, between the user's own; a key in the
-store can be set and read at any time, from any thread.
+A collective would have to run at the same place in every rank, on the device, between the user's own collectives. A key
+in the store can be set and read at any time, from any thread.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ EXIT_PREEMPTED = 75
 
 
 class Preempted(SystemExit):
-    """All ranks end here, with a checkpoint: the host is about to go. A clean end, not a failure."""
+    """Ends a rank after the checkpoint of a preemption. It is a clean end, not a failure."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_PREEMPTED)
 
 
 class GangStore:
-    """The gang's store, for one rank: keys of this attempt; every thread has a connection of its own.
+    """The worker group's store (TCPStore) for one rank: keys of this attempt.
 
-    A connection is busy while its owner waits for a key. All calls raise RuntimeError where the store is gone.
+    Every thread has its own connection, because a connection is busy while it waits for a key. All calls raise
+    RuntimeError if the store has ended.
     """
 
     def __init__(self, spec: RankSpec) -> None:
@@ -47,20 +48,20 @@ class GangStore:
         self._connection().set(self._prefix + key, value)  # type: ignore[arg-type]  # bytes are taken as they are
 
     def has(self, key: str) -> bool:
-        """Whether a key is set; never waits for it."""
+        """Return whether a key is set; does not wait."""
         return bool(self._connection().check([self._prefix + key]))
 
     def get(self, key: str) -> bytes:
-        """A key's value; waits for it, for the gang's time-out at most."""
+        """Return the value of a key; waits until it is set, at most `dist_timeout_s`."""
         value: bytes = self._connection().get(self._prefix + key)
         return value
 
     def wait(self, keys: Sequence[str]) -> None:
-        """Wait until all of these keys are set, for the gang's time-out at most."""
+        """Wait until all of these keys are set, at most `dist_timeout_s`."""
         self._connection().wait([self._prefix + key for key in keys])
 
     def delete(self, key: str) -> None:
-        """Forget a key."""
+        """Delete a key."""
         self._connection().delete_key(self._prefix + key)
 
     def _connection(self) -> TCPStore:
@@ -75,10 +76,10 @@ class GangStore:
 
 
 class Calls:
-    """Counts the calls of ctx.checkpoint, and agrees with the other ranks after which of them all end.
+    """Counts the calls of ctx.checkpoint, and agrees with the other ranks on the last call of a preemption.
 
-    Told to end, a rank publishes at once, from whatever thread, how many calls it has entered; all end with the call
-    after the largest of these numbers, which none has entered yet.
+    When a rank receives the notice, it publishes at once how many calls it has entered. All ranks end with the call
+    after the largest of these numbers, which no rank has entered yet.
     """
 
     def __init__(self, spec: RankSpec, store: GangStore) -> None:
@@ -88,26 +89,26 @@ class Calls:
         self._entered = 0
         self._last: float | None = None
         self.told_to_end = False
-        self.saves = False  # whether the workload has resumed, or saved: else there is no call to wait for
-        self.notified = False  # whether the order to end has come, for a workload that never saves as well
-        self.seen = False  # whether the workload knows that it is to end
+        self.saves = False  # whether the workload has resumed or saved; if not, there is no call to wait for
+        self.notified = False  # whether the notice has arrived, also for a workload that never saves
+        self.seen = False  # whether the workload has read ctx.preempted after the notice
         self.complete = False  # whether it has saved its last step
         self.has_saved = bool(spec.checkpointing.resume_from)  # whether any attempt has saved a checkpoint
 
     @property
     def ends_early(self) -> bool:
-        """Whether a workload that returns now does so because it is to end, before its work is done."""
+        """Whether a workload that returns now returns because of the preemption, before its work is done."""
         return self.seen and not self.complete
 
     def enter(self) -> int:
-        """The number of the call that begins now, from 1."""
+        """Return the number of the call that begins now, from 1."""
         with self._lock:
             self.saves = True
             self._entered += 1
             return self._entered
 
     def tell_to_end(self) -> None:
-        """The notice has come; called in any thread, once or more often."""
+        """Handle the notice of a preemption. May be called by any thread, and more than once."""
         with self._lock:
             if self.told_to_end:
                 return
@@ -116,15 +117,15 @@ class Calls:
             if self._spec.placement.world_size == 1:
                 self._last = entered + 1
                 return
-        # In a thread: to reach a store that is gone takes its time, and the caller has other orders to hear.
+        # In a thread: a store that has ended delays the call, and the caller must read further commands.
         threading.Thread(target=self._publish, args=(entered,), name="ddptrain-publish", daemon=True).start()
 
     def _publish(self, entered: int) -> None:
-        with contextlib.suppress(RuntimeError):  # a gang whose store is gone is being stopped
+        with contextlib.suppress(RuntimeError):  # without a store the worker group is being stopped
             self.store.set(f"end/{self._spec.rank}", str(entered))
 
     def is_last(self, number: int) -> bool:
-        """Whether all ranks end with their call of that number."""
+        """Return whether all ranks end with their call of that number."""
         if not self.told_to_end:
             return False
         if self._last is None:
@@ -132,7 +133,7 @@ class Calls:
         return number >= self._last
 
     def _agree(self) -> float:
-        """Every rank publishes within a moment of the notice; one that doesn't in grace_s has more to tell."""
+        """Return the number of the last call; infinity if a rank does not publish its number within grace_s."""
         deadline = time.monotonic() + self._spec.supervision.grace_s
         keys = [f"end/{rank}" for rank in range(self._spec.placement.world_size)]
         try:
@@ -146,7 +147,7 @@ class Calls:
 
 
 class Due:
-    """Which calls of ctx.checkpoint save: the same ones in every rank."""
+    """Decides which calls of ctx.checkpoint save; the result is the same in every rank."""
 
     def __init__(self, spec: RankSpec, store: GangStore) -> None:
         self._every_epochs, self._every_steps = spec.checkpointing.every_epochs, spec.checkpointing.every_steps
@@ -155,8 +156,9 @@ class Due:
         self.step = 0
 
     def now(self, call: int, step: int, epoch: float | None) -> bool:
-        """Whether this call saves: its epoch, its step, or the clock says so; or nothing could."""
-        by_clock = self._pace is not None and self._pace.due(call)  # asked in every call: all ranks look at the same
+        """Return whether this call saves: by its epoch, its step or the clock, or because none of these can decide."""
+        # In every call, so that all ranks read the same keys.
+        by_clock = self._pace is not None and self._pace.due(call)
         every, before = self._every_steps, self.step
         self.step = step
         if by_clock or (every is not None and step // every > before // every):
@@ -166,16 +168,16 @@ class Due:
         return self._every_epochs is not None and epoch == (whole := int(epoch)) and whole % self._every_epochs == 0
 
     def saved(self) -> None:
-        """A checkpoint has been taken: the clock starts again."""
+        """Restart the clock after a checkpoint."""
         if self._pace is not None:
             self._pace.restart()
 
 
 class Pace:
-    """Whether `every_s` seconds are over, as rank 0's clock has it.
+    """Decides by rank 0's clock whether `every_s` seconds have passed since the last checkpoint.
 
-    All ranks look in the same calls, and rank 0 says in each of them which is the next: half of those that the time
-    left has room for, and never more than there were before, for the first calls tell little of those to come.
+    All ranks compare in the same calls. In each of them rank 0 chooses the next one: after half of the calls that fit
+    into the remaining time, but not more calls than before, because the first calls say little about later ones.
     """
 
     def __init__(self, spec: RankSpec, store: GangStore, every_s: float) -> None:
@@ -187,7 +189,7 @@ class Pace:
         self._looked_s = self._since_s = time.monotonic()
 
     def due(self, call: int) -> bool:
-        """Whether all ranks save in their call of that number."""
+        """Return whether all ranks save in their call of that number."""
         if call < self._look_at:
             return False
         if not self._leads:
@@ -200,7 +202,7 @@ class Pace:
         return is_due
 
     def restart(self) -> None:
-        """The seconds count from now on."""
+        """Count the seconds from now on."""
         self._since_s = time.monotonic()
 
     def _measure(self, call: int, now: float) -> bool:

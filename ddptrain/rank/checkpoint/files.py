@@ -1,12 +1,11 @@
-"""A checkpoint's files: tensors as safetensors, the rest as a state that loads without executing a pickle.
+"""The files of a checkpoint: tensors as safetensors, the rest as a state that loads without executing a pickle.
 
-The files are written here, not by safetensors and torch.save: in large pieces that leave the interpreter to the
-training thread, hashed on the way, and with an OSError that says what the disk said.
+safetensors and torch.save do not write the files. Here they are written in large pieces, which release the GIL for the
+training thread, are hashed at the same time, and raise the OSError of the disk.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -19,23 +18,23 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ddptrain.file_ops import sha256, write_all
 from ddptrain.protocol.events import StagedFile
 from ddptrain.rank.checkpoint.snapshot import SAFETENSORS_TYPES, Snapshot, unwrapped
 from ddptrain.workloads.versions import versioned
 
 MODEL_FILE = "model.safetensors"
-TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt says where each belongs
+TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt refers to them
 STATE_FILE = "state.pt"
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 20
-_ELSEWHERE = "ddptrain.tensor"  # {this: name} in state.pt stands for the tensor of that name in TENSORS_FILE
+_REFERENCE = "ddptrain.tensor"  # {_REFERENCE: name} in state.pt refers to the tensor of that name in TENSORS_FILE
 
 
 def write(folder: Path, snapshot: Snapshot, ranks: list[Any] | None = None) -> tuple[StagedFile, ...]:
-    """Write a snapshot, and what each of the `ranks` adds, into a new `folder`; return the files and their hashes.
+    """Write a snapshot and the states of all ranks into a new folder; return the files and their hashes.
 
-    Raises:
-        OSError: the disk is full, or worse.
+    Raises OSError if a write fails.
     """
     folder.mkdir(parents=True)
     large: dict[str, Tensor] = {}
@@ -54,8 +53,7 @@ def read(
 ) -> dict[str, Any]:
     """Load a checkpoint into `model` and `optimizer`; return its state: step, epoch, metrics, extra and ranks.
 
-    Raises:
-        RuntimeError: the weights don't fit the model; missing and unexpected names are told.
+    Raises RuntimeError, which lists missing and unexpected names, if the weights don't fit the model.
     """
     state = read_state(folder)
     weights: dict[str, Any] = load_file(folder / MODEL_FILE, device=str(device))
@@ -70,22 +68,11 @@ def read(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """All of a checkpoint but the weights, on the CPU."""
+    """Load everything but the weights, on the CPU."""
     state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     large = load_file(folder / TENSORS_FILE) if (folder / TENSORS_FILE).exists() else {}
     found: dict[str, Any] = _map(state, dict, lambda item: _fetched(item, large))
     return found
-
-
-def hash_file(path: Path) -> tuple[int, str]:
-    """Size in bytes and SHA-256 of a file."""
-    digest = hashlib.sha256()
-    size = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return size, digest.hexdigest()
 
 
 def _set_aside(tensor: Tensor, large: dict[str, Tensor]) -> Any:
@@ -97,15 +84,15 @@ def _set_aside(tensor: Tensor, large: dict[str, Tensor]) -> Any:
         return tensor
     name = str(len(large))
     large[name] = tensor
-    return {_ELSEWHERE: name}
+    return {_REFERENCE: name}
 
 
 def _fetched(item: dict[Any, Any], large: Mapping[str, Tensor]) -> Any:
-    return large[item[_ELSEWHERE]] if item.keys() == {_ELSEWHERE} else item
+    return large[item[_REFERENCE]] if item.keys() == {_REFERENCE} else item
 
 
 def _map(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
-    """`value` with each `kind` in its containers changed; a container's items come before itself."""
+    """Apply `change` to each instance of `kind` in nested containers; items are changed before their container."""
     if type(value) in (list, tuple, set):
         value = type(value)(_map(item, kind, change) for item in value)
     elif isinstance(value, dict):
@@ -114,9 +101,9 @@ def _map(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
 
 
 def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterable[memoryview]:
-    """The bytes of a safetensors file: the header's length, the header, and the tensors without a gap between."""
+    """Yield the bytes of a safetensors file: the header's length, the header, and the tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    # Wide types first: so each tensor lies at a multiple of its elements' size.
+    # Wide types first: so each tensor is aligned to the size of its elements.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     end = 0
     for name in names:
@@ -136,9 +123,8 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def _write_file(path: Path, pieces: Iterable[memoryview]) -> StagedFile:
-    """Write and hash at once; the file is on the disk for good when this returns."""
-    digest = hashlib.sha256()
-    size = 0
+    """Write a file and compute its hash; the file is durable when this returns."""
+    digest, size = sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for piece in pieces:
@@ -146,8 +132,7 @@ def _write_file(path: Path, pieces: Iterable[memoryview]) -> StagedFile:
                 chunk = piece[start : start + _CHUNK_BYTES]
                 digest.update(chunk)
                 size += len(chunk)
-                while chunk:
-                    chunk = chunk[os.write(descriptor, chunk) :]
+                write_all(descriptor, chunk)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What ctx.resume loads: the state of a checkpoint, put into the user's objects, and the random states of the rank."""
+"""Loads a checkpoint for ctx.resume: into the user's objects, and into the random number generators of the rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a resumed run goes on: `step` and `epoch` are those of the checkpoint, `data` the extra state saved.
+    """The checkpoint that a run continues from: its `step`, its `epoch`, and in `data` the extra state.
 
-    `world_size` is how many ranks saved it; `rank_state` is this rank's own, None where there were more or fewer.
+    world_size: the number of ranks that saved it. rank_state: this rank's own; None if the number of ranks differs.
     """
 
     step: int
@@ -36,7 +36,7 @@ def loaded(
     more: Mapping[str, Any],
     note: Callable[[str], None],
 ) -> tuple[Resumed, list[dict[str, int]]]:
-    """Load the checkpoint of `spec` into what is given; return it, and where its loaders were."""
+    """Load the checkpoint of `spec` into the given objects; return it, and the positions of its loaders."""
     state = files.read(Path(spec.checkpointing.resume_from), model, optimizer, device)
     extra: dict[str, Any] = state["extra"]
     for name, value in more.items():
@@ -70,7 +70,7 @@ def _restore_random(
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """Plain data with its tensors on the device."""
+    """Move the tensors in plain data to the device."""
     if type(value) in (list, tuple, set):
         return type(value)(_on(device, item) for item in value)
     if isinstance(value, dict):

@@ -1,8 +1,7 @@
-"""The random states of a rank: taken as plain data, put back, or made anew for another rank."""
+"""The states of a rank's random number generators: captured as plain data, restored, or derived for a new rank."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddptrain.file_ops import sha256
+
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Python's, NumPy's and torch's states, as tensors and numbers that load without executing a pickle."""
+    """Return the states of Python, NumPy and torch, as tensors and numbers that load without executing a pickle."""
     version, words, gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached = of_numpy
@@ -25,7 +26,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on drawing where `state` was captured; a device that it knows nothing of keeps its own."""
+    """Restore a captured state; a device that is not in it keeps its own."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -36,8 +37,8 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def reseed(state: Mapping[str, Any], rank: int) -> None:
-    """States for a rank that there was not: the same for the same saved `state` and rank, another for each rank."""
-    digest = hashlib.sha256(state["torch"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+    """Set states for a rank that the checkpoint does not have. They depend only on the saved `state` and the rank."""
+    digest = sha256(state["torch"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
     seed = int.from_bytes(digest[:7], "little")
     random.seed(seed)
     np.random.seed(seed % 2**32)

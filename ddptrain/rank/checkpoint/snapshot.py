@@ -1,4 +1,4 @@
-"""A copy of the training's state in host memory, so that training goes on while it is written."""
+"""Copies the state of the training into host memory, so that training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HUGE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The weights by name, the names that share them (name -> name of the weight), and all the rest as plain data."""
+    """The weights by name, further names of shared weights (name -> name of the weight), and the rest as plain data."""
 
     weights: Mapping[str, Tensor]
     tied: Mapping[str, str]
@@ -47,7 +47,7 @@ class Snapshot:
 
 
 class HostBuffers:
-    """Memory for one snapshot, used again for the next; that for a GPU's tensors is pinned."""
+    """The memory of one snapshot, reused for the next; memory for tensors of a GPU is pinned."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
@@ -57,12 +57,11 @@ class HostBuffers:
     def take(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
     ) -> Snapshot:
-        """Copy what the model, the optimizer and `state` (plain data, or objects with state_dict()) hold now.
+        """Copy the model, the optimizer and `state` (plain data, or objects with state_dict()).
 
-        The last snapshot must be done with. The copies have arrived when this returns.
+        The previous snapshot must no longer be in use. The copies are complete when this returns.
 
-        Raises:
-            TypeError: something would only load by executing a pickle; nothing has been copied for good.
+        Raises TypeError if something would only load by executing a pickle.
         """
         self._used = 0
         weights, tied, others = self._weights(unwrapped(model).state_dict())
@@ -75,7 +74,7 @@ class HostBuffers:
         return Snapshot(weights, tied, plain)
 
     def _weights(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-        """Each weight once, which names share one, and what is no tensor (a module's extra state)."""
+        """Return each weight once, the names that share one, and what is no tensor (a module's extra state)."""
         weights: dict[str, Tensor] = {}
         tied: dict[str, str] = {}
         seen: dict[object, str] = {}
@@ -92,7 +91,7 @@ class HostBuffers:
         return weights, tied, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
     def plain(self, value: Any) -> Any:
-        """`value` with all that may change copied. Raises TypeError."""
+        """Return `value` with copies of everything that may change. Raises TypeError."""
         kind = type(value)
         if kind in _ATOMS:
             return value
@@ -131,31 +130,31 @@ class HostBuffers:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model without DDP's wrapper."""
+    """Return the model without the DDP wrapper."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def plain_bytes(value: Any) -> bytes:
-    """`value` (plain data, or an object with state_dict()), as bytes that `from_bytes` reads. Raises TypeError."""
+    """Encode `value` (plain data, or an object with state_dict()) for `from_bytes`. Raises TypeError."""
     file = io.BytesIO()
     torch.save(HostBuffers().plain(value), file)
     return file.getvalue()
 
 
 def from_bytes(data: bytes) -> Any:
-    """What `plain_bytes` was given; nothing is executed."""
+    """Decode the bytes of `plain_bytes`; nothing is executed."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _place(tensor: Tensor) -> object:
-    """The same for two tensors only where they are one; None where that can't be told."""
+    """Return a key that two tensors share only if they are the same memory; None if that is unknown."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
         return None
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _host_memory(like: Tensor) -> Tensor:
-    """An empty tensor of that shape and type, packed. Large pages make the first copy into it faster."""
+    """Return an empty contiguous tensor of that shape and type. Large pages make the first copy into it faster."""
     size = like.numel() * like.element_size()
     if like.is_cuda or size < _HUGE_BYTES:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
@@ -166,13 +165,13 @@ def _host_memory(like: Tensor) -> Tensor:
 
 
 def _proven(value: Any) -> Any:
-    """A copy of something unusual, if it loads with weights_only: better to fail now than when it is needed."""
+    """Return a copy of another object if it loads with weights_only. It must fail now rather than at the resume."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # whatever the object's own code raises
         raise TypeError(
             "checkpoint state must load without executing a pickle: give numbers, text, lists, dictionaries, tensors, "
             f"or objects with state_dict(), not {type(value).__qualname__} ({error})"

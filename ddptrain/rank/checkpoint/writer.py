@@ -1,4 +1,4 @@
-"""Writes checkpoints in a thread, one at a time, while training goes on; a full disk is tried again, not the end."""
+"""Writes checkpoints in a thread while training continues, one at a time. A failed write is repeated."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ddptrain.rank.emitter import Emitter
 
 _POLL_S = 0.01
 _LONGEST_PAUSE_S = 60.0
-_STRAGGLE_S = 0.5  # what a rank may be behind another when the gang is being stopped
-_NICENESS = 5  # of the thread: what it does can wait, a training step can't
+_STRAGGLE_S = 0.5  # how much later than rank 0 another rank may arrive while the worker group is being stopped
+_NICENESS = 5  # of the thread: training steps have priority
 
 
 class _Dropped(Exception):
-    """The gang is being stopped, and a rank has not come to this checkpoint: it can't be completed."""
+    """The worker group is being stopped before all ranks called ctx.checkpoint: this checkpoint is not written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A checkpoint to be written: the `number`-th of this attempt; `own` is what rank 0 adds of itself."""
+    """A checkpoint to write, the `number`-th of this attempt; `own` is the state of rank 0."""
 
     number: int
     step: int
@@ -44,17 +44,17 @@ class Save:
 
 
 def state_key(number: int, rank: int) -> str:
-    """The key under which a rank leaves what it adds to the `number`-th checkpoint."""
+    """Return the key of the store under which a rank leaves its state for the `number`-th checkpoint."""
     return f"state/{number}/{rank}"
 
 
 def done_key(rank: int) -> str:
-    """The key that says that a rank calls ctx.checkpoint no more."""
+    """Return the key of the store that says that a rank will not call ctx.checkpoint again."""
     return f"done/{rank}"
 
 
 class Saver:
-    """Rank 0's: at most one checkpoint is on its way."""
+    """Writes the checkpoints of a worker group; rank 0 has it. At most one checkpoint is being written."""
 
     def __init__(
         self,
@@ -63,27 +63,28 @@ class Saver:
         store: GangStore,
         written: Callable[[int, Path, Mapping[str, float]], None] = lambda step, folder, metrics: None,
     ) -> None:
-        """`written` is called with each complete checkpoint, before the driver may take it away."""
+        """`written` is called with each complete checkpoint, before the driver may move it."""
         self._written = written
         self._spec = spec
         self._emitter = emitter
         self._store = store
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()
-        self._silent: set[int] = set()  # ranks that have once not come to a checkpoint: not waited for again
+        self._silent: set[int] = set()  # ranks that missed a checkpoint: not waited for again
         self.error: BaseException | None = None
-        self.gathers = False  # it waits for what other ranks add to a checkpoint
+        self.gathers = False  # whether it waits for the states of other ranks
 
     def start(self, save: Save) -> None:
-        """Write `save` from now on; none other may be on its way."""
+        """Start to write a checkpoint; no other one may be in progress."""
         self._thread = threading.Thread(target=self._run, args=(save,), name="ddptrain-saver", daemon=True)
         self._thread.start()
 
     def wait(self, deadline_s: float | None = None, *, hurry: bool = False) -> bool:
-        """Wait until nothing is on its way; whether that was so in time. In a `hurry` nothing is tried again.
+        """Wait until no checkpoint is in progress; return whether that was so before the deadline.
 
-        Raises:
-            OSError: a checkpoint has been given up; told once.
+        hurry: do not repeat a failed write.
+
+        Raises OSError, once, if a checkpoint could not be written.
         """
         if hurry:
             self._hurry.set()
@@ -96,7 +97,7 @@ class Saver:
         return True
 
     def raise_error(self) -> None:
-        """Raise what has ended a save for good, once."""
+        """Raise the error that ended a save, once."""
         error, self.error = self.error, None
         if isinstance(error, OSError):
             raise OSError(error.errno, f"a checkpoint could not be written: {error.strerror or error}") from error
@@ -131,17 +132,17 @@ class Saver:
                 failures += 1
                 pause_s = min(2.0 ** (failures - 1), _LONGEST_PAUSE_S)
                 given_up = failures >= self._spec.checkpointing.max_failures or self._hurry.is_set()
-                self._tell_failure(save, error, failures, given_up)
+                self._report_failure(save, error, failures, given_up)
                 if given_up or self._hurry.wait(pause_s):
                     raise
 
-    def _tell_failure(self, save: Save, error: OSError, failures: int, given_up: bool) -> None:
+    def _report_failure(self, save: Save, error: OSError, failures: int, given_up: bool) -> None:
         message = f"{error.strerror or error}"
-        with suppress(OSError):  # the same disk may be full for events, too
+        with suppress(OSError):  # the disk of the events may be full, too
             self._emitter.emit(events.CheckpointFailed(time.time_ns(), save.step, message, failures, given_up))
 
     def _gathered(self, save: Save) -> list[Any]:
-        """What each rank adds, None for one that does not come. Raises _Dropped."""
+        """Return the state of each rank, or None for a rank that misses the checkpoint. Raises _Dropped."""
         deadline = time.monotonic() + self._spec.group.timeout_s
         self.gathers = True
         try:
@@ -154,7 +155,7 @@ class Saver:
         key = state_key(save.number, rank)
         while True:
             gone = rank in self._silent or self._store.has(done_key(rank))
-            if self._store.has(key):  # looked at last: a rank leaves its state before it says that it is done
+            if self._store.has(key):  # tested last: a rank leaves its state before it says that it is done
                 break
             if self._hurry.is_set():
                 deadline = min(deadline, time.monotonic() + _STRAGGLE_S)

@@ -1,4 +1,4 @@
-"""How a driver gets a run's directory for itself: a new one, or one of a run that has ended."""
+"""Takes a run directory for this driver: a new one, or that of a run that has ended."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ddptrain.results.ownership import lock
 from ddptrain.results.ownership.driver_heartbeat import WATCH_S
 from ddptrain.results.record import DriverRecord
 
-# What a driver creates before run.json. It may be killed in between, and be started again with the same run id.
+# The files that a driver creates before run.json. If it is killed in between, the same run id can be used again.
 _BEFORE_RECORD = re.compile(
     r"run\.lock|config\.yaml|logs|checkpoints|artifacts|(events|metrics)\.jsonl|\.heartbeat|\..+\.tmp"
 )
 
 
 def check_run_id(run_id: str) -> None:
-    """Raise UsageError for what can't be the name of a run's folder."""
+    """Check that a run's folder can have that name. Raises UsageError otherwise."""
     if not valid_run_id(run_id):
         raise UsageError(
             f'"{shown(run_id)}" is no run id: take up to 128 letters, digits, dots, dashes and underscores, '
@@ -32,7 +32,7 @@ def check_run_id(run_id: str) -> None:
 
 
 def claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int]:
-    """A folder without a run, and its lock, which this process now holds. Raises UsageError, RunLocked."""
+    """Return a folder without a run, and its lock, which this process now holds. Raises UsageError, RunLocked."""
     if run_id is not None:
         check_run_id(run_id)
     _make_runs_dir(runs_dir)
@@ -56,23 +56,23 @@ def claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int
 
 
 def take_up(folder: Path, seen: DriverRecord | None) -> tuple[RunView, int]:
-    """A run that has ended, as it stood, and its lock, which this process now holds. May take WATCH_S.
+    """Return a run that has ended, and its lock, which this process now holds. May take WATCH_S seconds.
 
-    `seen` is the run's driver when the run was chosen.
+    seen: the run's driver when the run was chosen.
 
     Raises:
-        RunLocked: another process is running it, or has done so since it was chosen.
+        RunLocked: another process runs it, or has run it since it was chosen.
         ResultsError, UsageError: its run.json can't be read, or the directory can't be written.
     """
     layout = RunLayout(folder)
     require_own_folder(layout.root)
     descriptor = lock.take(layout.lock_file)
     try:
-        # Of a run in an object store, this is the working folder: whose the run is, the lock in the store has decided.
+        # The working folder of a run in an object store needs no watch: the lock in the store has decided.
         view = load_run(layout.root, is_ours=True, watch_s=WATCH_S if layout.is_original else 0.0)
         _refuse_unless_ended(view, seen)
         with naming(layout.stop_json):
-            layout.stop_json.unlink(missing_ok=True)  # the driver before was asked, this one is not
+            layout.stop_json.unlink(missing_ok=True)  # it was meant for the previous driver
     except BaseException:
         os.close(descriptor)
         raise
@@ -93,7 +93,7 @@ def _make_runs_dir(runs_dir: Path) -> None:
 
 
 def _refuse_unless_free(layout: RunLayout) -> None:
-    """Raise where there is a run, or anything but what a driver has created that was killed before run.json."""
+    """Raise if the folder has a run, or other files than those of a driver that was killed before run.json."""
     try:
         names = os.listdir(layout.root)
     except NotADirectoryError:

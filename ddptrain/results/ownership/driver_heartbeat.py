@@ -1,6 +1,6 @@
-"""A file that a driver touches every few seconds: it shows other hosts that the driver is alive.
+"""The heartbeat of a driver: a file that it touches every 2 seconds, so that other hosts see that it is alive.
 
-A lock does that better, but some network file systems do not show a lock to other hosts.
+A lock is more reliable, but some network file systems do not show a lock to other hosts.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
+from ddptrain import file_ops
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results import files
 from ddptrain.results.errors import ResultsError, naming
 
 BEAT_EVERY_S = 2.0
 SILENT_AFTER_S = 30.0  # by the clocks of two machines, which may differ
-WATCH_S = 10.0  # no clock matters here: the file changes while it is watched, or it does not
+WATCH_S = 10.0  # independent of clocks: the file changes while it is watched, or it does not
 _LOOK_EVERY_S = 0.2
 
 
 class Pulse(Enum):
-    """What the heartbeat file of a run shows."""
+    """The state of a run's heartbeat file."""
 
     BEATING = "beating"
     SILENT = "silent"
-    NONE = "none"  # there is no such file: the driver is of an older version, or the directory is a copy
+    NONE = "none"  # there is no file: an older version wrote the run, or the directory is a copy
 
 
 def look(path: Path, watch_s: float = 0.0) -> Pulse:
-    """How the heartbeat stands; one that seems to be silent is watched for `watch_s` before it is believed to be."""
+    """Return the state of the heartbeat. A file that looks old is watched for `watch_s` before it counts as silent."""
     first = _changed_at(path)
     if first is None:
         return Pulse.NONE
@@ -50,9 +51,9 @@ def look(path: Path, watch_s: float = 0.0) -> Pulse:
 
 
 def _changed_at(path: Path) -> float | None:
-    """When the file changed last, in seconds since 1970: opened for that, as NFS looks again only then."""
+    """Return when the file changed last, in seconds since 1970. Opening it makes NFS ask the server again."""
     try:
-        descriptor = files.open_to_read(path)
+        descriptor = file_ops.open_regular(path)
     except OSError:
         return None
     try:
@@ -62,7 +63,7 @@ def _changed_at(path: Path) -> float | None:
 
 
 class Heartbeat:
-    """This driver's heartbeat. `lost` of keep() is told when another driver has put its own in its place."""
+    """This driver's heartbeat."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,15 +74,15 @@ class Heartbeat:
         files.write_whole(path, self._text)
 
     def keep(self, lost: Callable[[DdptrainError], None]) -> None:
-        """Beat in a thread until close(); `lost` is called at most once, by that thread."""
+        """Beat in a thread until close(). `lost` is called, at most once, if another driver has replaced the file."""
         self._thread = threading.Thread(target=self._run, args=(lost,), name="ddptrain-heartbeat", daemon=True)
         self._thread.start()
 
     def beat(self) -> None:
-        """Show that this driver is alive. Raises RunLocked where another one has the run now; ResultsError."""
+        """Touch the file. Raises RunLocked if another driver has the run now; ResultsError."""
         with naming(self._path):
             try:
-                descriptor = files.open_to_read(self._path)
+                descriptor = file_ops.open_regular(self._path)
             except FileNotFoundError:
                 files.write_whole(self._path, self._text)
                 return
@@ -94,7 +95,7 @@ class Heartbeat:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Stop, and take the file away if it is still this driver's; closing twice is harmless."""
+        """Stop, and delete the file if it is still this driver's; closing twice is harmless."""
         self._over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -110,11 +111,11 @@ class Heartbeat:
                 lost(error)
                 return
             except ResultsError:
-                continue  # a file system that does not answer now is no reason to stop
+                continue  # the file system may answer again
 
 
 def _words(found: bytes) -> str:
-    """Who has written that heartbeat."""
+    """Return who has written that heartbeat."""
     try:
         raw = json.loads(found)
         return f"process {int(raw['pid'])} on {raw['host']}"

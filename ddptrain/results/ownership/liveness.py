@@ -1,4 +1,4 @@
-"""The one decision whether the driver of a run is alive; commands that show, resume, sync or stop runs all use it."""
+"""Decides whether the driver of a run is alive, for all commands that show, resume, sync or stop runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ddptrain.results.ownership.driver_heartbeat import Pulse
 from ddptrain.results.ownership.lock import LockState
 from ddptrain.results.record import DriverRecord
 
-# Of a run without a heartbeat: run.json is rewritten every second while metrics come, but an epoch may be long.
+# For a run without a heartbeat: run.json is rewritten every second while metrics arrive, but an epoch may be long.
 QUIET_AFTER_S = 600.0
 
 
 class Liveness(Enum):
-    """Whether a driver is at work on a run whose run.json says running."""
+    """Whether a driver works on a run whose run.json says running."""
 
     RUNNING = "running"
     GONE = "gone"
@@ -29,9 +29,9 @@ class Liveness(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What can be seen of a driver from this host.
+    """What this host sees of a driver.
 
-    is_here: the driver was started on this host, since it was booted last.
+    is_here: the driver was started on this host, after its last boot.
     quiet_s: seconds since any file of the run changed.
     """
 
@@ -42,7 +42,7 @@ class Signs:
 
 
 def decide(signs: Signs) -> Liveness:
-    """A held lock decides, and a free one of this host; else the heartbeat, and without one how old the files are."""
+    """Decide by a held lock, or a free lock of this host; else by the heartbeat; else by the age of the files."""
     if signs.lock is LockState.HELD:
         return Liveness.RUNNING
     if signs.lock is LockState.FREE and signs.is_here:
@@ -53,10 +53,10 @@ def decide(signs: Signs) -> Liveness:
 
 
 def look(layout: RunLayout, driver: DriverRecord, *, is_ours: bool = False, watch_s: float = 0.0) -> Liveness:
-    """Look for the signs of a run's driver, and decide.
+    """Collect the signs of a run's driver, and decide.
 
-    is_ours: this process holds the lock, so the driver does not, or its file system does not show locks.
-    watch_s: how long to watch a heartbeat before it is called silent; for commands that act on the answer.
+    is_ours: this process holds the lock. So the driver does not, or its file system does not show locks.
+    watch_s: how long to watch a heartbeat before it counts as silent; for commands that act on the answer.
     """
     is_here = is_this_host(driver.host, driver.boot_id)
     held = LockState.FREE if is_ours else lock.look(layout.lock_file)
@@ -66,7 +66,7 @@ def look(layout: RunLayout, driver: DriverRecord, *, is_ours: bool = False, watc
 
 
 def changed_at(layout: RunLayout) -> float:
-    """When a file that the run writes last changed, in seconds since 1970."""
+    """Return when a file that the run writes changed last, in seconds since 1970."""
     return max(_times((layout.run_json, layout.events_jsonl, layout.metrics_jsonl, *layout.logs().values())), default=0)
 
 

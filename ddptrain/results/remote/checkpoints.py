@@ -1,4 +1,4 @@
-"""A run's checkpoints in an object store: one exists there from the moment when its manifest does."""
+"""Uploads a run's checkpoints to an object store. A checkpoint exists there from the moment its manifest does."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddptrain.results.checkpoint_verification import checkpoint_folders
-from ddptrain.results.checkpoints import MANIFEST
-from ddptrain.results.errors import StoreError, naming
-from ddptrain.results.layout import BEST, LATEST, RunLayout, step_name, step_of
-from ddptrain.results.remote.store import Store
+from ddptrain.results.checkpoint_verification import checkpoint_folders, is_plain_name, parse_manifest
+from ddptrain.results.errors import naming
+from ddptrain.results.layout import BEST, LATEST, MANIFEST, RunLayout, step_name, step_of
+from ddptrain.storage.base import StoreError
+from ddptrain.storage.remote_folder import RemoteFolder
 
 CHECKPOINTS = "checkpoints"
 OUTGOING = ".outgoing"
-# In the store's manifest: file -> the object that holds it, where that has another name.
+# In the store's manifest: file -> the object that holds it, if that has another name.
 STORED_AS = "stored_as"
 
 
 class StoredCheckpoints:
-    """Makes the store's checkpoints those of the working folder; the folder's may change meanwhile."""
+    """Makes the store's checkpoints equal to those of the working folder, which may change meanwhile."""
 
-    def __init__(self, store: Store, layout: RunLayout) -> None:
+    def __init__(self, store: RemoteFolder, layout: RunLayout) -> None:
         self._store = store
         self._layout = layout
-        self._there: dict[int, dict[str, Any]] | None = None  # step -> manifest of what is whole in the store
+        self._there: dict[int, dict[str, Any]] | None = None  # step -> manifest of a complete checkpoint in the store
         self._objects: set[str] = set()
         self._pointers: dict[str, bytes] = {}
         self._turns = 0
 
     def sync(self) -> None:
-        """Upload one that is new, then the pointers, then delete what the folder has dropped. Raises StoreError."""
+        """Upload one new checkpoint and the pointers, and delete what the folder no longer has. Raises StoreError."""
         if self._there is None:
             self._look()
         if (step := self._next()) is not None:
@@ -44,7 +44,7 @@ class StoredCheckpoints:
 
     @property
     def is_synced(self) -> bool:
-        """Whether every checkpoint of the folder is in the store, and `latest` and `best` lead to the same ones."""
+        """Whether every checkpoint of the folder is in the store, and `latest` and `best` are the same there."""
         there = self._there or {}
         whole = all(_same(manifest, there.get(step)) for step, manifest in self._local().items())
         return whole and all(self._pointers.get(name, b"") == self._pointer(name) for name in (LATEST, BEST))
@@ -54,7 +54,7 @@ class StoredCheckpoints:
         manifests = [path for path in self._objects if path.endswith(f"/{MANIFEST}")]
         there = {}
         for path, data in self._store.read_all(manifests).items():
-            step, manifest = step_of(path.split("/")[1]), parsed(data)
+            step, manifest = step_of(path.split("/")[1]), parse_stored(data)
             if step is not None and manifest and _objects_of(step, manifest) <= self._objects:
                 there[step] = manifest
         self._there = there
@@ -63,12 +63,12 @@ class StoredCheckpoints:
         found = {}
         for folder in checkpoint_folders(self._layout):
             with suppress(OSError):
-                if manifest := parsed((folder / MANIFEST).read_bytes()):
+                if manifest := parse_stored((folder / MANIFEST).read_bytes()):
                     found[int(folder.name.removeprefix("step-"))] = manifest
         return found
 
     def _next(self) -> int | None:
-        """The step to upload now: the newest, or by turns the best, then the others."""
+        """Return the step to upload now: the newest; every second time the best one, if it is missing."""
         there = self._there or {}
         left = [step for step, local in self._local().items() if not _same(local, there.get(step))]
         best = _step_in(self._pointer(BEST))
@@ -78,22 +78,23 @@ class StoredCheckpoints:
         return max(left, default=None)
 
     def _upload(self, step: int) -> None:
-        """Files first, the manifest last; what a manifest in the store names is never written over."""
+        """Upload files first, the manifest last. An object that a manifest names is never overwritten."""
         assert self._there is not None
-        with _outgoing(self._layout, step) as folder:
-            manifest = parsed((folder / MANIFEST).read_bytes()) if folder else None
+        with _held_files(self._layout, step) as folder:
+            manifest = parse_stored((folder / MANIFEST).read_bytes()) if folder else None
             if folder is None or manifest is None:
-                return  # it was dropped meanwhile
+                return  # deleted meanwhile
             before = self._there.get(step)
             names = _object_names(manifest, before)
             for file in manifest["files"]:
                 path = _path(step, names[file["name"]])
                 if before is None or path not in _objects_of(step, before):
-                    self._store.send(path, folder / file["name"])
+                    self._store.write(path, folder / file["name"])
                     self._objects.add(path)
         self._check_sizes(step, manifest, names)
         renamed = {name: stored for name, stored in names.items() if name != stored}
-        self._store.write(_path(step, MANIFEST), _text({**manifest, **({STORED_AS: renamed} if renamed else {})}))
+        text = json.dumps({**manifest, **({STORED_AS: renamed} if renamed else {})}, indent=2) + "\n"
+        self._store.write(_path(step, MANIFEST), text.encode())
         self._objects.add(_path(step, MANIFEST))
         self._there[step] = {**manifest, STORED_AS: renamed}
         self._remove(_objects_of(step, before or {}) - _objects_of(step, self._there[step]))
@@ -123,19 +124,22 @@ class StoredCheckpoints:
                 self._pointers[name] = data
 
     def _prune(self) -> None:
-        """Drop what the folder has dropped, but never the last checkpoint that is whole, nor one pointed at."""
+        """Delete what the folder has deleted, but neither the last complete checkpoint nor one that is pointed at."""
         there = self._there or {}
         local = self._local()
         if not any(_same(manifest, there.get(step)) for step, manifest in local.items()):
             return
-        pointed = {_step_in(data) for data in self._pointers.values()}
-        for path in sorted(self._objects):
-            step = step_of(path.split("/")[1])
-            if step is not None and step not in local and step not in pointed and path.endswith(f"/{MANIFEST}"):
+        kept_steps = {*local, *map(_step_in, self._pointers.values()), None}
+
+        def is_dropped(path: str) -> bool:
+            return step_of(path.split("/")[1]) not in kept_steps
+
+        for path in sorted(filter(is_dropped, self._objects)):
+            if path.endswith(f"/{MANIFEST}"):  # first: without a manifest there is no checkpoint
                 self._remove({path})
-                there.pop(step, None)
+                there.pop(step_of(path.split("/")[1]) or 0, None)
         kept = {path for step in there for path in _objects_of(step, there[step])}
-        self._remove({path for path in self._objects if _is_left_over(path, local, pointed) and path not in kept})
+        self._remove({path for path in self._objects if is_dropped(path) and path not in kept})
 
     def _remove(self, paths: set[str]) -> None:
         for path in sorted(paths):
@@ -143,25 +147,25 @@ class StoredCheckpoints:
             self._objects.discard(path)
 
 
-def parsed(data: bytes) -> dict[str, Any] | None:
-    """A manifest; None for what can't be one, or names files that are not beside it."""
-    try:
-        manifest = json.loads(data)
-        files = [(str(file["name"]), int(file["size_bytes"]), str(file["sha256"])) for file in manifest["files"]]
-        names = [*(name for name, _, _ in files), *map(str, manifest.get(STORED_AS, {}).values())]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-    is_plain = all(Path(name).name == name and name not in ("", "..") and "\\" not in name for name in names)
-    return manifest if isinstance(manifest, dict) and files and is_plain else None
+def parse_stored(data: bytes) -> dict[str, Any] | None:
+    """Parse the manifest of a checkpoint, also one of the store's. None if it is not one; see parse_manifest."""
+    manifest = parse_manifest(data)
+    stored_as = {} if manifest is None else manifest.get(STORED_AS, {})
+    return manifest if isinstance(stored_as, dict) and all(map(is_plain_name, stored_as.values())) else None
 
 
 def stored_name(manifest: Mapping[str, Any], name: str) -> str:
-    """The object, beside its manifest in the store, that holds that file."""
+    """Return the name of the object, beside its manifest in the store, that holds that file."""
     return str(manifest.get(STORED_AS, {}).get(name, name))
 
 
+def without_stored_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest as it is in a run directory."""
+    return {key: value for key, value in manifest.items() if key != STORED_AS}
+
+
 def _object_names(manifest: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, str]:
-    """Where each file goes: under its own name, unless a checkpoint that is still there has other bytes of it."""
+    """Return the object for each file: the file's name, unless an object of that name has other content."""
     if before is None:
         return {file["name"]: file["name"] for file in manifest["files"]}
     taken = {stored_name(before, file["name"]): file["sha256"] for file in before["files"]}
@@ -176,24 +180,12 @@ def _objects_of(step: int, manifest: Mapping[str, Any]) -> set[str]:
     return {_path(step, stored_name(manifest, file["name"])) for file in manifest.get("files", ())}
 
 
-def _is_left_over(path: str, local: Mapping[int, Any], pointed: set[int | None]) -> bool:
-    step = step_of(path.split("/")[1])
-    return step is not None and step not in local and step not in pointed
-
-
 def _path(step: int, name: str) -> str:
     return f"{CHECKPOINTS}/{step_name(step)}/{name}"
 
 
 def _same(local: Mapping[str, Any], stored: Mapping[str, Any] | None) -> bool:
-    def bare(manifest: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in manifest.items() if key != STORED_AS}
-
-    return stored is not None and bare(local) == bare(stored)
-
-
-def _text(manifest: Mapping[str, Any]) -> bytes:
-    return (json.dumps(manifest, indent=2) + "\n").encode()
+    return stored is not None and without_stored_as(local) == without_stored_as(stored)
 
 
 def _step_in(pointer: bytes) -> int | None:
@@ -201,8 +193,8 @@ def _step_in(pointer: bytes) -> int | None:
 
 
 @contextmanager
-def _outgoing(layout: RunLayout, step: int) -> Iterator[Path | None]:
-    """Holds on to the files of a checkpoint, whatever becomes of its folder; None where it has just gone."""
+def _held_files(layout: RunLayout, step: int) -> Iterator[Path | None]:
+    """Yield a folder with further links to a checkpoint's files, which outlive the checkpoint; None if it is gone."""
     target = layout.root / OUTGOING / step_name(step)
     shutil.rmtree(target, ignore_errors=True)
     try:
@@ -215,7 +207,7 @@ def _outgoing(layout: RunLayout, step: int) -> Iterator[Path | None]:
 
 def _hold_all(source: Path, target: Path) -> bool:
     try:
-        # By descriptor: the folder may be exchanged for another while its files are taken one by one.
+        # By descriptor: the folder may be replaced by another one between two files.
         folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return False
@@ -230,7 +222,7 @@ def _hold_all(source: Path, target: Path) -> bool:
 
 
 def _hold(folder: int, name: str, target: Path) -> None:
-    """Make `target` another name of a file, or a copy where the file system has no links."""
+    """Make `target` a hard link to a file, or a copy if the file system has no links."""
     try:
         os.link(name, target, src_dir_fd=folder)
     except FileNotFoundError:

@@ -1,7 +1,8 @@
 """The lock of a run in an object store: a lease that its driver renews each minute, so that it ends if the driver dies.
 
-Who has written the lock file last has the lease, until it is STALE_S old by the store's clock. Host names and the
-clocks of hosts decide nothing, unless the store has no conditional writes.
+The driver that wrote the lock file last has the lease, until the file is STALE_S old by the store's clock. S3, Google
+Cloud Storage and Azure write the file only if no other driver has (If-None-Match, If-Match). In a store without such
+conditional writes, the file is compared before it is written, which leaves a gap, and hosts' clocks give the ages.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from dataclasses import dataclass
 
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.hosts import this_host
-from ddptrain.results.errors import StoreError
-from ddptrain.results.remote.lock_file import Changed, LockFile, LookedAtFile, Seen, open_lock_file
-from ddptrain.results.remote.store import Store
+from ddptrain.storage.base import Limits, StoreError, Versioned, WriteConflict
+from ddptrain.storage.remote_folder import RemoteFolder
 
 LOCK = "run.lock"
 STALE_S = 180.0
 _REFRESH_S = 60.0
-_SURE_S = 120.0  # after a renewal: for so long nobody can have taken the lease; less than STALE_S, as clocks are coarse
-_PARTING_S = 5.0
-_SETTLE_S = 1.0  # without conditional writes: after it, of two drivers that wrote at once both see the last one
+_SURE_S = 120.0  # nobody can take the lease for so long after a renewal; below STALE_S, as clocks are coarse
+_CLOSE_S = 5.0
+_SETTLE_S = 1.0  # without conditional writes: of two drivers that wrote at once, both then read the last one's claim
+_LIMITS = Limits(timeout_s=20.0)
+_LARGEST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who runs a run: a process of a host, since when its process lives, and when it last said so.
+    """The content of a lock file: a driver, when its process began, and when it last renewed the lease.
 
-    machine: names the host and the space of process ids beyond doubt; "" where that is not known.
+    machine: identifies the host and its process ids; "" if that is not known. Times are seconds since 1970.
     """
 
     host: str
@@ -47,25 +49,25 @@ class Claim:
     machine: str = ""
 
     def is_held(self, age_s: float) -> bool:
-        """Whether that driver is at work, as far as can be told, if it was heard of so long ago."""
+        """Return whether the driver is probably alive, given the age of its claim in seconds."""
         if self.released or abs(age_s) > STALE_S:
             return False
         return not self.machine or self.machine != _machine() or _is_alive(self.pid, self.born)
 
     @property
     def age_s(self) -> float:
-        """How long ago it was heard of, by the clocks of two hosts."""
+        """The age in seconds by the clocks of two hosts."""
         return time.time() - self.time_s
 
     @classmethod
     def of_this_process(cls) -> Claim:
-        """A new claim."""
+        """Return a new claim of this process."""
         born = _born(os.getpid())
         return cls(socket.gethostname(), os.getpid(), born, secrets.token_hex(8), time.time(), machine=_machine())
 
 
 def claim_from(data: bytes | None) -> Claim | None:
-    """The claim that a lock file holds; None for no file, and for one that can't be read."""
+    """Parse a lock file. Returns None for no file, and for one that is not a claim."""
     try:
         raw = json.loads(data or b"")
         return Claim(
@@ -81,41 +83,88 @@ def claim_from(data: bytes | None) -> Claim | None:
         return None
 
 
+class _LockFile:
+    """The lock file, with conditional writes if the store has them; `weakness` says why not, or is ""."""
+
+    def __init__(self, folder: RemoteFolder, probe: str) -> None:
+        """`probe` names another file, for this process alone."""
+        self._folder = folder.with_limits(_LIMITS)
+        self.weakness = ""
+        self._asked_s = time.monotonic()
+        try:
+            self._store_time_s = self._folder.test_conditions(probe)
+            self._asked_s = time.monotonic()
+        except StoreError as error:
+            self.weakness = " ".join(str(error).split())[:200]
+
+    def read(self) -> Versioned | None:
+        """Return the file; None if it does not exist. Raises StoreError."""
+        if not self.weakness:
+            return self._folder.read_versioned(LOCK)
+        data = self._folder.read(LOCK, _LARGEST_BYTES)
+        return None if data is None else Versioned(data)
+
+    def write(self, data: bytes, before: Versioned | None) -> Versioned:
+        """Write the file if it is unchanged since `before`; None: if it does not exist.
+
+        Raises WriteConflict if it has changed; StoreError.
+        """
+        if not self.weakness:
+            return self._folder.write_versioned(LOCK, data, before)
+        if self.read() != (before and Versioned(before.data)):
+            raise WriteConflict(f"{self._folder.url}/{LOCK} was written by another process")
+        self._folder.write(LOCK, data)
+        return Versioned(data)
+
+    def age_s(self, seen: Versioned, claim: Claim) -> float:
+        """Return how many seconds ago a claim was written."""
+        if seen.written_s is None:
+            return claim.age_s
+        return self._store_time_s + time.monotonic() - self._asked_s - seen.written_s
+
+
 class StoreLock:
-    """Holds a run's lock; `store` is the run's folder.
+    """Holds the lock of a run; `store` is the run's folder.
 
     After take(), `weakness` says why the store can't keep two drivers apart that start at once, or is "".
     """
 
-    def __init__(self, store: Store, *, refresh_s: float = _REFRESH_S, settle_s: float = _SETTLE_S) -> None:
+    def __init__(self, store: RemoteFolder, *, refresh_s: float = _REFRESH_S, settle_s: float = _SETTLE_S) -> None:
         self.store = store
         self.claim = Claim.of_this_process()
-        self.weakness = ""
         self._refresh_s, self._settle_s = refresh_s, settle_s
-        self._file: LockFile = LookedAtFile(store, LOCK)
-        self._opened = False
-        self._mine: Seen | None = None  # the file as this process has written it last
+        self._opened: _LockFile | None = None
+        self._mine: Versioned | None = None  # the file as this process wrote it last
         self._sure_until_s = 0.0
         self._mutex = threading.RLock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lost: Callable[[DdptrainError], None] = _nobody
+        self._lost: Callable[[DdptrainError], None] = _ignore
+
+    @property
+    def _file(self) -> _LockFile:
+        """The lock file, opened by the first use: that sends requests."""
+        if self._opened is None:
+            self._opened = _LockFile(self.store, f"{LOCK}.{self.claim.token}")
+        return self._opened
+
+    @property
+    def weakness(self) -> str:
+        """Why the store has no conditional writes; "" if it has."""
+        return self._file.weakness
 
     def take(self, *, contested: bool) -> Claim | None:
-        """Write the claim; return the one that was there. `contested`: somebody else may be doing the same.
+        """Write the claim; return the one that was there. `contested`: another driver may do the same now.
 
         Raises:
-            RunLocked: a driver is at work.
+            RunLocked: another driver holds the lock.
             StoreError: the store can't be written.
         """
-        if not self._opened:
-            self._file, self.weakness = open_lock_file(self.store, LOCK, f"{LOCK}.{self.claim.token}")
-            self._opened = True
         self._over.clear()
         before = self._won()
         if contested and self.weakness:
             time.sleep(self._settle_s)
-            there = claim_from((self._file.read() or Seen(b"")).data)
+            there = claim_from((self._file.read() or Versioned(b"")).data)
             if there is not None and there.token != self.claim.token:
                 raise self._locked(there, there.age_s)
         return before
@@ -125,25 +174,25 @@ class StoreLock:
         while True:
             seen = self._file.read()
             before = claim_from(seen.data) if seen else None
-            # One of this process is there if the answer to a write was lost.
+            # A claim of this process is there if the answer to a write was lost.
             if seen and before and before.token != self.claim.token:
-                age_s = self._age_s(seen, before)
+                age_s = self._file.age_s(seen, before)
                 if before.is_held(age_s):
                     raise self._locked(before, age_s)
-            with suppress(Changed):  # another driver was faster: it holds the lock, or has released it already
+            with suppress(WriteConflict):  # another driver was faster: it holds the lock, or has released it already
                 self._write(seen)
                 return before
 
     def keep(self, lost: Callable[[DdptrainError], None]) -> None:
-        """Renew the lease in a thread; `lost` is called, once, if another driver has taken the run."""
+        """Renew the lease in a thread; `lost` is called once if another driver has taken the run."""
         self._lost = lost
         self._thread = threading.Thread(target=self._refresh, name="ddptrain-lock", daemon=True)
         self._thread.start()
 
     def assure(self) -> None:
-        """Return if nobody else can have the lease; one that may have ended, as in a stopped process, is renewed first.
+        """Return if no other driver can have the lease. One that may have expired, as after SIGSTOP, is renewed first.
 
-        Raises: RunLocked, StoreError.
+        Raises RunLocked, StoreError.
         """
         if self._over.is_set():
             raise RunLocked(f"this process does not hold run {self.store.url} any more")
@@ -151,15 +200,15 @@ class StoreLock:
             self._renew()
 
     def release(self, *, forget: bool = False) -> None:
-        """Stop refreshing, and say that the run is free; `forget` deletes the file. Raises nothing."""
+        """Stop renewing, and mark the lock as released; `forget` deletes the file. Raises nothing."""
         self._over.set()
-        briefly(lambda: self._release(forget), _PARTING_S)
+        run_for(_CLOSE_S, lambda: self._release(forget))
 
     def _release(self, forget: bool) -> None:
-        self._lost = _nobody
+        self._lost = _ignore
         if self._thread is not None:
-            self._thread.join(timeout=_PARTING_S)
-        with suppress(DdptrainError, Changed):  # else it goes stale by itself
+            self._thread.join(timeout=_CLOSE_S)
+        with suppress(DdptrainError):  # without this the lease expires by itself
             if forget:
                 self._renew()
                 self.store.remove(LOCK)
@@ -175,42 +224,38 @@ class StoreLock:
             except RunLocked:
                 return
             except StoreError:
-                pause_s = self._refresh_s / 10  # the uploads tell of a store that is away
+                pause_s = self._refresh_s / 10  # the uploads warn about a store that does not answer
 
     def _renew(self) -> None:
-        """Write the claim anew, unless another one is there. Raises RunLocked, StoreError."""
+        """Write the claim anew, unless another driver's is there. Raises RunLocked, StoreError."""
         with self._mutex:
             try:
                 self._write(self._mine)
-            except Changed:
-                self._look_again()
+            except WriteConflict:
+                self._renew_changed()
 
-    def _look_again(self) -> None:
-        """The file is not as it was: taken by another driver, deleted, or written by a request thought lost."""
+    def _renew_changed(self) -> None:
+        """Renew a file that has changed: another driver took it, it was deleted, or an answer to a write was lost."""
         try:
             seen = self._file.read()
             there = claim_from(seen.data) if seen else None
             if seen and there and there.token != self.claim.token:
-                raise self._locked(there, self._age_s(seen, there))
+                raise self._locked(there, self._file.age_s(seen, there))
             self._write(seen)
-        except (Changed, RunLocked) as error:
+        except (WriteConflict, RunLocked) as error:
             lost = error if isinstance(error, RunLocked) else RunLocked(f"run {self.store.url} was taken meanwhile")
             self._over.set()
             self._lost(lost)
             raise lost from None
 
-    def _write(self, before: Seen | None, *, released: bool = False) -> None:
-        """Write the claim if the file is as it was before. Raises Changed, StoreError."""
+    def _write(self, before: Versioned | None, *, released: bool = False) -> None:
+        """Write the claim if the file is unchanged since `before`. Raises WriteConflict, StoreError."""
         with self._mutex:
             began_s = _elapsed_s()
             claim = dataclasses.replace(self.claim, time_s=time.time(), released=released)
             data = (json.dumps(dataclasses.asdict(claim), indent=1) + "\n").encode()
             self._mine = self._file.write(data, before)
             self._sure_until_s = 0.0 if released else began_s + _SURE_S
-
-    def _age_s(self, seen: Seen, claim: Claim) -> float:
-        """How long ago a claim was written."""
-        return claim.age_s if seen.written_s is None else self._file.now() - seen.written_s
 
     def _locked(self, claim: Claim, age_s: float) -> RunLocked:
         return RunLocked(
@@ -220,24 +265,24 @@ class StoreLock:
         )
 
 
-def briefly(work: Callable[[], None], seconds: float) -> None:
-    """Do it, but wait for it only so long: the end of a run does not hang on a store that is away."""
-    thread = threading.Thread(target=work, name="ddptrain-parting", daemon=True)
+def run_for(seconds: float, work: Callable[[], None]) -> None:
+    """Do the work in a thread, and wait for at most so long: the end of a run must not hang on a silent store."""
+    thread = threading.Thread(target=work, name="ddptrain-last-upload", daemon=True)
     thread.start()
     thread.join(timeout=seconds)
 
 
-def _nobody(error: DdptrainError) -> None:
-    """Whom the loss of a lock is told that nobody keeps."""
+def _ignore(error: DdptrainError) -> None:
+    """Handle the loss of a lock that keep() was not called for."""
 
 
 def _elapsed_s() -> float:
-    """A clock that nobody sets, and that goes on while the machine sleeps."""
+    """Return a clock that nobody sets, and that also counts while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def _machine() -> str:
-    """Names this machine, since it was started, and what its process ids count: containers often share a host name."""
+    """Identify this boot of this machine and its process id namespace: containers often share a host name."""
     here = this_host()
     return f"{here.boot} {here.pids}" if here.boot and here.pids else ""
 

@@ -1,35 +1,34 @@
-"""What of a run comes from an object store to be gone on with, or to be used: never more than is needed."""
+"""Downloads parts of a run from an object store: what a driver continues, or the model that a command reads."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ddptrain.errors import RunNotFound
 from ddptrain.results.checkpoint_verification import verify
-from ddptrain.results.checkpoints import MANIFEST
 from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.files import write_whole
-from ddptrain.results.layout import BEST, INPUTS, LATEST, step_name, step_of
-from ddptrain.results.remote.checkpoints import CHECKPOINTS, STORED_AS, parsed, stored_name
-from ddptrain.results.remote.store import Store, Stored
+from ddptrain.results.layout import BEST, INPUTS, LATEST, MANIFEST, step_name, step_of
+from ddptrain.results.remote.checkpoints import CHECKPOINTS, parse_stored, stored_name, without_stored_as
+from ddptrain.storage.remote_folder import RemoteFolder
 
 _CONTINUED = ("run.json", "config.yaml", "events.jsonl", "metrics.jsonl")
 
 
-def bring(run: Store, folder: Path, warn: Callable[[str], None]) -> None:
-    """Fetch what a driver goes on writing, and the newest checkpoint that is whole.
+def bring(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> None:
+    """Download the files that a driver continues, and the newest checkpoint that matches its manifest.
 
-    Of the checkpoints before it come the manifests alone: they are counted, and dropped when their time comes.
-    `warn` is told of those that are damaged. Raises ResultsError.
+    Of older checkpoints only the manifests are downloaded: they count for `checkpoint.keep`, and are deleted later.
+    `warn` is called for each damaged checkpoint. Raises ResultsError, StoreError.
     """
     there = run.files()
     for path in there:
-        is_log = path.startswith("logs/") and path.count("/") == 1 and "\\" not in path
-        is_input = path.startswith(f"{INPUTS}/") and path.count("/") == 1 and "\\" not in path
-        if path in _CONTINUED or is_log or is_input:
+        is_below = path.startswith(("logs/", f"{INPUTS}/")) and path.count("/") == 1 and "\\" not in path
+        if path in _CONTINUED or is_below:
             run.fetch(path, folder / path)
     manifests = _manifests(run, there)
     for step in sorted(manifests, reverse=True):
@@ -45,8 +44,8 @@ def bring(run: Store, folder: Path, warn: Callable[[str], None]) -> None:
         return
 
 
-def bring_checkpoints(run: Store, folder: Path, steps: Collection[int]) -> None:
-    """Fetch those of these checkpoints that are there, and whole. Raises ResultsError."""
+def bring_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int]) -> None:
+    """Download those of these checkpoints that exist and match their manifests. Raises ResultsError, StoreError."""
     for step, manifest in _manifests(run, run.files(CHECKPOINTS)).items():
         if step in steps:
             try:
@@ -55,10 +54,10 @@ def bring_checkpoints(run: Store, folder: Path, steps: Collection[int]) -> None:
                 shutil.rmtree(folder / CHECKPOINTS / step_name(step), ignore_errors=True)
 
 
-def copy_model(run: Store, folder: Path, there: Mapping[str, Stored]) -> None:
-    """Fetch the best checkpoint, or else the newest, for a reader, unless it is here.
+def copy_model(run: RemoteFolder, folder: Path, there: Iterable[str]) -> None:
+    """Download the best checkpoint, or else the newest, unless the folder has it.
 
-    Raises: RunNotFound where there is none; ResultsError.
+    Raises RunNotFound if there is none; ResultsError, StoreError.
     """
     manifests = _manifests(run, there)
     if not manifests:
@@ -73,32 +72,30 @@ def copy_model(run: Store, folder: Path, there: Mapping[str, Stored]) -> None:
         here = json.loads((folder / CHECKPOINTS / step_name(step) / MANIFEST).read_bytes())
     except (OSError, ValueError):
         here = None
-    if here != _bare(manifests[step]):
+    if here != without_stored_as(manifests[step]):
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         _fetch(run, folder, step, manifests[step])
     for name in (BEST, LATEST):
         write_whole(folder / CHECKPOINTS / name, f"{step_name(step)}\n".encode())
 
 
-def _manifests(run: Store, there: Mapping[str, Stored]) -> dict[int, dict[str, object]]:
-    """The manifests of a run's checkpoints, by step."""
+def _manifests(run: RemoteFolder, there: Iterable[str]) -> dict[int, dict[str, Any]]:
+    """Return the manifests of a run's checkpoints, by step."""
     paths = {
         path: step
         for path in there
         if path.startswith(f"{CHECKPOINTS}/") and path.count("/") == 2 and path.endswith(f"/{MANIFEST}")
         if (step := step_of(path.split("/")[1])) is not None
     }
-    found = {paths[path]: parsed(data) for path, data in run.read_all(list(paths)).items()}
+    found = {paths[path]: parse_stored(data) for path, data in run.read_all(list(paths)).items()}
     return {step: manifest for step, manifest in found.items() if manifest is not None}
 
 
-def _fetch(run: Store, folder: Path, step: int, manifest: dict[str, object]) -> None:
-    """Fetch a checkpoint's files, the manifest last, and compare them with it. Raises CheckpointDamaged, StoreError."""
+def _fetch(run: RemoteFolder, folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
+    """Download a checkpoint's files, then its manifest, and compare them. Raises CheckpointDamaged, StoreError."""
     target = folder / CHECKPOINTS / step_name(step)
     there = run.files(f"{CHECKPOINTS}/{step_name(step)}")
-    files = manifest["files"]
-    assert isinstance(files, list)
-    for file in files:
+    for file in manifest["files"]:
         path = f"{CHECKPOINTS}/{step_name(step)}/{stored_name(manifest, file['name'])}"
         if path not in there:
             raise CheckpointDamaged(f"{path} is missing")
@@ -107,12 +104,8 @@ def _fetch(run: Store, folder: Path, step: int, manifest: dict[str, object]) -> 
     verify(target)
 
 
-def _write_manifest(folder: Path, step: int, manifest: dict[str, object]) -> None:
+def _write_manifest(folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
     target = folder / CHECKPOINTS / step_name(step)
     with naming(target):
         target.mkdir(parents=True, exist_ok=True)
-    write_whole(target / MANIFEST, (json.dumps(_bare(manifest), indent=2) + "\n").encode())
-
-
-def _bare(manifest: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in manifest.items() if key != STORED_AS}
+    write_whole(target / MANIFEST, (json.dumps(without_stored_as(manifest), indent=2) + "\n").encode())

@@ -1,8 +1,7 @@
-"""Runs in an object store: readers get copies of what they need, a driver gets a working folder that is uploaded."""
+"""Runs in an object store: readers get local copies; a driver writes a local working folder that is uploaded."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
@@ -14,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.file_ops import publish, sha256
 from ddptrain.protocol.wandb_parts import LINKS
-from ddptrain.results.errors import StoreError, naming
+from ddptrain.results.errors import naming
 from ddptrain.results.files import write_whole
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
@@ -23,26 +23,27 @@ from ddptrain.results.record import RecordError, RunRecord, RunStatus
 from ddptrain.results.remote import restore
 from ddptrain.results.remote.local_copy import Origin, origin_of
 from ddptrain.results.remote.lock import LOCK, Claim, StoreLock, claim_from
-from ddptrain.results.remote.store import Store, Stored, is_plain, is_url, refused
 from ddptrain.results.remote.upload import Uploads
 from ddptrain.results.run_store import LocalRuns, Need
 from ddptrain.results.tracking.record import RECORDED
+from ddptrain.storage.base import Listed
+from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
 
 AUTO = "auto"
-_MARKS = ".fetched.json"  # of a reader's copy: path -> the mark of the file that was fetched
+_VERSIONS = ".fetched.json"  # of a reader's copy: path -> the version of the file that was downloaded
 _FOLLOW_EVERY_S = 3.0
 
 
 def open_runs_dir(place: str) -> LocalRuns | StoreRuns:
-    """The runs of a folder, or of an object store where it is an address such as s3://bucket/runs.
+    """Return the runs of a folder, or of an object store for a URL such as s3://bucket/runs.
 
     Raises:
-        UsageError: the store can't be used: a package, its bucket, or the right to it is missing.
-        StoreError: it can't be reached.
+        UsageError: a package or the bucket is missing, or the URL is wrong.
+        StoreError: the store refuses the request, or can't be reached.
     """
     if not is_url(place):
         return LocalRuns(Path(place))
-    store = Store.open(place)
+    store = RemoteFolder.open(place)
     store.check()
     return StoreRuns(store)
 
@@ -50,30 +51,30 @@ def open_runs_dir(place: str) -> LocalRuns | StoreRuns:
 class StoreRuns:
     """Runs in an object store.
 
-    work: a folder a run that a driver of this machine writes. copies: what readers have fetched.
+    work: the working folders of runs that drivers of this machine write. copies: what readers have downloaded.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RemoteFolder) -> None:
         from platformdirs import user_cache_path, user_state_path
 
         self.store = store
         slug = re.sub(r"[^A-Za-z0-9]+", "-", store.url)[-40:].strip("-")
-        name = f"{slug}-{hashlib.sha256(store.url.encode()).hexdigest()[:8]}"
+        name = f"{slug}-{sha256(store.url.encode()).hexdigest()[:8]}"
         self.work = user_state_path("ddptrain", appauthor=False) / "runs" / name
         self.copies = user_cache_path("ddptrain", appauthor=False) / "runs" / name
 
     @property
     def folder(self) -> Path:
-        """Where a driver makes the folder of a new run."""
+        """The folder in which a driver creates the folder of a new run."""
         return _private(self.work)
 
     def list(self) -> list[RunView]:
-        """Every run, newest first."""
+        """Return every run, newest first."""
         self._refresh()
         return list_runs(self.copies)
 
     def find(self, run: str, need: Need = Need.NOTHING, rank: int | None = None) -> RunView:
-        """The run of that name, with a copy of what is needed of it. Raises RunNotFound."""
+        """Return the run of that name, with a copy of the files that are needed. Raises RunNotFound."""
         if not (valid_run_id(run) and self._copy_records([run])):
             self._refresh()
         folder = find_run(self.copies, run)
@@ -82,7 +83,7 @@ class StoreRuns:
         return load_run(folder)
 
     def follow(self, view: RunView, rank: int | None) -> Callable[[], bool] | None:
-        """Each call fetches what has come, now and then, and tells whether the run is on."""
+        """Return a function that downloads new log lines every few seconds, and returns whether the run is running."""
         folder, fetched_at = view.layout.root, float("-inf")
         if folder.parent != self.copies:
             return None
@@ -100,7 +101,7 @@ class StoreRuns:
         return is_running
 
     def candidates(self, name: str, which: str, run_id: str | None = None) -> Path:
-        """The folder in which to choose the run to resume: with the records, and the configuration that matters."""
+        """Return the folder in which to choose the run to resume; it has the records, and the chosen run's config."""
         self._refresh()
         if which != AUTO:
             chosen = [find_run(self.copies, which)]
@@ -115,21 +116,18 @@ class StoreRuns:
 
     @contextmanager
     def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[Uploads]:
-        """Holds the run's lock for the block; yields what uploads its working folder, which a resumed run has got.
+        """Hold the run's lock for the block; yield the upload of its working folder, which a resumed run has.
 
         Raises:
-            RunLocked: another driver holds it.
-            UsageError: the id is taken, or the store can't be written.
-            ResultsError: what is needed can't be read, or written here.
+            RunLocked: another driver holds the lock.
+            UsageError: the id is taken.
+            StoreError: the store can't be read or written. ResultsError: the working folder can't be written.
         """
         run = self.store.below(run_id)
         if not resumed and run.read("run.json") is not None:
             raise UsageError(f"run {run_id} exists already in {self.store.url}; choose another --run-id")
         lock = StoreLock(run)
-        try:
-            before = lock.take(contested=resumed)
-        except StoreError as error:
-            raise refused(error) from error
+        before = lock.take(contested=resumed)
         uploads = Uploads(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token, max_failures)
         if lock.weakness:
             uploads.warn(
@@ -146,8 +144,8 @@ class StoreRuns:
         finally:
             lock.release(forget=not resumed and not uploads.begun)
 
-    def _bring_here(self, run: Store, uploads: Uploads, before: Claim | None) -> None:
-        """Make the working folder what the store holds, unless it is what was uploaded last, or is newer."""
+    def _bring_here(self, run: RemoteFolder, uploads: Uploads, before: Claim | None) -> None:
+        """Download the run into its working folder, unless the folder is the one that was uploaded last."""
         folder = uploads.root
         origin = origin_of(folder)
         if origin is not None and before is not None and origin.token == before.token:
@@ -155,7 +153,7 @@ class StoreRuns:
         if folder.exists():
             aside = folder.with_name(f"{folder.name}.before-{secrets.token_hex(4)}")
             with naming(folder):
-                folder.rename(aside)
+                publish(folder, aside)
             uploads.warn(f"{run.url} has been written from elsewhere since; what was here is kept in {aside}")
         _private(self.work)
         with naming(folder):
@@ -178,7 +176,7 @@ class StoreRuns:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _copy_records(self, names: Iterable[str]) -> set[str]:
-        """Copy run.json of each; the names of those that have one."""
+        """Copy run.json of each run; return the names of the runs that have one."""
         records = self.store.read_all([f"{name}/run.json" for name in names])
         running = [PurePosixPath(path).parent.name for path, data in records.items() if _is_running(data)]
         claims = self.store.read_all([f"{name}/{LOCK}" for name in running])
@@ -210,7 +208,7 @@ class StoreRuns:
             if not (is_plain(path) and _is_needed(path, Need.LOGS, rank)):
                 continue
             have = target.stat().st_size if target.exists() else 0
-            if file.size_bytes < have:  # another driver has begun it anew
+            if file.size_bytes < have:  # another driver has started it again
                 run.fetch(path, target)
             elif file.size_bytes > have:
                 data = run.read_from(path, have)
@@ -229,18 +227,18 @@ def _is_needed(path: str, need: Need, rank: int | None) -> bool:
     return need is Need.MODEL and path.startswith("artifacts/") and path.endswith(".json")
 
 
-def _fetch_changed(run: Store, folder: Path, files: Mapping[str, Stored]) -> None:
-    """Fetch those that have changed since they were fetched last."""
-    marks: dict[str, str] = {}
+def _fetch_changed(run: RemoteFolder, folder: Path, files: Mapping[str, Listed]) -> None:
+    """Download the files that have changed since the last download."""
+    versions: dict[str, str] = {}
     with suppress(OSError, ValueError):
-        marks = dict(json.loads((folder / _MARKS).read_bytes()))
+        versions = dict(json.loads((folder / _VERSIONS).read_bytes()))
     for path, file in files.items():
         target = folder / path
         here = target.stat().st_size if target.is_file() else -1
-        if here != file.size_bytes or not file.mark or marks.get(path) != file.mark:
+        if here != file.size_bytes or not file.version or versions.get(path) != file.version:
             run.fetch(path, target)
-            marks[path] = file.mark
-            write_whole(folder / _MARKS, json.dumps(marks).encode())
+            versions[path] = file.version
+            write_whole(folder / _VERSIONS, json.dumps(versions).encode())
 
 
 def _is_running(data: bytes) -> bool:
@@ -260,14 +258,14 @@ def _write_changed(path: Path, data: bytes) -> None:
 
 
 def _private(folder: Path) -> Path:
-    """The folder, made where it is missing, for this user only."""
+    """Return the folder, created for this user only if it is missing."""
     with naming(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
 def split_run(run: str, place: str) -> tuple[str, str]:
-    """Where to look for RUN, and its name there: a run may be given by its address. Raises RunNotFound."""
+    """Return where to look for RUN, and its name there; RUN may be a URL. Raises RunNotFound."""
     if not is_url(run):
         return place, run
     parent, _, name = run.rstrip("/").rpartition("/")

@@ -1,4 +1,4 @@
-"""Keeps a run's folder in an object store like the one on the disk, from a thread of its own."""
+"""Uploads a run's working folder to an object store, continuously, in a thread."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from types import TracebackType
 from typing import Self
 
 from ddptrain.errors import DdptrainError, RunLocked
-from ddptrain.results.errors import StoreError
 from ddptrain.results.layout import INCOMING, RunLayout
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.remote.local_copy import Origin
-from ddptrain.results.remote.lock import LOCK, briefly
-from ddptrain.results.remote.store import Store
+from ddptrain.results.remote.lock import LOCK, run_for
 from ddptrain.results.tracking.record import OF_NO_USE
+from ddptrain.storage.base import StoreError
+from ddptrain.storage.remote_folder import RemoteFolder
 
-_LOOK_EVERY_S = 2.0
+_PASS_EVERY_S = 2.0
 _FILE_EVERY_S = 10.0
-_BYTES_PER_S = 1 << 20  # on average, of a log that is uploaded as a whole again and again
+_BYTES_PER_S = 1 << 20  # on average, of a growing log, which is uploaded completely each time
 _RECORD_EVERY_S = 3.0
 _PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # after a pass that failed
 _FLUSH_PAUSE_S = 2.0
-_LAST_S = 3.0  # for another try, once one has taken all of its time
-_PARTING_S = 5.0
+_LAST_FLUSH_S = 3.0  # for a further flush after one that reached its deadline
+_CLOSE_S = 5.0
 _RECORD = "run.json"
-_BESIDE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 _Fingerprint = tuple[int, int, int]
+_Listeners = tuple[Callable[[str], None], Callable[[DdptrainError], None]]
 
 
 class Uploads:
-    """The upload of one run; `root` is its working folder, which other threads write.
+    """The upload of one run. Other threads write `root`, its working folder.
 
-    warn is told of each failure, lost of the one that is one too many, or of a lock that was taken away.
+    max_failures: passes in a row that may fail before the run ends with an error.
     """
 
-    def __init__(self, store: Store, root: Path, token: str = "", max_failures: int = 5) -> None:
+    def __init__(self, store: RemoteFolder, root: Path, token: str = "", max_failures: int = 5) -> None:
         self._over = threading.Event()
         self.store = replace(store, wait=self._over.wait)
         self.root = root
@@ -53,40 +54,40 @@ class Uploads:
         self._sent_at: dict[str, float] = {}  # monotonic seconds
         self._failures = 0
         self._problem = ""
-        self._taken = self._in_vain = False
+        self._taken = self._timed_out = False
         self._state = threading.Condition()
         self._asked = self._done = 0
         self._thread: threading.Thread | None = None
-        self._remarks: list[str] = []
+        self._warnings: list[str] = []
         self._loss: DdptrainError | None = None
-        self._listeners: tuple[Callable[[str], None], Callable[[DdptrainError], None]] | None = None
+        self._listeners: _Listeners | None = None
 
     def listen(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
-        """From now on tell these two, and what there was before at once."""
+        """Call `warn` for each failure, and `lost` once if the run must end. Earlier messages are delivered now."""
         with self._state:
             self._listeners = (warn, lost)
-            remarks, self._remarks, loss = self._remarks, [], self._loss
-        for remark in remarks:
-            warn(remark)
+            warnings, self._warnings, loss = self._warnings, [], self._loss
+        for warning in warnings:
+            warn(warning)
         if loss is not None:
             lost(loss)
 
     def warn(self, text: str) -> None:
-        """Say something about the store, now or once somebody listens."""
+        """Deliver a warning, now or as soon as there is a listener."""
         with self._state:
             if self._listeners is None:
-                self._remarks.append(text)
+                self._warnings.append(text)
                 return
             warn, _ = self._listeners
         warn(text)
 
     def lose(self, error: DdptrainError) -> None:
-        """Say, once, that the run must end for the store's sake; after RunLocked nothing is uploaded any more."""
+        """Report, once, that the run must end. After RunLocked nothing is uploaded any more."""
         with self._state:
             if self._loss is not None:
                 return
             self._loss = error
-            if isinstance(error, RunLocked):  # what is there is another driver's now
+            if isinstance(error, RunLocked):  # the run in the store belongs to another driver now
                 self._taken, self._problem = True, str(error)
                 self._over.set()
             lost = self._listeners[1] if self._listeners else None
@@ -94,55 +95,55 @@ class Uploads:
             lost(error)
 
     def begin(self) -> None:
-        """Mark the folder as the store's working copy, and begin to upload it. Raises ResultsError."""
+        """Mark the folder as the store's working copy, and start the thread. Raises ResultsError."""
         Origin(self.store.url, self._token).mark(self.root)
         self._thread = threading.Thread(target=self._run, name="ddptrain-uploads", daemon=True)
         self._thread.start()
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything to upload."""
+        """Whether begin() was called."""
         return self._thread is not None
 
     def flush(self, deadline_s: float) -> str:
-        """Upload everything as it is now; what is wrong, in one line, where that was not possible in time."""
+        """Upload everything as it is now. Returns "", or one line about the problem if the deadline was reached."""
         if self._thread is None:
             return ""
-        if self._in_vain or self._loss is not None:
-            deadline_s = min(deadline_s, _LAST_S)
+        if self._timed_out or self._loss is not None:
+            deadline_s = min(deadline_s, _LAST_FLUSH_S)
         until = time.monotonic() + deadline_s
         with self._state:
             self._asked += 1
             mine = self._asked
             self._state.notify_all()
-            given_up = self._loss is not None
+            was_lost = self._loss is not None
             while self._done < mine and not self._over.is_set() and (left_s := until - time.monotonic()) > 0:
-                if self._loss is not None and not given_up:
+                if self._loss is not None and not was_lost:
                     break
-                # In short pieces: a signal's handler runs between them.
+                # In short pieces: signal handlers run between them.
                 self._state.wait(min(left_s, 0.5))
             if self._done >= mine:
                 return ""
-            self._in_vain = True
+            self._timed_out = True
             why = self._problem or f"it took longer than {deadline_s:g} s"
         kept = f"they are kept in {self.root}, and --resume {self.root.name} uploads them"
         return f"the results are not all in {self.store.url} ({why}); {kept}"
 
     def close(self, deadline_s: float) -> None:
-        """Flush, stop, and delete the working folder, if all of it is in the store."""
-        why = self.flush(0.0 if self._in_vain else deadline_s)
+        """Flush, stop the thread, and delete the working folder if everything is in the store."""
+        why = self.flush(0.0 if self._timed_out else deadline_s)
         self._over.set()
         with self._state:
             self._state.notify_all()
         if self._thread is None:
             return
-        self._thread.join(timeout=_PARTING_S)
+        self._thread.join(timeout=_CLOSE_S)
         if self._thread.is_alive() or self._taken:
             return
         if not why:
             shutil.rmtree(self.root, ignore_errors=True)
         else:
-            briefly(self._send_last_record, _PARTING_S)
+            run_for(_CLOSE_S, self._send_last_record)
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +154,7 @@ class Uploads:
         self.close(30.0)
 
     def _send_last_record(self) -> None:
-        with suppress(StoreError, OSError):  # how it ended is true, whatever else is missing
+        with suppress(StoreError, OSError):  # the run's end is recorded even if other files are missing
             self.store.write(_RECORD, self._record.read_bytes())
 
     # The thread.
@@ -164,20 +165,20 @@ class Uploads:
                 asked = self._asked
             flushing = asked > self._done
             try:
-                clean = self._pass(flushing)
+                complete = self._pass(flushing)
             except DdptrainError as error:
                 self._on_failure(error)
                 continue
-            except Exception as error:  # whatever it is, the thread goes on
+            except Exception as error:  # any bug or error of the disk: the thread must go on
                 self._on_failure(StoreError(f"cannot upload to {self.store.url}: {error!r}"))
                 continue
             self._failures, self._problem = 0, ""
             with self._state:
-                if clean and flushing:
+                if complete and flushing:
                     self._done = asked
                     self._state.notify_all()
-                if clean and self._asked == self._done and not self._over.is_set():
-                    self._state.wait(_LOOK_EVERY_S)
+                if complete and self._asked == self._done and not self._over.is_set():
+                    self._state.wait(_PASS_EVERY_S)
 
     def _on_failure(self, error: DdptrainError) -> None:
         if self._over.is_set():
@@ -197,8 +198,8 @@ class Uploads:
             self._state.wait_for(lambda: self._over.is_set() or (not flushing and self._asked > self._done), pause_s)
 
     def _pass(self, flushing: bool) -> bool:
-        """Upload what is due, all of it when flushing, the record last; whether everything is there now."""
-        # Before a checkpoint goes what led to it: whoever goes on from there has the logs up to there.
+        """Upload what is due, or everything when flushing, the record last. Returns whether the store is complete."""
+        # Files go before a checkpoint, so that a driver that continues from the checkpoint has the logs up to it.
         least_s = 0.0 if flushing or not self._checkpoints.is_synced else _FILE_EVERY_S
         for path in self._files():
             self._send_file(path, least_s, flushing)
@@ -215,7 +216,7 @@ class Uploads:
         return self.root / _RECORD
 
     def _files(self) -> Iterator[Path]:
-        """Everything but checkpoints, the record, what is ours alone, and what is being written."""
+        """Yield all files but checkpoints, the record, local state, and temporary files."""
         with suppress(OSError):
             for top in sorted(self.root.iterdir()):
                 if not top.name.startswith(".") and top.name not in (CHECKPOINTS, _RECORD, LOCK):
@@ -225,12 +226,12 @@ class Uploads:
         name, fingerprint = self._name(path), _fingerprint(path)
         if fingerprint is None or self._sent.get(name) == fingerprint:
             return
-        # A file that grows is uploaded as a whole each time: the larger, the less often.
+        # A growing file is uploaded completely each time: the larger it is, the less often.
         pause_s = max(least_s, fingerprint[0] / _BYTES_PER_S)
         if not now and time.monotonic() < self._sent_at.get(name, -pause_s) + pause_s:
             return
         try:
-            self.store.send(name, path)
+            self.store.write(name, path)
         except StoreError:
             if not path.exists():
                 return
@@ -252,9 +253,9 @@ class Uploads:
 
 
 def _walk(path: Path) -> Iterator[Path]:
-    """The plain files at or below a path; links lead elsewhere, and what has just gone is left out."""
+    """Yield the regular files at or below a path. Links, and files that vanish meanwhile, are left out."""
     with suppress(OSError):
-        if path.is_symlink() or _BESIDE.fullmatch(path.name) or path.name.startswith(INCOMING):
+        if path.is_symlink() or _TEMPORARY.fullmatch(path.name) or path.name.startswith(INCOMING):
             return
         if path.is_file():
             yield path
@@ -268,5 +269,5 @@ def _fingerprint(path: Path) -> _Fingerprint | None:
         state = path.stat()
     except OSError:
         return None
-    # Times are coarse: a file that is replaced twice in a hundredth of a second has another number at least.
+    # Times are coarse: a file that is replaced twice within 10 ms differs at least in its inode.
     return state.st_size, state.st_mtime_ns, state.st_ino

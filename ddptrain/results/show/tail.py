@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddptrain.errors import RunNotFound
+from ddptrain.file_ops import open_regular
 from ddptrain.results.errors import naming
-from ddptrain.results.files import open_to_read
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 
@@ -43,7 +43,7 @@ class LogCursor:
         """The lines that have ended since the last time; none while there is no file."""
         with naming(self._path, "read"):
             try:
-                descriptor = open_to_read(self._path)
+                descriptor = open_regular(self._path)
             except FileNotFoundError:
                 return
         with os.fdopen(descriptor, "rb") as file:
@@ -72,7 +72,7 @@ def _start_of_last(path: Path, lines: int) -> int:
     """Where the last `lines` lines of a file start, a last one that has not ended included."""
     with naming(path, "read"):
         try:
-            descriptor = open_to_read(path)
+            descriptor = open_regular(path)
         except FileNotFoundError:
             return 0
     with os.fdopen(descriptor, "rb") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -16,6 +15,7 @@ import numpy as np
 import PIL.Image  # noqa: F401  # wandb would import it later, maybe while the process forks
 import wandb
 
+from ddptrain.file_ops import hash_file, publish
 from ddptrain.tracking import items
 
 _MAX_SAMPLES = 1 << 16  # of a tensor, for a histogram: training needs the processor
@@ -95,7 +95,7 @@ def shared_image_copies(table: items.Table, max_rows: int) -> Iterator[None]:
     yield
     with suppress(OSError):  # then they stay copies
         images = [value.path for row in table.rows[:max_rows] for value in row if isinstance(value, items.Image)]
-        known: dict[tuple[int, bytes], Path] = {_content(path): path for path in images}
+        known: dict[tuple[int, str], Path] = {_content(path): path for path in images}
         for copy in _entries(folder) - before:
             if _is_complete(copy) and (content := _content(copy)) in known:
                 known[content] = _replace_by_link(copy, known[content])
@@ -114,9 +114,8 @@ def _is_complete(copy: Path) -> bool:
     return stat.S_ISREG(mode) and stat.S_IMODE(mode) == stat.S_IRUSR
 
 
-def _content(path: Path) -> tuple[int, bytes]:
-    with path.open("rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").digest()
+def _content(path: Path) -> tuple[int, str]:
+    return hash_file(path)
 
 
 def _replace_by_link(copy: Path, original: Path) -> Path:
@@ -126,5 +125,5 @@ def _replace_by_link(copy: Path, original: Path) -> Path:
         os.link(original, beside)
     except OSError:  # another disk
         return copy
-    os.replace(beside, copy)
+    publish(beside, copy)
     return original

@@ -7,23 +7,26 @@ import difflib
 import importlib.resources
 import io
 import json
+import lzma
 import random
 import time
+import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
+from ddptrain.storage.base import StoreError, fetch_chunks
 from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
 
 if TYPE_CHECKING:
     from ddptrain.workloads.petnames.params import PetnamesParams
 
-_DEADLINE_S = 600.0  # for all of it; fsspec's own is for a request, and a large file takes many
-_PART_BYTES = 1 << 20
+_DEADLINE_S = 600.0  # for all of it; that of the store is for a request, and a large file takes many
 MAX_SOURCE_BYTES = 256 * 2**20  # a list of names is small: anything larger is the wrong file
 _FORMATS = {".json": "json", ".txt": "text", ".text": "text", ".csv": "csv"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zip"}
@@ -178,20 +181,16 @@ def _format_of(source: str, names_format: str) -> str:
 
 def _read(source: str, options: Mapping[str, Any]) -> str:
     """The text behind a path or URL, unpacked if its suffix says that it is compressed."""
-    import fsspec
-
     try:
-        with fsspec.open(source, mode="rb", compression="infer", **options) as file:
-            content = _limited(file)
+        content = _unpacked(_limited(fetch_chunks(source, options, setting="params.names")), source)
     except _TooSlow:
         raise UsageError(
             f"params.names {hide_credentials(source)!r} could not be read within {_DEADLINE_S:g} s: "
             "is the server too slow?"
         ) from None
-    except Exception as error:  # every fsspec backend raises errors of its own kind
+    except (StoreError, UsageError, OSError, ValueError, EOFError, zlib.error, lzma.LZMAError, BadZipFile) as error:
         raise UsageError(
-            f"can't read params.names {hide_credentials(source)!r}: "
-            f"{type(error).__name__}: {hide_credentials(str(error))}; "
+            f"can't read params.names {hide_credentials(source)!r}: {hide_credentials(str(error))}; "
             "a path is relative to the working directory, options of a URL go into params.names_options"
         ) from None
     if len(content) > MAX_SOURCE_BYTES:
@@ -204,16 +203,31 @@ def _read(source: str, options: Mapping[str, Any]) -> str:
         ) from None
 
 
-def _limited(file: IO[bytes]) -> bytes:
-    """All of it, or a byte more than is taken. Raises _TooSlow."""
+def _limited(chunks: Iterable[bytes]) -> bytes:
+    """All of it, or at most one chunk more than is taken. Raises _TooSlow."""
     deadline = time.monotonic() + _DEADLINE_S
     parts, size = [], 0
-    while size <= MAX_SOURCE_BYTES and (part := file.read(min(_PART_BYTES, MAX_SOURCE_BYTES + 1 - size))):
+    for part in chunks:
         parts.append(part)
         size += len(part)
+        if size > MAX_SOURCE_BYTES:
+            break
         if time.monotonic() > deadline:
             raise _TooSlow
     return b"".join(parts)
+
+
+def _unpacked(content: bytes, source: str) -> bytes:
+    """The content without the compression that the source's suffix stands for; at most a byte more than is taken."""
+    from fsspec.compression import compr
+    from fsspec.utils import infer_compression
+
+    name = infer_compression(source.partition("?")[0])
+    if name is None or len(content) > MAX_SOURCE_BYTES:
+        return content
+    with compr[name](io.BytesIO(content), mode="rb") as file:
+        unpacked: bytes = file.read(MAX_SOURCE_BYTES + 1)
+    return unpacked
 
 
 class _TooSlow(Exception):

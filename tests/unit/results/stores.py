@@ -8,7 +8,9 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ddptrain.results.remote.store import Store
+from ddptrain.storage.base import Location
+from ddptrain.storage.fsspec_store import FsspecStore
+from ddptrain.storage.remote_folder import RemoteFolder
 
 _WRITES = ("pipe_file", "put_file", "rm_file")
 
@@ -40,7 +42,20 @@ class WatchedFs:
         return call
 
 
-def watched_store() -> tuple[Store, WatchedFs]:
-    """A store of its own, with one quick retry."""
+def watched_store() -> tuple[RemoteFolder, WatchedFs]:
+    """A store of its own, with two quick retries."""
     fs, root = WatchedFs(), f"/{uuid.uuid4().hex}"
-    return Store(f"memory:/{root}", fs, root, wait=lambda seconds: False, pauses_s=(0.0, 0.0)), fs
+    store = FsspecStore(Location(f"memory:/{root}", {}, "results.dir"), fs, root, timeout_s=1.0)
+    return RemoteFolder(store, wait=lambda seconds: False, pauses_s=(0.0, 0.0)), fs
+
+
+def watched_fs(store: RemoteFolder) -> WatchedFs:
+    """The file system behind a folder of watched_store()."""
+    assert isinstance(store.store, FsspecStore) and isinstance(store.store.fs, WatchedFs)
+    return store.store.fs
+
+
+def root_of(store: RemoteFolder) -> str:
+    """The folder's path in its file system."""
+    assert isinstance(store.store, FsspecStore)
+    return f"{store.store.root}/{store.path}".rstrip("/")

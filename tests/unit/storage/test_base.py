@@ -31,7 +31,7 @@ from ddptrain.storage.base import (
     fetch,
     open_store,
 )
-from ddptrain.storage.object_store import get_error, listing_error
+from ddptrain.storage.object_errors import store_error
 from ddptrain.storage.options import Settings, region_of, settings_for
 from ddptrain.workloads.images.params import ImagesParams
 
@@ -371,7 +371,7 @@ STATUS = "Generic S3 error: Error performing GET http://h/b?sig=s3cret in 1ms - 
     ],
 )
 def test_a_status_of_a_listing_is_told_in_one_line(text: str, kind: type[StoreError], words: str) -> None:
-    error = listing_error(HERE, RuntimeError(STATUS + text), 6.0)
+    error = store_error(HERE, "listed", "", RuntimeError(STATUS + text), 6.0)
     assert type(error) is kind and words in str(error)
     assert "s3://bucket/dogs" in str(error) and "s3cret" not in str(error) and "\n" not in str(error)
 
@@ -380,7 +380,9 @@ def test_missing_credentials_are_told_as_what_they_are() -> None:
     text = (
         "Error performing PUT http://169.254.169.254/latest/api/token in 1s - Server returned non-2xx status code: 403"
     )
-    assert "there are no credentials; set params.source_options" in str(listing_error(HERE, RuntimeError(text), 6.0))
+    assert "there are no credentials; set params.source_options" in str(
+        store_error(HERE, "listed", "", RuntimeError(text), 6.0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -395,5 +397,5 @@ def test_missing_credentials_are_told_as_what_they_are() -> None:
     ],
 )
 def test_an_error_of_one_image_says_whether_another_try_helps(text: str, kind: type[StoreError]) -> None:
-    error = get_error(HERE, "a/1.jpg", RuntimeError(text), 6.0)
+    error = store_error(HERE, "read", "a/1.jpg", RuntimeError(text), 6.0)
     assert type(error) is kind and "s3cret" not in str(error)

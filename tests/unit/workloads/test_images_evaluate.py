@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from ddptrain.storage.base import NotFound
-from ddptrain.storage.synthetic import SHAPES, Drawings
+from ddptrain.storage.base import Location, NotFound
+from ddptrain.storage.synthetic import SHAPES, SyntheticImages
 from ddptrain.workloads.images.evaluate import _sums
 from ddptrain.workloads.images.model.models import describe
 from ddptrain.workloads.images.predictions import (
@@ -75,7 +75,7 @@ def test_picture_of_examples_shows_eight_at_most_with_what_they_are_taken_for() 
 
 
 def test_drawings_are_the_same_everywhere_and_of_every_shape() -> None:
-    first, second = Drawings(), Drawings()
+    first, second = (SyntheticImages(Location("builtin")) for _ in range(2))
     keys = [listed.key for listed in first.listing()]
     assert {key.split("/")[0] for key in keys} == set(SHAPES)
     assert [first.get(key) for key in keys[::97]] == [second.get(key) for key in keys[::97]]

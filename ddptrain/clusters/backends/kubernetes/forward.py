@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters.backends.kubernetes.api import CORE, Kubernetes, connected
 from ddptrain.clusters.backends.kubernetes.pods import is_ready
-from ddptrain.clusters.security import write_private
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import write_atomic
 
 if TYPE_CHECKING:
     from httpx_ws import AsyncWebSocketSession
@@ -60,9 +59,7 @@ async def _serve(options: argparse.Namespace) -> None:
         for pair in options.ports:
             local, _, remote = pair.partition(":")
             ports.append(await servers.enter_async_context(forward.listening(int(local), int(remote))))
-        beside = options.file.with_suffix(".new")
-        write_private(beside, json.dumps(ports).encode())
-        os.replace(beside, options.file)
+        write_atomic(options.file, json.dumps(ports).encode(), mode=0o600, durable=False)
         while not stop.is_set() and not await forward.service_is_gone():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _LOOK_S)

@@ -14,7 +14,7 @@ from typing import Self
 
 from ddptrain.config.wording import counted, nearest, shown
 from ddptrain.errors import UsageError
-from ddptrain.storage.base import Listed, Location, open_store
+from ddptrain.storage.base import Limits, Listed, Location, open_store
 from ddptrain.workloads.images.data.manifest import FILE, Manifest, is_plain_key
 from ddptrain.workloads.images.data.source_layout import Layout, check_classes_agree, detect, is_split_folder
 from ddptrain.workloads.images.data.split import sample, split
@@ -182,7 +182,7 @@ def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSo
 
 def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
     next_word = time.monotonic() + _TELL_FIRST_S
-    store = open_store(location, timeout_s=_TIMEOUT_S, retries=_RETRIES, patience_s=_PATIENCE_S)
+    store = open_store(location, Limits(_TIMEOUT_S, retries=_RETRIES, patience_s=_PATIENCE_S))
     for number, item in enumerate(store.listing(), 1):
         yield item
         if tell is not None and number % 1000 == 0 and time.monotonic() > next_word:

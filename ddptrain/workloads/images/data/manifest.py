@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import write_atomic
 from ddptrain.storage.base import UNKNOWN_SIZE, Location
 from ddptrain.workloads.images.data.source_layout import is_split_folder
 
@@ -99,16 +98,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write it into a folder, as a whole or not at all."""
         document = {"schema": _SCHEMA, **{name: getattr(self, name) for name in _FIELDS}}
-        beside = folder / f".{FILE}.{secrets.token_hex(4)}.tmp"
-        try:
-            with beside.open("x", encoding="utf-8") as file:
-                file.write(json.dumps(document, ensure_ascii=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, folder / FILE)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        write_atomic(folder / FILE, (json.dumps(document, ensure_ascii=False) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> Self:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import os
 import secrets
 import struct
@@ -13,6 +11,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from ddptrain.file_ops import publish, sha256, try_lock
 
 _HEADER = struct.Struct("<QI")  # bytes that follow, and their CRC-32
 _UNFINISHED = ".new-"
@@ -73,7 +73,7 @@ class Cache:
             with self._room(n_bytes) as is_free:
                 if is_free:
                     new.write_bytes(_header(data) + data)
-                    os.replace(new, path)
+                    publish(new, path)
         except OSError as error:
             tell, self._tell = self._tell, None
             if tell is not None:
@@ -82,7 +82,7 @@ class Cache:
                 new.unlink(missing_ok=True)
 
     def _path(self, url: str, key: str, version: str) -> Path:
-        name = hashlib.sha256(f"{url}\0{key}\0{version}".encode()).hexdigest()
+        name = sha256(f"{url}\0{key}\0{version}".encode()).hexdigest()
         return self._folder / name[:2] / name
 
     @contextlib.contextmanager
@@ -114,13 +114,12 @@ class Cache:
         """Counts the entries and drops those that are too many; whether no other process was about it."""
         file = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not try_lock(file):
+                return False
             with self._lock:
                 self._uncounted = self._writing
             os.pwrite(file, _LOOK.pack(self._shrink()), 0)  # in place: nobody reads half of it
             self._has_looked = True
-        except BlockingIOError:
-            return False
         finally:
             os.close(file)
         return True

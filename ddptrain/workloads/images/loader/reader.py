@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddptrain.errors import DdptrainError
-from ddptrain.storage.base import Location, NotFound, StoreMissing, open_store
+from ddptrain.storage.base import Limits, Location, NotFound, StoreMissing, open_store
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.store_health import PASSES, Presence
 
@@ -26,7 +26,7 @@ _SAME_WRONG_SIZE = 3  # answers: the image is another one than was listed
 
 
 class Gets(Protocol):
-    """What is read from: `store.Store`, or a test's own."""
+    """What is read from: `storage.base.Store`, or a test's own."""
 
     def get(self, key: str) -> bytes:
         """The whole of an object; blocks, and may be called by many threads."""
@@ -65,7 +65,7 @@ class Tries:
 
 
 def _open_store(location: Location) -> Gets:
-    return open_store(location, timeout_s=_TIMEOUT_S)
+    return open_store(location, Limits(_TIMEOUT_S))
 
 
 class Reader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from ddptrain.config.wording import shown
+from ddptrain.file_ops import sha256
 from ddptrain.storage.download import CannotFetch, NotReached, Progress, fetch_file
 from ddptrain.workloads.images.model.labels import matches
 from ddptrain.workloads.images.model.models import MEAN, STD, build, describe, wrong_size
@@ -123,7 +123,7 @@ def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell:
     url = named(settings.architecture, weights).url if is_weights_name(weights) else weights
     name = PurePosixPath(urlsplit(url).path).name
     if not is_weights_name(weights):
-        name = f"ddptrain-{hashlib.sha256(url.encode()).hexdigest()[:16]}-{name}"
+        name = f"ddptrain-{sha256(url.encode()).hexdigest()[:16]}-{name}"
     try:
         return fetch_file(
             url,

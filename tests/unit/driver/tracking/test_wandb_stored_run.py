@@ -20,10 +20,10 @@ from ddptrain.results.lookup import RunView
 from ddptrain.results.record import RunRecord
 from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.remote.lock import LOCK, Claim
-from ddptrain.results.remote.store import Store
 from ddptrain.results.remote.upload import Uploads
 from ddptrain.results.tracking.record import wandb_parts
 from ddptrain.results.writer import RunWriter
+from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.tracking.wandb import transaction_log
 from tests.unit.results.conftest import Stage, stage, writer
 from tests.unit.results.stores import WatchedFs, watched_store
@@ -49,7 +49,7 @@ def log_with(tmp_path: Path, **artifacts: list[str]) -> bytes:
 
 
 @pytest.fixture
-def stored(tmp_path: Path, stage: Stage) -> tuple[Store, WatchedFs]:
+def stored(tmp_path: Path, stage: Stage) -> tuple[RemoteFolder, WatchedFs]:
     """A run of two W&B runs that were online, the second of which was killed; and two checkpoints."""
     store, fs = watched_store()
     with RunWriter.create(tmp_path / "runs", "a-run", "n", "name: n\n", "w") as writer:
@@ -76,7 +76,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_only_what_waits_is_fetched_and_only_how_it_stands_goes_back(
-    stored: tuple[Store, WatchedFs], tmp_path: Path
+    stored: tuple[RemoteFolder, WatchedFs], tmp_path: Path
 ) -> None:
     store, fs = stored
     stored_run = StoredWandbRun(store, tmp_path / "borrowed")
@@ -106,9 +106,9 @@ def test_only_what_waits_is_fetched_and_only_how_it_stands_goes_back(
 
 
 @pytest.fixture
-def view(stored: tuple[Store, WatchedFs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunView:
+def view(stored: tuple[RemoteFolder, WatchedFs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunView:
     """The run as readers have it."""
-    monkeypatch.setattr(wandb_sync, "Store", type("Opened", (), {"open": staticmethod(lambda url: stored[0])}))
+    monkeypatch.setattr(wandb_sync, "RemoteFolder", type("Opened", (), {"open": staticmethod(lambda url: stored[0])}))
     (tmp_path / "copy").mkdir()
     Origin(stored[0].url).mark(tmp_path / "copy")
     tracking = {"wandb": {"id": "w1", "base_url": "https://w.example"}}
@@ -127,14 +127,18 @@ def test_key_of_the_shell_goes_to_no_server_that_only_the_store_names(view: RunV
     )
 
 
-def test_run_that_another_machine_is_sending_is_left_alone(view: RunView, stored: tuple[Store, WatchedFs]) -> None:
+def test_run_that_another_machine_is_sending_is_left_alone(
+    view: RunView, stored: tuple[RemoteFolder, WatchedFs]
+) -> None:
     claim = dataclasses.replace(Claim.of_this_process(), host="elsewhere")
     stored[0].write(f"{WANDB}/{LOCK}", json.dumps(dataclasses.asdict(claim)).encode())
     environ = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     assert came_of(view, environ).passed_over == "another process is sending it"
 
 
-def test_store_that_is_away_is_told_as_what_could_not_be_sent(view: RunView, stored: tuple[Store, WatchedFs]) -> None:
+def test_store_that_is_away_is_told_as_what_could_not_be_sent(
+    view: RunView, stored: tuple[RemoteFolder, WatchedFs]
+) -> None:
     stored[1].errors = [OSError("away")] * 3
     came = came_of(view, {})
-    assert "a-run: not sent: cannot list" in came.summary and "away" in came.summary
+    assert "a-run: not sent: memory://" in came.summary and "can't be listed: away" in came.summary

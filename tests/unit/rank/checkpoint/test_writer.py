@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ddptrain.file_ops import hash_file
 from ddptrain.protocol import events
 from ddptrain.rank.checkpoint import files, writer
 from ddptrain.rank.checkpoint.coordination import GangStore
@@ -102,7 +103,7 @@ def test_safetensors_reads_every_type_and_large_state_lies_in_a_file_of_its_own(
     assert isinstance(event, events.CheckpointSaved)
     folder = tmp_path / "staging" / event.staging
     for file in event.files:
-        assert files.hash_file(folder / file.name) == (file.size_bytes, file.sha256)
+        assert hash_file(folder / file.name) == (file.size_bytes, file.sha256)
     stored = load_file(folder / "model.safetensors")
     assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())
     assert {file.name for file in event.files} == {"model.safetensors", "tensors.safetensors", "state.pt"}

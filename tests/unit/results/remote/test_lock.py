@@ -16,11 +16,11 @@ import pytest
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results.remote import lock as remote_lock
 from ddptrain.results.remote.lock import LOCK, STALE_S, Claim, StoreLock, claim_from
-from ddptrain.results.remote.store import Store
+from ddptrain.storage.remote_folder import RemoteFolder
 from tests.unit.results.stores import watched_store
 
 
-def write_claim(store: Store, **changes: Any) -> Claim:
+def write_claim(store: RemoteFolder, **changes: Any) -> Claim:
     claim = dataclasses.replace(Claim.of_this_process(), **{"host": "elsewhere", "machine": "elsewhere", **changes})
     store.write(LOCK, json.dumps(dataclasses.asdict(claim)).encode())
     return claim

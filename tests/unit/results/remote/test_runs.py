@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
-from ddptrain.results.errors import StoreError
 from ddptrain.results.remote.lock import LOCK, Claim
 from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
-from ddptrain.results.remote.store import Store
 from ddptrain.results.run_store import LocalRuns, Need
 from ddptrain.results.show.tail import follow_logs
 from ddptrain.results.writer import RunWriter
-from tests.unit.results.stores import watched_store
+from ddptrain.storage.base import StoreError, StoreForbidden
+from ddptrain.storage.remote_folder import RemoteFolder
+from tests.unit.results.stores import watched_fs, watched_store
 
 WEAK = (
     "{} cannot keep two drivers apart that start at the same moment: conditional writes cannot be used there "
@@ -34,7 +34,7 @@ def runs(tmp_path: Path) -> Iterator[StoreRuns]:
         yield StoreRuns(watched_store()[0])
 
 
-def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: Any) -> Store:
+def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: Any) -> RemoteFolder:
     run = runs.store.below(run_id)
     record = {
         "run_id": run_id,
@@ -51,7 +51,7 @@ def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: A
     return run
 
 
-def hold(run: Store, **changes: Any) -> None:
+def hold(run: RemoteFolder, **changes: Any) -> None:
     claim = dataclasses.replace(Claim.of_this_process(), **{"host": "elsewhere", **changes})
     run.write(LOCK, json.dumps(dataclasses.asdict(claim)).encode())
 
@@ -128,13 +128,13 @@ def test_run_id_that_is_taken_is_refused(runs: StoreRuns) -> None:
 
 
 def test_store_that_takes_nothing_is_told_before_anything_is_made(runs: StoreRuns) -> None:
-    runs.store.fs.fails = lambda path: PermissionError("Forbidden")
+    watched_fs(runs.store).fails = lambda path: PermissionError("Forbidden")
     with (
-        pytest.raises(UsageError, match=r"Forbidden; check the credentials"),
+        pytest.raises(StoreForbidden, match=r"Forbidden\); check the credentials"),
         runs.keeping("a-1", resumed=False, max_failures=1),
     ):
         pass
-    runs.store.fs.fails = lambda path: OSError("away")
+    watched_fs(runs.store).fails = lambda path: OSError("away")
     with pytest.raises(StoreError, match="away"), runs.keeping("a-1", resumed=False, max_failures=1):
         pass
     assert not (runs.work / "a-1").exists()
@@ -160,10 +160,10 @@ def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(r
             token = json.loads(runs.store.read(f"a-1/{LOCK}") or b"")["token"]
             assert runs.folder.stat().st_mode & 0o777 == 0o700
             writer.layout.log(0).write_text("not uploaded\n")
-            runs.store.fs.fails = lambda path: OSError("away")
+            watched_fs(runs.store).fails = lambda path: OSError("away")
             assert "not all in memory://" in keeping.flush(0.1)
         keeping.close(0.1)
-    runs.store.fs.fails = lambda path: None
+    watched_fs(runs.store).fails = lambda path: None
     hold(runs.store.below("a-1"), token=token, released=True)
     with runs.keeping("a-1", resumed=True, max_failures=1) as keeping:
         assert (keeping.root / "logs/rank-0.log").read_text() == "not uploaded\n"

@@ -12,14 +12,15 @@ from ddptrain.errors import DdptrainError, RunLocked, RunNotFound
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoint_verification import verify
 from ddptrain.results.checkpoints import CheckpointPolicy
-from ddptrain.results.errors import CheckpointDamaged, StoreError
+from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.record import RunStatus
 from ddptrain.results.remote import restore
 from ddptrain.results.remote import upload as remote_upload
-from ddptrain.results.remote.store import Store
 from ddptrain.results.remote.upload import Uploads
 from ddptrain.results.writer import RunWriter
-from tests.unit.results.stores import WatchedFs, watched_store
+from ddptrain.storage.base import StoreError
+from ddptrain.storage.remote_folder import RemoteFolder
+from tests.unit.results.stores import WatchedFs, root_of, watched_fs, watched_store
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
 POLICY = CheckpointPolicy(keep=1, metric="val/loss")
@@ -27,10 +28,10 @@ POLICY = CheckpointPolicy(keep=1, metric="val/loss")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_upload, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(remote_upload, "_PASS_EVERY_S", 0.02)
     monkeypatch.setattr(remote_upload, "_FLUSH_PAUSE_S", 0.02)
-    monkeypatch.setattr(remote_upload, "_LAST_S", 60.0)
-    monkeypatch.setattr(remote_upload, "_PARTING_S", 60.0)
+    monkeypatch.setattr(remote_upload, "_LAST_FLUSH_S", 60.0)
+    monkeypatch.setattr(remote_upload, "_CLOSE_S", 60.0)
     monkeypatch.setattr(remote_upload, "_PAUSES_S", (0.02,))
 
 
@@ -54,7 +55,7 @@ class Kept:
         return set(self.store.files())
 
     def order(self) -> list[str]:
-        return [write.replace(f"{self.store.root}/", "") for write in self.fs.writes]
+        return [write.replace(f"{root_of(self.store)}/", "") for write in self.fs.writes]
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
     assert isinstance(loss, StoreError) and loss.exit_code == 4
     assert f"given up after 2 failures, all is kept in {kept.writer.layout.root}" in str(loss)
     problem = kept.uploads.flush(0.2)
-    assert problem.startswith(f"the results are not all in {kept.store.url} (cannot write")
+    assert problem.startswith(f"the results are not all in {kept.store.url} (memory://")
     assert problem.endswith(f"they are kept in {kept.writer.layout.root}, and --resume a-run uploads them")
     kept.uploads.close(0.1)
     assert kept.writer.layout.run_json.exists()
@@ -225,8 +226,8 @@ def upload(kept: Kept) -> None:
     assert kept.uploads.flush(60) == ""
 
 
-def overwrite(store: Store, path: str, data: bytes) -> None:
-    store.fs.memory.pipe_file(f"{store.root}/{path}", data)
+def overwrite(store: RemoteFolder, path: str, data: bytes) -> None:
+    watched_fs(store).memory.pipe_file(f"{root_of(store)}/{path}", data)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "manifest"])

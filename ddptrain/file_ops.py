@@ -1,0 +1,132 @@
+"""Atomic writes, appends, file locks and SHA-256: no other module calls os.replace, flock or hashlib.sha256.
+
+All functions raise OSError. `results/files.py` adds the ownership checks that run directories need.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+# No symbolic link is followed, no FIFO is waited for, and no terminal becomes the controlling one.
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+CREATE = os.O_RDWR | os.O_CREAT
+APPEND = CREATE | os.O_APPEND
+
+
+# --- Opening regular files ---
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """Return a descriptor of a regular file. Raises OSError for a symbolic link (ELOOP) and any other kind (EINVAL)."""
+    descriptor = os.open(path, flags | _SAFE, mode)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def open_append(path: Path, *, create_mode: int | None = None) -> int:
+    """Return a descriptor whose writes go to the end of the file; `create_mode` creates a file that is missing."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    return os.open(path, flags) if create_mode is None else os.open(path, flags | os.O_CREAT, create_mode)
+
+
+# --- Writing ---
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of the data, however many system calls that takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Replace a file's content. Readers see the old or the new content, also after a crash if `durable`."""
+    with atomic_file(path, mode=mode, durable=durable) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_file(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterator[BinaryIO]:
+    """Yield a temporary file that replaces `path` when the block ends, and is deleted if the block raises.
+
+    The temporary file is in the same folder; its name begins with a dot and ends with .tmp.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, mode), "wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        publish(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def publish(source: Path | str, target: Path | str) -> None:
+    """Give a finished file or folder its final name in one step; a file of that name is replaced."""
+    os.replace(source, target)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- Locks (flock): closing the descriptor releases them, so the death of the process does ---
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Take the lock of an open file. Returns False if another process holds it.
+
+    Raises OSError if the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_for_lock(descriptor: int, *, shared: bool = False) -> None:
+    """Take the lock of an open file; waits as long as other processes hold it."""
+    fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+def unlock(descriptor: int) -> None:
+    """Release the lock of an open file."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+# --- SHA-256 ---
+
+
+def sha256(data: bytes | memoryview = b"") -> _Hash:
+    """Return a SHA-256 object, for data that arrives in pieces or needs only a part of the digest."""
+    return hashlib.sha256(data)
+
+
+def hash_file(path: Path | str) -> tuple[int, str]:
+    """Return the size in bytes and the SHA-256 in hex of the same content of a file."""
+    with open(path, "rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return file.tell(), digest.hexdigest()

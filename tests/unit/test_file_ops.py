@@ -1,0 +1,127 @@
+"""Atomic writes, appends, locks and hashes; and that no other module has its own."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from ddptrain import file_ops
+
+PACKAGE = Path(file_ops.__file__).parent
+# Calls that belong to file_ops alone, as they are written in source code.
+OWNED = {
+    "os.replace", "os.rename", "fcntl.flock", "fcntl.lockf", "hashlib.sha256", "hashlib.file_digest", "hashlib.new",
+    "tempfile.mkstemp", "tempfile.NamedTemporaryFile",
+}  # fmt: skip
+EXCEPTIONS = {
+    ("driver/tracking/wandb_sync.py", "hashlib.file_digest"): "wandb names its files by MD5",
+    ("cli/main.py", "tempfile.mkstemp"): "a crash log has a new name and is never renamed",
+}
+
+
+def owned_calls(source: str) -> set[str]:
+    """The owned functions that a module names, also as `from os import replace`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found & OWNED
+
+
+def test_files_are_replaced_locked_and_hashed_in_one_module() -> None:
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), call)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path != PACKAGE / "file_ops.py"
+        for call in owned_calls(path.read_text(encoding="utf-8"))
+    }
+    assert found == EXCEPTIONS.keys()
+
+
+def test_the_search_sees_both_ways_to_name_a_function() -> None:
+    assert owned_calls("import os\nos.replace(a, b)") == {"os.replace"}
+    assert owned_calls("from hashlib import sha256") == {"hashlib.sha256"}
+    assert owned_calls("text.replace('a', 'b')") == set()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_atomic_write_replaces_the_content_and_sets_the_mode(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"a longer old content")
+    file_ops.write_atomic(path, b"new", mode=0o600, durable=durable)
+    assert path.read_bytes() == b"new" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_atomic_file_is_not_there_if_the_block_raises(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+
+    def interrupted() -> None:
+        with file_ops.atomic_file(path) as file:
+            file.write(b"half")
+            assert len(os.listdir(tmp_path)) == 2 and path.read_bytes() == b"old"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["x"]
+
+
+def test_links_and_fifos_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    os.mkfifo(tmp_path / "fifo")
+    for name, number in (("link", errno.ELOOP), ("fifo", errno.EINVAL), ("none", errno.ENOENT)):
+        with pytest.raises(OSError, match=name) as caught:
+            file_ops.open_regular(tmp_path / name)
+        assert caught.value.errno == number
+
+
+def test_appends_go_to_the_end_whoever_else_writes(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with pytest.raises(FileNotFoundError):
+        file_ops.open_append(path)
+    first, second = file_ops.open_append(path, create_mode=0o600), file_ops.open_append(path)
+    for descriptor, data in ((first, b"one "), (second, b"two "), (first, b"three")):
+        file_ops.write_all(descriptor, data)
+    assert path.read_bytes() == b"one two three" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    os.close(first)
+    os.close(second)
+
+
+def test_write_all_goes_on_after_a_short_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = os.open(tmp_path / "x", file_ops.CREATE)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:2])))
+    file_ops.write_all(descriptor, b"12345")
+    os.close(descriptor)
+    assert (tmp_path / "x").read_bytes() == b"12345"
+
+
+def test_exclusive_lock_keeps_out_all_and_shared_ones_do_not_keep_out_each_other(tmp_path: Path) -> None:
+    one, two = (os.open(tmp_path / "lock", file_ops.CREATE) for _ in range(2))
+    assert file_ops.try_lock(one) and not file_ops.try_lock(two) and not file_ops.try_lock(two, shared=True)
+    file_ops.unlock(one)
+    assert file_ops.try_lock(one, shared=True) and file_ops.try_lock(two, shared=True)
+    assert not file_ops.try_lock(one)
+    os.close(two)
+    file_ops.wait_for_lock(one)
+    os.close(one)
+
+
+def test_hashes_are_those_of_sha256(tmp_path: Path) -> None:
+    # The test vector of FIPS 180-2.
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    (tmp_path / "x").write_bytes(b"abc")
+    assert file_ops.hash_file(tmp_path / "x") == (3, known)
+    pieces = file_ops.sha256()
+    pieces.update(b"a")
+    pieces.update(b"bc")
+    assert pieces.hexdigest() == known == file_ops.sha256(b"abc").hexdigest()
