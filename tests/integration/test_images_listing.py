@@ -15,6 +15,7 @@ import pytest
 
 from ddptrain.errors import ExitCode
 from ddptrain.storage.base import (
+    Limits,
     Location,
     NotFound,
     StoreError,
@@ -173,7 +174,7 @@ def test_a_source_that_can_not_be_listed_is_told_in_one_line(
 
 def test_one_image_s_errors_say_whether_another_try_helps(bucket: ImageBucket, proxy: FaultProxy) -> None:
     location = Location(bucket.url, bucket.signed_options(proxy.url))
-    store, hasty = open_store(location), open_store(location, timeout_s=0.5)
+    store, hasty = open_store(location), open_store(location, Limits(0.5))
     for fault in (Fault("status", status=503), Fault("reset"), Fault("truncate")):
         proxy.inject(fault)
         with pytest.raises(Transient):

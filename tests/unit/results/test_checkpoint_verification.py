@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ddptrain.results.checkpoint_verification import newest_verified, read_manifest, verify
+from ddptrain.results.checkpoint_verification import (
+    checkpoint_folders,
+    newest_verified,
+    parse_manifest,
+    read_manifest,
+    verify,
+)
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.remote.checkpoints import parse_stored
 from ddptrain.results.writer import RunWriter
 from tests.unit.results.conftest import Stage
 
@@ -48,26 +56,29 @@ def remove_file(folder: Path) -> None:
 
 
 def lead_elsewhere(folder: Path) -> None:
+    """List a file beside the folder, which exists and has the size and hash of its entry."""
+    data = b"not of this checkpoint"
+    (folder.parent / "x").write_bytes(data)
     manifest = json.loads((folder / "checkpoint.json").read_text())
-    manifest["files"][0]["name"] = "../../../etc/passwd"
+    manifest["files"][0] = {"name": "../x", "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "why"),
     [
-        change_byte,
-        cut_short,
-        remove_file,
-        lead_elsewhere,
-        lambda folder: (folder / "checkpoint.json").write_text("{"),
-        lambda folder: (folder / "checkpoint.json").write_text("[]"),
-        lambda folder: (folder / "checkpoint.json").write_text('{"files": []}'),
-        lambda folder: (folder / "checkpoint.json").unlink(),
+        (change_byte, "the SHA-256 of model.safetensors is not the one"),
+        (cut_short, "model.safetensors has 999 bytes, not 1000"),
+        (remove_file, "cannot read .*model.safetensors: No such file"),
+        (lead_elsewhere, "is damaged: it is not JSON, lists no files, or a field is missing or of another type"),
+        (lambda folder: (folder / "checkpoint.json").write_text("{"), "is not JSON"),
+        (lambda folder: (folder / "checkpoint.json").write_text("[]"), "is not JSON"),
+        (lambda folder: (folder / "checkpoint.json").write_text('{"files": []}'), "lists no files"),
+        (lambda folder: (folder / "checkpoint.json").unlink(), "cannot read .*checkpoint.json: No such file"),
     ],
 )
 def test_damaged_newest_one_gives_way_to_the_one_before(
-    writer: RunWriter, saved: Callable[[int], Path], damage: Callable[[Path], object]
+    writer: RunWriter, saved: Callable[[int], Path], damage: Callable[[Path], object], why: str
 ) -> None:
     saved(1)
     damage(saved(2))
@@ -75,8 +86,51 @@ def test_damaged_newest_one_gives_way_to_the_one_before(
     found = newest_verified(writer.layout, told.append)
     assert found is not None and found.step == 1
     assert len(told) == 1 and told[0].startswith("checkpoint step-2 is passed over: ")
-    with pytest.raises(CheckpointDamaged):
+    with pytest.raises(CheckpointDamaged, match=why):
         verify(writer.layout.checkpoints_dir / "step-2")
+
+
+def test_newest_is_the_highest_step_not_the_last_name(writer: RunWriter, saved: Callable[[int], Path]) -> None:
+    for step in (9, 10, 8):
+        saved(step)
+    found = newest_verified(writer.layout, pytest.fail)
+    assert found is not None and found.step == 10
+    assert [folder.name for folder in checkpoint_folders(writer.layout)] == ["step-10", "step-9", "step-8"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/b", "", ".", "..", "a\\b", "a\0b", "a\x1b", "checkpoint.json", None, 7]
+)
+def test_manifest_with_a_file_name_that_is_not_plain_is_none(name: object) -> None:
+    entry = {"name": "a.bin", "size_bytes": 1, "sha256": "0" * 64}
+    manifest = {"step": 1, "epoch": None, "world_size": 1, "metrics": {}, "files": [entry]}
+    assert parse_manifest(json.dumps(manifest).encode()) == manifest
+    assert parse_manifest(json.dumps({**manifest, "files": [{**entry, "name": name}]}).encode()) is None
+    stored = {**manifest, "stored_as": {"a.bin": name}}
+    assert parse_stored(json.dumps(stored).encode()) is None
+    stored["stored_as"] = {"a.bin": "a.bin.0123abcd"}
+    assert parse_stored(json.dumps(stored).encode()) == stored
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": -1},
+        {"step": True},
+        {"step": 1.0},
+        {"world_size": "2"},
+        {"epoch": "1"},
+        {"epoch": float("nan")},
+        {"metrics": []},
+        {"files": []},
+        {"files": [{"name": "a", "size_bytes": -1, "sha256": ""}]},
+        {"files": [{"name": "a", "size_bytes": 1, "sha256": None}]},
+    ],
+)
+def test_manifest_with_a_field_of_another_type_is_none(changes: dict[str, object]) -> None:
+    entry = {"name": "a.bin", "size_bytes": 1, "sha256": "0" * 64}
+    manifest = {"step": 1, "epoch": 0.5, "world_size": 1, "metrics": {}, "files": [entry]}
+    assert parse_manifest(json.dumps({**manifest, **changes}).encode()) is None
 
 
 def test_run_without_checkpoints_has_none_to_go_on_from(writer: RunWriter) -> None:

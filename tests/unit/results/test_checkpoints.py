@@ -13,8 +13,9 @@ import pytest
 from ddptrain.protocol.events import CheckpointSaved, StagedFile
 from ddptrain.results import checkpoints, staging
 from ddptrain.results.checkpoint_verification import newest_verified, read_manifest
-from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
+from ddptrain.results.record import BestRecord
 from ddptrain.results.writer import RunWriter
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
@@ -124,6 +125,19 @@ def test_best_survives_a_save_without_metrics_and_a_resume(writer: RunWriter, st
         assert names(resumed) == {"step-1", "step-2", "latest", "best"}
         save(resumed, stage, 1, math.nan, policy)  # judged anew, and found to be no good
         assert pointer(resumed, "best") == "step-2\n"
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", BestRecord("val/loss", "min", 1.0, 9)), ("max", None)])
+def test_restored_checkpoints_are_judged_at_once(tmp_path: Path, mode: str, best: BestRecord | None) -> None:
+    shelf = CheckpointShelf(tmp_path)
+    there = [(8, {"val/loss": 3.0}), (9, {"val/loss": 1.0}), (10, {"val/loss": 2.0})]
+    shelf.restore(there, CheckpointPolicy(keep=1, mode=mode))  # type: ignore[arg-type]
+    assert shelf.best == (best or BestRecord("val/loss", "max", 3.0, 8))
+    assert (tmp_path / "best").read_text() == ("step-9\n" if best else "step-8\n")
+    assert (tmp_path / "latest").read_text() == "step-10\n"
+    assert shelf.names == ("step-10", "step-9", "step-8")
+    shelf.restore([], CheckpointPolicy())
+    assert shelf.best is None and os.listdir(tmp_path) == [], "without checkpoints there are no pointers"
 
 
 @pytest.mark.parametrize("swap", [True, False])

@@ -1,0 +1,113 @@
+"""What rank 0 does about the states of other ranks: gathered, late, missing, or in a hurry."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.protocol import events
+from ddptrain.rank.checkpoint import files, snapshot
+from ddptrain.rank.checkpoint import writer as checkpoint_writer
+from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.snapshot import Snapshot, plain_bytes
+from ddptrain.rank.checkpoint.writer import Save, Saver, done_key, state_key
+from ddptrain.rank.emitter import Emitter
+from tests.unit.rank.stores import Gang
+
+
+class Group:
+    """Rank 0 of two, and the store through which rank 1 leaves its state."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        gang = Gang()
+        self.gang, self.folder = gang, folder
+        self.file = (folder / "events").open("ab", buffering=0)
+        spec = gang.spec(0, 2, staging=str(folder), **changes)
+        self.store, self.other = GangStore(spec), GangStore(gang.spec(1, 2))
+        self.saver = Saver(spec, Emitter(self.file.fileno()), self.store)
+
+    def start(self, number: int) -> None:
+        folder = self.folder / f"checkpoint-{number}"
+        own = plain_bytes({"rank": 0})
+        self.saver.start(Save(number, 10 * number, None, {}, folder, Snapshot({}, {}, {"step": 10 * number}), own))
+
+    def states(self, number: int) -> Any:
+        """The states of all ranks in a checkpoint."""
+        return files.read_state(self.folder / f"checkpoint-{number}")["ranks"]
+
+    def events(self) -> list[events.Event]:
+        return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    made = Group(tmp_path)
+    yield made
+    made.file.close()
+
+
+@pytest.fixture
+def impatient(tmp_path: Path) -> Iterator[Group]:
+    """A group whose ranks wait for each other for 0.2 s."""
+    made = Group(tmp_path, dist_timeout_s=0.2)
+    yield made
+    made.file.close()
+
+
+def test_state_of_each_rank_is_in_the_checkpoint_and_its_key_is_deleted(group: Group) -> None:
+    for number in (1, 2):
+        group.other.set(state_key(number, 1), plain_bytes({"rank": 1, "number": number}))
+        group.start(number)
+        assert group.saver.wait(60)
+        assert group.states(number) == [{"rank": 0}, {"rank": 1, "number": number}]
+        assert not group.store.has(state_key(number, 1)), "the store would keep every state of the run"
+    assert [type(event) for event in group.events()] == [events.CheckpointSaved, events.CheckpointSaved]
+
+
+def test_late_rank_does_not_drop_the_checkpoint_and_is_named_once(impatient: Group) -> None:
+    for number in (1, 2):
+        impatient.start(number)
+        assert impatient.saver.wait(60)
+        assert impatient.states(number) == [{"rank": 0}, None]
+    note, first, second = impatient.events()
+    assert isinstance(note, events.Note) and note.level == "warning"
+    assert note.message.startswith("rank 1 did not call ctx.checkpoint for step 10: its random state is not saved")
+    assert isinstance(first, events.CheckpointSaved) and isinstance(second, events.CheckpointSaved)
+    assert (first.step, second.step) == (10, 20)
+
+
+def test_rank_that_is_done_is_not_waited_for_but_its_last_state_counts(group: Group) -> None:
+    group.other.set(state_key(1, 1), plain_bytes("last"))
+    group.other.set(done_key(1), "")
+    for number in (1, 2):
+        began = time.monotonic()
+        group.start(number)
+        assert group.saver.wait(60)
+        assert time.monotonic() - began < 10, "dist_timeout_s is 20"
+    assert (group.states(1), group.states(2)) == ([{"rank": 0}, "last"], [{"rank": 0}, None])
+
+
+def test_hurry_drops_what_can_not_be_complete_and_keeps_what_can(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    group.start(1)
+    assert group.saver.wait(60, hurry=True)
+    assert not (group.folder / "checkpoint-1").exists() and group.events() == []
+    monkeypatch.setattr(checkpoint_writer, "_STRAGGLE_S", 60.0)
+    group.start(2)
+    timer = threading.Timer(0.1, lambda: group.other.set(state_key(2, 1), plain_bytes("just in time")))
+    timer.start()
+    assert group.saver.wait(60, hurry=True)
+    timer.join()
+    assert group.states(2) == [{"rank": 0}, "just in time"]
+    assert [type(event) for event in group.events()] == [events.CheckpointSaved]
+
+
+def test_wait_reports_that_a_checkpoint_is_still_being_written(group: Group) -> None:
+    group.start(1)
+    assert not group.saver.wait(0.05) and group.saver.gathers
+    group.other.set(state_key(1, 1), snapshot.plain_bytes(None))
+    assert group.saver.wait(60) and not group.saver.gathers
