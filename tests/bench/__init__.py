@@ -1,1 +1,1 @@
-"""`make bench`: ddptrain and its peers, measured side by side against the goals of the project."""
+"""`make bench`: ddptrain and its peers, measured alternately, with the goals of the project."""

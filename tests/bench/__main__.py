@@ -18,7 +18,7 @@ from tests.bench.stage import QUICK, Sizes, open_stage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and return 0 if every row has its figures (with --strict: and reached its goal)."""
+    """Measure and print. Returns 0 if every row has values and, with --strict, has reached its goal."""
     parser = _parser()
     options = parser.parse_args(argv)
     known = [row.name for experiment in EXPERIMENTS for row in experiment.rows]
@@ -61,5 +61,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through all blocks that tidy up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through all blocks that clean up
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What is measured: variants, run in turns, and the rows of the table that compare two of them."""
+"""Variants, which are run alternately, and the rows of the table that compare two of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Variants = Mapping[str, Callable[[], Figures]]
 
 
 class NotHere(Exception):
-    """Rows that can't be measured on this machine; says why."""
+    """A row cannot be measured on this machine, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a row is to reach: its ratio of medians, or the median of ours."""
+    """The goal of a row: a bound of the ratio of medians, or of ddptrain's median."""
 
     of: Literal["ratio", "ours"]
     relation: Literal["<=", ">="]
@@ -30,13 +30,13 @@ class Goal:
         return f"{self.of} {self.relation} {self.bound:g}"
 
     def reached(self, value: float) -> bool:
-        """Whether `value` is on the right side of the bound."""
+        """Whether `value` reaches the goal."""
         return value <= self.bound if self.relation == "<=" else value >= self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a row's figures come from: one figure of one variant."""
+    """The source of a row's values: one figure of one variant."""
 
     variant: str
     figure: str
@@ -44,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table; without a goal it only explains another one."""
+    """A row of the table. A row without a goal only explains another one."""
 
     name: str
     unit: str
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Rows that are measured in turns; `open` prepares the variants and tidies up after them."""
+    """Rows whose variants are run alternately. `open` prepares the variants and cleans up after them."""
 
     rows: tuple[Row, ...]
     open: Callable[[Stage], AbstractContextManager[Variants]]
@@ -65,7 +65,7 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The figures of some runs."""
+    """The values of several runs."""
 
     values: tuple[float, ...]
 
@@ -77,7 +77,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A row with its figures, or with why it has none."""
+    """A row with its values, or with the reason why it has none."""
 
     row: Row
     ours: Spread | None = None
@@ -87,12 +87,12 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """Ours by the peer's, of the medians."""
+        """The ratio of the medians, ddptrain's by the peer's."""
         return self.ours.median / self.peer.median if self.ours and self.peer and self.peer.median else None
 
     @property
     def reached(self) -> bool | None:
-        """Whether the goal is reached; None where there is none, or no figure."""
+        """Whether the goal is reached; None without a goal or a value."""
         if self.row.goal is None or self.ours is None:
             return None
         value = self.ours.median if self.row.goal.of == "ours" else self.ratio
@@ -101,17 +101,17 @@ class Result:
 
 @dataclass
 class Records:
-    """Every figure of every run: variant -> figure -> values in the order in which they were measured."""
+    """All values: variant -> figure -> values in the order of measurement."""
 
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def add(self, variant: str, figures: Figures) -> None:
-        """Takes what one run of a variant gave."""
+        """Add the figures of one run of a variant."""
         for figure, value in figures.items():
             self.values.setdefault(variant, {}).setdefault(figure, []).append(value)
 
     def spread(self, source: Source | None) -> Spread | None:
-        """The figures behind one side of a row."""
+        """The values of one side of a row."""
         found = self.values.get(source.variant, {}).get(source.figure) if source else None
         return Spread(tuple(found)) if found else None
 
@@ -119,7 +119,7 @@ class Records:
 def measure(
     experiment: Experiment, chosen: Sequence[Row], runs: int, stage: Stage, say: Callable[[str], None]
 ) -> tuple[list[Result], Records]:
-    """Run the variants that the chosen rows need, in turns; a variant that fails takes its rows along, no others."""
+    """Run the variants of the chosen rows alternately. A variant that fails affects only its own rows."""
     records = Records()
     failed: dict[str, str] = {}
     needed = {source.variant for row in chosen for source in (row.ours, row.peer) if source}

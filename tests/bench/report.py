@@ -1,4 +1,4 @@
-"""The table and the raw figures of a benchmark."""
+"""The table and the raw values of a benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH = 116
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Where and with what it was measured."""
+    """The machine and the versions."""
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "processor": _processor(),
@@ -28,7 +28,7 @@ def describe_machine() -> dict[str, str | int | float]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line a row, in columns."""
+    """The table, one line per row."""
     lines = [_HEADINGS, *map(_cells, results)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADINGS))]
     return "\n".join(
@@ -37,7 +37,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def legend(results: Sequence[Result]) -> str:
-    """What each row is, and what failed."""
+    """The explanation of each row, and the failures."""
     texts = []
     for result in results:
         row = result.row
@@ -48,7 +48,7 @@ def legend(results: Sequence[Result]) -> str:
 
 
 def method(machine: Mapping[str, object], runs: int, took_s: float, names: str, *, quick: bool) -> str:
-    """How it was measured, in a few lines."""
+    """A short description of the method."""
     text = "Quick: with sizes too small for the figures to mean anything. " if quick else ""
     text += (
         f"Medians of {runs} run{'s' if runs > 1 else ''} of each, in turns (peer, ours, peer, ...), each in processes "
@@ -62,7 +62,7 @@ def method(machine: Mapping[str, object], runs: int, took_s: float, names: str, 
 def raw(
     machine: Mapping[str, object], runs: int, took_s: float, results: Sequence[Result], records: Sequence[Records]
 ) -> dict[str, Any]:
-    """Everything, for a program to read."""
+    """All results as JSON data."""
     variants = {name: figures for record in records for name, figures in record.values.items()}
     return {
         "machine": dict(machine),
@@ -115,7 +115,7 @@ def _number(value: float) -> str:
 
 
 def _processor() -> str:
-    """The model's name where the kernel tells it."""
+    """The model of the CPU, if the kernel reports it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Where a benchmark runs: a temporary folder, a clean environment, commands that leave nothing behind."""
+"""The environment of a benchmark: a temporary folder, a clean process environment, and commands that clean up."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _TIMEOUT_S = 300.0
 
 
 class BenchError(Exception):
-    """A run that gave no figure."""
+    """A run without a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything is measured."""
+    """The amount of measurements."""
 
     steady_s: float = 2.0
     petnames_steps: int = 8
@@ -40,7 +40,7 @@ class Sizes:
     burst_lines_peer: int = 20_000
     checkpoint_mb: int = 500
     checkpoints: int = 2
-    tracked_warm_s: float = 6.0  # in which trackers start
+    tracked_warm_s: float = 6.0  # for trackers to start
     tracked_s: float = 10.0
     images: int = 2_000
     images_peer: int = 200
@@ -68,7 +68,7 @@ QUICK = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A command that ended with 0; `cpu_s` is that of the process itself and of the children it waited for."""
+    """A command that ended with 0. `cpu_s` includes the children for which it waited."""
 
     stdout: str
     stderr: str
@@ -88,7 +88,7 @@ class Stage:
 
     @property
     def programs(self) -> Path:
-        """The folder that holds tests/bench/programs' files."""
+        """The folder with the files of tests/bench/programs."""
         return self.folder / "programs"
 
     def new_folder(self, name: str) -> Path:
@@ -107,7 +107,7 @@ class Stage:
         stdout: int = subprocess.DEVNULL,
         stderr: int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """A command in a session of its own, in the programs' folder; it and its descendants end with the block."""
+        """Start a command in its own session, in the programs' folder. It and its descendants end with the block."""
         popen = subprocess.Popen(
             [str(word) for word in command],
             cwd=self.programs,
@@ -150,16 +150,16 @@ class Stage:
         return Finished(*said, began_ns, wall_s, cpu_s)
 
     def torchrun(self, program: str, ranks: int, *options: str, **params: object) -> list[str]:
-        """The command that runs a program of ours with torchrun."""
+        """The command that runs a program with torchrun."""
         places = ["--standalone", "--nproc-per-node", str(ranks), *options]
         return [TORCHRUN, *places, str(self.programs / f"{program}.py"), json.dumps(params)]
 
     def script(self, program: str, ranks: int, **params: object) -> list[str]:
-        """The command that runs a program of ours with ddptrain, as the script that it is for torchrun."""
+        """The command that runs a program with ddptrain as a script, like torchrun."""
         return [DDPTRAIN, "run", "--ranks", str(ranks), str(self.programs / f"{program}.py"), "--", json.dumps(params)]
 
     def ddptrain(self, program: str, ranks: int, *options: str, **params: object) -> list[str]:
-        """The command that runs a program of ours with ddptrain; its run directory is `runs`/bench-<n> there."""
+        """The command that runs a program with ddptrain as a function. Its run directory is `runs`/bench-<n>."""
         self._count += 1
         run_id = f"bench-{self._count:03d}"
         config = {"name": program, "workload": f"{program}:workload", "params": params, "cluster": {"ranks": ranks}}
@@ -170,7 +170,7 @@ class Stage:
 
 @contextmanager
 def open_stage(sizes: Sizes) -> Iterator[Stage]:
-    """A stage in a temporary folder, which goes when the block is left."""
+    """A stage in a temporary folder, which is deleted at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="ddptrain-bench-") as name:
         folder = Path(name)
         shutil.copytree(Path(__file__).with_name("programs"), folder / "programs")
@@ -181,7 +181,7 @@ def open_stage(sizes: Sizes) -> Iterator[Stage]:
 
 
 def _wait(popen: subprocess.Popen[bytes], timeout_s: float) -> float:
-    """Wait for a command's end; return the CPU seconds that it and its children took."""
+    """Wait for the end of a command. Returns the CPU seconds of it and its children."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         pid, status, usage = os.wait4(popen.pid, os.WNOHANG)
@@ -193,7 +193,7 @@ def _wait(popen: subprocess.Popen[bytes], timeout_s: float) -> float:
 
 
 def _end(popen: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL for it and for what it has started."""
+    """Send SIGTERM, then SIGKILL to it and its descendants."""
     family: list[psutil.Process] = []
     with suppress(psutil.Error):
         family = psutil.Process(popen.pid).children(recursive=True)

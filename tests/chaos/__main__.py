@@ -26,7 +26,7 @@ _HOSTILE_INPUTS = "10000"  # in all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cases, then the hostile inputs; return 0 where all is as it must be."""
+    """Run the cases, then the hostile inputs. Returns 0 if everything is as expected."""
     options = _parser().parse_args(argv)
     seed = random.randrange(10**6) if options.seed is None else options.seed
     chosen = [case(seed, options.case)] if options.case is not None else list(cases(seed, options.cases, options.only))
@@ -62,7 +62,7 @@ def _stop(number: int, _: object) -> NoReturn:
 
 
 def run_all(chosen: Iterable[Case], folder: Path, jobs: int, deadline: float) -> list[Findings]:
-    """What came of the cases, `jobs` at a time; none is begun after the deadline."""
+    """The results of all cases, run `jobs` at a time. No case is started after the deadline."""
     found: list[Findings] = []
     waiting, lock = iter(chosen), threading.Lock()
     reference = _Once()
@@ -92,7 +92,7 @@ def run_all(chosen: Iterable[Case], folder: Path, jobs: int, deadline: float) ->
 
 
 class _Once:
-    """The undisturbed run, which the first thread makes and the others wait for."""
+    """The run without a fault. The first thread does it, and the others wait for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,7 +114,7 @@ def _tell(one: Findings) -> None:
 
 
 def _hostile_inputs() -> bool:
-    """Whether ten thousand bad inputs give no traceback of ours."""
+    """Whether ten thousand malformed inputs cause no traceback in ddptrain."""
     print(f"{_HOSTILE_INPUTS} hostile inputs", flush=True)
     command = [sys.executable, "-m", "pytest", "-q", "tests/unit/test_hostile_inputs.py", "-p", "no:cacheprovider"]
     environment = {**os.environ, "DDPTRAIN_HOSTILE_INPUTS": _HOSTILE_INPUTS}

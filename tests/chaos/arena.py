@@ -1,4 +1,4 @@
-"""Where the cases of one thread take place: folders, the command, and a cluster that is up for them."""
+"""The environment of the cases of one thread: folders, commands, and a running cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STARTING = threading.Lock()  # whoever holds it keeps commands from being starte
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended; `at_ns` is when it was reaped, None as code that it had to be killed."""
+    """How a command ended. `at_ns` is the time of its end; code None means that it had to be killed."""
 
     code: int | None
     stdout: str
@@ -35,7 +35,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class ClusterUp:
-    """A cluster that `ddptrain cluster up` has made."""
+    """A cluster started by `ddptrain cluster up`."""
 
     name: str
     worker: int
@@ -43,13 +43,13 @@ class ClusterUp:
     scratch: Path
 
     def is_whole(self) -> bool:
-        """Whether its processes live, a rank server among them."""
+        """Whether its processes are alive, including a rank server."""
         below = processes.descendants(self.worker)
         return processes.named("ddptrain-ranks", below) is not None and Path(f"/proc/{self.scheduler}").exists()
 
 
 class Command:
-    """`python -m ddptrain ...` under way in a session of its own; what takes too long is killed."""
+    """A running `python -m ddptrain ...` in its own session, which is killed after a time limit."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Command:
             os.killpg(self.popen.pid, signal.SIGKILL)
 
     def wait(self) -> Ended:
-        """Reap it, the moment it ends."""
+        """Wait for its end."""
         code = self.popen.wait()
         at_ns = time.time_ns()
         self._timer.cancel()
@@ -91,7 +91,7 @@ class Command:
 
 
 class Arena:
-    """A folder for cases, and clusters that are up; for one thread."""
+    """A folder for cases, and running clusters, for one thread."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,7 +100,7 @@ class Arena:
         self._clusters = 0
 
     def new_folder(self, name: str) -> Path:
-        """A fresh folder with the stub in it."""
+        """A new folder with the stub."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -123,7 +123,7 @@ class Arena:
         return Command(folder, list(arguments), self._environment(mark), timeout_s, output, where)
 
     def warm(self) -> ClusterUp:
-        """The cluster that cases share; a new one where the last has suffered."""
+        """The cluster that cases share. It is replaced if a case has damaged it."""
         if self._warm is not None and not self._warm.is_whole():
             self.down(self._warm)
             self._warm = None
@@ -132,7 +132,7 @@ class Arena:
         return self._warm
 
     def up(self) -> ClusterUp:
-        """Another cluster of two slots."""
+        """A new cluster with two slots."""
         self._clusters += 1
         name = f"chaos-{self._clusters}"
         settings = ["--ranks", "2", "--gpus", "0", "--json"]
@@ -144,12 +144,12 @@ class Arena:
         return ClusterUp(name, parts["worker"]["pid"], parts["scheduler"]["pid"], scratch)
 
     def down(self, cluster: ClusterUp) -> None:
-        """End a cluster, whatever is left of it."""
+        """Stop a cluster, or what is left of it."""
         self._cluster("down", cluster.name, "--now")
         processes.kill([cluster.worker, cluster.scheduler, *processes.descendants(cluster.worker)])
 
     def close(self) -> None:
-        """End what is up."""
+        """Stop all clusters."""
         if self._warm is not None:
             self.down(self._warm)
             self._warm = None

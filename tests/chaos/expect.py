@@ -1,4 +1,4 @@
-"""What a case has to end in: exit code, root cause, and what may be lost."""
+"""The expected result of a case: exit code, root cause, and how many steps may be lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tests.chaos.table import STEPS, Case
 
 KILLED = -9  # the command itself
-NO_FAILURE = ("no_space", "validate", "cut")  # what a run survives: a full disk is tried again
+NO_FAILURE = ("no_space", "validate", "cut")  # a run survives them: a full disk is tried again
 _STATUS = {0: "succeeded", 75: "preempted", 130: "cancelled", 143: "cancelled"}
 _WORDS = {
     "raise": ("exception", "on purpose"),
@@ -34,7 +34,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The first command's end. `ranks` are those that may be named, none where it does not matter."""
+    """The expected end of the first command. `ranks` are those that may be named; empty if any may."""
 
     codes: tuple[int, ...]
     kind: str = ""
@@ -44,17 +44,17 @@ class Expected:
 
     @property
     def fails(self) -> bool:
-        """Whether there is a root cause to tell."""
+        """Whether there must be a root cause."""
         return bool(self.kind)
 
 
 def status_of(code: int) -> str:
-    """What run.json must say of a run that ended with that exit code."""
+    """The expected status in run.json for an exit code."""
     return _STATUS.get(code, "failed")
 
 
 def expected(case: Case) -> Expected:
-    """What the contract says of a case."""
+    """The expected end of a case."""
     fault = case.kind.fault
     if fault.startswith("driver_"):
         return _of_driver(case)
@@ -76,27 +76,27 @@ def _of_driver(case: Case) -> Expected:
     fault, moment = case.kind.fault, case.kind.moment
     if fault == "driver_kill":
         return Expected((KILLED,))
-    if fault == "driver_stop":  # for two seconds: nobody is to blame for them
+    if fault == "driver_stop":  # for two seconds, which must not count as a failure
         return Expected((0,))
-    if fault == "driver_term" and moment == "start":  # it may come before there is anything to stop, or to tell
+    if fault == "driver_term" and moment == "start":  # it may arrive before there is anything to stop
         return Expected((143, -15))
     if fault == "driver_term" and moment not in ("import", "rendezvous"):
         return Expected((0, 75) if moment == "end" else (75,))
-    # In the last checkpoint's writing all that is to be done is done once it is whole.
+    # During the last checkpoint the work is complete as soon as it is written.
     done = moment == "write" and case.share * case.saves > case.saves - 1
     code = 130 if fault == "driver_int" else 143
     return Expected((code, 0) if done else (code,))
 
 
 def least_step(case: Case) -> int:
-    """The step that a run must go on from at the least: at most one interval is lost."""
+    """The lowest step from which the run may resume: at most one interval is lost."""
     moment = case.kind.moment
     if moment == "end":
         return STEPS - (case.interval if _may_be_on_its_way(case) else 0)
     if moment == "write":
         if case.kind.fault in ("raise", "exit3"):  # rank 0 may be one checkpoint behind rank 1, which never waits
             return case.step - (case.interval if case.kind.victim == "1" else 0)
-        return int(case.share * case.saves) * case.interval  # those that were written before
+        return int(case.share * case.saves) * case.interval  # the checkpoints that were written before
     if moment not in ("first", "mid"):
         return 0
     due = (case.step - 1) // case.interval * case.interval
@@ -104,5 +104,5 @@ def least_step(case: Case) -> int:
 
 
 def _may_be_on_its_way(case: Case) -> bool:
-    """Whether the last checkpoint may still be in the writing, or on its way home, when the fault comes."""
+    """Whether the last checkpoint may still be being written or downloaded when the fault occurs."""
     return case.settle_s == 0

@@ -1,4 +1,4 @@
-"""A cluster of two slots on a host of its own, and the driver on another one: the network between them can be cut."""
+"""A cluster with two slots on one host, and the driver on another one. The network between them can be cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CUT_S", "Hosts", "why_not"]
 
 
 class Hosts:
-    """Two hosts of one case; close() ends everything on them."""
+    """The two hosts of a case. close() ends everything on them."""
 
     def __init__(self, folder: Path) -> None:
         self._network = Network(folder / "net").__enter__()
@@ -37,7 +37,7 @@ class Hosts:
         self.cluster = ClusterUp(address, self._pid("ddptrain.worker"), self._pid("scheduler"), folder / "net/scratch")
 
     def driver(self, folder: Path) -> tuple[str, ...]:
-        """What the driver's command starts with."""
+        """The prefix of the driver's command."""
         return self._desk.enter(folder)
 
     def cut(self) -> None:
@@ -51,7 +51,7 @@ class Hosts:
         self._network.__exit__(None, None, None)
 
     def _pid(self, module: str) -> int:
-        """The process of that module on the node."""
+        """The process of a module on the node."""
         deadline = time.monotonic() + _START_S
         while not (found := [pid for pid, words in self._node.processes().items() if module in words]):
             assert time.monotonic() < deadline, f"{module} does not run: {self._node.log.read_text()}"

@@ -1,4 +1,4 @@
-"""Processes as /proc tells them: who belongs to a case, and who has been left behind."""
+"""Processes according to /proc: which belong to a case, and which were left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SERVER = "ddptrain-ranks"  # a worker has one as long as it lives
 
 
 def marked(mark: str) -> set[int]:
-    """Live processes whose environment holds the mark: driver, embedded worker, rank server, and their children."""
+    """Live processes with the mark in their environment: driver, embedded worker, rank server, and their children."""
     return _with_variable(f"{MARK}={mark}\0".encode())
 
 
@@ -34,12 +34,12 @@ def of_session() -> set[int]:
 
 
 def ranks_below(worker: int) -> set[int]:
-    """Live descendants of a worker that is up, but for its rank server."""
+    """Live descendants of a running worker, except its rank server."""
     return {pid for pid in descendants(worker) if _comm(pid) != _SERVER and not _is_zombie(pid)}
 
 
 def descendants(pid: int) -> set[int]:
-    """All that come of a process."""
+    """All descendants of a process."""
     found: set[int] = set()
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -49,12 +49,12 @@ def descendants(pid: int) -> set[int]:
 
 
 def named(name: str, pids: Iterable[int]) -> int | None:
-    """The process of that name among `pids`."""
+    """The process with a name among `pids`."""
     return next((pid for pid in pids if _comm(pid) == name), None)
 
 
 def describe(pid: int) -> str:
-    """A process in words, for a report."""
+    """The description of a process for a report."""
     with suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         return f"{pid} {_comm(pid)} ({command.strip()[-80:]})"
@@ -62,7 +62,7 @@ def describe(pid: int) -> str:
 
 
 def until_none(find: Callable[[], set[int]], timeout_s: float) -> set[int]:
-    """What is still left after `timeout_s`; none as soon as there is none."""
+    """Wait until no process is left, at most `timeout_s`. Returns those that are left."""
     deadline = time.monotonic() + timeout_s
     while (left := find()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -70,7 +70,7 @@ def until_none(find: Callable[[], set[int]], timeout_s: float) -> set[int]:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """SIGKILL for each."""
+    """Send SIGKILL to each."""
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)

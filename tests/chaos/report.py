@@ -1,4 +1,4 @@
-"""The figures of all cases, as a table."""
+"""The results of all cases as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GOALS = {"prompt": "median <= 1 s, worst <= 5 s", "hang": "its window + 10 s"}
 
 
 def table(found: Sequence[Findings], took_s: float) -> str:
-    """All figures that the suite is for."""
+    """The table of results."""
     blamed = [one.cause_right for one in found if one.cause_right is not None]
     hangs = [one for one in found if one.case.kind.fault in HANGS]
     prompt = [one for one in found if one not in hangs]
@@ -33,7 +33,7 @@ def table(found: Sequence[Findings], took_s: float) -> str:
 
 
 def problems(one: Findings) -> str:
-    """A failed case: what is wrong, how to do it again, and what was said."""
+    """The report of a failed case: the problems, the command that repeats it, and the output."""
     wrong = "\n".join(f"  - {problem}" for problem in one.problems)
     return f"FAILED case {one.case.number}: {one.case.words}\n{wrong}\n  again: {one.case.reproduction}\n{one.output}\n"
 

@@ -1,4 +1,4 @@
-"""One case from its configuration to its findings: run into the fault, look at all that is left, go on from it."""
+"""Runs one case: run until the fault, check what is left, resume, and check the result."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ LEFT_S = 30.0
 _KEPT = 3  # checkpoint.keep's default
 _HANG_S = 1.5
 _QUIET_HANG_S = 3.0
-_QUIET_S = 5 * _QUIET_HANG_S  # of a validation that says nothing
-_START_S = 8.0  # of cases that hang before the training
+_QUIET_S = 5 * _QUIET_HANG_S  # of a validation without output
+_START_S = 8.0  # for cases that hang before the training
 
 
 @dataclass
 class Findings:
-    """What came of a case; no problems mean that all was as it must be."""
+    """The result of a case; without problems everything was as expected."""
 
     case: Case
     problems: list[str] = field(default_factory=list)
-    cause_right: bool | None = None  # None: there was nothing to blame
+    cause_right: bool | None = None  # None: no root cause was expected
     fault_to_end_s: float | None = None
     resumed_from: int | None = None
     left: int = 0
@@ -48,7 +48,7 @@ class Findings:
     output: str = ""
 
     def check(self, true: bool, problem: str) -> bool:
-        """Note a problem where something is not true."""
+        """Record a problem if a condition is false."""
         if not true:
             self.problems.append(problem)
         return true
@@ -56,14 +56,14 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The undisturbed run: its last weights, and the size of a checkpoint."""
+    """The run without a fault: its last weights, and the size of a checkpoint."""
 
     weights: bytes
     checkpoint_bytes: int
 
 
 def undisturbed(arena: Arena) -> Reference:
-    """Run the stub without a fault. Raises RuntimeError where not even that works."""
+    """Run the stub without a fault. Raises RuntimeError if that fails."""
     folder = arena.new_folder("undisturbed")
     _write_config(folder, None)
     ended = arena.start(folder, "undisturbed", "ddptrain", *_train(arena.warm().name)).wait()
@@ -75,7 +75,7 @@ def undisturbed(arena: Arena) -> Reference:
 
 
 def run_case(arena: Arena, case: Case, reference: Reference) -> Findings:
-    """Do it all; keeps the case's folder where there are problems."""
+    """Run the case. Its folder is kept if there are problems."""
     began = time.monotonic()
     run = _CaseRun(arena, case, reference)
     try:
@@ -126,7 +126,7 @@ class _CaseRun:
         self.hosts: Hosts | None = None
 
     def do(self) -> None:
-        """The fault, the looks, the resume."""
+        """Cause the fault, check the result, and resume."""
         if self.kind.cluster == "hosts":
             self.hosts = Hosts(self.folder)
             self.cluster = self.hosts.cluster
@@ -150,7 +150,7 @@ class _CaseRun:
             self.findings.check(same, "the final weights are not those of the undisturbed run")
 
     def clear(self) -> None:
-        """Nothing of the case is left on the machine, and its folder only where something was wrong."""
+        """Check that nothing of the case is left on the machine; its folder is kept if there are problems."""
         processes.kill(processes.marked(self.mark))
         if self.cluster is not None and self.kind.cluster == "own":
             self.arena.down(self.cluster)
@@ -193,7 +193,7 @@ class _CaseRun:
         return command.wait()
 
     def _cut(self, hosts: Hosts, command: Command) -> None:
-        """Cut the network once the stub has come to its moment."""
+        """Cut the network when the stub has reached its moment."""
         while command.popen.poll() is None:
             if list(self.folder.glob("fired-*")):
                 hosts.cut()
@@ -201,7 +201,7 @@ class _CaseRun:
             time.sleep(0.02)
 
     def _strike_at_start(self, command: Command) -> None:
-        """Faults from outside: of the driver after a random time, of a rank the moment it is there."""
+        """Faults from outside: of the driver after a random time, of a rank as soon as it exists."""
         if self.kind.fault.startswith("driver_"):
             name = {"kill": "SIGKILL", "term": "SIGTERM", "int": "SIGINT"}[self.kind.fault[len("driver_") :]]
             longest_s = 1.0 if self.cluster else 3.0
@@ -222,11 +222,11 @@ class _CaseRun:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    # --- the looks ---
+    # --- checks ---
 
     def _look_at_end(self, ended: Ended) -> None:
         check, fired = self.findings.check, [int(path.read_text()) for path in self.folder.glob("fired-*")]
-        if self.kind.moment == "home" and not fired:  # fewer operations than that: it has just succeeded
+        if self.kind.moment == "home" and not fired:  # there were fewer operations: the run has succeeded
             check(ended.code == 0, f"exit code {ended.code}, not 0")
             return
         check(bool(fired), "the fault has not happened")
@@ -238,7 +238,7 @@ class _CaseRun:
             self.findings.fault_to_end_s = (ended.at_ns - min(fired)) / 1e9
 
     def _look_at_left(self) -> None:
-        """Processes, and what the workers keep for a run."""
+        """Check processes, and the files that workers keep for a run."""
 
         def ours() -> set[int]:
             below = processes.ranks_below(self.cluster.worker) if self.cluster else set()
@@ -250,7 +250,7 @@ class _CaseRun:
         self.findings.check(not left, f"processes are left after {LEFT_S:g} s: {words}")
         scratch = [self.run_dir / ".scratch", *([self.cluster.scratch / RUN] if self.cluster else [])]
         if self.kind.fault in ("worker", "scheduler") and self.kind.cluster == "own":
-            scratch = scratch[:1]  # who would tidy up is gone; the cluster's folder goes with the cluster
+            scratch = scratch[:1]  # the process that would clean up is gone; the folder is deleted with the cluster
         deadline = time.monotonic() + LEFT_S
         while any(path.exists() for path in scratch) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -284,7 +284,7 @@ class _CaseRun:
         check(all(attempt["outcome"] and attempt["ended_at"] for attempt in attempts), "an attempt has no end")
 
     def _look_at_cause(self, record: dict[str, Any], ended: Ended) -> None:
-        """The one to blame: in run.json, or in what was said before a restart."""
+        """Check the root cause: in run.json, or in the output before a restart."""
         wanted = self.expected
         if not wanted.fails or ended.code is None:
             return
@@ -303,7 +303,7 @@ class _CaseRun:
         self.findings.check(right, f"root cause: {found}, not {wanted.kind} of {wanted.ranks} with {wanted.words!r}")
 
     def _look_at_checkpoints(self, record: dict[str, Any] | None) -> None:
-        """What run.json vouches for is there, or so many newer ones that it was too old."""
+        """Check that the checkpoints of run.json exist, or were replaced by enough newer ones."""
         whole = set()
         problems: dict[int, str] = {}
         for path in (self.run_dir / "checkpoints").glob("step-*"):
@@ -319,7 +319,7 @@ class _CaseRun:
                     f"the checkpoint of step {step} is lost: {problems.get(step, 'not there')}"
                 )
 
-    # --- going on ---
+    # --- resume ---
 
     def _resume(self, record: dict[str, Any] | None) -> None:
         for name in ("fault.json", *(path.name for path in self.folder.glob("fired-*"))):
@@ -336,7 +336,7 @@ class _CaseRun:
             for number in range(self.kind.resumes)
         ]
         all_ended = [each.wait() for each in started]
-        # One has the run; another is refused, or comes so late that the run has succeeded.
+        # One command gets the run. Another one is refused, or starts after the run has succeeded.
         right = [ended.code for ended in all_ended].count(0) == 1
         right = right and all(ended.code in (0, 6) or "has succeeded" in ended.stderr for ended in all_ended)
         if not self.findings.check(right, f"resumed, it ended with {[ended.code for ended in all_ended]}"):
@@ -344,7 +344,7 @@ class _CaseRun:
                 self.findings.output += f"\n--- resumed: stderr\n{ended.stderr[-4000:]}"
 
     def _look_at_steps(self) -> None:
-        """From where the last attempt went on."""
+        """The step from which the last attempt resumed."""
         started = [line for line in _json_lines(self.run_dir / "events.jsonl") if line.get("event") == "run_started"]
         if len(started) < 2:
             return
@@ -360,5 +360,5 @@ def _json_lines(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _without_ranks(stderr: str) -> str:
-    """What the driver says of itself: not what ranks have printed."""
+    """The driver's own output, without the output of ranks."""
     return "\n".join(line for line in stderr.splitlines() if not line.startswith("[rank "))

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.saboteur N ARGS...`: ddptrain's driver, killed at a file operation of its own.
+"""`python -m tests.chaos.saboteur N ARGS...`: ddptrain's driver, killed at one of its file operations.
 
 Counted are those that change the run directory once a rank's first checkpoint is being brought home.
 """
@@ -15,7 +15,7 @@ _COUNTED = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", 
 
 
 class Saboteur:
-    """An audit hook: the `last` operation that it counts is not done."""
+    """An audit hook that kills the process before its `last` counted operation."""
 
     def __init__(self, last: int) -> None:
         self.left = last

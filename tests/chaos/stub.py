@@ -1,4 +1,4 @@
-"""The workload of every case, copied beside its configuration: trains a little, and fails as fault.json says.
+"""The workload of all cases, copied next to the configuration: trains for some steps, and fails as fault.json says.
 
 It uses nothing of ddptrain but its context. A fault happens once a rank, in whatever attempt: `fired-R` holds when.
 """
@@ -24,7 +24,7 @@ SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGAB
 
 
 class ChaosError(Exception):
-    """What the ranks raise."""
+    """The error that ranks raise."""
 
 
 def _plan() -> dict[str, Any]:
@@ -43,15 +43,15 @@ MINE = RANK in PLAN["ranks"]
 
 
 def settle() -> None:
-    """Wait until the checkpoint is home that the run must be able to go on from."""
+    """Wait until the checkpoint from which the run must be able to resume is in the run directory."""
     time.sleep(PLAN["settle_s"])
-    deadline = time.monotonic() + 90  # where it never comes, the run goes on from too early a step
+    deadline = time.monotonic() + 90  # if it never arrives, the run resumes from a step that is too early
     while PLAN["settle_s"] and _step_at_home() < PLAN["home"] and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _step_at_home() -> int:
-    """The step of the newest checkpoint that is in the run directory."""
+    """The step of the newest checkpoint in the run directory."""
     found = Path().glob("runs/*/checkpoints/step-*/checkpoint.json")
     return max((int(path.parent.name[len("step-") :]) for path in found), default=0)
 
@@ -86,7 +86,7 @@ def strike() -> None:
 
 
 def _work(seconds: float) -> None:
-    """Keep the CPU busy without a word, as a validation does."""
+    """Keep the CPU busy without output, like a validation."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -109,9 +109,9 @@ def _send(fault: str) -> None:
         os.kill(_parent(os.getppid()), signal.SIGTERM)
     if fault.startswith("driver_"):
         _to_driver(int(Path("driver.pid").read_text()), fault[len("driver_") :])
-    if fault.startswith("other_"):  # a rank that is elsewhere while this one writes
+    if fault.startswith("other_"):  # another rank fails while this one writes
         os.kill(int(Path(f"rank-{1 - RANK}.pid").read_text()), SIGNALS[fault[len("other_") :]])
-    time.sleep(0.5)  # the driver hears of a signal before training is over
+    time.sleep(0.5)  # the driver notices the signal before the training ends
 
 
 def _to_driver(pid: int, what: str) -> None:
@@ -135,14 +135,14 @@ def _parent(pid: int) -> int:
 
 
 def _store() -> int:
-    """The process that hosts the gang's store: a child of the rank server."""
+    """The process of the worker group's store, a child of the rank server."""
     server = os.getppid()
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     return next(int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text() == "ddptrain-store\n")
 
 
 class Broken(torch.utils.data.Dataset[int]):
-    """Fails in the loader's worker."""
+    """A dataset that fails in the DataLoader worker."""
 
     def __len__(self) -> int:
         return 3
@@ -152,7 +152,7 @@ class Broken(torch.utils.data.Dataset[int]):
 
 
 class Writes:
-    """In place of os.write: strikes between two bytes of a checkpoint's files."""
+    """Replaces os.write: causes the fault at a certain byte of a checkpoint's files."""
 
     def __init__(self, after_bytes: int) -> None:
         self.real, self.left = os.write, after_bytes
@@ -168,7 +168,7 @@ class Writes:
             return written
         self.struck = True
         written = self.real(fd, view[: self.left])
-        in_main_thread = PLAN["fault"] in ("raise", "exit3")  # strikes there, while this one waits
+        in_main_thread = PLAN["fault"] in ("raise", "exit3")  # the main thread fails while this one waits
         if in_main_thread:
             time.sleep(PLAN["settle_s"])
         else:
@@ -185,7 +185,7 @@ class Writes:
 
 
 def _at_import() -> None:
-    """The moments before the function is called."""
+    """Faults before the function is called."""
     moment = PLAN["moment"]
     if moment == "write" and (RANK == 0 or MINE) and not Path(f"fired-{RANK}").exists():
         os.write = Writes(PLAN["byte"])
@@ -200,7 +200,7 @@ def _at_import() -> None:
 
 
 def _at_step(step: int) -> bool:
-    """The moments within training; whether the function is to return at once."""
+    """Faults during training. Returns whether the function must return at once."""
     if MINE and PLAN["moment"] in ("first", "mid") and step == PLAN["step"]:
         settle()
         if PLAN["fault"] == "early" and not Path(f"fired-{RANK}").exists():
@@ -211,7 +211,7 @@ def _at_step(step: int) -> bool:
 
 
 def steps(ctx: Any, pause_s: float = 0.02) -> None:
-    """Twelve steps of noise, a checkpoint after every third: bit-equal however often it was interrupted."""
+    """Twelve steps on random data, with a checkpoint after every third. Bit-equal after any number of interruptions."""
     Path(f"rank-{RANK}.pid").write_text(str(os.getpid()))
     torch.manual_seed(7 + ctx.rank)
     layers = (torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
@@ -239,7 +239,7 @@ def _train(ctx: Any, ddp: torch.nn.Module, optimizer: torch.optim.Optimizer, fir
         if _at_step(step):
             return
         optimizer.zero_grad()
-        loss = ddp(torch.rand(8, 64) + ctx.rank).pow(2).mean()  # random states have to come back for equal weights
+        loss = ddp(torch.rand(8, 64) + ctx.rank).pow(2).mean()  # equal weights require restored random states
         loss.backward()
         optimizer.step()
         ctx.log({"train/loss": loss.detach()}, step=step, epoch=step / STEPS_PER_EPOCH)

@@ -1,4 +1,4 @@
-"""The table: which fault, at which moment, of whom, with a restart or without, and where."""
+"""The table of cases: fault, moment, victim, with or without a restart, and cluster."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A row of the table, without what chance decides."""
+    """A row of the table, without the random parameters."""
 
     fault: str
     moment: str
-    victim: str  # "0", "1", "both"; of faults that are no rank's: the rank that commits them
+    victim: str  # "0", "1", "both"; for faults that are not of a rank: the rank that causes them
     restart: bool = False
-    # "warm": up, and used again; "own": up, for this case; "embedded"; "hosts": on another host than the driver
+    # "warm": running, shared by cases; "own": running, for this case; "embedded"; "hosts": on another host
     cluster: str = "warm"
-    resumes: int = 1  # commands that resume it at the same time
+    resumes: int = 1  # commands that resume the run at the same time
 
     @property
     def words(self) -> str:
-        """What is searched by --only."""
+        """The text that --only searches."""
         restart = " restart" if self.restart else ""
         overlapping = " overlapping resumes" if self.resumes > 1 else ""
         return f"{self.fault} at {self.moment} by {self.victim}{restart} on {self.cluster}{overlapping}"
@@ -57,21 +57,21 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case with all that chance has decided; the same for the same seed and number."""
+    """A case with its random parameters, which depend only on seed and number."""
 
     seed: int
     number: int
     kind: Kind
     step: int
-    share: float  # of all bytes of all checkpoints: where a write is hit
-    operation: int  # of the driver's
+    share: float  # position of the fault, as a fraction of all bytes of all checkpoints
+    operation: int  # number of the driver's file operation
     settle_s: float
     asynchronous: bool
-    interval: int  # steps from one checkpoint to the next: 3 are an epoch
+    interval: int  # steps between two checkpoints; 3 steps are an epoch
 
     @property
     def saves(self) -> int:
-        """How many checkpoints an undisturbed run writes."""
+        """The number of checkpoints of a run without a fault."""
         return STEPS // self.interval
 
     @property
@@ -86,12 +86,12 @@ class Case:
 
     @property
     def reproduction(self) -> str:
-        """The command line that does it again."""
+        """The command line that repeats it."""
         return f"python -m tests.chaos --seed {self.seed} --case {self.number}"
 
     @property
     def ranks(self) -> list[int]:
-        """Who strikes."""
+        """The rank that causes the fault."""
         return [0, 1] if self.kind.victim == "both" else [int(self.kind.victim)]
 
 
@@ -101,7 +101,7 @@ def kinds() -> list[Kind]:
 
 
 def _of_what_is_no_failure() -> Iterator[Kind]:
-    """What a run must survive: validation without a word, and, where hosts can be made here, a cut network."""
+    """What a run must survive: a validation without output and, if this machine can simulate hosts, a network cut."""
     for victim in ("0", "1", "both"):
         yield Kind("validate", "mid", victim)
     if not why_not():
@@ -176,7 +176,7 @@ def _restarts(fault: str, moment: str, victims: tuple[str, ...]) -> Iterator[Kin
 
 
 def cases(seed: int, count: int, only: str) -> Iterator[Case]:
-    """The first `count` cases in whose words all words of `only` are."""
+    """The first `count` cases whose text contains all words of `only`."""
     if not any(_matches(kind, only) for kind in kinds()):
         return
     numbered = (case(seed, number) for number in itertools.count())
@@ -189,7 +189,7 @@ def _matches(kind: Kind, only: str) -> bool:
 
 
 def case(seed: int, number: int) -> Case:
-    """The case of that number; all rows come once before one comes again."""
+    """The case with a number. Each row is used once before any row is used again."""
     rows = kinds()
     turn, place = divmod(number, len(rows))
     random.Random(f"{seed}/{turn}").shuffle(rows)
@@ -212,7 +212,7 @@ def case(seed: int, number: int) -> Case:
 
 
 def _last_share(fault: str) -> float:
-    """Up to where in all that is written a fault may come: one that needs another checkpoint after it comes early."""
+    """The upper limit of `share`: a fault that needs another checkpoint after it must occur early."""
     if fault in ("term", "worker_term", "driver_term"):
         return 0.49
     return 0.74 if fault.startswith("other_") else 0.999
@@ -221,6 +221,6 @@ def _last_share(fault: str) -> float:
 def _step(kind: Kind, interval: int, chance: random.Random) -> int:
     if kind.moment == "first":
         return 1
-    if kind.moment == "write":  # of faults of the main thread: those after a checkpoint
+    if kind.moment == "write":  # faults of the main thread occur after a checkpoint
         return interval * chance.randrange(1, STEPS // interval + 1)
     return chance.randrange(2, STEPS + 1)

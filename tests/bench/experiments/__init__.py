@@ -1,4 +1,4 @@
-"""What `make bench` measures, in the order in which it does."""
+"""The experiments of `make bench`, in their order."""
 
 from __future__ import annotations
 

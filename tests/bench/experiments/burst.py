@@ -1,4 +1,4 @@
-"""Many log lines at once: whether all arrive, how fast, and what they cost the driver in memory."""
+"""Many log lines at once: whether all arrive, how fast, and how much memory the driver needs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _TIMEOUT_S = 300.0
 
 @dataclass
 class _Watched:
-    """What a command printed, and its memory as time went by."""
+    """The output of a command, and its memory over time."""
 
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
     rss: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """All that came through the pipe."""
+        """The complete output."""
         return b"".join(chunk for _, chunk in self.chunks).decode()
 
     def last_s(self, prefix: bytes) -> float:
-        """When the last chunk with a line of a rank came."""
+        """The arrival time of the last chunk with a line of a rank."""
         return max(at for at, chunk in self.chunks if prefix in chunk)
 
     def grown_bytes(self, since_s: float) -> int:
-        """The most memory after `since_s` (seconds since the epoch) less the last before it."""
+        """The maximum memory after `since_s` (seconds since the epoch) minus the last value before it."""
         before = [rss for at, rss in self.rss if at <= since_s]
         after = [rss for at, rss in self.rss if at > since_s]
         if not before or not after:
@@ -78,7 +78,7 @@ def _began_s(folder: Path) -> float:
 
 
 def _wrong(found: Sequence[str], wanted: Sequence[str]) -> int:
-    """How many lines are not where they should be, or missing, or too many."""
+    """The number of misplaced, missing and surplus lines."""
     return sum(a != b for a, b in zip(found, wanted, strict=False)) + abs(len(found) - len(wanted))
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training step: copied and written beside, against torch.save in the loop."""
+"""The training time that a checkpoint takes: written in a thread, compared with torch.save in the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters: how long one takes to come up, a gang to start on it, and whether slots are ever lost or given twice."""
+"""Clusters: start of a cluster, start of a worker group, and whether slots are ever lost or assigned twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESERVATIONS = 100  # by each client
 
 
 def _up(stage: Stage) -> Figures:
-    """Seconds of `cluster up`, which returns when all is warm."""
+    """Seconds of `cluster up`, which returns when all workers are warm."""
     command = [DDPTRAIN, "cluster", "up", "--name", "bench", "--ranks", str(_SLOTS), "--gpus", "0"]
     try:
         return {"up_s": stage.run(command).wall_s}
@@ -71,7 +71,7 @@ def _growth(stage: Stage) -> Figures:
 
 
 def _reservations(stage: Stage, address: str) -> Figures:
-    """What clients that ask at once were given: too few answers are lost, overlaps in time are double."""
+    """The slots that concurrent clients got: missing answers are lost slots, overlaps in time are errors."""
     program = str(stage.programs / "reserve.py")
     began = time.monotonic()
     with ExitStack() as stack:
@@ -89,7 +89,7 @@ def _reservations(stage: Stage, address: str) -> Figures:
 
 
 def _doubles(taken: list[tuple[list[tuple[str, int]], float, float]]) -> int:
-    """How often a slot was given while somebody still held it."""
+    """How often a slot was assigned while another client held it."""
     by_slot: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for held, got_s, left_s in taken:
         for worker, index in held:

@@ -1,4 +1,4 @@
-"""From the command to the first optimizer step: an embedded cluster, clusters that are up, and torchrun.
+"""From the command to the first optimizer step: an embedded cluster, running clusters, and torchrun.
 
 A cluster on one machine listens on unix sockets. The rows first-step-open and first-step-tls compare these with a TCP
 port that anybody can use, and with TLS: what the protection costs.
@@ -56,7 +56,7 @@ def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True, transpor
 
 
 def _first_step(stage: Stage, command: Sequence[str], marks: Path, ranks: int) -> Figures:
-    """Run the command; seconds from just before it was started to the last rank's mark."""
+    """Run the command. Returns the seconds from its start to the last rank's first step."""
     files = [marks / f"step-{rank}" for rank in range(ranks)]
 
     def complete() -> bool:

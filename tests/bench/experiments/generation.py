@@ -1,4 +1,4 @@
-"""New names from a trained model: all at once, against the tutorial's one after the other."""
+"""New names from a trained model: in batches, compared with the tutorial's loop over single names."""
 
 from __future__ import annotations
 

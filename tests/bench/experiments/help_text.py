@@ -1,4 +1,4 @@
-"""What it costs to ask for help."""
+"""The time of `ddptrain --help`."""
 
 from __future__ import annotations
 

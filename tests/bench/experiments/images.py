@@ -1,4 +1,4 @@
-"""Images from S3 on loopback: into batches, against others and against decoding alone; and what is asked of it."""
+"""Images from a local S3 server to batches, compared with other loaders and with decoding alone; number of requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ENV = {**MALLOC_DEFAULTS, "OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A server with buckets, and a proxy that counts what is asked, and may take its time."""
+    """A server with buckets, and a proxy that counts requests and can delay them."""
 
     server: S3Server
     proxy: FaultProxy
@@ -58,7 +58,7 @@ def _served(folder: Path) -> Iterator[_Bucket]:
 
 
 def _photo(seed: int) -> bytes:
-    """A JPEG of 500 x 375 pixels that is as hard to decode as a photo: about 40 kB."""
+    """A JPEG of 500 x 375 pixels that takes as long to decode as a photo: about 40 kB."""
     draw = random.Random(seed)
     blots = Image.frombytes("RGB", (32, 24), draw.randbytes(32 * 24 * 3)).resize((500, 375), Image.Resampling.BICUBIC)
     grain = Image.frombytes("RGB", (500, 375), draw.randbytes(500 * 375 * 3))

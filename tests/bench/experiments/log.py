@@ -1,4 +1,4 @@
-"""What logging costs a step."""
+"""The time that logging adds to a step."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _TIMES_FULL = 4  # epochs of whole names have more steps, to last as long
 
 
 def source_of_names() -> str:
-    """Where names come from, in words."""
+    """The description of the source of names."""
     return f"{_REAL_NAMES.name}" if _REAL_NAMES.exists() else "the builtin list, repeated"
 
 

@@ -1,4 +1,4 @@
-"""From a rank that is killed to the next step of the gang that is formed again, against torchrun where it manages."""
+"""From the kill of a rank to the next step of the restarted worker group, compared with torchrun if it can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking 20 MB of code in 2,000 files along to four workers that don't see it: the first time, and unchanged."""
+"""Upload of 20 MB of code in 2,000 files to four workers that cannot see it: the first time, and unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trackers cost: a step, a call of ctx.log, and the end of a run whose W&B server is dead."""
+"""The cost of trackers: per step, per call of ctx.log, and at the end of a run with a dead W&B server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _open(stage: Stage) -> Iterator[Variants]:
 
 
 def _dead_server(stage: Stage) -> Figures:
-    """Seconds from the end of training to that of the command, whose server dies soon after the run was opened."""
+    """Seconds from the end of training to the end of the command; the W&B server dies soon after the start."""
     out = stage.new_folder("dead-server") / "step.json"
     command = stage.ddptrain("tracked", 1, *_wandb("rank0"), out=str(out), warm_s=5.0, seconds=0.5)
     with wandb_backend() as backend:

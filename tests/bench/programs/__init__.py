@@ -1,1 +1,1 @@
-"""What the benchmark runs in other processes; each file stands alone, for it is copied to where the ranks find it."""
+"""Programs that the benchmark runs in other processes. Each file is independent, because it is copied for the ranks."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def burst(folder: str, lines: int) -> None:
-    """Waits until all is quiet, writes down when it begins, and prints `lines` numbered lines."""
+    """Wait until the machine is idle, record the start time, and print `lines` numbered lines."""
     rank = dist.get_rank()
     dist.barrier()
     time.sleep(1.0)
@@ -22,7 +22,7 @@ def burst(folder: str, lines: int) -> None:
 
 
 def workload(ctx: Any, folder: str, lines: int) -> None:
-    """What ddptrain calls in each rank."""
+    """The function that ddptrain calls in each rank."""
     burst(folder, lines)
 
 

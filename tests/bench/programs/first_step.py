@@ -1,4 +1,4 @@
-"""When a small DDP model has taken its first optimizer step: the same function under ddptrain and torchrun."""
+"""The time of the first optimizer step of a small DDP model: the same function under ddptrain and torchrun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def first_step(folder: str) -> None:
-    """Takes one step, then writes down when that was."""
+    """Take one step and record its time."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(64, 8))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(32, 64)).square().mean().backward()
@@ -24,7 +24,7 @@ def first_step(folder: str) -> None:
 
 
 def workload(ctx: Any, folder: str) -> None:
-    """What ddptrain calls in each rank."""
+    """The function that ddptrain calls in each rank."""
     first_step(folder)
 
 

@@ -8,5 +8,5 @@ from typing import Any
 
 
 def workload(ctx: Any, folder: str) -> None:
-    """Writes down when the rank had joined."""
+    """Record when the rank has joined."""
     Path(folder, f"step-{ctx.rank}").write_text(str(time.time_ns()))

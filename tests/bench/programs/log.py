@@ -1,4 +1,4 @@
-"""What a call of ctx.log with five numbers costs the training thread."""
+"""The time that a call of ctx.log with five numbers takes in the training thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BURSTS, _BURST_CALLS, _REST_S = 10, 500, 0.5
 
 
 def workload(ctx: Any, out: str, tracked: bool = False) -> None:
-    """Logs in every step of nothing; writes the microseconds of a call to `out`."""
+    """Log in a loop without other work. Write the microseconds of a call to `out`."""
     numbers = {f"train/number-{index}": 0.5 + index for index in range(5)}
     for step in range(1_000):
         ctx.log(numbers, step=step)
@@ -31,7 +31,7 @@ def _in_a_row(ctx: Any, numbers: dict[str, float], first: int, calls: int = _CAL
 
 
 def _beside_trackers(ctx: Any, numbers: dict[str, float]) -> dict[str, float]:
-    """In bursts that leave trackers the time to take everything; the medians of these."""
+    """The median of several bursts, with pauses in which trackers take all items."""
     time.sleep(_WARM_S)
     bursts = []
     for burst in range(_BURSTS):

@@ -1,4 +1,4 @@
-"""One client of the book of slots: takes a slot and gives it back, again and again; prints what it held and when."""
+"""A client that reserves and releases a slot repeatedly, and prints which slot it had and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddptrain.clusters.scheduler import slots
 
 
 def main(address: str, name: str, times: int) -> None:
-    """Print a line [[worker, index], from_s, until_s] for each slot held; seconds of the machine's one clock."""
+    """Print a line [[worker, index], from_s, until_s] for each slot held; seconds of the machine's clock."""
     with Client(address, set_as_default=False) as client:
         for number in range(times):
             run_id = f"{name}-{number}"

@@ -18,7 +18,7 @@ _DIES_AT = 5
 
 
 def steps(folder: str) -> None:
-    """Takes a few steps; rank 1 is killed in the first attempt, and the second one writes down when it steps."""
+    """Take some steps. Rank 1 is killed in the first attempt; the second attempt records the time of its first step."""
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     model = nn.parallel.DistributedDataParallel(nn.Linear(64, 8))
     optimizer = torch.optim.Adam(model.parameters())
@@ -35,7 +35,7 @@ def steps(folder: str) -> None:
 
 
 def workload(ctx: Any, folder: str) -> None:
-    """What ddptrain calls in each rank."""
+    """The function that ddptrain calls in each rank."""
     steps(folder)
 
 

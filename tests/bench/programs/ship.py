@@ -1,4 +1,4 @@
-"""Takes a project along to all workers of a cluster that don't see it, twice; prints the seconds of both."""
+"""Upload a project twice to all workers of a cluster that cannot see it. Prints the seconds of both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddptrain.driver.worker_group import Gang
 
 
 def main(address: str, folder: Path, workers: int) -> None:
-    """Print {"first_s", "again_s"}: listing, hashing, asking, and whatever has to be sent."""
+    """Print {"first_s", "again_s"}: the time to list, hash, ask, and upload if needed."""
     took = []
     with Client(address, set_as_default=False) as client:
         client.wait_for_workers(workers, timeout=60)

@@ -1,4 +1,4 @@
-"""The rate of one training loop once it has warmed up: the same function under ddptrain and torchrun.
+"""The rate of a training loop after a warm-up: the same function under ddptrain and torchrun.
 
 "lstm" is the tutorial's model on batches of 1024 windows: its activations are large, and the C library gives their
 pages back to the kernel after each step. "mlp" has small activations, which stay in the process's heap either way.
@@ -63,7 +63,7 @@ def steady(out: str, model: str, seconds: float) -> None:
 
 
 def workload(ctx: Any, out: str, model: str, seconds: float) -> None:
-    """What ddptrain calls in each rank."""
+    """The function that ddptrain calls in each rank."""
     steady(out, model, seconds)
 
 
