@@ -25,7 +25,7 @@ from ddptrain.protocol import notices
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.encryption import has_secrets, seal_spec
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
-from ddptrain.worker import tasks
+from ddptrain.worker import rank_task, tasks
 
 _LOG = logging.getLogger(__name__)
 _ALL_TOPIC = "all"  # where the scheduler reports workers that come and go
@@ -88,7 +88,7 @@ class Gang:
         scheduler: Any = client.scheduler  # None only before it has connected
         self._address = str(scheduler.address)
         self._echo: set[str] = set()
-        self._topic = tasks.topic(run_id)
+        self._topic = rank_task.topic(run_id)
         self._workers: set[str] = set()
         self._avoided: set[str] = set()
         self._worker_of: dict[int, str] = {}
@@ -253,7 +253,7 @@ class Gang:
     def submit(self, spec: RankSpec, slot: slots.Slot) -> None:
         """Start a rank in its slot."""
         future = self.client.submit(
-            tasks.run_rank,
+            rank_task.run_rank,
             spec.to_json(),
             key=spec.key,
             workers=[slot.worker],

@@ -18,7 +18,7 @@ from typing import Any, cast
 from distributed import Scheduler, SchedulerPlugin
 
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, WORKER_METRIC, attached_plugin
-from ddptrain.worker.tasks import topic
+from ddptrain.worker.rank_task import topic
 from ddptrain.worker.tcp_timeouts import follow
 
 PLUGIN_NAME = "ddptrain-slots"

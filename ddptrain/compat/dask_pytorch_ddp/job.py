@@ -19,7 +19,7 @@ from ddptrain.compat.dask_pytorch_ddp import failures, outbox
 from ddptrain.compat.dask_pytorch_ddp.rankside import ERROR, VALUE, answered
 from ddptrain.protocol.notices import RankExit, exit_from_json
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.worker import spool, tasks
+from ddptrain.worker import rank_task, spool
 from ddptrain.worker.foreign_worker import rank_host
 
 _LOOK_S = 0.1
@@ -56,7 +56,7 @@ def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> A
     )
     log = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank).log
     with _echoed(log):
-        exited = exit_from_json(tasks.run_rank(spec.to_json()))
+        exited = exit_from_json(rank_task.run_rank(spec.to_json()))
     return _outcome(spec, str(answer), log, exited)
 
 

@@ -12,7 +12,7 @@ from ddptrain.driver.transfer.code_package import Package
 from ddptrain.driver.worker_group import Gang, Place
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import identity
-from ddptrain.worker import code_tasks, tasks
+from ddptrain.worker import tasks
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 
@@ -39,19 +39,19 @@ def ship(
     host_of = {place.slot.worker: place.hostname for place in places}
     arguments = (str(package.folder), package.sample, identity(package.folder, package.sample))
     # An empty sample cannot identify the folder.
-    seen = _run_on(gang, [*host_of], code_tasks.sees_code, *arguments) if package.sample else {}
+    seen = _run_on(gang, [*host_of], tasks.sees_code, *arguments) if package.sample else {}
     without = [worker for worker in host_of if not seen.get(worker)]
     found = dict.fromkeys(host_of, "")
     code = ""
     if without:
         package.check(needed, max_mb)
         code = package.hash
-        found |= _run_on(gang, without, code_tasks.use_code, gang.run_id, code)
+        found |= _run_on(gang, without, tasks.use_code, gang.run_id, code)
     if not all(found[worker] for worker in without):
         archive, code = package.archive()
         for worker in without:
             # It may be in the cache by now: another worker of this host may just have got it.
-            found |= _run_on(gang, [worker], code_tasks.use_code, gang.run_id, code)
+            found |= _run_on(gang, [worker], tasks.use_code, gang.run_id, code)
             if not found[worker]:
                 tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
                 found[worker] = _send(gang, worker, package.names, code, archive)
@@ -67,7 +67,7 @@ def check_imports(gang: Gang, places: Sequence[Place], file: Path, paths: Sequen
     lacking: dict[str, list[str]] = {}
     first_on = {place.slot.worker: (place, path) for place, path in zip(places, paths, strict=True)}
     for worker, (place, path) in first_on.items():
-        for module in _run_on(gang, [worker], code_tasks.missing_modules, modules, list(path))[worker]:
+        for module in _run_on(gang, [worker], tasks.missing_modules, modules, list(path))[worker]:
             lacking.setdefault(module, []).append(place.hostname)
     if lacking:
         what = "; ".join(f"{module} on {', '.join(dict.fromkeys(hosts))}" for module, hosts in lacking.items())
@@ -97,7 +97,7 @@ def _send(gang: Gang, worker: str, names: list[str], code: str, archive: bytes) 
     for offset in range(0, len(archive), READ_LIMIT_BYTES):
         chunk = archive[offset : offset + READ_LIMIT_BYTES]
         _run_on(gang, [worker], tasks.write_spool, gang.run_id, name, offset, chunk)
-    return str(_run_on(gang, [worker], code_tasks.unpack_code, gang.run_id, code, name, names)[worker])
+    return str(_run_on(gang, [worker], tasks.unpack_code, gang.run_id, code, name, names)[worker])
 
 
 def _run_on(gang: Gang, workers: list[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:

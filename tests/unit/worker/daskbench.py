@@ -18,6 +18,7 @@ from distributed import Client, Future, Security
 
 from ddptrain.protocol.notices import RankExit, exit_from_json
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, attached_plugin
+from ddptrain.worker import rank_task
 from ddptrain.worker import tasks as worker_tasks
 from tests.conftest import PATIENCE_S
 from tests.unit.specs import make_spec
@@ -124,7 +125,7 @@ class Driver:
         self.notices: list[dict[str, Any]] = []
         self.futures: list[Future[str]] = []
         self.about: dict[str, dict[str, str]] = {}
-        client.subscribe_topic(worker_tasks.topic(run_id), lambda event: self.notices.append(event[1]))
+        client.subscribe_topic(rank_task.topic(run_id), lambda event: self.notices.append(event[1]))
 
     @property
     def about_workers(self) -> dict[str, dict[str, Any]]:
@@ -166,7 +167,7 @@ class Driver:
         address, about = next((at, each) for at, each in self.about_workers.items() if each["name"] == worker)
         slots = about["resources"].get(SLOT_RESOURCE)
         future = self.client.submit(
-            worker_tasks.run_rank,
+            rank_task.run_rank,
             order.to_json(),
             key=order.key,
             workers=[address],

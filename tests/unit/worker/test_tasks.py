@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.worker.code_tasks import missing_modules
+from ddptrain.worker.tasks import missing_modules
 
 
 class EditableFinder:
