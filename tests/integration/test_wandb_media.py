@@ -193,4 +193,4 @@ def test_checkpoints_that_came_too_fast_for_the_server_are_counted(tmp_path: Pat
     committed = [alias for each in made if each.state == "COMMITTED" for alias in each.aliases if alias != "latest"]
     assert committed == ["step-1", "step-5", "step-6"], "the one that was on its way, and what the run keeps"
     (line,) = [line for line in said.splitlines() if "W&B lacks" in line]
-    assert "lacks checkpoints (3) that newer ones had replaced" in line
+    assert "lacks checkpoints (3) that were replaced by newer ones" in line

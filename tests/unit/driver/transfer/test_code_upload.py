@@ -1,0 +1,133 @@
+"""The project's code is uploaded once for each host, and only to workers that do not see its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ddptrain.clusters.scheduler.slots import Slot
+from ddptrain.driver.transfer.code_package import Package, pack
+from ddptrain.driver.transfer.code_upload import check_imports, ship
+from ddptrain.driver.worker_group import Place
+from ddptrain.errors import ClusterError, UsageError
+
+CACHE = "/cache/code"
+
+
+class Cluster:
+    """Stands for a worker group: answers what workers on these hosts would answer, and notes the calls."""
+
+    def __init__(
+        self, hosts: dict[str, str], *, sees: set[str] = frozenset(), lacks: dict[str, list[str]] | None = None
+    ):  # type: ignore[assignment]
+        self.run_id = "run-1"
+        self.client = SimpleNamespace(run=self._run)
+        self.calls: list[tuple[str, list[str]]] = []
+        self._hosts, self._sees, self._lacks = hosts, sees, lacks or {}
+        self._cached: set[str] = set()
+        self.archive = b""
+
+    def _run(self, function: Callable[..., Any], *arguments: Any, workers: list[str]) -> dict[str, Any]:
+        name = function.__name__
+        self.calls.append((name, workers))
+        return {worker: self._answer(name, worker, arguments) for worker in workers}
+
+    def _answer(self, name: str, worker: str, arguments: tuple[Any, ...]) -> Any:
+        match name:
+            case "sees_code":
+                return worker in self._sees
+            case "use_code":
+                return CACHE if self._hosts[worker] in self._cached else ""
+            case "write_spool":
+                _, _, offset, chunk = arguments
+                assert offset == len(self.archive), "chunks come in order, without gaps"
+                self.archive += chunk
+            case "unpack_code":
+                self._cached.add(self._hosts[worker])
+                return CACHE
+            case "missing_modules":
+                return [module for module in arguments[0] if module in self._lacks.get(worker, [])]
+        return None
+
+
+def places(hosts: dict[str, str]) -> list[Place]:
+    found = []
+    for rank, (worker, host) in enumerate(hosts.items()):
+        slot = Slot(worker, host, 0, counted=True, gpu=False)
+        found.append(Place(rank, rank, 1, 0, slot, host, Path("/scratch"), shared=False))
+    return found
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    return pack(tmp_path, [])
+
+
+def upload(cluster: Cluster, hosts: dict[str, str], package: Package, max_mb: float = 1.0) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    needed = package.folder / "train.py"
+    return ship(cast(Any, cluster), places(hosts), package, needed, max_mb, lines.append), lines
+
+
+def test_workers_that_see_the_folder_get_nothing(package: Package) -> None:
+    hosts = {"w1": "a", "w2": "b"}
+    cluster = Cluster(hosts, sees=["w1", "w2"])
+    done, lines = upload(cluster, hosts, package)
+    assert (done.code, done.roots, lines) == ("", ["", ""], [])
+    assert [name for name, _ in cluster.calls] == ["sees_code"]
+
+
+def test_two_workers_of_one_host_get_one_copy(package: Package) -> None:
+    hosts = {"w1": "a", "w2": "b", "w3": "b"}
+    cluster = Cluster(hosts, sees=["w1"])
+    done, lines = upload(cluster, hosts, package)
+    assert done.roots == ["", CACHE, CACHE]
+    assert done.code == package.hash
+    assert [workers for name, workers in cluster.calls if name == "unpack_code"] == [["w2"]]
+    assert lines == [f"uploading 1 files of {package.folder} to host b"]
+    assert cluster.archive == package.archive()[0]
+    again, lines = upload(cluster, hosts, package)
+    assert (again.roots, lines) == (["", CACHE, CACHE], []), "it is in the cache of the host"
+
+
+def test_code_that_is_too_large_is_refused_before_anything_is_sent(package: Package) -> None:
+    cluster = Cluster({"w1": "a"})
+    with pytest.raises(UsageError, match=r"over code\.max_mb, which is 1e-06"):
+        upload(cluster, {"w1": "a"}, package, max_mb=1e-6)
+    assert cluster.archive == b""
+
+
+def test_worker_that_fails_is_named(package: Package) -> None:
+    cluster = Cluster({"w1": "a"})
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OSError("the connection was lost")
+
+    cluster.client.run = fail
+    with pytest.raises(ClusterError, match=r"could not upload the code to w1: the connection was lost"):
+        upload(cluster, {"w1": "a"}, package)
+
+
+def test_missing_modules_are_named_with_their_hosts_and_conditional_imports_are_not_checked(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import torch.nn, timm\nfrom lightning.pytorch import Trainer\nfrom . import mine\n"
+        "try:\n    import apex\nexcept ImportError:\n    pass\ndef f():\n    import wandb\n"
+    )
+    hosts = {"w1": "a", "w2": "b", "w3": "b"}
+    lacks = {worker: ["timm", "apex", "wandb", "mine"] for worker in ("w2", "w3")} | {"w1": ["lightning"]}
+    with pytest.raises(ClusterError) as caught:
+        check_imports(cast(Any, Cluster(hosts, lacks=lacks)), places(hosts), file, [[], [], []])
+    assert "imports what the workers lack: lightning on a; timm on b. Install it there" in str(caught.value)
+
+
+def test_file_with_a_syntax_error_is_left_to_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import timm\nthis is no Python")
+    cluster = Cluster({"w1": "a"}, lacks={"w1": ["timm"]})
+    check_imports(cast(Any, cluster), places({"w1": "a"}), tmp_path / "train.py", [[]])
+    assert cluster.calls == [("missing_modules", ["w1"])]
