@@ -1,0 +1,174 @@
+"""A rank's trackers over its life: what they get, how long they may take, and where their files go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
+from ddptrain.rank import trackers
+from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.trackers import Tracked
+from ddptrain.tracking.items import Checkpoint, Image, Model, Numbers
+from tests.unit.specs import make_spec
+from tests.unit.tracking.trackers import Hanging, House, Recorder
+
+
+class Rank:
+    """The trackers of a rank without a run directory in sight, and the events that they cause."""
+
+    def __init__(self, folder: Path, tracking_folder: str = "") -> None:
+        self.folder = folder
+        self._file = (folder / "events").open("ab", buffering=0)
+        spec = make_spec(staging=str(folder), tracking=TrackingSpec((TrackerSpec("a:B"),), folder=tracking_folder))
+        self.tracked = Tracked(spec, Emitter(self._file.fileno()))
+        self.house = House(folder / "tracking")
+
+    def begin(self, *recorders: Recorder, **options: Any) -> None:
+        self.tracked.manager = self.house.open(*recorders, **options)
+
+    @property
+    def events(self) -> list[events.Event]:
+        return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
+
+    def close(self) -> None:
+        if self.tracked.manager is not None:
+            self.house.close()
+        self._file.close()
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    made = Rank(tmp_path)
+    yield made
+    made.close()
+
+
+def test_items_reach_the_trackers_and_a_checkpoint_survives_its_move(rank: Rank, tmp_path: Path) -> None:
+    reader = Recorder()
+    rank.begin(reader)
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / "model").write_bytes(b"weights")
+    assert rank.tracked.is_on and rank.tracked.wants(Checkpoint)
+    rank.tracked.numbers(events.Metrics(5, {"loss": 0.5}, 3, 0.25))
+    rank.tracked.model("the model")
+    rank.tracked.checkpoint(3, tmp_path / "step-3", {"val/loss": 1.0})
+    assert rank.tracked.finish("finished") == ""
+    numbers, model, checkpoint = reader.items
+    assert numbers == Numbers(5, {"loss": 0.5}, 3, 0.25)
+    assert isinstance(model, Model) and model.model == "the model"
+    assert isinstance(checkpoint, Checkpoint)
+    assert (checkpoint.step, checkpoint.metrics) == (3, {"val/loss": 1.0})
+    assert reader.states == ["finished"]
+
+
+def test_rank_without_trackers_wants_nothing(tmp_path: Path) -> None:
+    with (tmp_path / "events").open("ab", buffering=0) as file:
+        tracked = Tracked(make_spec(staging=str(tmp_path)), Emitter(file.fileno()))
+        tracked.begin()
+        tracked.numbers(events.Metrics(1, {"loss": 0.5}, 1, None))
+        tracked.checkpoint(1, tmp_path, {})
+        tracked.put_with_files(Image(1, "x", tmp_path))
+        tracked.hurry(0.0)
+        tracked.bound_exit(1)
+        assert (tracked.is_on, tracked.wants(Numbers), tracked.finish("finished")) == (False, False, "")
+    assert (tmp_path / "events").read_bytes() == b""
+
+
+def test_error_of_a_strict_rank_is_returned(rank: Rank) -> None:
+    rank.begin(Hanging("finish"), timeout_s=0.2, strict=True)
+    assert rank.tracked.finish("finished") == "hanging: has not ended in time (finishing)"
+
+
+def test_trackers_that_cannot_be_started_cost_a_warning(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("ddptrain.tracking.factory.start_trackers", fail)
+    rank.tracked.begin()
+    (note,) = rank.events
+    assert isinstance(note, events.Note)
+    assert (note.level, note.message.partition(";")[0]) == (
+        "warning",
+        'trackers could not be started: RuntimeError("can\'t start new thread")',
+    )
+
+
+def test_finish_has_the_grace_period_less_a_second_and_at_least_half_a_second(rank: Rank) -> None:
+    assert rank.tracked._left_s() == 3_600.0
+    rank.tracked.hurry(5.0)
+    assert 3.5 < rank.tracked._left_s() <= 4.0
+    rank.tracked.hurry(60.0)
+    assert rank.tracked._left_s() <= 4.0, "a later, longer time does not count"
+    rank.tracked.hurry(0.0)
+    assert rank.tracked._left_s() == 0.5
+
+
+def test_rank_that_is_told_to_end_while_it_finishes_ends_sooner(rank: Rank) -> None:
+    rank.begin(Hanging("finish"), timeout_s=60.0)
+    rank.tracked.end("finished")
+    rank.tracked.hurry(0.0)
+    began = time.monotonic()
+    rank.tracked.finish("finished")
+    assert time.monotonic() - began < 30
+    (finishing,) = [event for event in rank.events if isinstance(event, events.Finishing)]
+    assert finishing.timeout_s == pytest.approx(1.5, abs=0.11), "half a second, and a second for the rank itself"
+
+
+def test_long_wait_is_announced_once(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_NOTE_AFTER_S", 0.1)
+    rank.begin(Hanging("finish"), timeout_s=1.5)
+    rank.tracked.finish("finished")
+    (note,) = [event.message for event in rank.events if isinstance(event, events.Note)]
+    assert note == "the workload is over; trackers still have up to 1 s to finish"
+
+
+def test_files_are_sent_to_the_driver_once_if_the_run_directory_is_not_in_sight(rank: Rank, tmp_path: Path) -> None:
+    rank.begin(Recorder())
+    (tmp_path / "tracking" / "deep").mkdir(parents=True)
+    (tmp_path / "tracking" / "deep" / "curve").write_bytes(b"numbers")
+    (tmp_path / "tracking" / "link").symlink_to("/etc/passwd")
+    rank.tracked.finish("finished")
+    rank.tracked.finish("finished")
+    (saved,) = [event for event in rank.events if isinstance(event, events.FileSaved)]
+    assert (saved.path, saved.size_bytes, saved.area) == ("deep/curve", 7, "tracking")
+    assert (tmp_path / saved.staging).read_bytes() == b"numbers"
+
+
+def test_files_in_the_run_directory_stay_there(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, str(tmp_path / "tracking"))
+    rank.begin(Recorder())
+    (tmp_path / "tracking").mkdir(exist_ok=True)
+    (tmp_path / "tracking" / "curve").write_bytes(b"numbers")
+    rank.tracked.finish("finished")
+    assert not [event for event in rank.events if isinstance(event, events.FileSaved)]
+    rank.close()
+
+
+_HANGS_AT_EXIT = """
+import atexit, time
+from types import SimpleNamespace
+from ddptrain.protocol.events import Note
+from ddptrain.rank import trackers
+from tests.unit.specs import make_spec
+trackers._EXIT_HANDLERS_S = 0.2
+tracked = trackers.Tracked(make_spec(staging="/tmp"), None)
+tracked.manager = SimpleNamespace(unfinished=["wandb"])
+atexit.register(time.sleep, 600)
+print("flushed")
+tracked.bound_exit(75)
+"""
+
+
+def test_exit_handler_that_hangs_does_not_hold_the_process_up() -> None:
+    command = [sys.executable, "-c", _HANGS_AT_EXIT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ), check=False)
+    assert (done.returncode, done.stdout) == (75, "flushed\n"), done.stderr
