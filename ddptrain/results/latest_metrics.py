@@ -12,12 +12,12 @@ from ddptrain.results.metrics import AllSeries
 
 @dataclass(slots=True)
 class _Latest:
-    """What is known of one metric at its newest step: what each rank logged, and what a checkpoint says."""
+    """One metric at its newest step: the value of each rank, and the value of a checkpoint."""
 
     step: int | None
     by_rank: dict[int, float] = field(default_factory=dict)
     saved: float | None = None
-    is_old: bool = False  # of an attempt before: whatever comes next takes its place
+    is_old: bool = False  # of an earlier attempt: any new value replaces it
 
     @property
     def value(self) -> float:
@@ -27,11 +27,11 @@ class _Latest:
 
 
 class LatestMetrics:
-    """Defines `last_metrics`: of each metric the value at the newest step for which it is known.
+    """Defines `last_metrics`: the value of each metric at its newest step.
 
-    That is the value that ctx.checkpoint was given for the step, which the workload states for all ranks (the mean of
-    an epoch, for example); without one, the mean over the ranks that logged the metric at this step. A value logged
-    without a step is newer than what its rank has logged before.
+    This is the value that ctx.checkpoint got for the step, which the workload computes over all ranks (for example, the
+    mean of an epoch). Without one, it is the mean over the ranks that logged the metric at this step. A value logged
+    without a step is newer than all earlier values of its rank.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LatestMetrics:
 
     @classmethod
     def of(cls, series: AllSeries, saved: Iterable[tuple[int, Mapping[str, float]]]) -> Self:
-        """The values of a run up to now: what its ranks have logged, and its checkpoints' steps and metrics."""
+        """Return the values of a run from the metrics of its ranks, and the steps and metrics of its checkpoints."""
         latest = cls()
         for (name, rank), one in series.items():
             for step, value in zip(one.step, one.value, strict=True):
@@ -50,7 +50,7 @@ class LatestMetrics:
         return latest
 
     def begin_attempt(self, known: Mapping[str, float | None] | None = None) -> None:
-        """Ranks begin, perhaps at an earlier step; `known` are the values of a run that is resumed."""
+        """Begin an attempt, perhaps at an earlier step; `known` are the values of a resumed run."""
         for name, value in (known or {}).items():
             if value is not None:
                 self._latest[name] = _Latest(None, saved=value)
@@ -58,23 +58,23 @@ class LatestMetrics:
             latest.is_old = True
 
     def logged(self, rank: int, step: int | None, values: Mapping[str, float]) -> None:
-        """A rank has logged values."""
+        """Add values that a rank has logged."""
         for name, value in values.items():
             if (latest := self._at(name, step)) is not None:
                 latest.by_rank[rank] = value
 
     def saved(self, step: int, values: Mapping[str, float]) -> None:
-        """A checkpoint was saved with these metrics."""
+        """Add the metrics of a checkpoint."""
         for name, value in values.items():
             if (latest := self._at(name, step)) is not None:
                 latest.saved = value
 
     def as_dict(self) -> dict[str, float]:
-        """The values as run.json has them."""
+        """Return the values for run.json."""
         return {name: latest.value for name, latest in self._latest.items()}
 
     def _at(self, name: str, step: int | None) -> _Latest | None:
-        """The metric at this step; None where a newer step is known."""
+        """Return the metric at this step; None if a newer step is known."""
         latest = self._latest.get(name)
         if latest is None or latest.is_old or (step is not None and (latest.step is None or step > latest.step)):
             latest = self._latest[name] = _Latest(step)

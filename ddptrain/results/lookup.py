@@ -1,6 +1,4 @@
-"""Finds runs by id, prefix, `latest` or folder, and says how they really stand; never writes, never raises
-for a bad run.
-"""
+"""Finds runs by id, prefix, `latest` or folder, and determines their status. Writes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _ID_TIME = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run as it stands: `record` holds the true status; `problem` says why an unreadable run.json is."""
+    """A run: `record` has the status as determined now; `problem` says why run.json can't be read, or is ""."""
 
     layout: RunLayout
     record: RunRecord
@@ -42,22 +40,22 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """One of RunStatus, or a word of a newer version."""
+        """One of RunStatus, or a status of a newer version."""
         return self.record.status
 
     @property
     def shown_status(self) -> str:
-        """The same for people: a run that has no ranks yet is waiting."""
+        """The status for messages: a running run without ranks is waiting."""
         return RunStatus.WAITING if self.is_running and self.record.waiting else self.status
 
     @property
     def is_running(self) -> bool:
-        """Whether its driver is at work."""
+        """Whether its driver is working."""
         return self.record.status == RunStatus.RUNNING
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from start to end, or until now; of all parts of a run that was resumed, not of the time between."""
+        """Seconds from start to end, or until now; of all parts of a resumed run, without the time between them."""
         if self.record.duration_s is not None:
             return self.record.duration_s
         began = moment(self.record.resumed_at or self.record.started_at)
@@ -67,7 +65,7 @@ class RunView:
         return max(0.0, self.record.earlier_s) + max(0.0, ((ended or datetime.now(UTC)) - began).total_seconds())
 
     def as_dict(self) -> dict[str, Any]:
-        """The record for --json, with where it is, what is in it, and why it can't be read."""
+        """Return the record for --json, with the run's place, and the problem if it can't be read."""
         duration_s = self.duration_s
         return {
             **self.record.as_dict(),
@@ -79,7 +77,7 @@ class RunView:
 
 
 def moment(text: str | None) -> datetime | None:
-    """The time that run.json writes so; None for none, and for what is no time."""
+    """Parse a time of run.json; None for none, and for other text."""
     try:
         parsed = datetime.fromisoformat(text or "")
     except ValueError:
@@ -88,9 +86,7 @@ def moment(text: str | None) -> datetime | None:
 
 
 def list_runs(runs_dir: Path) -> list[RunView]:
-    """Every run of the folder, newest first; none where there is no folder. Raises UsageError if it can't be
-    listed.
-    """
+    """Return every run of the folder, newest first; none if there is no folder. Raises UsageError."""
     try:
         folders = [path for path in runs_dir.iterdir() if _is_run(path)]
     except FileNotFoundError:
@@ -101,10 +97,9 @@ def list_runs(runs_dir: Path) -> list[RunView]:
 
 
 def find_run(runs_dir: Path, run: str) -> Path:
-    """The directory of a run: by id, unambiguous prefix of one, `latest`, or path.
+    """Return the directory of a run, given by its id, an unambiguous prefix, `latest`, or a path.
 
-    Raises:
-        RunNotFound: none, or more than one, answers to it; says what there is.
+    Raises RunNotFound, which lists existing runs, if there is none or more than one.
     """
     if "\0" in run:
         raise RunNotFound("a run's name can't hold a NUL character")
@@ -159,7 +154,7 @@ def _names(runs_dir: Path) -> list[str]:
 def _is_run(folder: Path) -> bool:
     try:
         return RunLayout(folder).run_json.is_file()
-    except OSError:  # not ours to look into, or a name that the system can't hold
+    except OSError:  # no permission, or a name that is too long
         return False
 
 
@@ -169,9 +164,9 @@ def _age(view: RunView) -> tuple[datetime, str]:
 
 
 def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunView:
-    """The run in that directory as it truly stands; an unreadable one is a view that says so.
+    """Return the run in that directory with its status as determined now; for an unreadable one, see `problem`.
 
-    `is_ours` and `watch_s` are for commands that act on the answer: see liveness.look.
+    is_ours, watch_s: for commands that act on the answer; see liveness.look.
     """
     layout = RunLayout(path)
     try:
@@ -180,9 +175,9 @@ def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunV
             return RunView(layout, record if origin.alive else _abandoned(layout, record))
         if record.status == RunStatus.RUNNING:
             alive = liveness.look(layout, record.driver, is_ours=is_ours, watch_s=watch_s)
-            record = record if alive is Liveness.RUNNING else _read(layout)  # it may just have ended
+            record = record if alive is Liveness.RUNNING else _read(layout)  # it may have ended meanwhile
             if record.status == RunStatus.RUNNING:
-                return RunView(layout, _seen_as(alive, layout, record))
+                return RunView(layout, _with_liveness(alive, layout, record))
         return RunView(layout, record)
     except (OSError, RecordError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
@@ -194,11 +189,11 @@ def _read(layout: RunLayout) -> RunRecord:
     return RunRecord.from_json(read_bytes(layout.run_json))
 
 
-def _seen_as(alive: Liveness, layout: RunLayout, record: RunRecord) -> RunRecord:
-    """A record that says running, given what was found out about its driver."""
+def _with_liveness(alive: Liveness, layout: RunLayout, record: RunRecord) -> RunRecord:
+    """Return a record that says running with the status that its driver's liveness implies."""
     if alive is Liveness.RUNNING:
         return record
-    return _abandoned(layout, record) if alive is Liveness.GONE else _out_of_sight(layout, record)
+    return _abandoned(layout, record) if alive is Liveness.GONE else _of_unknown_status(layout, record)
 
 
 def _abandoned(layout: RunLayout, record: RunRecord) -> RunRecord:
@@ -208,7 +203,7 @@ def _abandoned(layout: RunLayout, record: RunRecord) -> RunRecord:
     )
 
 
-def _out_of_sight(layout: RunLayout, record: RunRecord) -> RunRecord:
+def _of_unknown_status(layout: RunLayout, record: RunRecord) -> RunRecord:
     since = f"unknown since {_iso(liveness.changed_at(layout))}"
     message = f"{since}: its driver is on {record.driver.host}, and no file has changed since"
     failure = FailureRecord(host=record.driver.host, kind="driver", message=message)
@@ -231,12 +226,11 @@ def _iso(seconds: float) -> str:
 
 
 def find_checkpoint(layout: RunLayout, which: str = LATEST) -> Path:
-    """The folder of a checkpoint: `latest`, `best`, or a name such as step-100.
+    """Return the folder of a checkpoint: `latest`, `best`, or a name such as step-100.
 
-    A pointer that is missing or leads nowhere gives way to the newest checkpoint there is.
+    If the pointer file is missing, or its checkpoint is, this is the newest checkpoint.
 
-    Raises:
-        RunNotFound: the run has no such checkpoint.
+    Raises RunNotFound if the run has no such checkpoint.
     """
     folders = {
         step: layout.checkpoints_dir / step_name(step)

@@ -1,7 +1,7 @@
-"""Reads metrics.jsonl: as it grows, and without minding a line that is half written or damaged.
+"""Reads metrics.jsonl while it grows. Incomplete and damaged lines are skipped.
 
-A run that was resumed repeats the steps after its checkpoint, so the file has several values of one step: those of the
-last attempt count.
+A resumed run repeats the steps after its checkpoint, so the file may have several values of a step. Those of the last
+attempt count.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _POSITION = frozenset(("time_s", "step", "epoch", "rank", "attempt"))
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """Numbers that a rank logged at one time; a value is None where it was NaN or infinite.
+    """Numbers that a rank logged in one call; a value is None if it was NaN or infinite.
 
-    `attempt` is 1 in files that were written before lines had one.
+    `attempt` is 1 in files of older versions, whose lines do not have it.
     """
 
     time_s: float
@@ -38,7 +38,7 @@ class MetricLine:
 
 @dataclass(slots=True)
 class Series:
-    """One metric of one rank, as it was logged; the lists are equally long, a missing value is NaN."""
+    """One metric of one rank; the lists have the same length, and a missing value is NaN."""
 
     time_s: list[float] = field(default_factory=list)
     step: list[float | None] = field(default_factory=list)
@@ -50,16 +50,16 @@ AllSeries = dict[tuple[str, int], Series]  # by the name of the metric, and the 
 
 
 class MetricsReader:
-    """Reads the lines that have come since the last time."""
+    """Reads the lines that were appended since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def read(self) -> list[MetricLine]:
-        """The new whole lines; none while there is no file. A last line that is not ended yet waits for its end.
+        """Return the new complete lines; none if there is no file. An incomplete last line is read later.
 
-        Raises ResultsError where the file can't be read.
+        Raises ResultsError if the file can't be read.
         """
         with naming(self._path, "read"):
             try:
@@ -68,7 +68,7 @@ class MetricsReader:
                 return []
             with os.fdopen(descriptor, "rb") as file:
                 if file.seek(0, 2) < self._offset:
-                    self._offset = 0  # written anew
+                    self._offset = 0  # the file was replaced
                 file.seek(self._offset)
                 data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -111,10 +111,10 @@ def _number(value: Any) -> float | None:
 
 
 def counting(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> list[MetricLine]:
-    """The lines that count, less values that a later attempt has replaced.
+    """Return the lines without values that a later attempt has replaced.
 
-    An attempt replaces what those before it logged after the step that it went on from, and each value that it logs
-    anew. One without a checkpoint, which may have a way of its own to go on, does so from the first step that it logs.
+    An attempt replaces what earlier ones logged after the step of its checkpoint, and each value that it logs again. An
+    attempt without a checkpoint, which may continue in its own way, replaces from the first step that it logs.
     """
     started = {attempt.attempt: attempt for attempt in attempts}
     first_steps: dict[int, float] = {}
@@ -140,7 +140,7 @@ def counting(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The last step and the last epoch of earlier attempts that an attempt leaves standing."""
+    """The last step and the last epoch of earlier attempts that an attempt does not replace."""
 
     step: float
     epoch: float
@@ -159,7 +159,7 @@ def _is_after(line: MetricLine, end: _End) -> bool:
 
 
 def read_series(path: Path, attempts: Iterable[AttemptRecord] = ()) -> AllSeries:
-    """Every metric of every rank in the file: the values that count."""
+    """Return every metric of every rank in the file, without replaced values."""
     series: AllSeries = {}
     for line in counting(MetricsReader(path).read(), attempts):
         for name, value in line.values.items():

@@ -1,4 +1,4 @@
-"""What a run was made with: the commit that is checked out, and the versions of what is installed."""
+"""Records the code of a run: the git commit that is checked out, and the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ _PACKAGES = ("ddptrain", "torch", "distributed", "dask", "numpy", "safetensors")
 
 
 def git_state(folder: Path) -> GitRecord | None:
-    """The state of the git checkout that holds the folder; None without one, without git, or when it takes
-    too long.
-    """
+    """Return the state of the git checkout of the folder; None without one, without git, or after a timeout."""
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None
     command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules"]
-    # Without optional locks this never gets in the way of the person's own git.
+    # Without optional locks this never blocks a git command of the user.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(
@@ -46,7 +44,7 @@ def git_state(folder: Path) -> GitRecord | None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Python's version and those of the packages that shape a run, without importing them."""
+    """Return the versions of Python and of the packages that matter, without importing them."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -57,7 +55,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def without_secrets(environment: Mapping[str, EnvironmentValue]) -> dict[str, EnvironmentValue]:
-    """The environment, with the values of keys, tokens and passwords left out."""
+    """Return the environment without the values of keys, tokens and passwords."""
     return {
         name: EnvironmentValue(LEFT_OUT if is_secret_name(name) else hide_credentials(entry.value), entry.source)
         for name, entry in environment.items()

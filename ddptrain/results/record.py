@@ -1,6 +1,4 @@
-"""run.json: what a run is, how it went, and where; frozen dataclasses that older and newer versions both
-read.
-"""
+"""The content of run.json, as frozen dataclasses that older and newer versions can read."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ SCHEMA = 1
 
 
 class RunStatus(StrEnum):
-    """How a run stands; the first five are what run.json holds, the others are a reader's view of it."""
+    """The status of a run. run.json has one of the first five; readers derive the others."""
 
     RUNNING = "running"
     SUCCEEDED = "succeeded"
@@ -36,14 +34,12 @@ class RunStatus(StrEnum):
 
 
 class RecordError(ValueError):
-    """The text is no run.json."""
+    """The text is not a run.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """JSON in, JSON out; what is missing or of another type takes its default, what is unknown is passed
-    over.
-    """
+    """Parses JSON. A field that is missing or of another type gets its default; unknown fields are ignored."""
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Self:
@@ -53,9 +49,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord(_Part):
-    """One process of an attempt; `exit` is its exit code, minus the signal that killed it, or None while
-    unknown.
-    """
+    """One process of an attempt; `exit` is its exit code, minus the signal that killed it, or None if unknown."""
 
     rank: int = 0
     local_rank: int = 0
@@ -68,9 +62,9 @@ class RankRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord(_Part):
-    """One try of a run; `outcome` is None while it is under way, else a word such as succeeded or failed.
+    """One attempt of a run; `outcome` is None while it is running, else, for example, succeeded or failed.
 
-    It went on from the checkpoint of step `resumed_from`, at `resumed_epoch`; None where it began at the start.
+    It continued from the checkpoint of step `resumed_from`, at `resumed_epoch`; both are None if it began at the start.
     """
 
     attempt: int = 1
@@ -85,9 +79,7 @@ class AttemptRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class FailureRecord(_Part):
-    """What failed first. `kind` is a word (exception, exit, signal, worker, driver, ...), `log` a path to
-    read.
-    """
+    """The root cause. `kind` is exception, exit, signal, worker, driver, ...; `log` is the path of a log to read."""
 
     rank: int | None = None
     host: str = ""
@@ -108,7 +100,7 @@ class GitRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class CodeRecord(_Part):
-    """The code that went along to workers: the hash of its content, and how much it was."""
+    """The project code that was uploaded to workers: the hash of its content, and its size."""
 
     hash: str = ""
     folder: str = ""
@@ -118,7 +110,7 @@ class CodeRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class DriverRecord(_Part):
-    """The process that runs the run; `boot_id` tells machines of one name apart, and a restart of the machine."""
+    """The driver process; `boot_id` distinguishes machines of one name, and restarts of a machine."""
 
     pid: int = 0
     host: str = ""
@@ -131,7 +123,7 @@ class DriverRecord(_Part):
 
     @property
     def words(self) -> str:
-        """Which process that is."""
+        """The process, for messages."""
         return f"process {self.pid} on {self.host}"
 
 
@@ -145,7 +137,7 @@ class EnvironmentValue(_Part):
 
 @dataclass(frozen=True, slots=True)
 class BestRecord(_Part):
-    """The best checkpoint so far, and what makes it so."""
+    """The best checkpoint so far, and the metric that decides."""
 
     metric: str = ""
     mode: str = "min"
@@ -157,9 +149,9 @@ class BestRecord(_Part):
 class RunRecord(_Part):
     """All of run.json. Times are ISO 8601 in UTC; `checkpoints` holds folder names, newest first.
 
-    waiting: of a run whose status is running: it has no ranks now, because it waits for its cluster or for slots, or
-    prepares its inputs. duration_s: of all parts of a run that was resumed; `earlier_s` of this without the last part,
-    which began at `resumed_at`. last_metrics: one value for all ranks; results/latest.py defines which.
+    waiting: a run whose status is running has no ranks now: it waits for its cluster or for slots, or prepares its
+    inputs. duration_s: of all parts of a resumed run, in seconds; earlier_s: the same without the last part, which
+    began at `resumed_at`. last_metrics: one value for all ranks; see results/latest_metrics.py.
     """
 
     schema: int = SCHEMA
@@ -185,20 +177,20 @@ class RunRecord(_Part):
     last_metrics: Mapping[str, float | None] = field(default_factory=dict)
     best: BestRecord | None = None
     checkpoints: tuple[str, ...] = ()
-    tracking: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # tracker -> what it has made, as its url
+    tracking: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by tracker: its url, id, ...
     result: Any = None  # what rank 0's function returned: JSON
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as plain JSON data; a number that is not finite becomes null."""
+        """Return the record as JSON data; a number that is not finite becomes null."""
         return cast(dict[str, Any], plain(dataclasses.asdict(self)))
 
     def to_json(self) -> str:
-        """The text of run.json."""
+        """Return the text of run.json."""
         return json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Raises RecordError for anything but a JSON object that names its run and status."""
+        """Parse a run.json. Raises RecordError for anything but a JSON object with run_id and status."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -212,9 +204,7 @@ class RunRecord(_Part):
 
 
 def plain(value: object) -> object:
-    """The value as strict JSON data: mappings and sequences copied, NaN and infinities null, anything odd as
-    text.
-    """
+    """Return the value as strict JSON data: NaN and infinities become null, other objects become text."""
     if isinstance(value, bool | int | None):
         return value
     if isinstance(value, float):
@@ -239,9 +229,7 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def _read(hint: Any, raw: Any) -> Any:
-    """The JSON value as the declared type, or _WRONG where it is of another; wrong items of a collection are
-    left out.
-    """
+    """Convert a JSON value to the declared type, or to _WRONG. Wrong items of a collection are left out."""
     if hint is Any:
         return raw
     if get_origin(hint) is UnionType:
@@ -261,7 +249,7 @@ def _read(hint: Any, raw: Any) -> Any:
 
 
 def _is_float(raw: Any) -> bool:
-    """Whether a JSON number is one that a float can hold."""
+    """Return whether a JSON number fits into a float."""
     if not isinstance(raw, int | float) or isinstance(raw, bool):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a place that holds runs does for commands, and such a place in a folder of this machine."""
+"""Access to the runs of a folder of this machine. remote/runs.py has the same methods for object stores."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 
 
 class Need(Enum):
-    """What a command reads of a run besides its record."""
+    """The files that a command reads besides run.json."""
 
     NOTHING = "nothing"
     METRICS = "metrics"
     LOGS = "logs"
-    MODEL = "model"  # the best checkpoint, and the small files that go with it
+    MODEL = "model"  # the best checkpoint, and the JSON files of artifacts/
 
 
 class Keeping(Protocol):
-    """Keeps what a driver writes where it belongs, for as long as the run is on."""
+    """Uploads the files that a driver writes, while the run is running."""
 
     def begin(self) -> None:
-        """The run's folder is there: keep it. Raises ResultsError."""
+        """Start; the run's folder exists. Raises ResultsError."""
 
     def listen(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
-        """Tell `warn` what goes wrong, and `lost` once the run has to end for it."""
+        """Call `warn` for each failure, and `lost` once if the run must end."""
 
     def flush(self, deadline_s: float) -> str:
-        """Keep all of it as it is now; what is wrong, in one line, where that was not possible in time."""
+        """Upload everything as it is now. Returns "", or one line about the problem if the deadline was reached."""
 
 
 class KeptHere:
-    """A run in a folder of this machine is kept by being written."""
+    """The upload of a run in a folder of this machine: nothing to do."""
 
     def begin(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def listen(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
-        """Nothing will be said."""
+        """Do nothing: there are no failures."""
 
     def flush(self, deadline_s: float) -> str:
-        """Nothing is left to do."""
+        """Do nothing."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRuns:
-    """Runs in a folder of this machine; new ones are written into `folder`, too."""
+    """The runs in a folder of this machine."""
 
     folder: Path
 
     def list(self) -> list[RunView]:
-        """Every run, newest first."""
+        """Return every run, newest first."""
         return list_runs(self.folder)
 
     def find(self, run: str, need: Need = Need.NOTHING, rank: int | None = None) -> RunView:
-        """The run of that name. Raises RunNotFound."""
+        """Return the run of that name. Raises RunNotFound."""
         return load_run(find_run(self.folder, run))
 
     def follow(self, view: RunView, rank: int | None) -> Callable[[], bool] | None:
-        """None: whoever reads the run's files sees what has come."""
+        """Return None: the files of the run itself are read."""
         return None
 
     def candidates(self, name: str, which: str, run_id: str | None = None) -> Path:
-        """The folder in which to choose the run to resume."""
+        """Return the folder in which to choose the run to resume."""
         return self.folder
 
     @contextmanager
     def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[Keeping]:
-        """Holds the run for the block; yields what keeps its folder."""
+        """Yield the upload of the run, which does nothing."""
         yield KeptHere()

@@ -1,4 +1,4 @@
-"""The run directory as its driver writes it: what happens is on the disk when a call returns."""
+"""Writes a run directory. What a call has written is on the disk when it returns."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from ddptrain.results.record import AttemptRecord, DriverRecord, FailureRecord, 
 from ddptrain.results.staging import adopt_file
 
 _METRICS_EVERY_S = 1.0
-_SETTLE_S = 1.0  # two hosts that do not see each other's lock: both see the heartbeat that was written last
-_OWN_FIELDS = frozenset({"event", "run_id", "run_dir", "status"})  # of an event: never a secret, whatever is one
+_SETTLE_S = 1.0  # for two hosts that do not see each other's lock: both then see the last heartbeat
+_OWN_FIELDS = frozenset({"event", "run_id", "run_dir", "status"})  # fields of events in which no secret is looked for
 
 
 class RunWriter:
-    """Writes one run's directory and holds its lock; a context manager of one process.
+    """Writes one run's directory and holds its lock, as a context manager.
 
-    The driver's threads may share it, and none waits for a checkpoint that comes home; one thread at a time
-    may bring files home. Texts in `secrets` are left out of failures and events.
+    The driver's threads may share it. One thread at a time may call adopt_checkpoint() and adopt_file(), which do not
+    block the others. Texts in `secrets` are left out of failures and events.
     """
 
     def __init__(self, layout: RunLayout, record: RunRecord, lock_descriptor: int) -> None:
@@ -50,7 +50,7 @@ class RunWriter:
         self._record = record
         self._lock = lock_descriptor
         self._folder = FolderIdentity.of(layout.root)
-        self.loss: DdptrainError | None = None  # why nothing is written any more: another driver has the run
+        self.loss: DdptrainError | None = None  # set when another driver has the run: nothing is written any more
         self._mutex = threading.RLock()
         self._started = time.monotonic()
         self._finished = False
@@ -77,12 +77,11 @@ class RunWriter:
         *,
         world_size: int = 0,
     ) -> Self:
-        """Make the directory of a new run, take its lock, and write config.yaml and a run.json that says
-        running.
+        """Create the directory of a new run, take its lock, and write config.yaml and run.json.
 
         Raises:
-            UsageError: the run id is no good, or taken; or runs_dir is no folder.
-            RunLocked: another process is running it.
+            UsageError: the run id is invalid or taken, or runs_dir is not a folder.
+            RunLocked: another process runs it.
             ResultsError: the directory can't be written.
         """
         layout, descriptor = claim(runs_dir.absolute(), run_id, name)
@@ -107,12 +106,12 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, folder: Path, config_text: str, seen: DriverRecord | None = None) -> Self:
-        """Take up a run that has ended, or whose driver is gone: its lock, its record, the checkpoints that are whole.
+        """Continue a run that has ended, or whose driver has died: take its lock, and write config.yaml and run.json.
 
-        `seen` is the run's driver when the run was chosen.
+        seen: the run's driver when the run was chosen.
 
         Raises:
-            RunLocked: another process is running it, or has done so since it was chosen.
+            RunLocked: another process runs it, or has run it since it was chosen.
             ResultsError, UsageError: its run.json can't be read, or the directory can't be written.
         """
         view, descriptor = take_up(folder.absolute(), seen)
@@ -144,13 +143,13 @@ class RunWriter:
             raise
 
     def _settle(self, before: DriverRecord) -> None:
-        """Make sure that no driver of a third host has taken up the run of another host at the same moment."""
+        """Make sure that no driver of a third host has continued the other host's run at the same moment."""
         if self.layout.is_original and not is_this_host(before.host, before.boot_id):
             time.sleep(_SETTLE_S)
             self._heartbeat.beat()
 
     def keep_heartbeat(self, lost: Callable[[DdptrainError], None]) -> None:
-        """Show other hosts that this driver is alive; `lost` is told, by a thread, when another one has the run."""
+        """Touch the heartbeat file in a thread; `lost` is called by the thread if another driver has the run."""
 
         def stop_writing(error: DdptrainError) -> None:
             self.loss = error
@@ -159,15 +158,15 @@ class RunWriter:
         self._heartbeat.keep(stop_writing)
 
     def next_attempt(self, checkpoint: VerifiedCheckpoint | None, world_size: int = 0) -> AttemptRecord:
-        """The record of another attempt, which goes on from a checkpoint."""
-        whence = (None, None) if checkpoint is None else (checkpoint.step, checkpoint.epoch)
+        """Return the record of the next attempt, which continues from a checkpoint."""
+        step, epoch = (None, None) if checkpoint is None else (checkpoint.step, checkpoint.epoch)
         number = len(self._record.attempts) + 1
-        return AttemptRecord(number, utc_now(), None, world_size, resumed_from=whence[0], resumed_epoch=whence[1])
+        return AttemptRecord(number, utc_now(), None, world_size, resumed_from=step, resumed_epoch=epoch)
 
     def go_on_from(self, checkpoint: VerifiedCheckpoint | None, policy: CheckpointPolicy) -> AllSeries:
-        """Count what stands when the next attempt goes on from a checkpoint; what came after it will come again.
+        """Drop from run.json what came after the checkpoint from which the next attempt continues.
 
-        Returns the metrics up to there.
+        Returns the metrics up to the checkpoint.
         """
         found = []
         for folder in reversed(checkpoint_folders(self.layout)):
@@ -187,7 +186,7 @@ class RunWriter:
 
     @property
     def record(self) -> RunRecord:
-        """What run.json says, the newest metrics included."""
+        """The content of run.json, with the newest metrics."""
         with self._mutex:
             return dataclasses.replace(self._record, last_metrics=self._latest.as_dict())
 
@@ -238,11 +237,9 @@ class RunWriter:
                 self._save()
 
     def adopt_checkpoint(self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy) -> Path:
-        """Bring a staged checkpoint home and return its folder; what was staged is moved or deleted.
+        """Move a staged checkpoint into the run directory; return its folder.
 
-        Raises:
-            CheckpointDamaged: it is not what its event says; nothing visible has changed.
-            ResultsError: it can't be written.
+        Raises CheckpointDamaged if it does not match its event; ResultsError if it can't be written.
         """
         self._require_folder()
         versions = self._record.versions
@@ -251,22 +248,19 @@ class RunWriter:
             self._latest.saved(event.step, event.metrics)
         self.update(checkpoints=self._shelf.names, best=self._shelf.best)
         self.event({"event": "checkpoint_adopted", "rank": rank, "step": event.step, "folder": final.name})
-        discard_staged(event, source)  # not before all is written: else there would be nothing to try again with
+        discard_staged(event, source)  # last: a failure before this can be repeated
         return final
 
     def adopt_file(self, event: FileSaved, source: Path) -> Path:
-        """Bring a staged file home to `event.path` below its area; what was staged is moved or deleted.
+        """Move a staged file to `event.path` below its area; return its path.
 
-        Raises:
-            UnsafePath: the path would leave the run directory.
-            FileDamaged: the file is not what its event says.
-            ResultsError: it can't be written.
+        Raises UnsafePath, FileDamaged, ResultsError; see staging.adopt_file.
         """
         self._require_folder()
         return adopt_file(self.layout.area(event.area), event, source)
 
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
-        """Write how the run ended; the lock is held until close()."""
+        """Write the end of the run into run.json; the lock is held until close()."""
         self._finished = True
         duration_s = round(self._record.earlier_s + time.monotonic() - self._started, 3)
         self.update(
@@ -280,7 +274,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Release the lock and the files; closing twice is harmless."""
-        self._heartbeat.close()  # not under the mutex: its thread may be waiting for it
+        self._heartbeat.close()  # without the mutex: the heartbeat's thread may wait for it
         with self._mutex:
             self._events.close()
             self._metrics.close()
@@ -296,14 +290,14 @@ class RunWriter:
     ) -> None:
         try:
             if not self._finished:
-                # The error on its way out is the one to hear about, not that the disk is full as well.
+                # The error that leaves the block matters, not that the disk is full as well.
                 with suppress(*((Exception,) if error else ())):
                     self._finish_for(error)
         finally:
             self.close()
 
     def _finish_for(self, error: BaseException | None) -> None:
-        """Tell the truth about a driver that left without finish()."""
+        """Write the end of a run whose driver left without finish()."""
         if isinstance(error, KeyboardInterrupt):
             status, exit_code = RunStatus.CANCELLED, int(ExitCode.INTERRUPTED)
         else:
@@ -321,7 +315,7 @@ class RunWriter:
         self.finish(status, exit_code, failure)
 
     def _require_folder(self) -> None:
-        """Raise DdptrainError where the run, or its folder, is no longer this driver's."""
+        """Raise DdptrainError if the run, or its folder, no longer belongs to this driver."""
         if self.loss is not None:
             raise self.loss
         self._folder.check()
@@ -335,12 +329,12 @@ class RunWriter:
 
 
 def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
-    """An attempt whose driver was killed has failed, at the latest when its files changed last."""
+    """Return the attempt with an end: one whose driver was killed has failed when its files changed last."""
     if attempt.outcome is not None:
         return attempt
     return dataclasses.replace(attempt, outcome=str(RunStatus.FAILED), ended_at=attempt.ended_at or ended_at)
 
 
 def utc_now() -> str:
-    """Now, as run.json writes times: ISO 8601, UTC, milliseconds."""
+    """Return the time now for run.json: ISO 8601, UTC, milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

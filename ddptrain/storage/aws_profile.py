@@ -1,4 +1,4 @@
-"""The profiles of AWS's own files, ~/.aws/credentials and ~/.aws/config, which obstore does not read."""
+"""Reads profiles from ~/.aws/credentials and ~/.aws/config, which obstore does not read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import UsageError
 
 Credentials = dict[str, Any]  # as obstore's S3Credential
-_FRESH = timedelta(minutes=5)  # how long credentials that are renewed elsewhere are used without asking again
+_FRESH = timedelta(minutes=5)  # credentials of botocore are used for so long before botocore is asked again
 _ELSEWHERE = ("role_arn", "sso_session", "sso_start_url", "credential_process", "web_identity_token_file")
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a profile says; `credentials` is None where it has none."""
+    """A profile; `credentials` is None if it has none."""
 
     name: str
     region: str = ""
@@ -29,14 +29,14 @@ class Profile:
 
 
 def static(key: str, secret: str, token: str | None) -> Callable[[], Credentials]:
-    """A provider of credentials that never change."""
+    """Return a provider of credentials that never change."""
     return lambda: {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
 
 
 def read_profile(name: str | None) -> Profile | None:
-    """The profile of that name, or the default one; None where there is no default.
+    """Return the profile of that name, or the default one; None if there is no default.
 
-    Raises: UsageError where one that was named is not there, or a file can't be read.
+    Raises UsageError if a named profile does not exist, or a file can't be read.
     """
     sections = _sections()
     asked = name or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
@@ -53,7 +53,7 @@ def read_profile(name: str | None) -> Profile | None:
 
 
 def _sections() -> dict[str, dict[str, str]]:
-    """Profile -> its settings, of both files; those of credentials win."""
+    """Return the settings of each profile, from both files; those in credentials win."""
     files = [
         os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config",
         os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials",
@@ -65,8 +65,8 @@ def _sections() -> dict[str, dict[str, str]]:
             parser.read_string(Path(file).expanduser().read_text(encoding="utf-8"), file)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, configparser.Error):  # whose text may quote a secret
-            raise UsageError(f"{file} can't be read as AWS profiles: mend it, or set params.source_options") from None
+        except (OSError, ValueError, configparser.Error):  # the error's text may quote a secret
+            raise UsageError(f"{file} can't be read as AWS profiles: correct it, or set the store's options") from None
         for section in parser.sections():
             found.setdefault(section.removeprefix("profile ").strip(), {}).update(parser.items(section))
     return found
@@ -80,7 +80,7 @@ def _provider(name: str, settings: Mapping[str, str]) -> Callable[[], Credential
 
 
 def _renewed(name: str) -> Callable[[], Credentials]:
-    """Credentials that botocore gets and renews: of a role, of single sign-on, of a program."""
+    """Return credentials that botocore gets and renews: of a role, of single sign-on, of a program."""
     try:
         import botocore.session  # type: ignore[import-untyped]
     except ImportError:

@@ -52,12 +52,12 @@ class GangStore:
         return bool(self._connection().check([self._prefix + key]))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; waits until it is set, at most `dist_timeout_s`."""
+        """Return the value of a key; waits until it is set, at most the time limit of the group."""
         value: bytes = self._connection().get(self._prefix + key)
         return value
 
     def wait(self, keys: Sequence[str]) -> None:
-        """Wait until all of these keys are set, at most `dist_timeout_s`."""
+        """Wait until all of these keys are set, at most the time limit of the group."""
         self._connection().wait([self._prefix + key for key in keys])
 
     def delete(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The mark of a folder that is the local copy of one in an object store: its address there, and what it lacks."""
+"""Marks a folder as the local copy of a run in an object store, with its address there and a list of its files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ORIGIN = ".store.json"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a folder's original is.
+    """The original of a folder.
 
-    token: of the driver that writes the original, where this is its working folder.
-    alive: whether a driver was at work on it, where this is a reader's copy.
-    files: path -> size in bytes of what the original holds, where this is a reader's copy, which need not hold it.
+    token: in a working folder, of the driver that writes the original.
+    alive: in a reader's copy, whether a driver worked on the original.
+    files: in a reader's copy, path -> size in bytes of the original's files, which the copy may lack.
     """
 
     url: str
@@ -28,12 +28,12 @@ class Origin:
     files: Mapping[str, int] = field(default_factory=dict)
 
     def mark(self, folder: Path) -> None:
-        """Write it into the folder. Raises ResultsError."""
+        """Write the mark into the folder. Raises ResultsError."""
         write_whole(folder / ORIGIN, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
 
 
 def origin_of(folder: Path) -> Origin | None:
-    """What the folder is a copy of; None where it is an original."""
+    """Return the original of a folder; None if the folder is an original itself."""
     try:
         raw = json.loads(read_bytes(folder / ORIGIN))
         alive = raw["alive"] if isinstance(raw["alive"], bool) else None
@@ -44,6 +44,6 @@ def origin_of(folder: Path) -> Origin | None:
 
 
 def where_of(folder: Path) -> str:
-    """The folder as people know it: the address that it is a copy of, or else its path."""
+    """Return the folder for messages: the address of its original, or else its path."""
     origin = origin_of(folder)
     return origin.url if origin is not None else str(folder)

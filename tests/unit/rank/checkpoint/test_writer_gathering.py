@@ -54,7 +54,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
 @pytest.fixture
 def impatient(tmp_path: Path) -> Iterator[Group]:
     """A group whose ranks wait for each other for 0.2 s."""
-    made = Group(tmp_path, dist_timeout_s=0.2)
+    made = Group(tmp_path, timeout_s=0.2)
     yield made
     made.file.close()
 
@@ -88,7 +88,7 @@ def test_rank_that_is_done_is_not_waited_for_but_its_last_state_counts(group: Gr
         began = time.monotonic()
         group.start(number)
         assert group.saver.wait(60)
-        assert time.monotonic() - began < 10, "dist_timeout_s is 20"
+        assert time.monotonic() - began < 10, "the time limit of the group is 20 s"
     assert (group.states(1), group.states(2)) == ([{"rank": 0}, "last"], [{"rank": 0}, None])
 
 
