@@ -1,7 +1,7 @@
-"""Finds out what listens at an address, if it is not a Dask scheduler, without Dask, which trusts the first bytes.
+"""Checks whether a Dask scheduler listens at an address, without Dask, which trusts the first bytes.
 
-A Dask scheduler speaks first. Dask reads the length of that message and allocates as many bytes, whoever sent it: the
-greeting of an SSH server is a length of 3 exabytes.
+A Dask scheduler sends the first message. Dask reads its length and allocates as many bytes, whoever sent it: read as a
+length, the greeting of an SSH server is 3 exabytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from ddptrain.config.wording import shown
 from ddptrain.errors import ClusterError
 
-SILENT = "somebody takes the connection there, and says nothing"
+SILENT = "something accepts the connection there and sends nothing"
 _GREETING_S = 1.0
 _HTTP_S = 1.5
 _LONGEST_GREETING = 1 << 16  # bytes; Dask's has 66
@@ -24,9 +24,9 @@ _QUOTED = 60  # characters
 
 
 def check_greeting(address: str, host: str, port: int) -> None:
-    """Read what the peer says first. A peer that says nothing passes: a busy scheduler is late.
+    """Read the first message of the peer. A peer that sends nothing passes, because a busy scheduler is late.
 
-    Raises: OSError if there is no connection; ClusterError if the greeting is not that of a Dask scheduler.
+    Raises OSError if there is no connection, and ClusterError if the greeting is not that of a Dask scheduler.
     """
     with socket.create_connection((host, port), timeout=_GREETING_S) as connection:
         greeting = _read(connection, _GREETING_S)
@@ -35,7 +35,7 @@ def check_greeting(address: str, host: str, port: int) -> None:
 
 
 def check_http(address: str, host: str, port: int) -> None:
-    """Ask a peer that says nothing whether it is a web server. Raises OSError; ClusterError if it is one."""
+    """Ask a silent peer whether it is a web server. Raises OSError without a connection, ClusterError if it is one."""
     with socket.create_connection((host, port), timeout=_HTTP_S) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         answer = _read(connection, _HTTP_S)
@@ -44,9 +44,9 @@ def check_http(address: str, host: str, port: int) -> None:
 
 
 def is_not_dask(greeting: bytes) -> bool:
-    """Whether these bytes can't be, or begin, the greeting of a Dask scheduler.
+    """Whether these bytes cannot be the greeting of a Dask scheduler, or its beginning.
 
-    That is the length of the rest, which is small, then the number of frames, their lengths, and MessagePack.
+    The greeting is the length of the rest, which is small, then the number of frames, their lengths, and MessagePack.
     """
     if any(greeting[3:8]):
         return True
@@ -58,14 +58,14 @@ def is_not_dask(greeting: bytes) -> bool:
 
 
 def not_a_scheduler(address: str) -> str:
-    """The beginning of the message for all that listens there and is something else."""
+    """The beginning of the error message if something else listens there."""
     return f"what listens at {address} is not a Dask scheduler"
 
 
 def _read(connection: socket.socket, timeout_s: float) -> bytes:
-    """What the peer sends until it is known what it is, the peer closes the connection, or the time is over."""
+    """The bytes that the peer sends until they show what it is, the peer closes the connection, or the time is over."""
     data, deadline = b"", time.monotonic() + timeout_s
-    with suppress(OSError):  # also TimeoutError: what has come counts
+    with suppress(OSError):  # also TimeoutError: the bytes so far count
         while not is_not_dask(data) and not any(name in data for name in _NAMES):
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             if not (block := connection.recv(4096)):

@@ -1,4 +1,4 @@
-"""Tells what happens, to everyone who wants to know: the run directory, the display, the JSON stream."""
+"""Records what happens in a run: in the run directory, on the display, and in the JSON output."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _MOST_RETURNED = 1 << 16  # characters
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
 _MOST_NAMES = 20
 _DEFAULT_METRIC = CheckpointConfig().metric
-_NOT_FOUND = frozenset({"base_url"})  # the driver's word: to that server `results sync` gives the key
+_NOT_FOUND = frozenset({"base_url"})  # only the driver sets it: `results sync` sends the key to that server
 
 
 class Telling:
-    """One call a fact; each goes wherever it belongs."""
+    """One method for each kind of fact; each goes to all places where it belongs."""
 
     def __init__(self, writer: RunWriter, display: Display, metric: str | None = None) -> None:
-        """`metric` is the one that decides which checkpoint is best, None for none."""
+        """`metric` decides which checkpoint is best; None: no metric does."""
         self.writer = writer
         self.display = display
         self._metric = metric
         self._logged: set[str] = set()
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """A line of events.jsonl, and of --output json."""
+        """Add a line to events.jsonl and to --output json."""
         self.display.event(self._recorded(kind, fields))
 
     def _recorded(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,31 +44,31 @@ class Telling:
         return line
 
     def status(self, text: str) -> None:
-        """What is being waited for."""
+        """Show what the run waits for."""
         self.display.status(text)
 
     def notice(self, text: str) -> None:
-        """Something that happens as it should."""
+        """Show and record something that goes as it should."""
         self._recorded("notice", {"message": text})
         self.display.notice(text)
 
     def training(self, ranks: tuple[RankRecord, ...]) -> None:
-        """Every rank has entered the workload: where each runs stands in run.json from now on.
+        """Every rank has entered the workload: record in run.json where each of them runs.
 
-        That they train is not said after one has failed, which may be known before the last has entered.
+        The status "training" is not shown after a fault, which may be known before the last rank has entered.
         """
         attempts = self.writer.record.attempts
         self.writer.update(attempts=(*attempts[:-1], dataclasses.replace(attempts[-1], ranks=ranks)))
-        if not self._told:
+        if not self._shown:
             self.display.status("training")
 
     def warn(self, text: str) -> None:
-        """Something that the person should know."""
+        """Show and record a warning."""
         self._recorded("warning", {"message": text})
         self.display.notice(text, level="warning")
 
     def rank_event(self, rank: int, event: events.Event) -> None:
-        """An event of a rank, as the rank sent it."""
+        """Show and record an event that a rank sent."""
         match event:
             case events.Metrics():
                 self._logged |= event.values.keys()
@@ -94,7 +94,7 @@ class Telling:
                 self._rare_event(rank, event)
 
     def _check_metric(self, saved: events.CheckpointSaved) -> None:
-        """Warn once where the metric that decides which checkpoint is best is not among those of a checkpoint."""
+        """Warn once if a checkpoint lacks the metric that decides which one is best."""
         problem = metric_problem(self._metric, saved, self._logged)
         if problem:
             self.warn(problem)
@@ -113,7 +113,7 @@ class Telling:
                 self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
             case events.ThreadFailure():
                 self.event("thread_failure", rank=rank, **_fields(event))
-                text = f"rank {rank}: thread {event.thread} has ended with {thread_in_words(event)}; the rank goes on"
+                text = f"rank {rank}: thread {event.thread} has ended with {thread_in_words(event)}; the rank continues"
                 self.display.notice(text, level="warning")
             case _:
                 pass
@@ -124,12 +124,12 @@ class Telling:
         try:
             result = json.loads(event.value)
         except (ValueError, RecursionError):
-            return  # a rank is not trusted
+            return  # not JSON: a rank is not trusted
         self.writer.update(result=result)
         self._recorded("returned", {"rank": rank, "result": plain(result)})
 
     def _tracked(self, rank: int, event: events.Tracked) -> None:
-        """Keep what a rank's tracker has made; rank 0's stands under the tracker's name alone."""
+        """Record what a rank's tracker has created; that of rank 0 under the tracker's name alone."""
         name = event.tracker if rank == 0 else f"{event.tracker}/rank_{rank}"
         given = [(key, text[:_MOST_FOUND]) for key, text in event.found.items() if key not in _NOT_FOUND]
         found = dict(given[:_MOST_FOUND_KEYS])
@@ -155,38 +155,38 @@ class Telling:
         self.display.rank_started(rank, event.host, event.pid)
 
     def rank_ended(self, record: RankRecord, *, ok: bool, stopped: bool) -> None:
-        """A rank's process is over; `stopped` says that it was told to end."""
+        """Record the end of a rank's process; `stopped`: the driver stopped it."""
         self._recorded("rank_ended", {"ok": ok, "stopped": stopped, **dataclasses.asdict(record)})
         self.display.rank_ended(record.rank, ok, stopped)
 
     def fault(self, fault: Fault) -> None:
-        """A rank has failed, be it the cause or a victim."""
+        """Record the fault of a rank; that of a victim is not shown."""
         self.event("fault", rank=fault.rank, kind=fault.kind, message=fault.line, victim=fault.victim)
         if not fault.victim:
             self._show_once(fault)
 
     def attempt_over(self, cause: Fault | None) -> None:
-        """Another attempt follows: the cause is shown where it was not, as one among victims; the next begins anew."""
+        """Another attempt follows: show the root cause if it was not shown, as a victim, and forget what was shown."""
         if cause is not None:
             self._show_once(cause)
-        self._told.clear()
+        self._shown.clear()
 
     def _show_once(self, fault: Fault) -> None:
-        if fault.line not in self._told:
-            self._told.add(fault.line)  # one mistake that fails on every rank is told once
+        if fault.line not in self._shown:
+            self._shown.add(fault.line)  # a mistake that fails on every rank is shown once
             what = "hung" if fault.kind is Kind.HANG else "failed"
             self.display.notice(f"rank {fault.rank} {what}: {fault.line}", level="error")
 
     def brought_home(self, rank: int, what: str, path: str) -> None:
-        """A checkpoint or a file of a rank is in the run directory."""
+        """Record that a checkpoint or a file of a rank is in the run directory."""
         self.event("brought_home", rank=rank, what=what, path=path)
 
 
 def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Collection[str]) -> str:
-    """Why a checkpoint can't be the best one, with the metrics that there are; "" where nothing is to be said.
+    """Why a checkpoint cannot be the best one, with the metrics that exist; "" if there is no reason to warn.
 
-    A checkpoint in the middle of an epoch may have no metrics. Nor is anything said of the default metric to a workload
-    that knows nothing of it.
+    A checkpoint in the middle of an epoch may have no metrics. A workload that never logs the default metric gets no
+    warning about it.
     """
     if metric is None or metric in saved.metrics:
         return ""

@@ -1,4 +1,4 @@
-"""What a run asks for in slots, and its wait for them."""
+"""The slots that a run requests, and its wait for them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from ddptrain.clusters.scheduler import slots
 from ddptrain.errors import ClusterError
 
-_QUIET_S = 1.0  # of waiting before it is worth a word
+_QUIET_S = 1.0  # of waiting before it is shown
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The slots that a run asks for, and how long it waits.
+    """The slots that a run requests, and how long it waits for them.
 
-    `ranks` None asks for every slot there is; `start_timeout_s` is for workers to appear, `wait_s` for slots that other
-    runs hold (0: not at all). With `least`, so many are enough once `gather_s` have passed.
+    ranks: None requests every slot. start_timeout_s: for workers to appear. wait_s: for slots that other runs hold; 0:
+    do not wait. least: so many slots are enough once `gather_s` have passed.
     """
 
     ranks: int | None
@@ -30,11 +30,11 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Watchers:
-    """Who is asked, and told, while a run waits for its slots.
+    """The functions that are called while a run waits for its slots.
 
-    `check` raises ClusterError where workers of others can't run this (their addresses; none asks about the scheduler
-    alone); `worker_fault` tells of a worker that will never appear, `last_words` what the failed ones have logged;
-    `cluster` is the name of a cluster of the user's own, or "".
+    check: raises ClusterError if foreign workers with these addresses, or the scheduler, cannot run this. worker_fault:
+    why a worker will never appear, or None. last_words: the last log lines of failed workers. tell: shows the status.
+    cluster: the name of a cluster that the user started, or "".
     """
 
     check: Callable[[Sequence[str]], None] | None
@@ -45,7 +45,7 @@ class Watchers:
 
 
 class Queue:
-    """The wait for slots: tells what it waits for when that changes, and ends it in time."""
+    """The wait for slots: shows what it waits for, and ends it in time."""
 
     def __init__(self, wish: Wish, watchers: Watchers) -> None:
         self.wish, self.watchers = wish, watchers
@@ -53,9 +53,9 @@ class Queue:
         self.told = ""
 
     def wait(self, refusal: slots.Refusal) -> int | None:
-        """Wait a moment after a refusal; return what to ask for next.
+        """Wait a moment after a refusal; return how many slots to request next (None: all).
 
-        Raises: ClusterError where there is no use in waiting any longer.
+        Raises ClusterError if the wait is over, or if it cannot succeed.
         """
         if (fault := self.watchers.worker_fault()) is not None:
             raise ClusterError(fault)

@@ -49,6 +49,8 @@ def steps(ctx, epochs=4, die_in=0, how="kill", always=False, wait_for=""):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "raise":
                 raise ValueError("a mistake")
+            if how == "exit":
+                raise SystemExit(42)
         optimizer.zero_grad()
         loss = model(torch.full((8, 4), float(ctx.rank + epoch))).pow(2).mean()
         loss.backward()
@@ -144,6 +146,16 @@ def test_mistake_in_the_code_is_not_tried_again_and_again(trainer: Trainer) -> N
     assert ended.rc == 1
     assert "not started again: the same failure at the same step twice in a row" in ended.stderr
     assert len(trainer.record("broken")["attempts"]) == 2
+
+
+def test_exit_code_that_no_restart_names_is_not_tried_again(trainer: Trainer) -> None:
+    named = ("--set", "failure.no_restart=[42]")
+    ended = trainer.train("--run-id", "named", *named, max_restarts=2, die_in=2, how="exit")
+    assert ended.rc == 1 and "not started again: failure.no_restart names 42" in ended.stderr
+    assert len(trainer.record("named")["attempts"]) == 1
+    other = ("--set", "failure.no_restart=[43]")
+    ended = trainer.train("--run-id", "other", *other, max_restarts=2, die_in=2, how="exit")
+    assert ended.rc == 0 and len(trainer.record("other")["attempts"]) == 2
 
 
 def test_restarts_come_to_an_end(trainer: Trainer) -> None:

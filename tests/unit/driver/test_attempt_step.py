@@ -319,7 +319,7 @@ def test_rank_that_does_not_end_is_given_up_three_seconds_after_its_grace_period
     play.tick(0.15)
     play.exit(0, -9)
     play.tick(GRACE_S + 2.99)
-    assert not play.state.over
+    assert play.state.running == 2
     play.tick(0.02)
     assert play.state.over
     assert [(end.rank, end.ok, end.stopped) for _, end in play.all(actions.RecordRankEnd)] == [
@@ -398,9 +398,9 @@ def test_ranks_that_ignore_the_second_signal_are_given_up_three_seconds_later() 
     for _ in range(2):
         play.send(messages.Signalled(signal.SIGINT))
     play.tick(2.9)
-    assert not play.state.over
+    assert play.state.running == 3
     play.tick(0.2)
-    assert play.state.over and play.state.end().fault is None
+    assert play.state.running == 0 and play.state.end().fault is None
 
 
 # Preemption.

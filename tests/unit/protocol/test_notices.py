@@ -89,6 +89,7 @@ def test_any_value_in_any_field_is_refused_or_gives_a_valid_notice(notice: Notic
         ({"notice": "output", "attempt": 1, "rank": 0, "stream": "log", "offset": 0, "data": "text"}, "data"),
         ({"notice": "output", "attempt": 1, "rank": 0, "stream": "log", "offset": 0, "data": bytes(1 << 15)}, "data"),
         ({**notices.encode(EXIT), "status": 256}, "status"),
+        ({**notices.encode(EXIT), "status": "-9"}, "exit: status is a value of type str '-9'"),
         ({**notices.encode(EXIT), "timed_out": 1}, "timed_out"),
         ({**notices.encode(EXIT), "oom": "x" * 5000}, "oom"),
     ],
@@ -107,10 +108,11 @@ def test_text_that_is_no_exit_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("status", "oom", "text"),
     [
-        (1, "", "exit code 1"),
+        (0, "", "exit code 0"),
+        (3, "", "exit code 3"),
         (-11, "", "killed by SIGSEGV"),
-        (-9, "out of memory", "killed by SIGKILL: out of memory"),
-        (-200, "", "killed by signal 200"),
+        (-9, "likely out of memory", "killed by SIGKILL: likely out of memory"),
+        (-99, "", "killed by signal 99"),
     ],
 )
 def test_exit_is_described_by_its_status(status: int, oom: str, text: str) -> None:

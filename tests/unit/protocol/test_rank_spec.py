@@ -1,4 +1,4 @@
-"""Rank specs and exits as JSON: what is decoded, and what is refused with the name of the field."""
+"""Rank specs as JSON: what is decoded, and what is refused with the name of the field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.rank_spec import HostSettings, RankExit, RankSpec, TrackerSpec, TrackingSpec, describe_status
+from ddptrain.protocol.rank_spec import HostSettings, RankSpec, TrackerSpec, TrackingSpec
 from tests.unit.specs import make_spec
 
 FULL = make_spec(
@@ -86,19 +86,3 @@ def test_field_of_another_version_is_named(change: Callable[[dict[str, Any]], No
     change(raw)
     with pytest.raises(ClusterError, match=f"does not know {name}: driver and workers are of different versions"):
         RankSpec.from_json(json.dumps(raw))
-
-
-def test_exit_is_decoded_strictly_as_well() -> None:
-    exited = RankExit(1, 2, -9, 4, 5, 6, "likely out of memory")
-    assert RankExit.from_json(exited.to_json()) == exited
-    assert exited.text == "killed by SIGKILL: likely out of memory"
-    with pytest.raises(ClusterError, match="malformed RankExit: status must be an integer"):
-        RankExit.from_json(exited.to_json().replace("-9", '"-9"'))
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [(0, "exit code 0"), (3, "exit code 3"), (-11, "killed by SIGSEGV"), (-99, "killed by signal 99")],
-)
-def test_status_in_words(status: int, words: str) -> None:
-    assert describe_status(status) == words

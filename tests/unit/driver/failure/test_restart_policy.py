@@ -10,6 +10,7 @@ from ddptrain.config.models import FailureConfig
 from ddptrain.driver.failure.fault import Fault, Kind
 from ddptrain.driver.failure.restart_policy import Again, Enough, Restarts
 from ddptrain.driver.rank_state import AttemptEnd
+from ddptrain.errors import ClusterError
 
 
 def restarts(**settings: Any) -> Restarts:
@@ -90,3 +91,42 @@ def test_full_disk_and_a_lost_scheduler_are_final() -> None:
     policy = restarts(max_restarts=1, max_losses=1)
     assert after(policy, failed(Kind.RESULTS)) == Enough("what has failed does not go away by itself")
     assert after(policy, failed(Kind.WORKER_LOST), there=False) == Enough("the Dask scheduler is gone")
+
+
+@pytest.mark.parametrize("kind", [Kind.REFUSED, Kind.RESULTS])
+def test_refused_path_and_full_disk_are_final_whatever_is_left_of_the_budget(kind: Kind) -> None:
+    policy = restarts(max_restarts=9, max_losses=9)
+    assert after(policy, failed(kind), 5) == Enough("what has failed does not go away by itself")
+
+
+def test_lost_results_end_the_run_even_with_a_fault_and_a_notice() -> None:
+    policy = restarts(max_restarts=9, max_losses=9)
+    lost = ClusterError("another driver has the run")
+    fault = Fault(0, Kind.WORKER_LOST, 0, "gone")
+    assert after(policy, AttemptEnd([], fault, None, "a host goes", lost)) == Enough()
+    assert after(policy, AttemptEnd([], fault, None, "a host goes")) == Again(1.0, "loss 1 of 9")
+
+
+@pytest.mark.parametrize(
+    ("second", "step", "is_same"),
+    [
+        ({"traceback": "at line 7"}, 5, True),
+        ({"traceback": "at line 8"}, 5, False),  # the same words from another place
+        ({"traceback": "at line 7"}, 6, False),
+        ({"traceback": "at line 7", "message": "bang"}, 5, False),
+        ({"traceback": "at line 7", "type": "KeyError"}, 5, False),
+    ],
+)
+def test_failure_is_the_same_if_line_traceback_and_step_are(second: dict[str, Any], step: int, is_same: bool) -> None:
+    policy = restarts(max_restarts=9)
+    assert after(policy, failed(traceback="at line 7", message="boom"), 5) == Again(1.0, "restart 1 of 9")
+    answer = after(policy, failed(**{"message": "boom", **second}), step)
+    reason = "the same failure at the same step twice in a row is a mistake in the code"
+    assert answer == (Enough(reason) if is_same else Again(2.0, "restart 2 of 9"))
+
+
+def test_loss_between_two_equal_failures_does_not_make_them_different() -> None:
+    policy = restarts(max_restarts=9, max_losses=9)
+    assert isinstance(after(policy, failed(), 5), Again)
+    assert isinstance(after(policy, failed(Kind.WORKER_LOST), 5), Again)
+    assert isinstance(after(policy, failed(), 5), Enough)
