@@ -26,7 +26,7 @@ from ddptrain.cli.options import (
 from ddptrain.cli.train import start
 
 if TYPE_CHECKING:
-    from ddptrain.config.load import LoadedConfig
+    from ddptrain.config.resolved import ResolvedConfig
 
 # What follows the script is its own, be it an option of ours or not.
 SCRIPT_SETTINGS = {"allow_interspersed_args": False}
@@ -62,10 +62,10 @@ def run(
     if not module:
         _refuse_configuration(script)
     workload = {"module" if module else "script": script, "args": _own(args or []), "local_rank_arg": local_rank}
-    loaded = _load(workload, overrides or [], field_options(ranks, cluster, runs_dir))
+    resolved = _load(workload, overrides or [], field_options(ranks, cluster, runs_dir))
     start(
         ctx,
-        loaded,
+        resolved,
         run_id=run_id,
         resume=resume,
         allow_changes=allow_changes,
@@ -92,7 +92,7 @@ def _own(args: list[str]) -> list[str]:
     return args[1:] if args[:1] == ["--"] else args
 
 
-def _load(workload: dict[str, Any], overrides: list[str], options: dict[str, str]) -> LoadedConfig:
+def _load(workload: dict[str, Any], overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
     from pathlib import Path
 
     from ddptrain.config.load import load_mapping

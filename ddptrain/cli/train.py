@@ -27,7 +27,7 @@ from ddptrain.cli.options import (
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
-    from ddptrain.config.load import LoadedConfig
+    from ddptrain.config.resolved import ResolvedConfig
 
 
 def train(
@@ -52,10 +52,10 @@ def train(
 ) -> None:
     """Train what a YAML file describes: on this machine, on a cluster that is up, or on one that comes for the run."""
     options = field_options(ranks, cluster, runs_dir)
-    loaded = _ordered(config, options) if ordered else _load(config, overrides or [], options)
+    resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
     start(
         ctx,
-        loaded,
+        resolved,
         run_id=run_id,
         resume=resume,
         allow_changes=allow_changes,
@@ -69,7 +69,7 @@ def train(
 
 def start(
     ctx: typer.Context,
-    loaded: LoadedConfig,
+    resolved: ResolvedConfig,
     *,
     run_id: str | None,
     resume: str | None,
@@ -81,13 +81,11 @@ def start(
     ready_fd: int | None,
 ) -> None:
     """Run a configuration as the options of `train` and `run` say. Raises typer.Exit with the exit code."""
-    from ddptrain.config.load import dump_config, resolved_config
-
     if dry_run:
         from ddptrain.driver.dry_run import check_cluster
 
-        check_cluster(loaded.config.cluster, lambda text: say(f"ddptrain: {text}"))
-        typer.echo(dump_config(resolved_config(loaded.config)), nl=False)
+        check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
+        typer.echo(resolved.yaml_text, nl=False)
         return
     from ddptrain.driver.run import LaunchOptions
     from ddptrain.driver.run import train as launch
@@ -99,9 +97,9 @@ def start(
             "the run with that id or goes on with it"
         )
     if detach:
-        raise typer.Exit(_detached(ctx, loaded.config.results.dir, as_json=output is Output.JSON))
+        raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=output is Output.JSON))
     chosen = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback)
-    raise typer.Exit(launch(loaded, chosen))
+    raise typer.Exit(launch(resolved, chosen))
 
 
 def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
@@ -155,14 +153,14 @@ def _typed(ctx: typer.Context, leave_out: Container[str]) -> list[str]:
     return [*options, "--", *arguments]
 
 
-def _load(config: str, overrides: list[str], options: dict[str, str]) -> LoadedConfig:
+def _load(config: str, overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
     """The configuration with the command line's changes, all checked the same way; errors name the option typed."""
     from ddptrain.config.load import load_config
 
     return checked(partial(load_config, config), overrides, options)
 
 
-def _ordered(config: str, options: dict[str, str]) -> LoadedConfig:
+def _ordered(config: str, options: dict[str, str]) -> ResolvedConfig:
     """The configuration as a program has ordered it (see ddptrain.launch), which may keep all secrets to itself."""
     from pathlib import Path
 

@@ -5,50 +5,39 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from ddptrain.config import params as config_params
 from ddptrain.config import registry
 from ddptrain.config.models import ClusterConfig, ClusterFile, RunConfig, default_name
 from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
+from ddptrain.config.resolved import ResolvedConfig, check_params, import_folders, resolve
 from ddptrain.config.wording import dotted, nearest, seen, shown
-from ddptrain.config.yaml import MAX_DEPTH, Located, Node, Place, parse_yaml, plain, read_text, scalar
+from ddptrain.config.yaml import MAX_DEPTH, Located, Node, Place, parse_yaml, plain, read_text
 from ddptrain.errors import ConfigError, Problem
-from ddptrain.redact import LEFT_OUT, hide_credentials, hide_secrets, holds_secret
+from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
 
 _MAX_NEIGHBOURS = 1000
 _LAUNCHED = "the configuration"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedConfig:
-    """A configuration, the file it came from, and that file's text (without what --set changed)."""
-
-    config: RunConfig
-    path: Path
-    text: str
-
-
-def load_config(source: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config(source: Path | str, overrides: Sequence[str] = ()) -> ResolvedConfig:
     """The configuration in the file, or in the shipped example of that name, changed by `overrides`.
 
     Raises: ConfigError with every problem found, in file order, those of the overrides last.
     """
-    path, text, root, problems = _read(source)
+    path, root, problems = _read(source)
     problems += _overridden(root, overrides)
     config = _validate(root, path, problems)
     if problems or config is None:
         raise ConfigError(_in_order(problems, shown(str(path), 300)))
-    return LoadedConfig(config, path, text)
+    return resolve(config, path)
 
 
 def _nodes(place: Place, value: Any) -> Node:
@@ -59,7 +48,7 @@ def _nodes(place: Place, value: Any) -> Node:
 
 def load_mapping(
     data: Mapping[str, Any], folder: Path, overrides: Sequence[str] = (), *, source: str = _LAUNCHED
-) -> LoadedConfig:
+) -> ResolvedConfig:
     """The configuration that `data`, JSON data of a program, describes, as if it stood in a file in that folder.
 
     `source` is what errors call it. Raises: ConfigError with every problem found.
@@ -70,7 +59,7 @@ def load_mapping(
     config = _validate(root, path, problems)
     if problems or config is None:
         raise ConfigError(_in_order(problems, source))
-    return LoadedConfig(config, path, "")
+    return resolve(config, path)
 
 
 def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> ClusterConfig:
@@ -79,7 +68,7 @@ def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> Cl
     Without a file the overrides say it all. Raises: ConfigError with every problem found.
     """
     if source is not None:
-        path, _, root, problems = _read(source)
+        path, root, problems = _read(source)
     else:
         path, root, problems = Path("--set"), Node(Place(0, 0, 0, "--set"), {}), []
     problems += _overridden(root, overrides)
@@ -93,8 +82,8 @@ def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> Cl
     return found
 
 
-def _read(source: Path | str) -> tuple[Path, str, Node, list[Located]]:
-    """A file's path, text, tree (a mapping) and the problems found so far."""
+def _read(source: Path | str) -> tuple[Path, Node, list[Located]]:
+    """Return the path of the file, its tree (a mapping) and the problems found so far."""
     path = _find(source)
     text = read_text(path)
     name = shown(str(path), 300)
@@ -105,7 +94,7 @@ def _read(source: Path | str) -> tuple[Path, str, Node, list[Located]]:
     if not isinstance(document.root.value, dict):
         got = f"expected a mapping, as workload: petnames, got {seen(document.root.value)}"
         raise ConfigError([Problem(document.root.place.text, "", got)])
-    return path, text, document.root, document.problems
+    return path, document.root, document.problems
 
 
 def _overridden(root: Node, overrides: Sequence[str]) -> list[Located]:
@@ -139,7 +128,7 @@ def _validate(root: Node, path: Path, problems: list[Located]) -> RunConfig | No
     params = data.get("params", {})
     if model and isinstance(params, dict):
         try:
-            _fill(model, params)
+            check_params(model, params)
         except ValidationError as error:
             problems += explain(error, root, schema, ("params",))
     try:
@@ -149,11 +138,6 @@ def _validate(root: Node, path: Path, problems: list[Located]) -> RunConfig | No
         return None
     problems += _script_problems(config, path, root)
     return config
-
-
-def search_folders(path: Path) -> tuple[str, str]:
-    """Where user code is looked for first: beside the YAML file, then in the working directory."""
-    return (str(path.resolve().parent), os.getcwd())
 
 
 def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]:
@@ -168,13 +152,13 @@ def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]
     name = Path(script.script)
     beside = [found.name for found in _candidates(str(name.parent), path) for found in _files(found)]
     match = nearest(name.name, beside[:_MAX_NEIGHBOURS])
-    looked = " and ".join(dict.fromkeys(shown(folder, 200) for folder in search_folders(path)))
+    looked = " and ".join(dict.fromkeys(shown(folder, 200) for folder in import_folders(path)))
     hint = f"did you mean {name.parent / match}?" if match else f"looked for in {looked}"
     return [Located(place, Problem(place.text, "workload.script", message, hint))]
 
 
 def _candidates(name: str, path: Path) -> list[Path]:
-    return [Path(folder) / name for folder in search_folders(path)]
+    return [Path(folder) / name for folder in import_folders(path)]
 
 
 def _is_file(path: Path) -> bool:
@@ -206,7 +190,7 @@ def _params_model(workload: str, path: Path, root: Node, problems: list[Located]
 def _model_of_function(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
     """What the source of a user's own function says about its params; one that is not there is a problem."""
     module, _, name = registry.workload_target(workload).partition(":")
-    found = config_params.find_source(module, [*search_folders(path), *sys.path])
+    found = config_params.find_source(module, [*import_folders(path), *sys.path])
     if found is None:
         return None
     names = config_params.names_in(found)
@@ -218,25 +202,6 @@ def _model_of_function(workload: str, path: Path, root: Node, problems: list[Loc
         problems.append(Located(place, Problem(place.text, "workload", message, hint)))
         return None
     return config_params.params_model(found, name)
-
-
-def _fill(model: type[BaseModel], params: dict[str, Any]) -> BaseModel:
-    """The params as their model has them. JSON's strict mode is what fits YAML: a list may become a tuple."""
-    return model.model_validate_json(json.dumps(params), strict=True)
-
-
-def resolved_params(config: RunConfig) -> dict[str, Any]:
-    """The params with the defaults of the workload's model filled in, as plain data.
-
-    Raises: ConfigError where the workload is unknown; ValidationError where the params were never checked.
-    """
-    model = registry.params_model(config.workload) if isinstance(config.workload, str) else None
-    return _fill(model, config.params).model_dump(mode="json") if model else dict(config.params)
-
-
-def resolved_config(config: RunConfig) -> RunConfig:
-    """The configuration with every default filled in, the workload's own included: what config.yaml records."""
-    return config.model_copy(update={"params": resolved_params(config)})
 
 
 def _override(root: Node, number: int, option: str) -> list[Located]:
@@ -315,36 +280,3 @@ def _missing_hint(path: Path, shipped: dict[str, Path]) -> str:
     if match := nearest(path.stem, shipped):
         return f"did you mean {match}?"
     return f"shipped examples are: {', '.join(shipped)}" if shipped else ""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what `yamlsource` reads: quotes all text that it would take for something else; no aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def text(self, value: str) -> yaml.ScalarNode:
-        # Left to itself, PyYAML folds U+0085 and its like into a blank.
-        style = None if _is_text(value) and value.isprintable() else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.text)
-
-
-def _is_text(value: str) -> bool:
-    try:
-        return isinstance(scalar(value), str)
-    except ValueError:
-        return False
-
-
-def without_secrets(config: RunConfig) -> RunConfig:
-    """The configuration with "<left out>" for secrets: in `env`, `params`, a script's arguments, options, addresses."""
-    return RunConfig.model_validate(hide_secrets(config.model_dump()))
-
-
-def dump_config(config: RunConfig) -> str:
-    """The configuration as YAML that `load_config` reads back equal, but for secrets, which are left out."""
-    data = without_secrets(config).model_dump()
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddptrain.clusters.provider import Cluster
-from ddptrain.config.load import LoadedConfig
+from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.control.signals import Signals
 from ddptrain.driver.display import Display
@@ -34,7 +34,7 @@ _STORE_DEADLINE_S = 600.0
 class Scene:
     """What all attempts of a run share. full_traceback: the ranks' logs contain the frames of libraries, too."""
 
-    loaded: LoadedConfig
+    resolved: ResolvedConfig
     writer: RunWriter
     display: Display
     signals: Signals
@@ -50,14 +50,14 @@ class Series:
 
     def __init__(self, scene: Scene, checkpoint: VerifiedCheckpoint | None) -> None:
         self.scene = scene
-        self.config = scene.loaded.config
+        self.config = scene.resolved.config
         self.recorder = Telling(scene.writer, scene.display, self.config.checkpoint.metric)
         self.checkpoint = checkpoint
         settings = self.config.checkpoint
         self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
-        self.tracking = Tracking(self.config, scene.writer, os.environ, self.recorder.notice)
+        self.tracking = Tracking(scene.resolved, scene.writer, os.environ, self.recorder.notice)
         self.specs = RankSpecs(
-            scene.loaded,
+            scene.resolved,
             scene.writer,
             scene.gang,
             scene.inputs,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.config.load import LoadedConfig, search_folders
 from ddptrain.config.models import RunConfig
 from ddptrain.config.registry import is_built_in, workload_target
+from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.failure.watchdog import alive_s
 from ddptrain.driver.tracking.setup import Tracking
 from ddptrain.driver.transfer.code_package import pack, project_of
@@ -37,7 +37,7 @@ from ddptrain.results.writer import RunWriter
 class RankSpecs:
     """Builds the specs of all ranks, and brings to their workers the files that the specs name."""
 
-    loaded: LoadedConfig
+    resolved: ResolvedConfig
     writer: RunWriter
     gang: Gang
     inputs: Inputs
@@ -55,12 +55,12 @@ class RankSpecs:
             self._spec(attempt, place, places, folder, prepared)
             for place, folder, prepared in zip(places, folders, inputs, strict=True)
         ]
-        if not self.loaded.config.cluster.is_embedded:
+        if not self.resolved.config.cluster.is_embedded:
             specs = self._with_code(specs, places)
         return self.gang.sealed(specs, places)
 
     def _spec(self, attempt: int, place: Place, places: Sequence[Place], resume_from: str, inputs: str) -> RankSpec:
-        config = self.loaded.config
+        config = self.resolved.config
         return RankSpec(
             run_id=self.writer.run_id,
             attempt=attempt,
@@ -68,7 +68,7 @@ class RankSpecs:
             placement=placement(place, places, use_gpu=config.cluster.gpus != 0),
             group=process_group(config, places),
             checkpointing=checkpointing(config, resume_from),
-            code=dataclasses.replace(code(self.loaded), inputs=inputs, full_traceback=self.full_traceback),
+            code=dataclasses.replace(code(self.resolved), inputs=inputs, full_traceback=self.full_traceback),
             supervision=supervision(config),
             prepare=config.prepare.model_dump(),
             tracking=self.tracking.of(place),
@@ -77,11 +77,11 @@ class RankSpecs:
 
     def _with_code(self, specs: list[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
         """Copy the project to workers that do not see its folder; return the specs with the paths of the copies."""
-        project = project_of(self.loaded, search_path(self.loaded))
+        project = project_of(self.resolved)
         if project is None:
             return specs
         package = pack(project.folder, [self.writer.layout.root.parent])
-        shipped = ship(self.gang, places, package, project.file, self.loaded.config.code.max_mb, self.tell)
+        shipped = ship(self.gang, places, package, project.file, self.resolved.config.code.max_mb, self.tell)
         if not any(shipped.roots):
             return specs
         size = len(package.names), package.size_bytes
@@ -143,13 +143,13 @@ def supervision(config: RunConfig) -> Supervision:
     return Supervision(failure.grace_s, alive_s(failure.hang_timeout_s, failure.lost_after_s), failure.max_restarts)
 
 
-def code(loaded: LoadedConfig) -> Code:
+def code(resolved: ResolvedConfig) -> Code:
     """Return what the ranks execute, with the paths on the driver's host.
 
     A built-in workload needs no module from the user's folders, where anybody may have put a `pydantic.py`. It searches
     them only if the user wrote a tracker.
     """
-    config = loaded.config
+    config = resolved.config
     script = config.script
     built_in = is_built_in(config.workload)
     needs_own_code = not built_in or any(":" in tracker.name for tracker in config.tracking.other)
@@ -161,7 +161,7 @@ def code(loaded: LoadedConfig) -> Code:
         module=(script.module or "") if script else "",
         args=tuple(script.args) if script else (),
         local_rank_arg=script.local_rank_arg if script else False,
-        sys_path=search_path(loaded) if needs_own_code else (),
+        sys_path=resolved.import_folders if needs_own_code else (),
         built_in=built_in,
     )
 
@@ -175,8 +175,3 @@ def move_code(code: Code, project: Path, root: str, content_hash: str) -> Code:
         script=moved(code.script, project, root) if os.path.isabs(code.script) else code.script,
         sys_path=tuple(moved(entry, project, root) for entry in code.sys_path),
     )
-
-
-def search_path(loaded: LoadedConfig) -> tuple[str, ...]:
-    """Return where the workload's module is searched first: beside the YAML file, then in the working directory."""
-    return search_folders(Path(loaded.path))

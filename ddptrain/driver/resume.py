@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.load import resolved_config, without_secrets
-from ddptrain.config.models import RunConfig
+from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shown
 from ddptrain.config.yaml import plain_yaml
 from ddptrain.errors import ConfigError, RunLocked, UsageError
@@ -38,7 +37,7 @@ class Choice:
 
 
 def choose(
-    runs_dir: Path, which: str, config: RunConfig, *, allow_changes: bool = False, run_id: str | None = None
+    runs_dir: Path, which: str, resolved: ResolvedConfig, *, allow_changes: bool = False, run_id: str | None = None
 ) -> Choice:
     """The run to go on with.
 
@@ -53,28 +52,28 @@ def choose(
         RunLocked: `auto` has found a run that is running, or may be running on another host.
     """
     if which != AUTO:
-        return _named(load_run(find_run(runs_dir, which)), config, allow_changes=allow_changes)
+        return _named(load_run(find_run(runs_dir, which)), resolved, allow_changes=allow_changes)
     if run_id is None:
-        return _newest(runs_dir, config, allow_changes=allow_changes)
+        return _newest(runs_dir, resolved, allow_changes=allow_changes)
     layout = RunLayout(runs_dir / run_id)
     if not layout.run_json.is_file():
         return Choice(None, f"starting afresh: there is no run {run_id} in {where_of(runs_dir)}")
     view = load_run(layout.root)
     _require_own(view)
     _require_ended(view)
-    if view.status == RunStatus.SUCCEEDED and not (allow_changes and list(_changes(layout, config))):
+    if view.status == RunStatus.SUCCEEDED and not (allow_changes and list(_changes(layout, resolved))):
         return Choice(None, f"run {run_id} has succeeded: there is nothing left to do", done=view)
-    return _named(view, config, allow_changes=allow_changes)
+    return _named(view, resolved, allow_changes=allow_changes)
 
 
-def _named(view: RunView, config: RunConfig, *, allow_changes: bool) -> Choice:
+def _named(view: RunView, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
     """The run that the user has named."""
     _require_own(view)
     if view.status == RunStatus.SUCCEEDED and not allow_changes:
         raise UsageError(
             f"run {view.run_id} has succeeded: there is nothing to resume (--allow-changes trains it further)"
         )
-    changes = list(_changes(view.layout, config))
+    changes = list(_changes(view.layout, resolved))
     if changes and not allow_changes:
         lines = "".join(f"\n  {change}" for change in changes)
         raise UsageError(
@@ -89,15 +88,16 @@ def _going_on(view: RunView, changes: Sequence[str]) -> Choice:
     return Choice(view.layout.root, reason, view.record.driver)
 
 
-def _newest(runs_dir: Path, config: RunConfig, *, allow_changes: bool) -> Choice:
+def _newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
     """The newest run of this name, if it is one to go on with."""
-    named = [view for view in list_runs(runs_dir) if view.record.name == config.name and not view.problem]
+    name = resolved.config.name
+    named = [view for view in list_runs(runs_dir) if view.record.name == name and not view.problem]
     ours = [view for view in named if is_own_folder(view.layout.root)]
     for view in [*ours[:1], *(each for each in ours[1:] if each.is_running)]:
         _require_ended(view)
     if not ours:
-        return Choice(None, f"starting afresh: there is no run named {config.name} to resume in {where_of(runs_dir)}")
-    view, changes = ours[0], list(_changes(ours[0].layout, config))
+        return Choice(None, f"starting afresh: there is no run named {name} to resume in {where_of(runs_dir)}")
+    view, changes = ours[0], list(_changes(ours[0].layout, resolved))
     if changes and allow_changes:
         return _going_on(view, changes)
     if view.status == RunStatus.SUCCEEDED:
@@ -145,16 +145,15 @@ def _how_it_ended(view: RunView) -> str:
     return f"{words.get(RunStatus(view.status), 'failed') if view.status in set(RunStatus) else view.status}{why}"
 
 
-def _changes(layout: RunLayout, config: RunConfig) -> Iterator[str]:
+def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
     """What differs in what decides the weights: "params.epochs 20 (now 30)". Secrets are not compared."""
     try:
         before = plain_yaml(read_bytes(layout.config_yaml), str(layout.config_yaml))
     except (OSError, ConfigError):
         yield "a config.yaml that can't be read"
         return
-    now = without_secrets(resolved_config(config)).model_dump(mode="json")
     flat_before = dict(_flat({key: before.get(key) for key in _COMPARED} if isinstance(before, dict) else {}))
-    flat_now = dict(_flat({key: now[key] for key in _COMPARED}))
+    flat_now = dict(_flat({key: resolved.recorded[key] for key in _COMPARED}))
     for key in [*flat_now, *(key for key in flat_before if key not in flat_now)]:
         old, new = flat_before.get(key), flat_now.get(key)
         if old != new:

@@ -16,9 +16,9 @@ from ddptrain.clusters import state
 from ddptrain.clusters.backends.attached import AttachedCluster
 from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.provider import Cluster
-from ddptrain.config.load import LoadedConfig, dump_config, resolved_config
 from ddptrain.config.models import RankRange, RunConfig
 from ddptrain.config.registry import is_built_in, prepare_target, workload_target
+from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
@@ -32,7 +32,6 @@ from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.inputs import Inputs
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.protocol.exec_env import without_working_directory
-from ddptrain.redact import known_secrets
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.ownership.claim import check_run_id
@@ -66,25 +65,25 @@ class LaunchOptions:
     full_traceback: bool = False  # in the ranks' logs; run.json has all of it anyway
 
 
-def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
+def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     """Run the configuration to its end; return the exit code of the contract.
 
     Raises:
         UsageError, RunLocked, ClusterError: the run could not be begun; nothing was started.
     """
-    config = loaded.config
+    config = resolved.config
     prepared_by = _prepared_by(config)
     check_trackers(config)
     machine = offer(config.cluster, os.environ) if config.cluster.is_embedded else None
     inbox: Inbox = queue.SimpleQueue()
     runs = open_runs_dir(config.results.dir)
-    choice = _choice(config, options, runs)
+    choice = _choice(resolved, options, runs)
     if choice is not None and choice.done is not None:
         return _already_done(choice.done, choice.reason, options)
     seen = choice.driver if choice is not None and isinstance(runs, LocalRuns) else None  # a store's copy may be older
     with (
         _kept(config, options, choice, runs) as (folder, keeping),
-        _opened(config, folder, choice, seen) as writer,
+        _opened(resolved, folder, choice, seen) as writer,
         signals_to(inbox) as signals,
         stop_requests(writer, signals),
     ):
@@ -92,18 +91,18 @@ def train(loaded: LoadedConfig, options: LaunchOptions) -> int:
         if options.ready_fd is not None:
             tell_begun(options.ready_fd, writer.layout, choice.reason if choice else "")
         inputs = Inputs(prepared_by, writer.layout.inputs_dir)
-        return _Run(loaded, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
+        return _Run(resolved, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
 
 
-def _choice(config: RunConfig, options: LaunchOptions, runs: RunsDir) -> Choice | None:
+def _choice(resolved: ResolvedConfig, options: LaunchOptions, runs: RunsDir) -> Choice | None:
     if options.resume is None:
         return None
     from ddptrain.driver.resume import choose
 
     if options.run_id is not None:
         check_run_id(options.run_id)
-    folder = runs.candidates(config.name, options.resume, options.run_id)
-    return choose(folder, options.resume, config, allow_changes=options.allow_changes, run_id=options.run_id)
+    folder = runs.candidates(resolved.config.name, options.resume, options.run_id)
+    return choose(folder, options.resume, resolved, allow_changes=options.allow_changes, run_id=options.run_id)
 
 
 def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
@@ -130,13 +129,13 @@ def _kept(
         yield (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id, keeping
 
 
-def _opened(config: RunConfig, folder: Path, choice: Choice | None, seen: DriverRecord | None) -> RunWriter:
-    text = dump_config(resolved_config(config))
+def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen: DriverRecord | None) -> RunWriter:
+    config = resolved.config
     if choice is not None and choice.folder is not None:
-        writer = RunWriter.reopen(folder, text, seen)
+        writer = RunWriter.reopen(folder, resolved.yaml_text, seen)
     else:
-        writer = RunWriter.create(folder.parent, folder.name, config.name, text, config.workload_name)
-    writer.secrets = known_secrets(config.model_dump())
+        writer = RunWriter.create(folder.parent, folder.name, config.name, resolved.yaml_text, config.workload_name)
+    writer.secrets = resolved.secrets
     return writer
 
 
@@ -160,7 +159,7 @@ class _Run:
 
     def __init__(
         self,
-        loaded: LoadedConfig,
+        resolved: ResolvedConfig,
         options: LaunchOptions,
         writer: RunWriter,
         inbox: Inbox,
@@ -170,8 +169,8 @@ class _Run:
         keeping: Keeping,
         inputs: Inputs,
     ) -> None:
-        self.loaded, self.options, self.writer, self.inbox, self.signals = loaded, options, writer, inbox, signals
-        self.config: RunConfig = loaded.config
+        self.resolved, self.options, self.writer, self.inbox, self.signals = resolved, options, writer, inbox, signals
+        self.config: RunConfig = resolved.config
         self.machine = machine
         self.choice = choice
         self.keeping = keeping
@@ -237,7 +236,7 @@ class _Run:
                 self.inputs.wait(self.display.notice)
             watchers = self._watchers(client, target)
             scene = Scene(
-                self.loaded,
+                self.resolved,
                 self.writer,
                 self.display,
                 self.signals,
@@ -295,13 +294,12 @@ class _Run:
 
     def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
         from ddptrain.clusters.compatibility import Needs, check_cluster
-        from ddptrain.driver.rank_specs import search_path
         from ddptrain.driver.transfer.code_package import project_of
 
-        path = search_path(self.loaded)
-        goes_along = project_of(self.loaded, path) is not None
+        goes_along = project_of(self.resolved) is not None
         # What goes along has not arrived yet.
-        needs = Needs(workload="ddptrain:" if goes_along else _module_needed(self.config), sys_path=path)
+        module = "ddptrain:" if goes_along else _module_needed(self.config)
+        needs = Needs(module, self.resolved.import_folders)
         return lambda workers: check_cluster(client, workers, needs)
 
     def _greet(self) -> None:

@@ -13,8 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.config.load import dump_config, load_config, without_secrets
+from ddptrain.config.load import load_config
 from ddptrain.config.models import RunConfig
+from ddptrain.config.resolved import resolve
 from ddptrain.config.types import NAME_PATTERN
 from ddptrain.errors import ConfigError
 
@@ -239,7 +240,7 @@ configs = st.fixed_dictionaries(
 @EXAMPLES
 @given(data=configs)
 def test_any_valid_configuration_is_read_back_equal(tmp_path: Path, data: dict[str, Any]) -> None:
-    config = without_secrets(RunConfig.model_validate(data))
     path = tmp_path / "c.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    assert load_config(path).config == config
+    resolved = resolve(RunConfig.model_validate(data), path)
+    path.write_text(resolved.yaml_text, encoding="utf-8")
+    assert load_config(path).config.model_dump() == resolved.recorded

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.load import resolved_config, without_secrets
 from ddptrain.config.models import RunConfig
 from ddptrain.config.registry import TRACKER_PACKAGES, TRACKERS
+from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
@@ -48,8 +48,9 @@ class Tracking:
     """The trackers of a run's ranks. `env` holds the variables that they need, including the W&B API key."""
 
     def __init__(
-        self, config: RunConfig, writer: RunWriter, environ: Mapping[str, str], tell: Callable[[str], None]
+        self, resolved: ResolvedConfig, writer: RunWriter, environ: Mapping[str, str], tell: Callable[[str], None]
     ) -> None:
+        config = resolved.config
         self._config, self._writer, self._tell = config.tracking, writer, tell
         self._name = config.name
         self.env: dict[str, str] = {}
@@ -58,7 +59,7 @@ class Tracking:
         self._series: AllSeries = {}
         if not self._config.is_on:
             return
-        self._public_config = without_secrets(resolved_config(config)).model_dump(mode="json")
+        self._public_config = resolved.recorded
         if self._config.wandb.mode != "off":
             self._set_up_wandb({**environ, **config.env}, embedded=config.cluster.is_embedded)
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pathspec
 
-from ddptrain.config.load import LoadedConfig
 from ddptrain.config.params import find_source
 from ddptrain.config.registry import workload_target
+from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import sha256
 from ddptrain.protocol.code_digest import content_hash, kind_of, line_of, link_target
@@ -156,12 +156,12 @@ def _readable() -> Iterator[None]:
         ) from error
 
 
-def project_of(loaded: LoadedConfig, path: Sequence[str]) -> Project | None:
-    """The project of the workload; None if the workload is installed or built in, or if `code.ship` is off.
+def project_of(resolved: ResolvedConfig) -> Project | None:
+    """Return the project of the workload; None if it is installed or built in, or if code.ship is false.
 
-    `path` holds the folders in which the workload is searched. Raises UsageError if code.folder is not a folder.
+    Raises UsageError if code.folder is no folder.
     """
-    config = loaded.config
+    config, path = resolved.config, resolved.import_folders
     if not config.code.ship:
         return None
     script = config.script

@@ -14,14 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from ddptrain.config import load as config_load
 from ddptrain.config import registry
 from ddptrain.config.load import (
-    dump_config,
     load_cluster,
     load_config,
-    resolved_params,
     shipped_configs,
-    without_secrets,
 )
 from ddptrain.config.models import RunConfig
+from ddptrain.config.resolved import resolve
 from ddptrain.config.tracking import TrackingConfig
 from ddptrain.errors import ConfigError
 
@@ -81,17 +79,16 @@ def test_a_file_is_loaded_with_its_text_and_path(tmp_path: Path) -> None:
     path.write_text("workload: toy  # mine\nparams: {epochs: 3, lr: 1e-3, sizes: [1, 2]}\n")
     loaded = load_config(str(path), ["params.epochs=4"])
     assert loaded.path == path
-    assert loaded.text == path.read_text()
     assert loaded.config.params == {"epochs": 4, "lr": 0.001, "sizes": [1, 2]}
 
 
-def test_params_stay_as_given_and_are_resolved_on_request(load: Load) -> None:
+def test_params_stay_as_given_and_are_resolved_in_the_record(load: Load, tmp_path: Path) -> None:
     config = load("workload: toy\nparams: {epochs: 3, sizes: [1]}\n")
     assert config.params == {"epochs": 3, "sizes": [1]}
-    resolved = resolved_params(config)
+    resolved = resolve(config, tmp_path).recorded["params"]
     assert resolved["sizes"] == [1]
     assert (resolved["epochs"], resolved["lr"], resolved["optimizer"]) == (3, 0.001, None)
-    assert resolved_params(load("workload: m:f\nparams: {a: 1}\n")) == {"a": 1}
+    assert resolve(load("workload: m:f\nparams: {a: 1}\n"), tmp_path).recorded["params"] == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -271,7 +268,7 @@ def test_a_dump_is_read_back_equal(load: Load) -> None:
     params = "{a: ['1e-3', 'on', '0o7', 1e-5, .inf, '', 'x: y', '<<'], '3': null, 'no': \"\\0\"}"
     text = f"workload: m:f\nparams: {params}\n"
     config = load(text, "cluster.backend=address", "cluster.address=tcp://h:1", "env.A=a")
-    assert load(dump_config(config)) == config
+    assert load(resolve(config, Path("c.yaml")).yaml_text) == config
 
 
 def test_a_dump_leaves_secrets_out(load: Load) -> None:
@@ -295,10 +292,11 @@ def test_a_dump_leaves_secrets_out(load: Load) -> None:
             {"other": [{"name": "a:B", "options": {"x": {"credentials": {"user": ["hunter2"], "on": True}}, "pin": 4}}]}
         ),
     )
-    dumped = dump_config(config)
-    assert "hunter2" not in dumped + repr(config.tracking)
-    read = load(dumped)
-    assert read == without_secrets(config)
+    resolved = resolve(config, Path("c.yaml"))
+    assert "hunter2" not in resolved.yaml_text + repr(resolved.recorded) + repr(resolved)
+    assert "hunter2" in resolved.secrets
+    read = load(resolved.yaml_text)
+    assert read.model_dump() == resolved.recorded
     assert read.env == {
         "WANDB_API_KEY": "<left out>",
         "HTTPS_PROXY": "http://<left out>@proxy:80",
@@ -380,5 +378,5 @@ def test_cluster_file_needs_no_workload(tmp_path: Path) -> None:
 
 def test_configuration_with_a_class_is_written_as_it_is_read(tmp_path: Path, load: Load) -> None:
     config = load("workload: toy\ncluster: {class: a.B, kwargs: {token: secret, n: 2}}\n")
-    text = dump_config(config)
+    text = resolve(config, tmp_path / "c.yaml").yaml_text
     assert "class: a.B" in text and "secret" not in text

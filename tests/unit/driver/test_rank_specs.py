@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.config.load import LoadedConfig, load_mapping
+from ddptrain.config.load import load_mapping
+from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver import rank_specs
 from ddptrain.driver.worker_group import Place
 from ddptrain.protocol.rank_spec import Checkpointing, Code, Placement, ProcessGroup, Supervision
 
 
-def load(folder: Path = Path("/project"), **config: Any) -> LoadedConfig:
+def load(folder: Path = Path("/project"), **config: Any) -> ResolvedConfig:
     return load_mapping({"workload": "petnames", **config}, folder)
 
 

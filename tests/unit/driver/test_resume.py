@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.load import dump_config, resolved_config
 from ddptrain.config.models import RunConfig
+from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.driver.resume import Choice, choose
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
 from ddptrain.results.errors import ResultsError
@@ -24,19 +24,19 @@ from ddptrain.results.record import DriverRecord, FailureRecord, RunStatus
 from ddptrain.results.writer import RunWriter
 
 
-def config(name: str = "night", **params: Any) -> RunConfig:
-    return RunConfig(workload="train:main", name=name, params={"epochs": 5, **params})
+def config(name: str = "night", **params: Any) -> ResolvedConfig:
+    return resolve(RunConfig(workload="train:main", name=name, params={"epochs": 5, **params}), Path("c.yaml"))
 
 
-def ended(runs: Path, run_id: str, status: RunStatus, made_with: RunConfig | None = None) -> None:
+def ended(runs: Path, run_id: str, status: RunStatus, made_with: ResolvedConfig | None = None) -> None:
     of = made_with or config()
-    with RunWriter.create(runs, run_id, of.name, dump_config(resolved_config(of)), of.workload_name) as writer:
+    with RunWriter.create(runs, run_id, of.config.name, of.yaml_text, of.config.workload_name) as writer:
         failure = FailureRecord(message="killed by SIGKILL") if status == RunStatus.FAILED else None
         writer.finish(status, 0 if status == RunStatus.SUCCEEDED else 1, failure)
     time.sleep(0.002)  # run.json tells milliseconds, and the newest counts
 
 
-def auto(runs: Path, of: RunConfig | None = None) -> tuple[str | None, str]:
+def auto(runs: Path, of: ResolvedConfig | None = None) -> tuple[str | None, str]:
     choice = choose(runs, "auto", of or config(), allow_changes=False)
     return (choice.folder.name if choice.folder else None), choice.reason
 
@@ -90,7 +90,7 @@ def test_auto_starts_afresh_where_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("later", [None, RunStatus.FAILED, RunStatus.SUCCEEDED])
 def test_auto_starts_nothing_while_a_run_of_this_name_is_running(tmp_path: Path, later: RunStatus | None) -> None:
     ended(tmp_path, "failed", RunStatus.FAILED)
-    with RunWriter.create(tmp_path, "running", "night", dump_config(config()), "train:main") as running:
+    with RunWriter.create(tmp_path, "running", "night", config().yaml_text, "train:main") as running:
         if later is not None:
             time.sleep(0.002)
             ended(tmp_path, "later", later)
@@ -154,7 +154,7 @@ def test_runs_of_other_users_are_not_taken_up_and_do_not_keep_us_waiting(tmp_pat
     assert (tmp_path / "theirs" / "run.lock").stat().st_mtime_ns == before
 
 
-def idempotent(runs: Path, run_id: str, of: RunConfig | None = None, *, allow_changes: bool = False) -> Choice:
+def idempotent(runs: Path, run_id: str, of: ResolvedConfig | None = None, *, allow_changes: bool = False) -> Choice:
     return choose(runs, "auto", of or config(), allow_changes=allow_changes, run_id=run_id)
 
 
@@ -162,7 +162,7 @@ def test_auto_with_a_run_id_creates_goes_on_with_or_is_done_with_that_run(tmp_pa
     ended(tmp_path, "night-2", RunStatus.FAILED)  # not the run of which "night" is only the start
     created = idempotent(tmp_path, "night")
     assert (created.folder, created.done) == (None, None) and "there is no run night" in created.reason
-    with RunWriter.create(tmp_path, "night", "night", dump_config(resolved_config(config())), "train:main") as writer:
+    with RunWriter.create(tmp_path, "night", "night", config().yaml_text, "train:main") as writer:
         with pytest.raises(RunLocked, match="run night is running: process"):
             idempotent(tmp_path, "night")
         writer.finish(RunStatus.PREEMPTED, 75)
@@ -171,7 +171,7 @@ def test_auto_with_a_run_id_creates_goes_on_with_or_is_done_with_that_run(tmp_pa
     assert resumed.reason == "going on with run night, which was preempted"
     with pytest.raises(UsageError, match="made with other settings"):
         idempotent(tmp_path, "night", config(epochs=9))
-    with RunWriter.reopen(tmp_path / "night", dump_config(resolved_config(config()))) as writer:
+    with RunWriter.reopen(tmp_path / "night", config().yaml_text) as writer:
         writer.finish(RunStatus.SUCCEEDED, 0)
     for of, allow_changes in ((config(), False), (config(), True), (config(epochs=9), False)):
         over = idempotent(tmp_path, "night", of, allow_changes=allow_changes)

@@ -10,6 +10,7 @@ import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.models import RunConfig
+from ddptrain.config.resolved import resolve
 from ddptrain.driver.recorder import Telling
 from ddptrain.driver.tracking.setup import Tracking
 from ddptrain.driver.worker_group import Place
@@ -90,7 +91,9 @@ def make(writer: RunWriter, home: dict[str, str]) -> Make:
         config = {"workload": "petnames", "tracking": {"wandb": wandb}, "cluster": cluster or {}}
         config["env"] = {"PASSWORD": "wh1sper"}
         said: list[str] = []
-        return Tracking(RunConfig.model_validate(config), writer, {**home, **environ}, said.append), said
+        return Tracking(
+            resolve(RunConfig.model_validate(config), Path("c.yaml")), writer, {**home, **environ}, said.append
+        ), said
 
     return made
 
@@ -177,7 +180,7 @@ def test_wandb_mode_of_the_configuration_comes_before_that_of_the_shell(
     config = {"workload": "petnames", "tracking": {"wandb": True}, "env": {"WANDB_MODE": "dryrun"}}
     environ = {**home, "WANDB_MODE": "online", "WANDB_API_KEY": KEY}
     said: list[str] = []
-    tracking = Tracking(RunConfig.model_validate(config), writer, environ, said.append)
+    tracking = Tracking(resolve(RunConfig.model_validate(config), Path("c.yaml")), writer, environ, said.append)
     assert told(tracking)["online"] is False
     assert "WANDB_MODE is dryrun" in said[0]
 

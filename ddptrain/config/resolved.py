@@ -1,0 +1,93 @@
+"""The configuration that a run carries: checked, completed, and in the form in which it is recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from ddptrain.config import registry
+from ddptrain.config.models import RunConfig
+from ddptrain.config.yaml import scalar
+from ddptrain.redact import hide_secrets, known_secrets
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """A checked configuration, and everything that is derived from it; made once, by `resolve`.
+
+    config: the typed configuration, with secrets and with `params` as the user wrote them.
+    path: the YAML file; for data of a program, a file of the name "-" in the folder that relative paths refer to.
+    recorded: all fields as plain data, with the defaults of the workload's params and without secrets.
+    yaml_text: `recorded` as YAML, the content of config.yaml.
+    secrets: the secret values, the longest first, which are removed from messages and events.
+    import_folders: where user code is searched first: beside the YAML file, then in the working directory.
+    """
+
+    config: RunConfig = field(repr=False)
+    path: Path
+    recorded: Mapping[str, Any] = field(repr=False)
+    yaml_text: str = field(repr=False)
+    secrets: tuple[str, ...] = field(repr=False)
+    import_folders: tuple[str, str]
+
+
+def resolve(config: RunConfig, path: Path) -> ResolvedConfig:
+    """Fill in the defaults, remove the secrets and serialize the configuration of the file `path`."""
+    complete = config.model_dump()
+    recorded = hide_secrets({**complete, "params": _complete_params(config)})
+    return ResolvedConfig(
+        config, path, recorded, dump_yaml(recorded), tuple(known_secrets(complete)), import_folders(path)
+    )
+
+
+def import_folders(path: Path) -> tuple[str, str]:
+    """Return where user code is searched first: beside the YAML file, then in the working directory."""
+    return (str(path.resolve().parent), os.getcwd())
+
+
+def check_params(model: type[BaseModel], params: Mapping[str, Any]) -> BaseModel:
+    """Return the params as their model. JSON's strict mode suits YAML: a list may become a tuple, but "1" no number.
+
+    Raises pydantic's ValidationError if they do not fit.
+    """
+    return model.model_validate_json(json.dumps(params), strict=True)
+
+
+def _complete_params(config: RunConfig) -> dict[str, Any]:
+    """The params with the defaults of the workload's model."""
+    model = registry.params_model(config.workload) if isinstance(config.workload, str) else None
+    return check_params(model, config.params).model_dump(mode="json") if model else dict(config.params)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what config/yaml.py reads back equal: quotes text that would be read as another type; no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def text(self, value: str) -> yaml.ScalarNode:
+        # By default PyYAML folds U+0085 and similar characters into a blank.
+        style = None if _is_text(value) and value.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.text)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return isinstance(scalar(value), str)
+    except ValueError:
+        return False
+
+
+def dump_yaml(data: Mapping[str, Any]) -> str:
+    """Return plain data as YAML that config/yaml.py reads back equal."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
