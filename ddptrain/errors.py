@@ -59,7 +59,8 @@ class Problem:
     def __str__(self) -> str:
         key = f"{self.key}: " if self.key else ""
         hint = f" ({self.hint})" if self.hint else ""
-        return f"{self.where}: {key}{self.message}{hint}"
+        where = f"{self.where}: " if self.where else ""
+        return f"{where}{key}{self.message}{hint}"
 
 
 class ConfigError(UsageError):

@@ -1,8 +1,7 @@
-"""From a YAML file and --set options to a RunConfig and back, with every problem told at once."""
+"""Loads a configuration from a YAML file and --set options; an error lists all problems."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -15,22 +14,23 @@ from pydantic import BaseModel, ValidationError
 
 from ddptrain.config import params as config_params
 from ddptrain.config import registry
+from ddptrain.config.files import MAX_NEIGHBOURS, decode, find_config, read_text
 from ddptrain.config.models import ClusterConfig, ClusterFile, RunConfig, default_name
+from ddptrain.config.params_check import check_params
 from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
-from ddptrain.config.resolved import ResolvedConfig, check_params, import_folders, resolve
+from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
 from ddptrain.config.wording import dotted, nearest, seen, shown
-from ddptrain.config.yaml import MAX_DEPTH, Located, Node, Place, parse_yaml, plain, read_text
+from ddptrain.config.yaml import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
 from ddptrain.errors import ConfigError, Problem
 from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
 
-_MAX_NEIGHBOURS = 1000
 _LAUNCHED = "the configuration"
 
 
 def load_config(source: Path | str, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """The configuration in the file, or in the shipped example of that name, changed by `overrides`.
+    """Load a file, or the shipped example of that name, and apply `overrides` (texts as `params.epochs=3`).
 
-    Raises: ConfigError with every problem found, in file order, those of the overrides last.
+    Raises ConfigError with all problems: those of the file in file order, then those of the overrides.
     """
     path, root, problems = _read(source)
     problems += _overridden(root, overrides)
@@ -40,22 +40,16 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> ResolvedCo
     return resolve(config, path)
 
 
-def _nodes(place: Place, value: Any) -> Node:
-    if isinstance(value, Mapping):
-        return Node(place, {key: _nodes(place, below) for key, below in value.items()})
-    return Node(place, [_nodes(place, item) for item in value] if isinstance(value, list) else value)
-
-
 def load_mapping(
     data: Mapping[str, Any], folder: Path, overrides: Sequence[str] = (), *, source: str = _LAUNCHED
 ) -> ResolvedConfig:
-    """The configuration that `data`, JSON data of a program, describes, as if it stood in a file in that folder.
+    """Load a configuration from JSON data, as if a file in `folder` contained it, and apply `overrides`.
 
-    `source` is what errors call it. Raises: ConfigError with every problem found.
+    `source` is the name of the data in errors. Raises ConfigError with all problems.
     """
-    root = _nodes(Place(0, 0, 0, source), data)
+    root = make_nodes(Place(0, 0, 0, source), data)
     problems = _overridden(root, overrides)
-    path = folder / "-"  # there is none of that name, nor does it give one to the run
+    path = folder / "-"  # no such file exists; the name gives no name to the run
     config = _validate(root, path, problems)
     if problems or config is None:
         raise ConfigError(_in_order(problems, source))
@@ -63,9 +57,9 @@ def load_mapping(
 
 
 def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> ClusterConfig:
-    """The `cluster:` section of a file (a run's, or one that holds nothing else), changed by `overrides`.
+    """Load the `cluster:` section of a file (of a run, or with nothing else), and apply `overrides`.
 
-    Without a file the overrides say it all. Raises: ConfigError with every problem found.
+    Without a file the overrides are the whole section. Raises ConfigError with all problems.
     """
     if source is not None:
         path, root, problems = _read(source)
@@ -82,19 +76,31 @@ def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> Cl
     return found
 
 
+def load_data(data: bytes, name: str) -> Any:
+    """Return the content of a YAML file as dicts, lists and scalars, None if it is empty.
+
+    Raises ConfigError if it is not YAML, or exceeds the limits of size, depth and number of values.
+    """
+    where = shown(name, 300)
+    root, problems = parse_yaml(decode(data, where), lambda line, column: Place(0, line, column, f"{where}:{line}"))
+    if problems:
+        raise ConfigError([problems[0].problem])
+    return plain(root) if root is not None else None
+
+
 def _read(source: Path | str) -> tuple[Path, Node, list[Located]]:
     """Return the path of the file, its tree (a mapping) and the problems found so far."""
-    path = _find(source)
+    path = find_config(source)
     text = read_text(path)
     name = shown(str(path), 300)
-    document = parse_yaml(text, lambda line, column: Place(0, line, column, f"{name}:{line}"))
-    if document.root is None or document.root.value is None:
+    root, problems = parse_yaml(text, lambda line, column: Place(0, line, column, f"{name}:{line}"))
+    if root is None or root.value is None:
         what = "holds only comments" if text.strip() else "is empty"
         raise ConfigError([Problem(name, "", what, "a configuration has at least a line as workload: petnames")])
-    if not isinstance(document.root.value, dict):
-        got = f"expected a mapping, as workload: petnames, got {seen(document.root.value)}"
-        raise ConfigError([Problem(document.root.place.text, "", got)])
-    return path, document.root, document.problems
+    if not isinstance(root.value, dict):
+        got = f"expected a mapping, as workload: petnames, got {seen(root.value)}"
+        raise ConfigError([Problem(root.place.text, "", got)])
+    return path, root, problems
 
 
 def _overridden(root: Node, overrides: Sequence[str]) -> list[Located]:
@@ -141,7 +147,7 @@ def _validate(root: Node, path: Path, problems: list[Located]) -> RunConfig | No
 
 
 def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]:
-    """A script that is not there. One of a cluster's own file system, named by its whole path, may well be there."""
+    """The problem that the script does not exist. An absolute path may exist on the file system of a cluster."""
     script = config.script
     if script is None or script.script is None or any(_is_file(found) for found in _candidates(script.script, path)):
         return []
@@ -151,7 +157,7 @@ def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]
     message = f"there is no such file, got {seen(script.script)}"
     name = Path(script.script)
     beside = [found.name for found in _candidates(str(name.parent), path) for found in _files(found)]
-    match = nearest(name.name, beside[:_MAX_NEIGHBOURS])
+    match = nearest(name.name, beside[:MAX_NEIGHBOURS])
     looked = " and ".join(dict.fromkeys(shown(folder, 200) for folder in import_folders(path)))
     hint = f"did you mean {name.parent / match}?" if match else f"looked for in {looked}"
     return [Located(place, Problem(place.text, "workload.script", message, hint))]
@@ -170,7 +176,7 @@ def _is_file(path: Path) -> bool:
 
 def _files(folder: Path) -> list[Path]:
     try:
-        return sorted(itertools.islice(folder.glob("*.py"), _MAX_NEIGHBOURS))
+        return sorted(itertools.islice(folder.glob("*.py"), MAX_NEIGHBOURS))
     except (OSError, ValueError):
         return []
 
@@ -188,7 +194,7 @@ def _params_model(workload: str, path: Path, root: Node, problems: list[Located]
 
 
 def _model_of_function(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
-    """What the source of a user's own function says about its params; one that is not there is a problem."""
+    """The model of the params, read from the source of the user's function; adds a problem if there is no function."""
     module, _, name = registry.workload_target(workload).partition(":")
     found = config_params.find_source(module, [*import_folders(path), *sys.path])
     if found is None:
@@ -205,7 +211,7 @@ def _model_of_function(workload: str, path: Path, root: Node, problems: list[Loc
 
 
 def _override(root: Node, number: int, option: str) -> list[Located]:
-    """Puts the value of one `key=value` into the tree, and makes mappings on the way."""
+    """Set the value of one `key=value` in the tree; mappings on the way are created."""
     key, equals, text = option.partition("=")
     place = Place(number, 0, 0, _option_text(key, option))
     path = tuple(key.split("."))
@@ -214,7 +220,9 @@ def _override(root: Node, number: int, option: str) -> list[Located]:
     if len(path) > MAX_DEPTH:
         return [_malformed(place, "", f"the key has more than {MAX_DEPTH} parts", "make it shorter")]
     try:
-        document = parse_yaml(text, lambda line, column: dataclasses.replace(place, line=line, column=column), path)
+        found, problems = parse_yaml(
+            text, lambda line, column: dataclasses.replace(place, line=line, column=column), path
+        )
     except ConfigError as error:
         return [Located(place, problem) for problem in error.problems]
     parent = root.value
@@ -223,15 +231,15 @@ def _override(root: Node, number: int, option: str) -> list[Located]:
         if child is None or child.value is None:
             parent[part] = Node(place, {})
         elif isinstance(child.value, dict):
-            # A copy, for an alias may share the mapping with another key.
+            # A copy: an alias may share the mapping with another key.
             parent[part] = Node(child.place, dict(child.value))
         else:
             what = f"{dotted(path[:depth])} is {seen(child.value, path)}, which has no keys"
             return [_malformed(place, key, what, f"set {dotted(path[:depth])} itself")]
         parent = parent[part].value
-    node = document.root or Node(place, None)
+    node = found or Node(place, None)
     parent[path[-1]] = dataclasses.replace(node, place=place)
-    return document.problems
+    return problems
 
 
 def _option_text(key: str, option: str) -> str:
@@ -242,41 +250,3 @@ def _option_text(key: str, option: str) -> str:
 
 def _malformed(place: Place, key: str, message: str, hint: str) -> Located:
     return Located(place, Problem(place.text, shown(key), message, hint))
-
-
-def shipped_configs() -> dict[str, Path]:
-    """The examples that come with ddptrain, by name: from the package, or from the checkout."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "configs", package.parent / "configs"):
-        if folder.is_dir():
-            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-    return {}
-
-
-def _find(source: Path | str) -> Path:
-    path = Path(source)
-    if not str(source).strip():
-        raise ConfigError([Problem("configuration", "", "no file is named", "as in configs/petnames.yaml")])
-    try:
-        os.stat(path)
-        return path
-    except (FileNotFoundError, NotADirectoryError):
-        shipped = shipped_configs()
-    except (OSError, ValueError):
-        # It is there, or can't be: reading it says what is wrong.
-        return path
-    if str(source) in shipped:
-        return shipped[str(source)]
-    raise ConfigError([Problem(shown(str(path), 300), "", "there is no such file", _missing_hint(path, shipped))])
-
-
-def _missing_hint(path: Path, shipped: dict[str, Path]) -> str:
-    beside: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError), os.scandir(path.parent) as entries:
-        names = (entry.name for entry in itertools.islice(entries, _MAX_NEIGHBOURS))
-        beside = {Path(name).stem: name for name in names if name.endswith((".yaml", ".yml"))}
-    if match := nearest(path.stem, beside):
-        return f"did you mean {shown(str(path.parent / beside[match]), 300)}?"
-    if match := nearest(path.stem, shipped):
-        return f"did you mean {match}?"
-    return f"shipped examples are: {', '.join(shipped)}" if shipped else ""

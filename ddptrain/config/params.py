@@ -1,7 +1,7 @@
-"""What a function takes, as far as its source says it: read with ast, for neither user code nor torch is imported.
+"""Reads the parameters of a function from its source, with ast: the driver imports neither user code nor torch.
 
-What can't be known this way is no error: a decorator, **kwargs, a type that is not spelled out. Then the rank, which
-imports the function, has the last word.
+What the source does not show (decorators, **kwargs, types defined elsewhere) is not an error: the rank, which imports
+the function, checks the params again (rank/entrypoint.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel
 
+from ddptrain.config.params_check import Parameter, make_model
 from ddptrain.config.registry import takes_context
 
 _MAX_BYTES = 1 << 20
@@ -28,28 +29,19 @@ _SIMPLE: Mapping[str, Any] = types.MappingProxyType(
         "Mapping": dict,
     }
 )
-_HARMLESS_DECORATORS = frozenset({"record"})  # torch elastic's: it keeps the signature
+_HARMLESS_DECORATORS = frozenset({"record"})  # of torch elastic; it does not change the signature
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A module's source, parsed; `path` is its file."""
+    """The parsed source of a module, and its file."""
 
     path: Path
     tree: ast.Module
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """One parameter, or field of a model: its type (Any where it is not known), and whether it may be left out."""
-
-    name: str
-    type: Any
-    optional: bool
-
-
 def find_source(module: str, folders: Sequence[str]) -> Found | None:
-    """The source of a module, looked for as an import would; None where it can't be told."""
+    """Return the source of a module, searched as an import does; None if it is not found or not readable."""
     first, *rest = module.split(".")
     for folder in folders:
         top = Path(folder or ".") / first
@@ -59,7 +51,7 @@ def find_source(module: str, folders: Sequence[str]) -> Found | None:
         if inside:
             return _parsed(inside[0])
         if found:
-            return None  # the import ends here, whatever follows on the path
+            return None  # an import does not search the other folders
     return None
 
 
@@ -73,7 +65,7 @@ def _parsed(path: Path) -> Found | None:
 
 
 def names_in(found: Found) -> list[str] | None:
-    """The names that the module binds at its top level; None where others may come (a star import, __getattr__)."""
+    """Return the names that the module defines; None if there may be others (a star import, __getattr__)."""
     names: list[str] = []
     for node in _statements(found.tree.body):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
@@ -83,7 +75,7 @@ def names_in(found: Found) -> list[str] | None:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those that run when the module is imported, also inside if, try, with and loops."""
+    """The statements that run when the module is imported, including those in if, try, with and loops."""
     for node in body:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -110,7 +102,7 @@ def _called(tree: ast.Module) -> Iterator[str]:
 
 
 def params_model(found: Found, function: str) -> type[BaseModel] | None:
-    """A model of the params that a function of the module takes, for checking; None where it can't be told."""
+    """Return a model of the params that a function of the module takes; None if the source does not show them."""
     defined = [node for node in _statements(found.tree.body) if function in _bound(node)]
     if len(defined) != 1 or not isinstance(defined[0], ast.FunctionDef):
         return None
@@ -124,11 +116,11 @@ def params_model(found: Found, function: str) -> type[BaseModel] | None:
         cls = _class_named(found, hint)
         return _model_of_class(cls) if cls is not None else None
     parameters = [_parameter(argument.arg, argument.annotation, default) for argument, default in given]
-    return _model(parameters, open_to_others=arguments.kwarg is not None)
+    return make_model(parameters, extra=arguments.kwarg is not None)
 
 
 def _without_context(arguments: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]] | None:
-    """Parameters and their defaults, less the one for the context."""
+    """Parameters and their defaults, without the one for the context."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + [*arguments.defaults]
     pairs = list(zip(positional, defaults, strict=True))
@@ -145,24 +137,14 @@ def _text(node: ast.expr | None) -> str:
     return ast.unparse(node) if node is not None else ""
 
 
-def _parameter(name: str, annotation: ast.expr | None, default: ast.expr | None) -> _Parameter:
+def _parameter(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Parameter:
     kind = _type(annotation)
     if isinstance(default, ast.Constant) and default.value is None and kind is not Any:
         kind = kind | None  # as in lr: float = None
-    return _Parameter(name, kind, default is not None)
+    return Parameter(name, kind, default is not None)
 
 
-def _model(parameters: Sequence[_Parameter], *, open_to_others: bool) -> type[BaseModel]:
-    """Fields are known by their aliases: a parameter may be called copy, or _x, which no field may."""
-    fields: dict[str, Any] = {
-        f"p{number}": (each.type, Field(alias=each.name, default=None) if each.optional else Field(alias=each.name))
-        for number, each in enumerate(parameters)
-    }
-    settings = ConfigDict(extra="allow" if open_to_others else "forbid", strict=True)
-    return create_model("Params", __config__=settings, **fields)
-
-
-# --- a dataclass or a pydantic model that stands for all params ---
+# --- a dataclass or a pydantic model that holds all params ---
 
 
 def _may_be_model(annotation: ast.expr | None) -> bool:
@@ -170,7 +152,7 @@ def _may_be_model(annotation: ast.expr | None) -> bool:
 
 
 def _class_named(found: Found, annotation: ast.expr | None) -> ast.ClassDef | None:
-    """The model's class, where it is defined in the same module."""
+    """The class of the model, if the same module defines it."""
     name = _text(annotation)
     classes = [node for node in found.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     if len(classes) != 1 or not (_is_dataclass(classes[0]) or _is_model(classes[0])):
@@ -187,7 +169,7 @@ def _is_model(cls: ast.ClassDef) -> bool:
 
 
 def _model_of_class(cls: ast.ClassDef) -> type[BaseModel] | None:
-    """None where fields may be inherited, renamed, or changed by code."""
+    """A model of the class; None if fields may be inherited, renamed or changed by code."""
     plain_bases = {"BaseModel"} if _is_model(cls) else set()
     methods = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
     special = [node for node in methods if node.decorator_list or node.name in ("__init__", "__new__")]
@@ -199,7 +181,7 @@ def _model_of_class(cls: ast.ClassDef) -> type[BaseModel] | None:
     fields = [node for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     if any(_last_name(node.annotation) in ("ClassVar", "InitVar") or _is_renamed(node.value) for node in fields):
         return None
-    return _model([_field(node) for node in fields], open_to_others=False)
+    return make_model([_field(node) for node in fields], extra=False)
 
 
 def _is_renamed(value: ast.expr | None) -> bool:
@@ -207,14 +189,14 @@ def _is_renamed(value: ast.expr | None) -> bool:
     return bool(words & {"alias", "validation_alias", "init", ""})
 
 
-def _field(node: ast.AnnAssign) -> _Parameter:
+def _field(node: ast.AnnAssign) -> Parameter:
     assert isinstance(node.target, ast.Name)
     value = node.value
     if isinstance(value, ast.Call) and _last_name(value.func) in ("field", "Field"):
         has_default = any(word.arg in ("default", "default_factory") for word in value.keywords)
         first = value.args[0] if value.args else None
         is_given = has_default or (first is not None and _text(first) != "...")
-        return _Parameter(node.target.id, _type(node.annotation), is_given)
+        return Parameter(node.target.id, _type(node.annotation), is_given)
     return _parameter(node.target.id, node.annotation, value)
 
 
@@ -222,7 +204,7 @@ def _field(node: ast.AnnAssign) -> _Parameter:
 
 
 def _last_name(node: ast.expr) -> str:
-    """`dataclass` of dataclasses.dataclass(frozen=True)."""
+    """The last name of an expression: `dataclass` for dataclasses.dataclass(frozen=True)."""
     if isinstance(node, ast.Call):
         return _last_name(node.func)
     if isinstance(node, ast.Subscript):
@@ -231,7 +213,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _type(node: ast.expr | None) -> Any:
-    """The type that an annotation spells out, Any where it is none that YAML has."""
+    """The type of an annotation; Any if it is not one of YAML's types."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         try:
             return _type(ast.parse(node.value, mode="eval").body)
@@ -256,10 +238,10 @@ def _generic(name: str, inside: ast.expr) -> Any:
     if name == "Union":
         return _union(members)
     if name in ("list", "List"):
-        return list[_type(inside)]  # type: ignore[misc]  # made while it runs
+        return list[_type(inside)]  # type: ignore[misc]  # a type created at run time
     return _SIMPLE.get(name, Any)
 
 
 def _union(members: Sequence[ast.expr]) -> Any:
     kinds = [_type(member) for member in members]
-    return Any if Any in kinds else Union[tuple(kinds)]  # noqa: UP007  # made while it runs
+    return Any if Any in kinds else Union[tuple(kinds)]  # noqa: UP007  # a type created at run time

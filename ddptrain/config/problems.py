@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into problems in plain English, each with its place, full key and what to do."""
+"""Converts pydantic's errors into problems with a place, the full key and a hint."""
 
 from __future__ import annotations
 
@@ -61,24 +61,24 @@ _PATTERNS = {
 }
 MAX_PROBLEMS = 50
 _UNSHOWN = Problem("", "", "")
-# What a field's own error already implies.
+# Follow-up errors of a field that has an error of its own.
 _CONSEQUENCES = {"default_factory_not_called"}
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What keys there may be: the run's model, and that of its params where there is one."""
+    """The known keys: the model of the run, and the model of its params if there is one."""
 
     run: type[BaseModel]
     params: type[BaseModel] | None
 
     def keys(self) -> list[str]:
-        """Every full key, as cluster.ranks."""
+        """Return all full keys, as cluster.ranks."""
         params = [f"params.{key}" for key in _dotted_keys(self.params)] if self.params else []
         return [*_dotted_keys(self.run), *params]
 
     def siblings(self, parent: PathKey) -> list[str]:
-        """The keys of the mapping at `parent`; none where they are free."""
+        """Return the known keys of the mapping at `parent`; empty if any key is allowed."""
         if parent[:1] == ("params",):
             models = [self.params] if self.params else []
             parent = parent[1:]
@@ -115,20 +115,20 @@ def _dotted_keys(model: type[BaseModel]) -> Iterator[str]:
 
 
 def explain(error: ValidationError, root: Node, schema: Schema, prefix: PathKey = ()) -> Iterator[Located]:
-    """One problem for each value that is wrong; `prefix` is the key of what was validated, below `root`."""
+    """Yield one problem for each wrong value; `prefix` is the key, below `root`, of the validated data."""
     groups: dict[PathKey, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         if details["type"] not in _CONSEQUENCES:
             groups.setdefault(_path(root, prefix, details), []).append(details)
     found = sorted(((place_of(root, path), path) for path in groups), key=lambda each: each[0])
     for number, (place, path) in enumerate(found):
-        # Those past the limit are only counted, and a nearest match takes its time.
+        # Problems beyond the limit are only counted: searching the most similar key is slow.
         shown = number < MAX_PROBLEMS
         yield Located(place, _problem(place, path, groups[path], schema) if shown else _UNSHOWN)
 
 
 def _path(root: Node, prefix: PathKey, details: ErrorDetails) -> PathKey:
-    """The key that is blamed. Names that pydantic adds for the members of a union are not part of it."""
+    """The key of the wrong value, without the names that pydantic adds for members of a union."""
     path, value = list(prefix), _below(root, prefix).value
     names = list(details["loc"])
     missing = [names.pop()] if details["type"] == "missing" and names else []
@@ -141,7 +141,7 @@ def _path(root: Node, prefix: PathKey, details: ErrorDetails) -> PathKey:
 
 
 def _below(root: Node, path: PathKey) -> Node:
-    """The node at `path`, or the last one on the way there."""
+    """The node at `path`, or its nearest ancestor that exists."""
     node = root
     for part in path:
         inside = isinstance(node.value, dict) and part in node.value
@@ -152,7 +152,7 @@ def _below(root: Node, path: PathKey) -> Node:
 
 
 def place_of(root: Node, path: PathKey) -> Place:
-    """The place of the key at `path`, or of what it should stand in."""
+    """Return the place of the key at `path`, or of its nearest ancestor that exists."""
     return _below(root, path).place
 
 
@@ -169,7 +169,7 @@ def _problem(place: Place, path: PathKey, group: Sequence[ErrorDetails], schema:
             return Problem(place.text, key, str(context["message"]), str(context["hint"]))
         case "value_error" | "assertion_error":
             return Problem(place.text, key, f"{context['error']}, got {seen(first['input'], path)}")
-    # The members of a union say in turn what they would take.
+    # Each member of a union reports what it accepts.
     expected = " or ".join(dict.fromkeys(_expected(details) for details in group))
     message = f"expected {expected}, got {seen(first['input'], path)}"
     types = {each["type"] for each in group}

@@ -1,4 +1,4 @@
-"""Workloads and cluster backends by name: the built-in ones, those of installed packages, and the user's own."""
+"""Names of workloads, cluster backends and trackers: built in, from installed packages, or the user's own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """Where a built-in workload's function and the model of its parameters are, both as module:attr.
+    """A built-in workload: its function and the model of its parameters, both as module:attr.
 
-    The module of the model must not import torch: it is loaded in the driver, before anything starts. Nor must that of
-    `prepare`, which the driver has called once for a run, in a process of its own, with (params, folder, tell): what it
-    puts into the folder all ranks find in ctx.inputs, in each attempt, after a resume as well. `check` is the same for
-    a workload that only looks whether its inputs do, which ranks elsewhere may see otherwise: it is called where all
-    ranks are on the driver's host, unless the param `input` is `own`, which is the workload's own and good.
+    params: its module is imported in the driver, so it must not import torch.
+    prepare: a function that is called once for a run with (params, folder, tell), in a process of its own, without
+        torch. All ranks find what it writes to `folder` in ctx.inputs, in each attempt, also after a resume.
+    check: a function with the same arguments that only checks the inputs. It is called if all ranks are on the
+        driver's host (others may see other files), unless the param named `input` has the value `own`, which stands
+        for data that the workload contains.
     """
 
     target: str
@@ -55,7 +56,7 @@ BUILT_IN = {
     ),
 }
 
-# Cluster backend -> its provider, which starts clusters that outlive the command; "" where there is nothing to start.
+# Cluster backend -> the class that starts its clusters; "" if the cluster already runs.
 BACKENDS = {
     "local": "ddptrain.clusters.backends.local:LocalProvider",
     "address": "",
@@ -71,19 +72,19 @@ TRACKERS = {
     "wandb": "ddptrain.tracking.wandb.sink:WandbTracker",
     "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
 }
-# Tracker -> what to install where its package, which has the tracker's name, is missing.
+# Tracker -> what to install if its package, which has the name of the tracker, is missing.
 TRACKER_PACKAGES = {"wandb": "wandb", "tensorboard": "ddptrain[tensorboard]"}
 
 
 def is_built_in(workload: object) -> bool:
-    """Whether a configuration's workload is one of ours, which needs no code of the user's."""
+    """Whether the workload is built in, so that it needs no code of the user."""
     return isinstance(workload, str) and workload in BUILT_IN
 
 
 def workload_target(name: str) -> str:
-    """The module:attr of the workload's function, which is not imported.
+    """Return the module:attr of the workload's function, without importing it.
 
-    Raises: ConfigError where no workload has that name.
+    Raises ConfigError if no workload has that name.
     """
     if name in BUILT_IN:
         return BUILT_IN[name].target
@@ -96,9 +97,9 @@ def workload_target(name: str) -> str:
 
 
 def prepare_target(name: str, params: Mapping[str, object], *, here: bool) -> str:
-    """The module:attr of what prepares or checks a workload's inputs; "" where there is nothing to do.
+    """Return the module:attr of the function that prepares or checks the workload's inputs, or "".
 
-    `here` says whether all ranks are on this host.
+    `here` tells whether all ranks are on this host.
     """
     if name not in BUILT_IN:
         return ""
@@ -108,15 +109,15 @@ def prepare_target(name: str, params: Mapping[str, object], *, here: bool) -> st
 
 
 def takes_context(name: str, annotation: str) -> bool:
-    """Whether a function's first parameter, with its annotation as text, is for the context."""
+    """Whether the first parameter of a function, with its annotation as text, takes the context."""
     kind = annotation.strip("'\"").partition("|")[0].strip().rpartition(".")[2]
     return name.strip("_") in CONTEXT_NAMES or kind == CONTEXT_TYPE
 
 
 def params_model(name: str) -> type[BaseModel] | None:
-    """The model of the workload's parameters, or None where it has none and takes whatever it is given.
+    """Return the model of a built-in workload's parameters, None for other workloads.
 
-    Raises: ConfigError where no workload has that name.
+    Raises ConfigError if no workload has that name.
     """
     if name not in BUILT_IN:
         workload_target(name)
@@ -128,14 +129,14 @@ def params_model(name: str) -> type[BaseModel] | None:
 
 
 def backends() -> list[str]:
-    """Names of all cluster backends, those of installed packages included."""
+    """Return the names of all cluster backends, including those of installed packages."""
     return [*BACKENDS, *_installed(BACKEND_GROUP)]
 
 
 def provider_class(name: str) -> type[Any]:
-    """The class that starts clusters of a backend (`clusters.protocol.Provider`), imported.
+    """Import the class that starts clusters of a backend (see clusters/provider.py).
 
-    Raises: UsageError where the backend starts none, or can't be imported.
+    Raises UsageError if the backend starts no clusters, or can't be imported.
     """
     from importlib import import_module
 
@@ -150,17 +151,17 @@ def provider_class(name: str) -> type[Any]:
 
 
 def trackers() -> list[str]:
-    """Names of all trackers, those of installed packages included."""
+    """Return the names of all trackers, including those of installed packages."""
     return [*TRACKERS, *_installed(TRACKER_GROUP)]
 
 
 def known_tracker(name: str) -> bool:
-    """Whether this names a tracker, as far as can be told without importing anything."""
+    """Whether this is the name of a tracker, or may be a class of the user; nothing is imported."""
     return _TARGET.fullmatch(name) is not None or name in trackers()
 
 
 def tracker_target(name: str) -> str:
-    """The module:attr of a tracker's class. Raises UsageError for a name that no installed package has."""
+    """Return the module:attr of a tracker's class. Raises UsageError if no installed package has that name."""
     if name in TRACKERS:
         return TRACKERS[name]
     if _TARGET.fullmatch(name):
@@ -175,7 +176,7 @@ def tracker_target(name: str) -> str:
 
 
 def _installed(group: str) -> dict[str, str]:
-    """What installed packages offer in a group of entry points: name -> module:attr."""
+    """The entry points of a group in installed packages: name -> module:attr."""
     from importlib.metadata import entry_points
 
     return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=group)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from ddptrain.config import registry
 from ddptrain.config.models import RunConfig
+from ddptrain.config.params_check import check_params
 from ddptrain.config.yaml import scalar
 from ddptrain.redact import hide_secrets, known_secrets
 
@@ -50,14 +49,6 @@ def resolve(config: RunConfig, path: Path) -> ResolvedConfig:
 def import_folders(path: Path) -> tuple[str, str]:
     """Return where user code is searched first: beside the YAML file, then in the working directory."""
     return (str(path.resolve().parent), os.getcwd())
-
-
-def check_params(model: type[BaseModel], params: Mapping[str, Any]) -> BaseModel:
-    """Return the params as their model. JSON's strict mode suits YAML: a list may become a tuple, but "1" no number.
-
-    Raises pydantic's ValidationError if they do not fit.
-    """
-    return model.model_validate_json(json.dumps(params), strict=True)
 
 
 def _complete_params(config: RunConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The JSON schema of the configuration, from which editors complete and check the YAML."""
+"""The JSON schema of the configuration. Editors use it to complete and check the YAML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddptrain.config.models import RunConfig
 
 
 def config_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file; `params` follows the workload where that is a built-in one."""
+    """Return the JSON schema of a configuration file; the schema of `params` depends on a built-in workload."""
     schema = RunConfig.model_json_schema()
     definitions = schema.setdefault("$defs", {})
     rules = []

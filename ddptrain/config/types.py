@@ -1,4 +1,4 @@
-"""What the models of the configuration share: strictness, and the types of their fields."""
+"""The base class and the field types of the configuration models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic_core import PydanticCustomError
 
 MODULE_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
-# Longer waits overflow timedelta and poll() further down.
+# Longer waits overflow timedelta and poll().
 _A_YEAR_S = 31_536_000
 MOST_RANKS = 65_536
 
 
 def wrong_field(field: str, message: str, hint: str) -> PydanticCustomError:
-    """An error of a check over several fields; `field` is the dotted key, below the model, that is blamed."""
+    """Return the error of a check over several fields; `field` is the dotted key, below the model, of the wrong one."""
     return PydanticCustomError("wrong_field", "{message}", {"field": field, "message": message, "hint": hint})
 
 
@@ -50,9 +50,9 @@ def _as_word(value: object) -> object:
 
 
 SystemText = Annotated[str, AfterValidator(_without_nul)]
-# An argument of a command: a number is the text that a shell would pass on.
+# An argument of a command: a number is converted to text.
 Word = Annotated[SystemText, BeforeValidator(_as_word, json_schema_input_type=str | int | float)]
-# The length comes first, so that an error speaks of characters.
+# The length is checked first, so that the error mentions characters.
 FilledText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Line = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
 VariableName = Annotated[str, AfterValidator(_variable_name)]
@@ -63,6 +63,6 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 
 class Strict(BaseModel):
-    """A part of the configuration: no unknown keys, no guessing of types, and no changes afterwards."""
+    """Base of the sections: frozen, without unknown keys and type conversions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)

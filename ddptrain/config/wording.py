@@ -1,4 +1,4 @@
-"""How keys and values of a configuration are shown in an error: short, and never a terminal's escape code."""
+"""Formats keys and values for error messages: short, without secrets and terminal escape sequences."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ PathKey = tuple[str | int, ...]
 
 
 def shown(text: str, limit: int = 80) -> str:
-    """The text in at most `limit` characters, with control characters and broken Unicode escaped."""
+    """Return at most `limit` characters of the text; control characters and broken Unicode are escaped."""
     cut = text if len(text) <= limit else text[: limit - 3] + "..."
     return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in cut)
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """The full key, as `params.layers[2]`."""
+    """Return the full key, as `params.layers[2]`."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -28,7 +28,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def seen(value: object, path: Sequence[str | int] = ()) -> str:
-    """The value in words, as it would be typed in YAML; a secret stays one."""
+    """Describe the value as it is written in YAML; a secret is not shown."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "a mapping"
     if holds_secret(path):
@@ -43,18 +43,18 @@ def seen(value: object, path: Sequence[str | int] = ()) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is most likely a misspelling of."""
+    """Return the known name that is most similar to `name`, or None."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     matches = difflib.get_close_matches(name[:80].lower(), by_lower, n=1)
     return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A hint for an unknown name: the nearest one, or else all there are."""
+    """Return a hint for an unknown name: the most similar known name, or else all of them."""
     match = nearest(name, known)
     return f"did you mean {match}?" if match else f"known are: {', '.join(sorted(known))}" if known else ""
 
 
 def counted(number: int, noun: str) -> str:
-    """As "1 slot" or "2 slots"."""
+    """Return the number with the noun, as "1 slot" or "2 slots"."""
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"

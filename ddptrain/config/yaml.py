@@ -6,20 +6,17 @@ key's first value and all positions, and reads YAML 1.1: `no` is false, `1e-3` i
 
 from __future__ import annotations
 
-import os
 import re
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
 
 from ddptrain.config.wording import PathKey, dotted, shown
 from ddptrain.errors import ConfigError, Problem
 
-MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
 MAX_DEPTH = 50
 _LONGEST_NUMBER = 1000
@@ -34,6 +31,8 @@ _WORDS: dict[str, bool | float | None] = {
     **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
 }
 _NOT_YAML = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_PLAIN, _QUOTED = "plain", "quoted"  # the tags of nodes without one in the text
+_BAD_ALIASES = ("is not defined above", "holds itself")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _HINTS = {
@@ -49,7 +48,7 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Where something stands: ordered as the user reads, the file first and then each --set."""
+    """A position in the input; `text` shows it to the user. The file comes first (source 0), then each --set."""
 
     source: int
     line: int
@@ -59,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value and its place (its key's, in a mapping). `size` and `height` count aliases in full."""
+    """A value and its place (in a mapping, that of the key). `size` and `height` include what aliases stand for."""
 
     place: Place
     value: Any
@@ -67,75 +66,20 @@ class Node:
     height: int = 1
 
 
+def make_nodes(place: Place, value: Any) -> Node:
+    """Return plain data as nodes that all have the same place."""
+    if isinstance(value, Mapping):
+        return Node(place, {key: make_nodes(place, below) for key, below in value.items()})
+    return Node(place, [make_nodes(place, item) for item in value] if isinstance(value, list | tuple) else value)
+
+
 def plain(node: Node) -> Any:
-    """The value of the node as bare dicts, lists and scalars."""
+    """Return the value of the node as dicts, lists and scalars."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
         return [plain(child) for child in node.value]
     return node.value
-
-
-def plain_yaml(data: bytes, name: str) -> Any:
-    """What the text of somebody's YAML file holds, as bare dicts, lists and scalars; None where it is empty.
-
-    Never more than `MAX_BYTES` of text, `MAX_DEPTH` levels and `MAX_NODES` values, aliases counted in full. Raises:
-    ConfigError where there is more, or where it can't be read.
-    """
-    where = shown(name, 300)
-    if len(data) > MAX_BYTES:
-        raise _too_large(where, len(data))
-    document = parse_yaml(_decode(data, where), lambda line, column: Place(0, line, column, f"{where}:{line}"))
-    if document.problems:
-        raise ConfigError([located.problem for located in document.problems[:1]])
-    return plain(document.root) if document.root is not None else None
-
-
-def read_text(path: Path) -> str:
-    """The text of a file, without a byte order mark. Line ends stay as they are.
-
-    Raises: ConfigError where it can't be read, isn't a regular file, isn't UTF-8, or is over 1 MiB.
-    """
-    where = shown(str(path), 300)
-    try:
-        # Looked at before it is opened: opening a FIFO waits for a writer, and a device may act on it.
-        _refuse_by_kind(os.stat(path), where)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            _refuse_by_kind(os.fstat(descriptor), where)
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise _stop(where, f"can't be read: {reason}") from None
-    if len(data) > MAX_BYTES:
-        raise _too_large(where, len(data))
-    return _decode(data, where)
-
-
-def _refuse_by_kind(status: os.stat_result, where: str) -> None:
-    if stat.S_ISDIR(status.st_mode):
-        raise _stop(where, "is a folder, not a YAML file", "name the file in it")
-    if not stat.S_ISREG(status.st_mode):
-        raise _stop(where, "is not a regular file", "write the configuration into a file first")
-    if status.st_size > MAX_BYTES:
-        raise _too_large(where, status.st_size)
-
-
-def _too_large(where: str, size: int) -> ConfigError:
-    message = f"has {size:,} bytes, which is too large for a configuration: at most {MAX_BYTES:,} are read"
-    return _stop(where, message, "is it the right file?")
-
-
-def _decode(data: bytes, where: str) -> str:
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise _stop(f"{where}:1", "is UTF-16", "save it as UTF-8")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        # The codec counts from behind the byte order mark.
-        start = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
-        line = data.count(b"\n", 0, start) + 1
-        raise _stop(f"{where}:{line}", f"byte 0x{data[start]:02x} is not UTF-8", "save it as UTF-8") from None
 
 
 def _stop(where: str, message: str, hint: str = "", key: str = "") -> ConfigError:
@@ -144,37 +88,31 @@ def _stop(where: str, message: str, hint: str = "", key: str = "") -> ConfigErro
 
 @dataclass(slots=True)
 class Located:
-    """A problem and its place, so that problems found by different checks can be put in order."""
+    """A problem and its place, by which the problems of different checks are sorted."""
 
     place: Place
     problem: Problem
 
 
-@dataclass(slots=True)
-class Document:
-    """What one YAML text holds: its root, None where it is empty, and problems that did not end it."""
+def parse_yaml(
+    text: str, place: Callable[[int, int], Place], prefix: PathKey = ()
+) -> tuple[Node | None, list[Located]]:
+    """Return the root of the text's only document (None if it is empty), and the problems that did not end it.
 
-    root: Node | None
-    problems: list[Located]
+    `place` makes a place of line and column. `prefix` is the key that the text is the value of.
 
-
-def parse_yaml(text: str, place: Callable[[int, int], Place], prefix: PathKey = ()) -> Document:
-    """The one document of the text; `place` makes a place of line and column, `prefix` is the key it is for.
-
-    Raises: ConfigError where the text is no YAML, or nests or grows beyond what a configuration needs.
+    Raises ConfigError if the text is not YAML, or has more levels or values than a configuration needs.
     """
     found = _NOT_YAML.search(text)
     if found:
         line = text.count("\n", 0, found.start()) + 1
         where = place(line, 1).text
         raise _stop(where, f"the character U+{ord(found[0]):04X} is not allowed", "delete it", dotted(prefix))
-    builder = _Builder(place, prefix)
+    builder = _Builder(text, place, prefix)
     try:
-        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            builder.take(event)
+        return builder.root(), builder.problems
     except yaml.YAMLError as error:
         raise _syntax_error(error, text, place, prefix) from None
-    return Document(builder.root, builder.problems)
 
 
 def _syntax_error(error: yaml.YAMLError, text: str, place: Callable[[int, int], Place], prefix: PathKey) -> ConfigError:
@@ -194,9 +132,9 @@ def _syntax_error(error: yaml.YAMLError, text: str, place: Callable[[int, int], 
 
 
 def scalar(text: str) -> Any:
-    """What unquoted text stands for, by the core schema of YAML 1.2: only true and false are booleans.
+    """Return the value of unquoted text by the core schema of YAML 1.2: only true and false are booleans.
 
-    Raises: ValueError for a number that is too long or too large.
+    Raises ValueError for a number that is too long or too large.
     """
     if text in _WORDS:
         return _WORDS[text]
@@ -215,145 +153,153 @@ def scalar(text: str) -> Any:
     return number
 
 
-@dataclass(slots=True)
-class _Open:
-    """A mapping or list whose end has not come yet."""
+class _Builder(Composer):
+    """Builds nodes with PyYAML's composer, from the events of its C parser; limits the depth and the number of values.
 
-    place: Place
-    value: Any
-    anchor: str | None
-    size: int = 1
-    height: int = 1
-    key: str | None = None
-    key_place: Place | None = None
-    # A key that can't be used: its value is read, to find more problems, and dropped.
-    skipping: bool = False
+    The composer resolves aliases to the same object; one that it can't resolve becomes a node with one of _BAD_ALIASES.
+    """
 
-    @property
-    def wants_key(self) -> bool:
-        return isinstance(self.value, dict) and self.key is None and not self.skipping
-
-
-class _Builder:
-    """Takes YAML events and builds nodes, with a stack of its own in place of recursion."""
-
-    def __init__(self, place: Callable[[int, int], Place], prefix: PathKey) -> None:
-        self.root: Node | None = None
+    def __init__(self, text: str, place: Callable[[int, int], Place], prefix: PathKey) -> None:
+        super().__init__()
         self.problems: list[Located] = []
-        self._place = place
+        self._events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        self._next: Any = None
+        self._place_at = place
         self._prefix = prefix
-        self._open: list[_Open] = []
-        self._anchors: dict[str, Node] = {}
-        self._documents = 0
+        self._open: list[yaml.Node | None] = []  # the parents of the node that is being composed
+        self._composed = 0
+        self._built: dict[yaml.Node, Node] = {}
 
-    def take(self, event: yaml.Event) -> None:
-        """One event, in the order of the text."""
-        mark = event.start_mark
-        place = self._place(mark.line + 1, mark.column + 1) if mark else self._place(1, 1)
-        if isinstance(event, yaml.DocumentStartEvent):
-            self._documents += 1
-            if self._documents > 1:
-                raise self._fatal(place, "a second document starts here", "keep one, and delete the --- line")
-        elif isinstance(event, yaml.AliasEvent):
-            self._add(self._aliased(event.anchor or "", place), place)
-        elif isinstance(event, yaml.ScalarEvent):
-            node = Node(place, self._scalar(event, place))
-            self._remember(event.anchor, node)
-            self._add(node, place, merge=event.value == "<<" and event.implicit[0])
-        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-            self._begin(event, place)
-        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-            done = self._open.pop()
-            node = Node(done.place, done.value, done.size, done.height)
-            self._remember(done.anchor, node)
-            self._add(node, done.place)
+    def root(self) -> Node | None:
+        """Return the root of the text's only document, None if the text is empty."""
+        self.get_event()  # the start of the stream
+        composed = None if self.check_event(yaml.StreamEndEvent) else self.compose_document()
+        if not self.check_event(yaml.StreamEndEvent):
+            hint = "keep one, and delete the --- line"
+            raise self._fatal(self.get_event(), (), "a second document starts here", hint)
+        return self._build(composed, self._prefix) if composed is not None else None
 
-    def _path(self) -> Iterator[str | int]:
-        yield from self._prefix
-        for frame in self._open:
-            if isinstance(frame.value, list):
-                yield len(frame.value)
-            elif frame.key is not None:
-                yield frame.key
+    # --- what the composer calls: events, and the tags of nodes that have none ---
 
-    def _begin(self, event: yaml.CollectionStartEvent, place: Place) -> None:
-        if len(self._open) + len(self._prefix) >= MAX_DEPTH:
-            raise self._fatal(place, f"values are nested more than {MAX_DEPTH} deep", "make it flatter")
-        self._refuse_tag(event.tag, place)
-        if event.anchor:
-            self._anchors.pop(event.anchor, None)
-        value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
-        self._open.append(_Open(place, value, event.anchor))
+    def peek_event(self) -> Any:
+        if self._next is None:
+            self._next = next(self._events, None)
+        return self._next
 
-    def _scalar(self, event: yaml.ScalarEvent, place: Place) -> Any:
-        self._refuse_tag(event.tag, place)
-        if _SURROGATE.search(event.value):
-            self._report(place, "holds half of a surrogate pair, which is no character", "write the character")
-            return ""
-        if not event.implicit[0]:
-            return event.value
-        try:
-            return scalar(event.value)
-        except ValueError as error:
-            self._report(place, str(error), "write it in quotes if it is text")
-            return 0
+    def get_event(self) -> Any:
+        event, self._next = self.peek_event(), None
+        return event
 
-    def _refuse_tag(self, tag: str | None, place: Place) -> None:
-        if tag is not None:
-            self._report(place, f"the tag {shown(tag)} is not supported", "delete it; quotes make a value text")
+    def check_event(self, *kinds: type[yaml.Event]) -> bool:
+        return isinstance(self.peek_event(), kinds)
 
-    def _aliased(self, anchor: str, place: Place) -> Node:
-        if anchor not in self._anchors:
-            own = any(frame.anchor == anchor for frame in self._open)
-            message = "holds itself" if own else "is not defined above"
-            raise self._fatal(place, f"*{shown(anchor)} {message}", "quote text that starts with *")
-        node = self._anchors[anchor]
-        if len(self._open) + len(self._prefix) + node.height > MAX_DEPTH:
-            raise self._fatal(place, f"values are nested more than {MAX_DEPTH} deep", "use fewer aliases")
-        return node
+    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
+        return _PLAIN if kind is yaml.ScalarNode and implicit[0] else _QUOTED
 
-    def _remember(self, anchor: str | None, node: Node) -> None:
-        if anchor:
-            self._anchors[anchor] = node
+    def descend_resolver(self, parent: yaml.Node | None, index: Any) -> None: ...
 
-    def _add(self, node: Node, place: Place, merge: bool = False) -> None:
-        """Puts a finished node where it belongs: as a key, a mapping's value, a list's item, or the root."""
-        if not self._open:
-            self.root = node
-            return
-        parent = self._open[-1]
-        if parent.wants_key:
-            self._take_key(parent, node, place, merge)
-            return
-        parent.size += node.size
-        parent.height = max(parent.height, node.height + 1)
-        if parent.size > MAX_NODES:
-            raise self._fatal(place, f"there are more than {MAX_NODES:,} values, aliases counted in full", "use fewer")
-        if isinstance(parent.value, list):
-            parent.value.append(node)
-        elif parent.key is not None:
-            parent.value[parent.key] = replace(node, place=parent.key_place or place)
-        parent.key, parent.skipping = None, False
+    def ascend_resolver(self) -> None: ...
 
-    def _take_key(self, parent: _Open, node: Node, place: Place, merge: bool) -> None:
-        key = node.value
-        parent.skipping = True
-        if merge:
-            self._report(place, "merge keys (<<) are not supported", "write the keys out")
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        self._composed += 1
+        if self._composed > 2 * MAX_NODES:  # each value of a mapping has a key
+            raise self._too_many(event, self._prefix)
+        self._open.append(parent)
+        if isinstance(event, yaml.AliasEvent):
+            node = self.anchors.get(event.anchor)
+            if node is None or node in self._open:
+                self._open.pop()
+                return yaml.ScalarNode(_BAD_ALIASES[node is not None], event.anchor, self.get_event().start_mark)
+        elif isinstance(event, yaml.CollectionStartEvent) and len(self._open) + len(self._prefix) > MAX_DEPTH:
+            raise self._too_deep(event, self._prefix, "make it flatter")
+        else:
+            self.anchors.pop(event.anchor, None)  # an anchor may be defined again
+        composed = super().compose_node(parent, index)
+        self._open.pop()
+        return composed
+
+    # --- from composed nodes to ours ---
+
+    def _build(self, node: yaml.Node, path: PathKey) -> Node:
+        if node in self._built:
+            built = self._built[node]
+            if len(path) + built.height > MAX_DEPTH:
+                raise self._too_deep(node, path, "use fewer aliases")
+            return built
+        if node.tag in _BAD_ALIASES:
+            raise self._fatal(node, path, f"*{shown(node.value)} {node.tag}", "quote text that starts with *")
+        if node.tag not in (_PLAIN, _QUOTED):
+            hint = "delete it; quotes make a value text"
+            self._report(node, path, f"the tag {shown(node.tag)} is not supported", hint)
+        self._built[node] = self._scalar(node, path) if isinstance(node, yaml.ScalarNode) else self._items(node, path)
+        return self._built[node]
+
+    def _items(self, node: yaml.Node, path: PathKey) -> Node:
+        value: Any
+        if isinstance(node, yaml.MappingNode):
+            value = self._mapping(node, path)
+            children = list(value.values())
+        else:
+            value = children = [self._build(item, (*path, number)) for number, item in enumerate(node.value)]
+        size = 1 + sum(child.size for child in children)
+        if size > MAX_NODES:
+            raise self._too_many(node, path)
+        return Node(self._place(node), value, size, 1 + max((child.height for child in children), default=0))
+
+    def _mapping(self, node: Any, path: PathKey) -> dict[str, Node]:
+        items: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node, path, items)
+            value = self._build(value_node, (*path, key) if key is not None else path)
+            if key is not None:
+                items[key] = replace(value, place=self._place(key_node))
+        return items
+
+    def _key(self, node: yaml.Node, path: PathKey, before: Mapping[str, Node]) -> str | None:
+        """The key, None if it cannot be used: its value is then read, to find more problems, and dropped."""
+        key = self._build(node, path).value
+        if node.tag == _PLAIN and node.value == "<<":
+            self._report(node, path, "merge keys (<<) are not supported", "write the keys out")
         elif not isinstance(key, str):
             kind = "a list or mapping" if isinstance(key, list | dict) else shown("null" if key is None else str(key))
-            self._report(place, f"a key must be text, not {kind}", "write it in quotes")
-        elif key in parent.value:
-            first = parent.value[key].place
-            parent.key = key
-            twice = f"is given twice: on line {first.line} and on line {place.line}"
-            self._report(place, twice, "keep one of them")
-            parent.key = None
+            self._report(node, path, f"a key must be text, not {kind}", "write it in quotes")
+        elif key in before:
+            lines = f"on line {before[key].place.line} and on line {self._place(node).line}"
+            self._report(node, (*path, key), f"is given twice: {lines}", "keep one of them")
         else:
-            parent.key, parent.key_place, parent.skipping = key, place, False
+            return key
+        return None
 
-    def _report(self, place: Place, message: str, hint: str) -> None:
-        self.problems.append(Located(place, Problem(place.text, dotted(tuple(self._path())), message, hint)))
+    def _scalar(self, node: yaml.Node, path: PathKey) -> Node:
+        value = node.value
+        if _SURROGATE.search(value):
+            self._report(node, path, "holds half of a surrogate pair, which is no character", "write the character")
+            value = ""
+        elif node.tag == _PLAIN:
+            try:
+                value = scalar(value)
+            except ValueError as error:
+                self._report(node, path, str(error), "write it in quotes if it is text")
+                value = 0
+        return Node(self._place(node), value)
 
-    def _fatal(self, place: Place, message: str, hint: str) -> ConfigError:
-        return _stop(place.text, message, hint, dotted(tuple(self._path())))
+    # --- problems ---
+
+    def _place(self, item: Any) -> Place:
+        mark = item.start_mark
+        return self._place_at(mark.line + 1, mark.column + 1) if mark else self._place_at(1, 1)
+
+    def _report(self, item: Any, path: PathKey, message: str, hint: str) -> None:
+        place = self._place(item)
+        self.problems.append(Located(place, Problem(place.text, dotted(path), message, hint)))
+
+    def _fatal(self, item: Any, path: PathKey, message: str, hint: str) -> ConfigError:
+        return _stop(self._place(item).text, message, hint, dotted(path))
+
+    def _too_deep(self, item: Any, path: PathKey, hint: str) -> ConfigError:
+        return self._fatal(item, path, f"values are nested more than {MAX_DEPTH} deep", hint)
+
+    def _too_many(self, item: Any, path: PathKey) -> ConfigError:
+        message = f"there are more than {MAX_NODES:,} values, aliases counted in full"
+        return self._fatal(item, path, message, "use fewer")

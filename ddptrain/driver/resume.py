@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shown
-from ddptrain.config.yaml import plain_yaml
 from ddptrain.errors import ConfigError, RunLocked, UsageError
 from ddptrain.results.files import is_own_folder, read_bytes
 from ddptrain.results.layout import RunLayout
@@ -148,7 +148,7 @@ def _how_it_ended(view: RunView) -> str:
 def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
     """What differs in what decides the weights: "params.epochs 20 (now 30)". Secrets are not compared."""
     try:
-        before = plain_yaml(read_bytes(layout.config_yaml), str(layout.config_yaml))
+        before = load_data(read_bytes(layout.config_yaml), str(layout.config_yaml))
     except (OSError, ConfigError):
         yield "a config.yaml that can't be read"
         return

@@ -9,14 +9,15 @@ import inspect
 import json
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.registry import takes_context
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from pydantic import BaseModel, TypeAdapter
 
+    from ddptrain.config.params_check import Parameter
     from ddptrain.rank.context import RankContext
 
 MAX_RESULT_BYTES = 64 << 10
@@ -87,15 +88,40 @@ def _bound(
 ) -> Callable[..., Any]:
     hints = _hints(function)
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    is_open = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    if len(named) == 1 and not is_open and _is_model(model := hints.get(named[0].name)):
+    extra = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    if len(named) == 1 and not extra and _is_model(model := hints.get(named[0].name)):
         return functools.partial(function, **{named[0].name: _built(model, params)})
-    optional = {each.name for each in named if each.default is not each.empty}
-    checks = _wrong_names([each.name for each in named], optional, params, is_open=is_open)
-    kinds = {each.name: _kind(each, hints) for each in named if each.name in hints}
-    values, wrong = _checked(kinds, params)
-    _refuse([*checks, *wrong])
-    return functools.partial(function, **{**params, **values})
+    if not named and (extra or not params):
+        return functools.partial(function, **params)
+    return functools.partial(function, **_checked(named, hints, params, extra=extra))
+
+
+def _checked(
+    named: list[inspect.Parameter], hints: Mapping[str, Any], params: Mapping[str, Any], *, extra: bool
+) -> dict[str, Any]:
+    """Return the params, those with a type hint converted to it. Raises WrongParams."""
+    from ddptrain.config.params_check import Parameter, field_name
+
+    expected = [Parameter(each.name, _kind(each, hints), each.default is not each.empty) for each in named]
+    values = _validated(expected, params, extra=extra)
+    converted = {
+        each.name: getattr(values, field_name(number))
+        for number, each in enumerate(expected)
+        if each.name in params and each.type is not Any
+    }
+    return {**params, **converted}
+
+
+def _validated(expected: list[Parameter], params: Mapping[str, Any], *, extra: bool) -> BaseModel:
+    from pydantic import ValidationError
+
+    from ddptrain.config.params_check import check_params, describe, make_model
+
+    model = make_model(expected, extra=extra)
+    try:
+        return check_params(model, params)
+    except ValidationError as error:
+        raise WrongParams(describe(error, params, model)) from None
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -110,11 +136,24 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _kind(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
-    kind = hints[parameter.name]
+    """The type to check a parameter with; Any if it has none, or if it is a type that pydantic cannot check."""
+    kind = hints.get(parameter.name, Any)
     try:
-        return kind | None if parameter.default is None else kind  # for lr: float = None
+        kind = kind | None if parameter.default is None and kind is not Any else kind  # as in lr: float = None
+        return kind if _adapter(kind) is not None else Any
     except TypeError:
         return Any
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any] | None:
+    """pydantic's check of a type, None if it has none (for a type of another library)."""
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
+
+    try:
+        return TypeAdapter(kind)
+    except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError, TypeError):
+        return None
 
 
 def _is_model(hint: Any) -> bool:
@@ -124,10 +163,20 @@ def _is_model(hint: Any) -> bool:
 
 
 def _built(model: Any, params: Mapping[str, Any]) -> Any:
-    """The dataclass or pydantic model, built from all params."""
-    names, required, is_open = _fields(model)
-    _refuse(_wrong_names(names, set(names) - required, params, is_open=is_open))
-    return _one_value(model, dict(params), ())
+    """The dataclass or pydantic model that holds all params. Raises WrongParams."""
+    from pydantic import ValidationError
+
+    from ddptrain.config.params_check import Parameter, describe
+
+    names, required, extra = _fields(model)
+    _validated([Parameter(name, Any, name not in required) for name in names], params, extra=extra)
+    adapter = _adapter(model)
+    if adapter is None:
+        return model(**params)
+    try:
+        return adapter.validate_json(json.dumps(params), strict=True)
+    except ValidationError as error:
+        raise WrongParams(describe(error, params)) from None
 
 
 def _fields(model: Any) -> tuple[list[str], set[str], bool]:
@@ -140,75 +189,6 @@ def _fields(model: Any) -> tuple[list[str], set[str], bool]:
     aliased = any(field.validation_alias or field.alias for field in model.model_fields.values())
     is_open = aliased or model.model_config.get("extra") == "allow"
     return list(model.model_fields), set(), is_open
-
-
-def _wrong_names(names: list[str], optional: set[str], params: Mapping[str, Any], *, is_open: bool) -> Iterator[str]:
-    from ddptrain.config.wording import did_you_mean
-
-    for key in params if not is_open else ():
-        if key not in names:
-            hint = did_you_mean(key, names)
-            yield f"params.{key}: unknown key" + (f" ({hint})" if hint else "")
-    for name in names if not is_open else ():
-        if name not in params and name not in optional:
-            yield f"params.{name}: is required, and not given"
-
-
-def _checked(kinds: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values converted to their types, and the errors."""
-    values: dict[str, Any] = {}
-    wrong: list[str] = []
-    for name, kind in kinds.items():
-        if name in params:
-            try:
-                values[name] = _one_value(kind, params[name], (name,))
-            except WrongParams as error:
-                wrong.append(str(error))
-    return values, wrong
-
-
-def _one_value(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
-    """The value converted to its type, as in pydantic's strict mode for JSON: 1 is a float, "1" is not a number.
-
-    Raises WrongParams if the value does not fit.
-    """
-    from pydantic import TypeAdapter, ValidationError
-    from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
-
-    try:
-        adapter = TypeAdapter(kind)
-    except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError, TypeError):
-        return kind(**value) if not path else value  # a type that pydantic does not know: the function has to check it
-    try:
-        return adapter.validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        raise WrongParams("\n".join(_explained(error, value, path))) from None
-
-
-def _explained(error: Any, value: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """pydantic's errors as messages like those for the configuration."""
-    from ddptrain.config.models import RunConfig
-    from ddptrain.config.problems import Schema, explain
-    from ddptrain.config.yaml import Node, Place
-
-    place = Place(0, 0, 0, "")
-
-    def nodes(item: Any) -> Node:
-        if isinstance(item, dict):
-            return Node(place, {key: nodes(below) for key, below in item.items()})
-        return Node(place, [nodes(below) for below in item] if isinstance(item, list | tuple) else item)
-
-    root: Any = value
-    for name in reversed(("params", *path)):
-        root = {name: root}
-    for located in explain(error, nodes(root), Schema(RunConfig, None), ("params", *path)):
-        problem = located.problem
-        yield f"{problem.key}: {problem.message}" + (f" ({problem.hint})" if problem.hint else "")
-
-
-def _refuse(wrong: list[str] | Iterator[str]) -> None:
-    if messages := list(wrong):
-        raise WrongParams("\n".join(messages))
 
 
 def as_json(value: Any) -> str:

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.config.load import load_config
+from ddptrain.config.load import load_config, load_mapping
 from ddptrain.config.models import RunConfig
 from ddptrain.config.resolved import resolve
 from ddptrain.config.types import NAME_PATTERN
@@ -21,6 +21,7 @@ from ddptrain.errors import ConfigError
 
 Refuse = Callable[[str | bytes], str]
 EXAMPLES = settings(max_examples=300)
+KNOWN_KEYS = {field.alias or name for name, field in RunConfig.model_fields.items()}
 
 
 @pytest.fixture
@@ -156,6 +157,7 @@ def test_a_path_that_cannot_be_is_refused(source: str) -> None:
 
 
 def load_or_refuse(path: Path, data: bytes, overrides: list[str] | None = None) -> None:
+    """Load the data; what is certainly wrong must be refused, and every refusal must be printable."""
     path.write_bytes(data)
     refused = None
     try:
@@ -163,6 +165,24 @@ def load_or_refuse(path: Path, data: bytes, overrides: list[str] | None = None) 
     except ConfigError as error:
         refused = error
     assert refused is None or (refused.problems and str(refused).replace("\n", "").isprintable())
+    assert refused is not None or not is_certainly_wrong(data)
+
+
+def is_certainly_wrong(data: bytes) -> bool:
+    """Whether PyYAML, without our loader, finds no mapping with a workload and known keys only."""
+    try:
+        events = list(yaml.parse(data.decode("utf-8-sig"), Loader=yaml.SafeLoader))
+        root = yaml.compose(data.decode("utf-8-sig"), Loader=yaml.SafeLoader)
+    except yaml.composer.ComposerError as error:
+        return "duplicate anchor" not in str(error)  # which YAML allows
+    except (UnicodeDecodeError, yaml.YAMLError):
+        return True
+    if any(getattr(event, "tag", None) not in (None, "!") for event in events):
+        return True
+    if not isinstance(root, yaml.MappingNode):
+        return True
+    top = [key.value for key, _ in root.value]
+    return "workload" not in top or not set(map(str, top)) <= KNOWN_KEYS or len(set(map(str, top))) < len(top)
 
 
 yaml_like = st.text(alphabet="abkw:-?[]{}&*!|>'\"%@`#,~<=. \t\n\r0123456789eE+_\\\x85\u2028é\ufeff\x00", max_size=200)
@@ -193,6 +213,39 @@ def test_any_text_loads_or_is_refused(tmp_path: Path, text: str, option: str) ->
 def test_any_structure_loads_or_is_refused(tmp_path: Path, tree: dict[Any, Any], params: dict[Any, Any]) -> None:
     load_or_refuse(tmp_path / "c.yaml", yaml.safe_dump({**tree, "workload": "m:f"}).encode())
     load_or_refuse(tmp_path / "c.yaml", yaml.safe_dump({"workload": "petnames", "params": params}).encode())
+
+
+numbers = st.sampled_from(
+    ["failure.grace_s", "failure.max_restarts", "cluster.wait_s", "checkpoint.keep", "dist.timeout_s", "code.max_mb"]
+)
+no_numbers = (
+    st.text(max_size=5)
+    | st.booleans()
+    | st.just(float("nan"))
+    | st.floats(max_value=-1e-9)
+    | st.lists(st.integers(), max_size=2)
+    | st.dictionaries(st.text(max_size=3), st.integers(), max_size=2)
+)
+
+
+@EXAMPLES
+@given(key=numbers, value=no_numbers)
+def test_no_other_value_is_taken_for_a_number(key: str, value: Any) -> None:
+    section, field = key.split(".")
+    with pytest.raises(ConfigError) as refused:
+        load_mapping({"workload": "m:f", section: {field: value}}, Path("/"))
+    assert {problem.key.partition("[")[0].startswith(key) for problem in refused.value.problems} == {True}
+
+
+@EXAMPLES
+@given(
+    section=st.sampled_from(["", "cluster.", "failure.", "results.", "tracking."]),
+    key=st.from_regex("[a-z]{1,8}_x", fullmatch=True),
+)
+def test_no_unknown_key_is_taken(section: str, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_mapping({"workload": "m:f"}, Path("/"), [f"{section}{key.strip()}=1"])
+    assert all(problem.message == "unknown key" for problem in refused.value.problems)
 
 
 system_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=10)

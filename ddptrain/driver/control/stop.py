@@ -185,10 +185,10 @@ def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now:
 
 def _grace_s(layout: RunLayout) -> float:
     """failure.grace_s as the run was given it."""
-    from ddptrain.config.yaml import plain_yaml
+    from ddptrain.config.load import load_data
 
     try:
         text = read_bytes(layout.config_yaml)
-        return float(plain_yaml(text, str(layout.config_yaml))["failure"]["grace_s"])
+        return float(load_data(text, str(layout.config_yaml))["failure"]["grace_s"])
     except (OSError, ConfigError, ValueError, LookupError, TypeError):
         return _DEFAULT_GRACE_S

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ddptrain.config import load as config_load
+from ddptrain.config import files as config_files
 from ddptrain.config import registry
 from ddptrain.config.load import (
     load_cluster,
@@ -310,7 +310,7 @@ def test_a_bare_name_is_a_shipped_example(tmp_path: Path, monkeypatch: pytest.Mo
     package = tmp_path / "package"
     (package / "configs").mkdir(parents=True)
     (package / "configs" / "toys.yaml").write_text("workload: toy\n")
-    monkeypatch.setattr(config_load, "__file__", str(package / "config" / "load.py"))
+    monkeypatch.setattr(config_files, "__file__", str(package / "config" / "files.py"))
     monkeypatch.chdir(tmp_path)
     assert shipped_configs() == {"toys": package / "configs" / "toys.yaml"}
     assert load_config("toys").path == package / "configs" / "toys.yaml"

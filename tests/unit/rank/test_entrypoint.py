@@ -74,8 +74,8 @@ def test_missing_and_unknown_names_are_named() -> None:
     def train(ctx: Any, epochs: int) -> None: ...
 
     assert refused(train, {"epoch": 3}).splitlines() == [
-        "params.epoch: unknown key (did you mean epochs?)",
-        "params.epochs: is required, and not given",
+        "params.epochs: is required, and not given (write params.epochs: VALUE)",
+        "params.epoch: unknown key (did you mean params.epochs?)",
     ]
 
 

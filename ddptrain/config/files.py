@@ -1,0 +1,109 @@
+"""Finds the file of a configuration, and reads its text."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import stat
+from pathlib import Path
+
+from ddptrain.config.wording import nearest, shown
+from ddptrain.errors import ConfigError, Problem
+
+MAX_BYTES = 1 << 20
+MAX_NEIGHBOURS = 1000  # how many files of a folder are considered for a hint
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the shipped examples by name, from the package or from the checkout."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "configs", package.parent / "configs"):
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {}
+
+
+def find_config(source: Path | str) -> Path:
+    """Return the path of a configuration file, or of the shipped example of that name.
+
+    Raises ConfigError if there is neither; the error names the most similar file.
+    """
+    path = Path(source)
+    if not str(source).strip():
+        raise ConfigError([Problem("configuration", "", "no file is named", "as in configs/petnames.yaml")])
+    try:
+        os.stat(path)
+        return path
+    except (FileNotFoundError, NotADirectoryError):
+        shipped = shipped_configs()
+    except (OSError, ValueError):
+        # Reading the file gives the exact error.
+        return path
+    if str(source) in shipped:
+        return shipped[str(source)]
+    raise ConfigError([Problem(shown(str(path), 300), "", "there is no such file", _missing_hint(path, shipped))])
+
+
+def _missing_hint(path: Path, shipped: dict[str, Path]) -> str:
+    beside: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError), os.scandir(path.parent) as entries:
+        names = (entry.name for entry in itertools.islice(entries, MAX_NEIGHBOURS))
+        beside = {Path(name).stem: name for name in names if name.endswith((".yaml", ".yml"))}
+    if match := nearest(path.stem, beside):
+        return f"did you mean {shown(str(path.parent / beside[match]), 300)}?"
+    if match := nearest(path.stem, shipped):
+        return f"did you mean {match}?"
+    return f"shipped examples are: {', '.join(shipped)}" if shipped else ""
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file without a byte order mark. Line ends are not changed.
+
+    Raises ConfigError if the file can't be read, is not a regular file, is not UTF-8, or is larger than 1 MiB.
+    """
+    where = shown(str(path), 300)
+    try:
+        # Checked before it is opened: opening a FIFO waits for a writer, and a device may react.
+        _refuse_by_kind(os.stat(path), where)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            _refuse_by_kind(os.fstat(descriptor), where)
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise _error(where, f"can't be read: {reason}") from None
+    return decode(data, where)
+
+
+def _refuse_by_kind(status: os.stat_result, where: str) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise _error(where, "is a folder, not a YAML file", "name the file in it")
+    if not stat.S_ISREG(status.st_mode):
+        raise _error(where, "is not a regular file", "write the configuration into a file first")
+    if status.st_size > MAX_BYTES:
+        raise _too_large(where, status.st_size)
+
+
+def _too_large(where: str, size: int) -> ConfigError:
+    message = f"has {size:,} bytes, which is too large for a configuration: at most {MAX_BYTES:,} are read"
+    return _error(where, message, "is it the right file?")
+
+
+def decode(data: bytes, where: str) -> str:
+    """Return the text of UTF-8 data. Raises ConfigError if it is not UTF-8, or larger than 1 MiB."""
+    if len(data) > MAX_BYTES:
+        raise _too_large(where, len(data))
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise _error(f"{where}:1", "is UTF-16", "save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # The position does not include the byte order mark.
+        start = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
+        line = data.count(b"\n", 0, start) + 1
+        raise _error(f"{where}:{line}", f"byte 0x{data[start]:02x} is not UTF-8", "save it as UTF-8") from None
+
+
+def _error(where: str, message: str, hint: str = "") -> ConfigError:
+    return ConfigError([Problem(where, "", message, hint)])

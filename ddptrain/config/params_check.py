@@ -1,0 +1,57 @@
+"""Checks params against what a function takes: the same check before the run, and in the rank that calls the function.
+
+The driver reads the parameters from the source (config/params.py), the rank from the imported function
+(rank/entrypoint.py). Both get a model of the parameters here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter, or field of a model: its type (Any if it is unknown), and whether it may be left out."""
+
+    name: str
+    type: Any
+    optional: bool
+
+
+def field_name(number: int) -> str:
+    """Return the name of the model's field for the parameter with that index."""
+    return f"p{number}"
+
+
+def make_model(parameters: Sequence[Parameter], *, extra: bool) -> type[BaseModel]:
+    """Return a model of the params; `extra` allows others. Aliases, because no field may be named copy, or _x."""
+    fields: dict[str, Any] = {}
+    for number, each in enumerate(parameters):
+        default = {"default": None} if each.optional else {}
+        fields[field_name(number)] = (each.type, Field(alias=each.name, **default))
+    settings = ConfigDict(extra="allow" if extra else "forbid", strict=True)
+    return create_model("Params", __config__=settings, **fields)
+
+
+def check_params(model: type[BaseModel], params: Mapping[str, Any]) -> BaseModel:
+    """Return the params as their model. JSON's strict mode suits YAML: a list may become a tuple, but "1" no number.
+
+    Raises pydantic's ValidationError if they do not fit.
+    """
+    return model.model_validate_json(json.dumps(params), strict=True)
+
+
+def describe(error: ValidationError, params: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
+    """Return what is wrong with the params, one line for each key, in the words of the configuration's errors."""
+    from ddptrain.config.models import RunConfig
+    from ddptrain.config.problems import Schema, explain
+    from ddptrain.config.yaml import Place, make_nodes
+
+    root = make_nodes(Place(0, 0, 0, ""), {"params": params})
+    found = explain(error, root, Schema(RunConfig, model), ("params",))
+    return "\n".join(str(located.problem) for located in found)
