@@ -20,6 +20,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 
+def one_line(error: BaseException | str) -> str:
+    """Return the first line of an error's message; of an exception without a message, its type."""
+    first = str(error).strip().partition("\n")[0].rstrip()
+    return first or (type(error).__name__ if isinstance(error, BaseException) else "")
+
+
 class ExitCode(IntEnum):
     """What the command's exit status means; scripts and cron jobs rely on it."""
 

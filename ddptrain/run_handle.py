@@ -22,6 +22,7 @@ from ddptrain.errors import (
     RunPreempted,
     TrainingFailed,
     UsageError,
+    one_line,
 )
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ class Run:
         failure = record.failure
         if failure is None:
             raise error_of(ExitCode.CLUSTER if code is None else code, f"run {self.id} ended with exit code {code}")
-        words = [word for word in (failure.type, failure.message.partition("\n")[0]) if word]
+        words = [word for word in (failure.type, one_line(failure.message)) if word]
         place = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
         log = f"; log: {failure.log}" if failure.log else ""
         again = f"; go on with resume={self.id!r}" if code == ExitCode.PREEMPTED else ""

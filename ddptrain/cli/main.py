@@ -27,7 +27,7 @@ from ddptrain.cli.run import SCRIPT_SETTINGS, run
 from ddptrain.cli.schema import schema
 from ddptrain.cli.stop import stop
 from ddptrain.cli.train import train
-from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, one_line
 
 PROGRAM = "ddptrain"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -138,7 +138,7 @@ def _report(error: DdptrainError) -> None:
 
 def _report_bug(error: Exception) -> int:
     """One line on stderr, and the rest in a file that it names."""
-    summary = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+    summary = one_line("".join(traceback.format_exception_only(error)))
     try:
         where = f"the details are in {_write_crash_log(error)}"
     except OSError as refused:

@@ -78,11 +78,12 @@ def _going(runs_dir: str, run: str) -> Going:
 
 def _words(view: RunView, *, was_going: bool) -> str:
     """How it ended, in one line."""
+    from ddptrain.errors import one_line
     from ddptrain.results.record import RunStatus
 
     record = view.record
     code = "" if record.exit_code is None else f" (exit code {record.exit_code})"
-    why = f": {record.failure.message.splitlines()[0]}" if record.failure and record.failure.message else ""
+    why = f": {one_line(record.failure.message)}" if record.failure and record.failure.message else ""
     saved = f"; go on with --resume {view.run_id}" if view.status == RunStatus.PREEMPTED else ""
     how = f"{view.status}{code}{why}{saved}"
     return f"run {view.run_id} {how}" if was_going else f"run {view.run_id} is not running, it has ended: {how}"

@@ -10,7 +10,7 @@ from typing import Any
 from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shown
-from ddptrain.errors import ConfigError, RunLocked, UsageError
+from ddptrain.errors import ConfigError, RunLocked, UsageError, one_line
 from ddptrain.results.files import is_own_folder, read_bytes
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
@@ -141,7 +141,7 @@ def _how_it_ended(view: RunView) -> str:
         RunStatus.SUCCEEDED: "succeeded",
     }
     failure = view.record.failure
-    why = f" ({shown(failure.message.splitlines()[0], 60)})" if failure and failure.message else ""
+    why = f" ({shown(one_line(failure.message), 60)})" if failure and failure.message else ""
     return f"{words.get(RunStatus(view.status), 'failed') if view.status in set(RunStatus) else view.status}{why}"
 
 

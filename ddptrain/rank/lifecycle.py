@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.errors import one_line
 from ddptrain.protocol import error_file, events
 from ddptrain.protocol.commands import Orders
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
@@ -278,7 +279,7 @@ class RankLifecycle:
         trace = user_traceback(error)
         print(trace if self.spec.code.full_traceback else shortened(trace), end="", file=sys.stderr)
         failure, recorded = faults.failure(error, self.phase), self._recorded()
-        if recorded is not None and recorded.message.partition("\n")[0] not in failure.message:
+        if recorded is not None and one_line(recorded.message) not in failure.message:
             failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
         self._fail(failure)
 

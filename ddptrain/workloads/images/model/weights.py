@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.errors import one_line
 from ddptrain.workloads.images.model.models import outline
 from ddptrain.workloads.images.model.preflight import BadWeights, is_safetensors
 from ddptrain.workloads.versions import versioned
@@ -216,5 +217,4 @@ def _forbidden(error: UnpicklingError) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return shown(text.splitlines()[0] if text else type(error).__name__, 200)
+    return shown(one_line(error), 200)
