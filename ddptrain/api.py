@@ -163,9 +163,9 @@ def _started(
     together: bool,
 ) -> Run:
     from ddptrain.driver.control.detach import EndedEarly, start_ordered
-    from ddptrain.driver.control.launch_request import Order
+    from ddptrain.driver.control.launch_request import LaunchRequest
 
-    order = Order(data, str(folder), changes, together)
+    order = LaunchRequest(data, str(folder), changes, together)
     process, begun = start_ordered(["train", "--ordered", *arguments, "--", path], order.to_line())
     if isinstance(begun, EndedEarly):
         raise error_of(begun.exit_code, _last_error(begun.said))

@@ -26,7 +26,7 @@ from ddptrain.errors import (
 )
 
 if TYPE_CHECKING:
-    from ddptrain.driver.control.stop import Going
+    from ddptrain.driver.control.stop import StopTarget
     from ddptrain.results.lookup import RunView
     from ddptrain.results.record import FailureRecord
 
@@ -187,7 +187,7 @@ class Run:
         """
         from ddptrain.driver.control.stop import stop_run
 
-        stop_run(self._going(), now=now, by="ddptrain.Run.stop", tell=lambda _: None)
+        stop_run(self._stop_target(), now=now, by="ddptrain.Run.stop", tell=lambda _: None)
         if self._process is not None:
             self._process.wait(_ENDING_S)
         return self
@@ -201,20 +201,20 @@ class Run:
             return load_run(self._desk)
         return self._runs.find(self.id, *need)
 
-    def _going(self) -> Going:
-        from ddptrain.driver.control.stop import Going
+    def _stop_target(self) -> StopTarget:
+        from ddptrain.driver.control.stop import StopTarget
         from ddptrain.results.layout import RunLayout
 
         if not self._is_stored:
-            return Going(RunLayout(self._desk), self._view)
-        return Going(RunLayout(self._desk), self._view, look_every_s=_STORE_LOOK_S)
+            return StopTarget(RunLayout(self._desk), self._view)
+        return StopTarget(RunLayout(self._desk), self._view, look_every_s=_STORE_LOOK_S)
 
     def _is_on(self) -> bool:
-        from ddptrain.driver.control.stop import is_going
+        from ddptrain.driver.control.stop import is_active
 
         if self._process is not None:
             return self._process.poll() is None
-        return is_going(self._view())
+        return is_active(self._view())
 
     def _raise(self) -> None:
         """Nothing, where it has succeeded."""

@@ -1,4 +1,4 @@
-"""`ddptrain cluster`: start a cluster that outlives the command, look at it, change its size, end it."""
+"""`ddptrain cluster`: start, show, resize and end clusters that keep running after the command."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def up(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Start a cluster that outlives this command, and wait until all its workers are warm."""
+    """Start a cluster that keeps running after this command, and wait until all its workers are warm."""
     from functools import partial
 
     from ddptrain.clusters import lifecycle
@@ -106,7 +106,7 @@ def list_(json: Json = False) -> None:
 
 @app.command(short_help="Show a cluster, and who uses it.")
 def status(name: Name, json: Json = False) -> None:
-    """Show a cluster: its hosts, who holds which slots, who waits, what it is made of.
+    """Show a cluster: its hosts, which runs hold or wait for slots, its jobs and processes.
 
     Exit code 4 if it can't be used.
     """
@@ -127,7 +127,7 @@ def logs(
     source: Annotated[str | None, typer.Option(help="Only this one: scheduler, worker, a host.")] = None,
     json: Json = False,
 ) -> None:
-    """Print the last lines of what scheduler and workers have written, also those that have ended."""
+    """Print the last log lines of scheduler and workers, including those that have ended."""
     from ddptrain.clusters import lifecycle
 
     found = lifecycle.logs(name, lines, source)
@@ -145,7 +145,7 @@ def scale(
     slots: Annotated[int, typer.Argument(metavar="SLOTS", min=1, help="How many slots it shall have.")],
     json: Json = False,
 ) -> None:
-    """Change how many slots a cluster has. Slots that a run holds go when it ends."""
+    """Change how many slots a cluster has. Slots that a run uses are removed when it ends."""
     from ddptrain.clusters import lifecycle
     from ddptrain.clusters.signals import interruptible
 
@@ -161,7 +161,7 @@ def down(
     now: Annotated[bool, typer.Option("--now", help="Also one that runs are on; they fail.")] = False,
     json: Json = False,
 ) -> None:
-    """End a cluster, and all that belongs to it. Exit code 0 also if there is no cluster of that name."""
+    """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster."""
     from ddptrain.clusters import lifecycle, state
     from ddptrain.clusters.signals import interruptible
     from ddptrain.errors import DdptrainError, UsageError
@@ -199,7 +199,7 @@ def _nothing_to_end(name: str, known: Sequence[str]) -> str:
 
 
 def _raise_all(errors: Sequence[Exception]) -> None:
-    """Tell every error but the first, and raise that one."""
+    """Print all errors except the first, and raise the first."""
     for error in errors[1:]:
         say(f"ddptrain: error: {error}")
     if errors:
@@ -207,13 +207,13 @@ def _raise_all(errors: Sequence[Exception]) -> None:
 
 
 def _as_overrides(options: Mapping[str, tuple[str, object]]) -> dict[str, str]:
-    """From options with their fields and values: `--set` text -> the option as it was typed."""
+    """Convert options with their fields and values: `--set` text -> the option as it was typed."""
     import json
 
     typed = {}
     for option, (field, value) in options.items():
         if value is not None:
-            # A number that came as text, as --gpus 2, is one in YAML.
+            # In YAML the text of `--gpus 2` is a number.
             text = value if field in _AUTO_OR_NUMBER else json.dumps(value)
             values = value if isinstance(value, list) else [value]
             typed[f"cluster.{field}={text}"] = " ".join(f"{option} {each}" for each in values)

@@ -1,4 +1,4 @@
-"""`ddptrain generate`: new pet names from a trained run."""
+"""`ddptrain generate`: prints new pet names of a trained run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def generate(
     keep_known: Annotated[bool, typer.Option("--keep-known", help="Keep names that the run's list holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Make new pet names with a trained run, one a line; none of them is in the list it was trained on."""
+    """Make new pet names with a trained run, one per line; none of them is in the run's own list."""
     import dataclasses
     import json
 

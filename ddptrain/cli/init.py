@@ -1,4 +1,4 @@
-"""`ddptrain init FOLDER`: a starting point for code of one's own."""
+"""`ddptrain init FOLDER`: writes a small project to start from."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-# What is written -> the file that it is a copy of; a .gitignore among our own would be obeyed.
+# New file -> its source in the package; a file named .gitignore there would apply to our own repository.
 _FILES = {"train.yaml": "train.yaml", "train.py": "train.py", ".gitignore": "gitignore"}
 
 
 def init(folder: Annotated[str, typer.Argument(help="Folder to write into; it is made if need be.")] = ".") -> None:
-    """Write a small function to train, and the YAML file that trains it; nothing that is there is changed."""
+    """Write a small training function and its YAML file; existing files are not changed."""
     import shlex
     from importlib.resources import files
     from pathlib import Path

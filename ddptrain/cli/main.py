@@ -1,4 +1,4 @@
-"""The command `ddptrain`: its commands, and the one place where errors become exit codes."""
+"""The command `ddptrain`: its subcommands, and the only place that converts errors to exit codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, o
 
 PROGRAM = "ddptrain"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
+_BROKEN_PIPE = 128 + 13  # a shell's exit code for a program that SIGPIPE ended
 
 
 def _leave_with(code: int | None, **_: Any) -> None:
@@ -39,7 +39,7 @@ def _leave_with(code: int | None, **_: Any) -> None:
     raise typer.Exit(code or 0)
 
 
-# Without markup the help needs no rich: a third of the time.
+# Without markup the help does not import rich, which takes two thirds of the time.
 app = typer.Typer(
     name=PROGRAM,
     no_args_is_help=True,
@@ -63,10 +63,10 @@ def _root(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Train PyTorch models on every GPU of a Dask cluster, and look at what came out."""
+    """Train PyTorch models on every GPU of a Dask cluster, and show the results."""
 
 
-# One line each in the list of commands; their own help says the rest.
+# One line for each in the list of commands; `--help` of a command has the full text.
 app.command("train", short_help="Train what a YAML file describes.")(train)
 app.command("run", short_help="Run a script that torchrun would run.", context_settings=SCRIPT_SETTINGS)(run)
 app.command("stop", short_help="End a run that another shell has started.")(stop)
@@ -79,9 +79,9 @@ app.command("schema", short_help="Print the JSON schema of the configuration.")(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: sys.argv) and return its exit code; raises nothing.
+    """Run the command line `argv` (default: sys.argv) and return its exit code. Raises nothing.
 
-    What went wrong stands on stderr; a bug of ours also in a file there named.
+    Errors are written to stderr. The traceback of a bug is written to a file that stderr names.
     """
     code = _call(argv)
     try:
@@ -107,7 +107,7 @@ def _call(argv: Sequence[str] | None) -> int:
             return _report_bug(error)
         _report(error)
         return error.exit_code
-    except Exception as error:
+    except Exception as error:  # a full disk, or a bug: the user gets one line and an exit code
         if isinstance(error, OSError) and error.errno in _FULL:
             _say(f"error: {error.filename or 'standard output, or a file,'} can't be written: {error.strerror}")
             return ExitCode.CLUSTER
@@ -116,7 +116,7 @@ def _call(argv: Sequence[str] | None) -> int:
 
 
 def _exit_code(leaving: SystemExit) -> int:
-    """What `sys.exit` was given, read as the interpreter reads it."""
+    """The exit code that the interpreter would use for this exception."""
     if leaving.code == 1 and isinstance(leaving.__context__, BrokenPipeError):
         return _BROKEN_PIPE  # typer's 1 would mean that training failed
     if leaving.code is None or isinstance(leaving.code, int):
@@ -126,7 +126,7 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _report(error: DdptrainError) -> None:
-    """The message on stderr; of a wrong configuration, each problem on its own line."""
+    """Write the message to stderr; each problem of a configuration has its own line."""
     if isinstance(error, Interrupted):
         _say(str(error))
     elif isinstance(error, ConfigError):
@@ -137,7 +137,7 @@ def _report(error: DdptrainError) -> None:
 
 
 def _report_bug(error: Exception) -> int:
-    """One line on stderr, and the rest in a file that it names."""
+    """Write one line to stderr, and the traceback to a file that it names."""
     summary = one_line("".join(traceback.format_exception_only(error)))
     try:
         where = f"the details are in {_write_crash_log(error)}"
@@ -149,8 +149,8 @@ def _report_bug(error: Exception) -> int:
 
 
 def _write_crash_log(error: Exception) -> Path:
-    """The file that now holds the traceback, readable by this user only. Raises OSError."""
-    # The command's name alone: its options may hold secrets.
+    """Write the traceback to a new file that only this user can read; return its path. Raises OSError."""
+    # Only the name of the command: its options may contain secrets.
     command = " ".join(sys.argv[1:2])
     header = f"{PROGRAM} {__version__}, Python {sys.version}, {sys.platform}\ncommand: {command}\n\n"
     text = header + "".join(traceback.format_exception(error))
@@ -162,7 +162,7 @@ def _write_crash_log(error: Exception) -> Path:
 
 
 def _crash_dir() -> Path | None:
-    """Where crash logs are kept, or None for the system's folder for temporary files."""
+    """The folder of the crash logs, or None for the system's temporary folder."""
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         folder = Path(state) / PROGRAM
@@ -173,7 +173,7 @@ def _crash_dir() -> Path | None:
 
 
 def _say(text: object) -> None:
-    with suppress(OSError, ValueError):  # nobody listens: the exit code has to do
+    with suppress(OSError, ValueError):  # stderr is closed: only the exit code remains
         say(f"{PROGRAM}: {text}")
 
 
@@ -184,6 +184,6 @@ def _flush() -> None:
 
 
 def _discard_stdout() -> None:
-    """Let nothing more be written, else the interpreter's last flush changes the exit code to 120."""
+    """Redirect stdout to /dev/null: otherwise the interpreter's last flush changes the exit code to 120."""
     with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())

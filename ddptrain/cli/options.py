@@ -1,4 +1,4 @@
-"""Options of `train` and `run`: those that stand for fields of the configuration are checked as the file is."""
+"""The common options of `train` and `run`; those for fields of the configuration are checked like the file."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ ReadyFdOption = Annotated[int | None, typer.Option(hidden=True)]
 
 
 def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], options: Mapping[str, str]) -> Loaded:
-    """What `load` makes of `--set` texts and of `options` (`--set` text -> the option as it was typed).
+    """Call `load` with the texts of --set and of `options` (`--set` text -> the option as it was typed).
 
-    Raises: ConfigError, whose problems name the option that was typed.
+    Raises ConfigError; its problems name the option as it was typed.
     """
     from ddptrain.errors import ConfigError
 
@@ -72,7 +72,7 @@ def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], o
 
 
 def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) -> dict[str, str]:
-    """Options that stand for configuration fields: `--set` text -> the option as it was typed."""
+    """Convert options for configuration fields: `--set` text -> the option as it was typed."""
     import json
 
     options: dict[str, str] = {}
@@ -86,7 +86,7 @@ def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) 
 
 
 def _cluster_fields(cluster: str) -> list[str]:
-    """What `--cluster` changes: a name, an address (it has a port) or a scheduler's file, instead of what is set."""
+    """The changes of `--cluster`: a name, an address (with a port) or a scheduler file replaces other settings."""
     import json
     import re
 

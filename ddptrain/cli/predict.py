@@ -1,4 +1,4 @@
-"""`ddptrain predict`: what images show, by a trained image classifier."""
+"""`ddptrain predict`: classifies images with a trained run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def predict(
 ) -> int:
     """Classify images with the best checkpoint of an image run.
 
-    What can't be read is told, and the rest is done: then the exit code is 1.
+    Files that can't be read are reported, the others are classified; the exit code is then 1.
     """
     from ddptrain.results.remote.runs import open_runs_dir, split_run
     from ddptrain.results.run_store import Need
@@ -65,7 +65,7 @@ def predict(
     place, name = split_run(run, runs_dir)
     runs = open_runs_dir(place)
     run_dir = runs.find(name, Need.MODEL).layout.root
-    given = images_of(images, options)  # before torch is imported: most mistakes are in the paths
+    given = images_of(images, options)  # before torch is imported: most errors are in the paths
 
     from ddptrain.workloads.images.model.saved import load_model
     from ddptrain.workloads.images.predict import Classifier, choose_device, default_batch_size
@@ -86,7 +86,7 @@ def predict(
 
 
 class _Count:
-    """How many results there were, and how many of them are errors."""
+    """Counts results and errors."""
 
     def __init__(self) -> None:
         self.all = 0
@@ -107,14 +107,14 @@ def _source_options(given: Iterable[str]) -> dict[str, object]:
     for option in given:
         name, equals, value = option.partition("=")
         if not name or not equals:
-            # It may be a secret without its name.
+            # The text may be a secret without its name, so it is not shown.
             raise typer.BadParameter(f"--source-option {LEFT_OUT} is not NAME=VALUE, as anon=true is")
         options[name] = scalar(value)
     return options
 
 
 def _json(head: dict[str, str], results: Iterable[Result]) -> Iterator[str]:
-    """One object, whose results are printed as they come: all of it need never be in memory."""
+    """Yield one JSON object line by line, so that not all results are in memory."""
     import json
 
     yield json.dumps(head).removesuffix("}") + ', "results": ['
@@ -136,7 +136,7 @@ def _csv(results: Iterable[Result], top: int) -> Iterator[str]:
 
     def line(cells: Iterable[object]) -> str:
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow(cells)  # without one, a line break in a name is not quoted
+        csv.writer(text, lineterminator="\n").writerow(cells)  # other terminators leave line breaks unquoted
         return text.getvalue().removesuffix("\n")
 
     yield line(["file", *columns, "error"])
@@ -150,7 +150,7 @@ def _columns(place: int) -> tuple[str, str]:
 
 
 def _text(results: Iterable[Result], width: int) -> Iterator[str]:
-    """The most probable class and the file in a line, and the other classes below it; errors go to stderr."""
+    """Yield one line with file and best class, then one for each other class; errors go to stderr."""
     from ddptrain.tables import clean, on_a_line
 
     width = min(width, _WIDEST_NAME)

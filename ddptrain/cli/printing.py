@@ -1,4 +1,4 @@
-"""How commands print: safe for a terminal, line by line, in whatever encoding the reader has."""
+"""Output of commands: without terminal escape sequences, line by line, in the encoding of the terminal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ddptrain.sanitize import sanitized
 
 
 def write(lines: Iterable[str], *, colours: bool = False) -> None:
-    """Print lines as they come; `colours` keeps those in them, for lines of ours.
+    """Print lines one by one; `colours` keeps colour codes, for text that ddptrain itself formatted.
 
-    Raises BrokenPipeError when the reader has gone, as `head` does.
+    Raises BrokenPipeError if the reader has closed the pipe, as `head` does.
     """
     encoding = sys.stdout.encoding
     for line in lines:
@@ -21,6 +21,6 @@ def write(lines: Iterable[str], *, colours: bool = False) -> None:
 
 
 def say(text: str) -> None:
-    """Print a remark on stderr."""
+    """Print a message on stderr."""
     if sys.stderr is not None:  # the command was started with its stderr closed
         print(sanitized(text), file=sys.stderr, flush=True)

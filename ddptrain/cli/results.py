@@ -1,4 +1,4 @@
-"""`ddptrain results`: what runs there are, how they went, their logs and their curves."""
+"""`ddptrain results`: lists runs; shows their status, logs and curves; sends offline W&B data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RunsDir = Annotated[
     typer.Option(
         "--runs-dir",
         metavar="DIR|URL",
-        # Not show_default: typer puts a default that is only told in parentheses.
+        # Not show_default: the default of this parameter is None.
         help=f"Folder that holds the runs, or s3://bucket/folder.  [default: {_DEFAULT_RUNS_DIR}]",
     ),
 ]
@@ -50,7 +50,7 @@ def list_(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> N
 
 @app.command(short_help="Show everything about a run.")
 def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = False) -> None:
-    """Show everything about a run: how it went, what failed, its ranks, metrics, checkpoints and files."""
+    """Show everything about a run: status, failure, ranks, metrics, checkpoints and files."""
     from ddptrain.results.show.render import print_sections, sections
     from ddptrain.tables import plain_sections
 
@@ -76,7 +76,7 @@ def logs(
     lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines of each rank.")] = None,
     runs_dir: RunsDir = None,
 ) -> None:
-    """Print what the ranks printed."""
+    """Print the logs of the ranks."""
     from ddptrain.results.run_store import Need
     from ddptrain.results.show.tail import follow_logs, show_logs
 
@@ -120,7 +120,7 @@ def plot(
     runs, name = _place(ctx, runs_dir, run)
     view = runs.find(name, Need.METRICS)
     drawing = plot_of(view, metric or ())
-    # In a copy of what is in a store nobody would look for it; the directory of another user is not ours to write to.
+    # The local copy of a run in a store is not a place for new files, nor is another user's directory.
     in_run = view.layout.is_original and is_own_folder(view.layout.root)
     picture = out or (view.layout.plot_png if in_run else Path(f"{view.run_id}.png"))
     save_picture(drawing, picture, view.record.best)
@@ -142,10 +142,10 @@ def sync(
     runs_dir: RunsDir = None,
     json: Json = False,
 ) -> None:
-    """Send what was recorded offline to Weights & Biases; may be called again and again, as by cron.
+    """Send offline data to Weights & Biases; can be repeated, for example by cron.
 
-    What the server has is passed over, as are runs that are on. Exit code 4 where something could not be sent: it
-    waits for the next time.
+    It skips runs that are running, and data that the server already has. The exit code is 4 if something could not be
+    sent; the next call tries again.
     """
     from dataclasses import asdict
 
@@ -197,7 +197,7 @@ def _folder(ctx: typer.Context, runs_dir: str | None) -> str:
 
 
 def _place(ctx: typer.Context, runs_dir: str | None, run: str) -> tuple[Runs, str]:
-    """Where the run is to be looked for, and under which name."""
+    """The runs folder to search, and the name of the run."""
     from ddptrain.results.remote.runs import open_runs_dir, split_run
 
     place, name = split_run(run, _folder(ctx, runs_dir))
@@ -218,14 +218,14 @@ def _print_json(data: object) -> None:
 
 
 def _wait_for_reader() -> Callable[[float], None]:
-    """Waits between two reads of the logs, and notices when nobody reads the output any more."""
+    """Return a function that waits, and raises BrokenPipeError if the reader of the output has closed it."""
     import errno
     import select
     import time
 
     try:
         descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):  # not a real file: a test, or another program that calls us
+    except (OSError, ValueError):  # stdout is not a file, for example in a test
         return time.sleep
     output = select.poll()
     output.register(descriptor, 0)

@@ -1,4 +1,4 @@
-"""`ddptrain run SCRIPT -- ARGS`: what torchrun would run, with no configuration file."""
+"""`ddptrain run SCRIPT -- ARGS`: runs a torchrun script without a configuration file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ddptrain.cli.train import start
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
 
-# What follows the script is its own, be it an option of ours or not.
+# All arguments after the script belong to it, even if they look like our options.
 SCRIPT_SETTINGS = {"allow_interspersed_args": False}
 
 
@@ -58,7 +58,7 @@ def run(
     output: OutputOption = Output.AUTO,
     ready_fd: ReadyFdOption = None,
 ) -> None:
-    """Run an unmodified torchrun script on every GPU: on this machine, or on a cluster that is up."""
+    """Run an unmodified torchrun script on every GPU: on this machine, or on a running cluster."""
     if not module:
         _refuse_configuration(script)
     workload = {"module" if module else "script": script, "args": _own(args or []), "local_rank_arg": local_rank}
@@ -88,7 +88,7 @@ def _refuse_configuration(script: str) -> None:
 
 
 def _own(args: list[str]) -> list[str]:
-    """The script's arguments, less the -- that may stand before them."""
+    """The arguments of the script, without the -- before them."""
     return args[1:] if args[:1] == ["--"] else args
 
 

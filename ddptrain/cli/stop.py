@@ -1,4 +1,4 @@
-"""`ddptrain stop RUN`: end a run that another shell, or another host, has started."""
+"""`ddptrain stop RUN`: ends a run that another shell or host started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
-    from ddptrain.driver.control.stop import Going
+    from ddptrain.driver.control.stop import StopTarget
     from ddptrain.results.lookup import RunView
 
 _STORE_EVERY_S = 2.0
@@ -32,27 +32,29 @@ def stop(
     """
     import json
 
-    from ddptrain.driver.control.stop import is_going, stop_run
+    from ddptrain.driver.control.stop import is_active, stop_run
     from ddptrain.tables import on_a_line
 
-    going = _going(runs_dir, run)
-    was_going = is_going(going.look())
-    ended = stop_run(going, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
+    target = _stop_target(runs_dir, run)
+    was_active = is_active(target.look())
+    ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
     if as_json:
         record = ended.record
         write([json.dumps({"run_id": ended.run_id, "status": str(ended.status), "exit_code": record.exit_code})])
     else:
-        write([on_a_line(_words(ended, was_going=was_going))])
+        write([on_a_line(_words(ended, was_active=was_active))])
 
 
-def _going(runs_dir: str, run: str) -> Going:
-    """The run, and where its driver looks for what is asked of it.
+def _stop_target(runs_dir: str, run: str) -> StopTarget:
+    """The run to stop, and the folder where its driver looks for requests.
 
-    Raises: RunNotFound; UsageError where run.json can't be read, or only the driver's host could ask.
+    Raises:
+        RunNotFound: there is no such run.
+        UsageError: run.json can't be read, or the folder exists only on the driver's host.
     """
     import socket
 
-    from ddptrain.driver.control.stop import Going, is_going
+    from ddptrain.driver.control.stop import StopTarget, is_active
     from ddptrain.errors import UsageError
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import load_run
@@ -67,17 +69,17 @@ def _going(runs_dir: str, run: str) -> Going:
     if view.status == RunStatus.UNREADABLE:
         raise UsageError(f"run {run_id} can't be stopped: {view.problem}")
     if view.layout.is_original or not isinstance(runs, StoreRuns):
-        return Going(view.layout, lambda: load_run(view.layout.root, watch_s=WATCH_S))
-    if is_going(view) and driver.host != socket.gethostname():
+        return StopTarget(view.layout, lambda: load_run(view.layout.root, watch_s=WATCH_S))
+    if is_active(view) and driver.host != socket.gethostname():
         raise UsageError(
             f"run {run_id} can only be stopped on {driver.host}, where its driver is process {driver.pid}: "
             "it has no directory that other hosts see"
         )
-    return Going(RunLayout(runs.work / run_id), lambda: runs.find(run_id), look_every_s=_STORE_EVERY_S)
+    return StopTarget(RunLayout(runs.work / run_id), lambda: runs.find(run_id), look_every_s=_STORE_EVERY_S)
 
 
-def _words(view: RunView, *, was_going: bool) -> str:
-    """How it ended, in one line."""
+def _words(view: RunView, *, was_active: bool) -> str:
+    """The end of the run in one line."""
     from ddptrain.errors import one_line
     from ddptrain.results.record import RunStatus
 
@@ -86,7 +88,7 @@ def _words(view: RunView, *, was_going: bool) -> str:
     why = f": {one_line(record.failure.message)}" if record.failure and record.failure.message else ""
     saved = f"; go on with --resume {view.run_id}" if view.status == RunStatus.PREEMPTED else ""
     how = f"{view.status}{code}{why}{saved}"
-    return f"run {view.run_id} {how}" if was_going else f"run {view.run_id} is not running, it has ended: {how}"
+    return f"run {view.run_id} {how}" if was_active else f"run {view.run_id} is not running, it has ended: {how}"
 
 
 def _who() -> str:
@@ -95,6 +97,6 @@ def _who() -> str:
 
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user need have no name
+    except (KeyError, OSError):  # the user of a container may have no name
         user = "somebody"
     return f"{user}@{socket.gethostname()}"

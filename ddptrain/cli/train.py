@@ -50,7 +50,7 @@ def train(
     ready_fd: ReadyFdOption = None,
     ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
 ) -> None:
-    """Train what a YAML file describes: on this machine, on a cluster that is up, or on one that comes for the run."""
+    """Train what a YAML file describes: on this machine, on a running cluster, or on one started for the run."""
     options = field_options(ranks, cluster, runs_dir)
     resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
     start(
@@ -80,7 +80,7 @@ def start(
     output: Output,
     ready_fd: int | None,
 ) -> None:
-    """Run a configuration as the options of `train` and `run` say. Raises typer.Exit with the exit code."""
+    """Run a configuration with the options of `train` and `run`. Raises typer.Exit with the exit code."""
     if dry_run:
         from ddptrain.driver.dry_run import check_cluster
 
@@ -103,7 +103,7 @@ def start(
 
 
 def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
-    """Start the same command again without us; say which run it is, and how to follow and stop it."""
+    """Start the same command as a detached process; print its run id, and how to follow and stop it."""
     import dataclasses
     import json
     import shlex
@@ -135,7 +135,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
 
 
 def _typed(ctx: typer.Context, leave_out: Container[str]) -> list[str]:
-    """The options and arguments of this command as they were typed, but for those."""
+    """The options and arguments of this command as they were typed, except `leave_out`."""
     options: list[str] = []
     arguments: list[str] = []
     for param in ctx.command.params:
@@ -154,20 +154,20 @@ def _typed(ctx: typer.Context, leave_out: Container[str]) -> list[str]:
 
 
 def _load(config: str, overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
-    """The configuration with the command line's changes, all checked the same way; errors name the option typed."""
+    """Load the configuration and apply the options; errors name the option as it was typed."""
     from ddptrain.config.load import load_config
 
     return checked(partial(load_config, config), overrides, options)
 
 
 def _ordered(config: str, options: dict[str, str]) -> ResolvedConfig:
-    """The configuration as a program has ordered it (see ddptrain.launch), which may keep all secrets to itself."""
+    """Load the configuration that ddptrain.launch sent by stdin, so that the command line shows no secrets."""
     from pathlib import Path
 
     from ddptrain.config.load import load_config, load_mapping
-    from ddptrain.driver.control.launch_request import take_order
+    from ddptrain.driver.control.launch_request import read_launch_request
 
-    order = take_order()
+    order = read_launch_request()
     if order.config is None:
         return checked(partial(load_config, config), order.overrides, options)
     return checked(partial(load_mapping, order.config, Path(order.folder)), order.overrides, options)

@@ -32,7 +32,7 @@ def make_model(parameters: Sequence[Parameter], *, extra: bool) -> type[BaseMode
     """Return a model of the params; `extra` allows others. Aliases, because no field may be named copy, or _x."""
     fields: dict[str, Any] = {}
     for number, each in enumerate(parameters):
-        default = {"default": None} if each.optional else {}
+        default: dict[str, Any] = {"default": None} if each.optional else {}
         fields[field_name(number)] = (each.type, Field(alias=each.name, **default))
     settings = ConfigDict(extra="allow" if extra else "forbid", strict=True)
     return create_model("Params", __config__=settings, **fields)

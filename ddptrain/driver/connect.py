@@ -1,4 +1,4 @@
-"""The driver's connection to a scheduler, and in plain words why there is none."""
+"""Connects the driver to a scheduler, and explains why a connection fails."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker.tcp_timeouts import tcp_timeout
 
-_TRY_S = 3.0  # the first attempt: then it is worth asking why, and each later one may take twice as long
-_OWN_S = 30.0  # one of the user's own is up already, or dead; a busy machine answers late
+_TRY_S = 3.0  # of the first attempt; each later one may take twice as long
+_OWN_S = 30.0  # for a cluster of the user, which is running or dead; a busy machine answers late
 _PEEK_S = 3.0
-_NOBODY = frozenset(os.strerror(code).lower() for code in (errno.ECONNREFUSED, errno.ENOENT))  # certain: none listens
-_MARGIN_S = 2.0  # beyond the time that Dask is given
+_NOBODY = frozenset(os.strerror(code).lower() for code in (errno.ECONNREFUSED, errno.ENOENT))  # nobody listens there
+_MARGIN_S = 2.0  # added to Dask's own time limit
 _SPEAKS_FIRST_S = 1.5
-_SILENT_S = 7.0  # what takes connections and says nothing for so long is no scheduler that is just starting
-_ALERT = "ALERT"  # in the reason of a TLS error that the peer has sent
+_SILENT_S = 7.0  # a starting scheduler does not accept connections silently for so long
+_ALERT = "ALERT"  # part of the reason of a TLS error that the peer sent
 
 
 def connected(
     target: Target, timeout_s: float, tell: Callable[[str], None], lost_after_s: float = LOST_AFTER_S
 ) -> Client:
-    """A client of the scheduler, which may take `timeout_s` to appear unless it is certain that it won't.
+    """Connect to the scheduler; wait up to `timeout_s` seconds for it unless waiting cannot help.
 
-    The connection survives a network that is cut for less than `lost_after_s`.
-
-    Raises: ClusterError
+    The connection survives a network failure of less than `lost_after_s` seconds. Raises ClusterError if there is no
+    scheduler, or it does not accept the driver.
     """
-    for logger in ("distributed", "distributed.client"):  # Dask sets a level of its own for the second
-        logging.getLogger(logger).setLevel(logging.CRITICAL)  # the driver tells what happens
-    if target.foreign:  # our own table tells what does not fit there
+    for logger in ("distributed", "distributed.client"):  # Dask sets the level of the second one itself
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # the driver reports errors itself
+    if target.foreign:  # clusters/compatibility.py reports the versions that do not fit
         warnings.filterwarnings("ignore", category=VersionMismatchWarning)
     dask.config.set(tcp_timeout(lost_after_s))
     _tls_context(target)
@@ -56,12 +55,12 @@ def connected(
         try:
             _look_before_dask(target)
             return _tried(target, max(0.1, min(try_s, deadline - time.monotonic())))
-        except TypeError as error:  # it does not understand what it is asked
+        except TypeError as error:  # the scheduler does not understand the request
             raise ClusterError(
                 f"the scheduler at {target.address} runs a version of Dask that this one can't talk to ({error}): "
                 "distributed 2025.7 or newer is needed there"
             ) from error
-        except MemoryError as error:  # the first bytes of something else are a length to Dask
+        except MemoryError as error:  # Dask takes the first bytes of another protocol for a length
             _why_not(target)
             raise ClusterError(f"{dask_greeting.not_a_scheduler(target.address)} ({error})") from error
         except (OSError, TimeoutError, ValueError) as error:
@@ -78,7 +77,7 @@ def connected(
 
 
 def _tried(target: Target, timeout_s: float) -> Client:
-    """One attempt. Raises OSError, also TimeoutError where somebody takes the connection and never says a word."""
+    """One attempt. Raises OSError, or TimeoutError if the peer accepts the connection but never answers."""
     outcome: concurrent.futures.Future[Client] = concurrent.futures.Future()
 
     def connect() -> None:
@@ -92,10 +91,10 @@ def _tried(target: Target, timeout_s: float) -> Client:
                     name="ddptrain",
                 )
             )
-        except BaseException as error:
+        except BaseException as error:  # re-raised in the thread that waits
             outcome.set_exception(error)
 
-    # Dask's own deadline does not hold while it waits for the first word.
+    # Dask's own time limit does not apply while it waits for the first message.
     threading.Thread(target=connect, name="ddptrain-connect", daemon=True).start()
     try:
         return outcome.result(timeout_s + _MARGIN_S)
@@ -106,7 +105,7 @@ def _tried(target: Target, timeout_s: float) -> Client:
 
 
 def _look_before_dask(target: Target) -> None:
-    """Look what listens at an address that was typed. Raises ClusterError if Dask should not connect to it."""
+    """Check what listens at an address of the user. Raises ClusterError if Dask should not connect to it."""
     scheme, _, location = target.address.partition("://")
     if target.name or not target.foreign:
         return
@@ -114,7 +113,7 @@ def _look_before_dask(target: Target) -> None:
         _why_not(target)
     if scheme == "tcp":
         host, port = parse_host_port(location)
-        with contextlib.suppress(OSError):  # Dask's own attempt, which follows, is told
+        with contextlib.suppress(OSError):  # Dask's own attempt follows, and its error is reported
             dask_greeting.check_greeting(target.address, host, int(port))
 
 
@@ -129,9 +128,9 @@ def _nobody(target: Target, timeout_s: float, reason: str) -> str:
 
 
 def _why_not(target: Target) -> str:
-    """What keeps a client from connecting, or "" where nothing is wrong on the way.
+    """Why a client cannot connect, or "" if there is no problem with the connection.
 
-    Raises: ClusterError where waiting won't help: the certificate is wrong or missing, the name is unknown.
+    Raises ClusterError if waiting cannot help: the certificate is wrong or missing, or the host is unknown.
     """
     scheme, _, location = target.address.partition("://")
     if scheme == "unix":
@@ -153,7 +152,7 @@ def _why_not(target: Target) -> str:
 
 
 def _cannot_open(address: str) -> str:
-    """Why the socket of a cluster on this machine can't be opened, or "". Raises ClusterError where it is another's."""
+    """Why the socket of a local cluster can't be opened, or "". Raises ClusterError if another user owns it."""
     from ddptrain.protocol.unix_comm import connect_plain
 
     try:
@@ -166,7 +165,7 @@ def _cannot_open(address: str) -> str:
 
 
 def _tls_context(target: Target) -> ssl.SSLContext | None:
-    """What TLS is spoken with; None where the address wants none. Raises ClusterError where it is missing."""
+    """The TLS context, None if the address does not use TLS. Raises ClusterError if there is no certificate."""
     if not target.address.startswith("tls://"):
         return None
     security = target.security or Security()
@@ -180,7 +179,7 @@ def _tls_context(target: Target) -> ssl.SSLContext | None:
 
 
 def _wrong_certificate(target: Target, plain: socket.socket) -> str:
-    """Make the handshake that Dask makes, and read the answer to it."""
+    """Make the same TLS handshake as Dask; return a temporary problem. Raises ClusterError for a permanent one."""
     context = _tls_context(target)
     assert context is not None
     try:
@@ -207,9 +206,9 @@ def _wrong_certificate(target: Target, plain: socket.socket) -> str:
 
 
 def _talks_tls(target: Target, plain: socket.socket) -> str:
-    """Whether a scheduler that is called without TLS would answer with it. One without TLS speaks first.
+    """Check whether a tcp:// scheduler uses TLS. A scheduler without TLS sends the first message.
 
-    Returns SILENT if it says nothing at all. Raises ClusterError if it speaks TLS.
+    Returns SILENT if it sends nothing. Raises ClusterError if it uses TLS.
     """
     plain.settimeout(_SPEAKS_FIRST_S)
     context = ssl.create_default_context()

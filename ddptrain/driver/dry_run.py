@@ -1,4 +1,4 @@
-"""What `--dry-run` checks beyond the configuration: that the cluster which the run would use is there."""
+"""The part of `--dry-run` beyond the configuration: checks that the cluster of the run can be used."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from collections.abc import Callable
 
 from ddptrain.clusters.backends.attached import AttachedCluster
 from ddptrain.config.models import ClusterConfig
-from ddptrain.driver.local_resources import offer
+from ddptrain.driver.local_resources import local_resources
 
-_APPEAR_S = 5.0  # for a scheduler of others to appear; a run waits for cluster.start_timeout_s
+_APPEAR_S = 5.0  # for a foreign scheduler to answer; a run waits for cluster.start_timeout_s
 
 
 def check_cluster(cluster: ClusterConfig, tell: Callable[[str], None]) -> None:
-    """Connect to the cluster that a run would use and leave it as it is; of this machine, look whether it has the GPUs.
+    """Connect to the cluster of the run, or check the GPUs of this machine; nothing is changed.
 
-    A cluster that would be started for the run is not checked.
-
-    Raises: ClusterNotFound, ClusterError, as the run would.
+    A cluster that would be started for the run is not checked. Raises ClusterNotFound or ClusterError as the run would.
     """
     if cluster.is_embedded:
-        offer(cluster, os.environ)
+        local_resources(cluster, os.environ)
     if not cluster.is_attached:
         return
     target = AttachedCluster(cluster).connect()

@@ -1,4 +1,4 @@
-"""What an embedded cluster on this machine is made of: how many ranks, on which GPUs."""
+"""The ranks and GPUs of an embedded cluster on this machine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ddptrain.gpus import default_slots, visible_gpus
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """`ranks` slots; `gpus` has an entry for CUDA_VISIBLE_DEVICES for each, or none on the CPU."""
+class LocalResources:
+    """The number of slots; `gpus` has an entry for CUDA_VISIBLE_DEVICES for each slot, none on the CPU."""
 
     ranks: int
     gpus: tuple[str, ...]
 
 
-def offer(cluster: ClusterConfig, environ: Mapping[str, str]) -> Offer:
-    """Ranks and GPUs for a configuration. Raises ClusterError where it asks for more GPUs than there are."""
+def local_resources(cluster: ClusterConfig, environ: Mapping[str, str]) -> LocalResources:
+    """Return ranks and GPUs for a configuration. Raises ClusterError if there are fewer GPUs than it asks for."""
     present = () if cluster.gpus == 0 else visible_gpus(environ)
     wanted = len(present) if cluster.gpus == "auto" else int(cluster.gpus)
     if wanted > len(present):
@@ -27,14 +27,14 @@ def offer(cluster: ClusterConfig, environ: Mapping[str, str]) -> Offer:
             f"cluster.gpus is {wanted}, but this machine offers {len(present)}: set it to auto, or to 0 for the CPU"
         )
     if cluster.ranks == "auto":
-        return Offer(default_slots(present[:wanted]), present[:wanted])
+        return LocalResources(default_slots(present[:wanted]), present[:wanted])
     if isinstance(cluster.ranks, RankRange):
         most = min(cluster.ranks.max, wanted) if wanted else cluster.ranks.max
-        return Offer(max(cluster.ranks.min, most), present[:most] if wanted else ())
+        return LocalResources(max(cluster.ranks.min, most), present[:most] if wanted else ())
     ranks = int(cluster.ranks)
     if wanted and ranks > wanted:
         raise ClusterError(
             f"cluster.ranks is {ranks}, but there are {wanted} GPUs, one a rank: ask for fewer ranks, or set "
             "cluster.gpus to 0 to train on the CPU"
         )
-    return Offer(ranks, present[: ranks if wanted else 0])
+    return LocalResources(ranks, present[: ranks if wanted else 0])

@@ -1,4 +1,4 @@
-"""Which run `--resume` goes on with, and why; what has changed since is shown, and refused unless it is allowed."""
+"""Chooses the run that `--resume` continues; changed settings are listed, and refused unless allowed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _COMPARED = ("workload", "params")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The folder of the run to go on with, or None to start afresh; `reason` says why.
+    """The folder of the run to continue, or None to start a new run; `reason` is shown to the user.
 
-    driver: of that run, when it was chosen. done: the run, with the id that was asked for, has succeeded already.
+    driver: the last driver of that run. done: the run, if it has the requested id and has already succeeded.
     """
 
     folder: Path | None
@@ -39,17 +39,16 @@ class Choice:
 def choose(
     runs_dir: Path, which: str, resolved: ResolvedConfig, *, allow_changes: bool = False, run_id: str | None = None
 ) -> Choice:
-    """The run to go on with.
+    """Choose the run to continue.
 
-    `auto` takes the newest run of this name that has not succeeded, if its workload and parameters agree, and no later
-    one has succeeded; else it starts afresh. With `allow_changes` it takes the newest one also where they do not agree.
-    With a `run_id`, `auto` means that one run: it is started, gone on with, or done already. Runs of other users do
-    not count.
+    `auto` continues the newest run of this name if it has not succeeded and its workload and params are the same;
+    otherwise it starts a new run. With `allow_changes` they may differ. With a `run_id`, `auto` means that run: it is
+    started, continued, or has already succeeded. Runs of other users are ignored.
 
     Raises:
-        RunNotFound
-        UsageError: the run succeeded, was another workload, had other parameters, or belongs to another user.
-        RunLocked: `auto` has found a run that is running, or may be running on another host.
+        RunNotFound: there is no such run.
+        UsageError: the run succeeded, has another workload or other params, or belongs to another user.
+        RunLocked: `auto` found a run that is running, or may be running on another host.
     """
     if which != AUTO:
         return _named(load_run(find_run(runs_dir, which)), resolved, allow_changes=allow_changes)
@@ -67,7 +66,7 @@ def choose(
 
 
 def _named(view: RunView, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
-    """The run that the user has named."""
+    """Continue the run that the user named."""
     _require_own(view)
     if view.status == RunStatus.SUCCEEDED and not allow_changes:
         raise UsageError(
@@ -89,7 +88,7 @@ def _going_on(view: RunView, changes: Sequence[str]) -> Choice:
 
 
 def _newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
-    """The newest run of this name, if it is one to go on with."""
+    """Continue the newest run of this name, if it can be continued."""
     name = resolved.config.name
     named = [view for view in list_runs(runs_dir) if view.record.name == name and not view.problem]
     ours = [view for view in named if is_own_folder(view.layout.root)]
@@ -109,7 +108,7 @@ def _newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) ->
 
 
 def _require_own(view: RunView) -> None:
-    """Raise UsageError for a run of another user: ddptrain writes into no directory of theirs."""
+    """Raise UsageError for a run of another user: ddptrain does not write to their directories."""
     if not is_own_folder(view.layout.root):
         raise UsageError(
             f"run {view.run_id} in {view.layout.root} can't be resumed: its directory, or the link to it, belongs to "
@@ -118,10 +117,10 @@ def _require_own(view: RunView) -> None:
 
 
 def _require_ended(view: RunView) -> None:
-    """Raise RunLocked for a run that is running, or may be: a second training of it must not begin."""
+    """Raise RunLocked for a run that is running, or may be: it must not run twice."""
     driver = view.record.driver
     if view.is_running:
-        # run.json may still name the driver before: the lock is taken first.
+        # run.json may still name the previous driver: the lock is taken first.
         who = lock.holder(view.layout.lock_file) or driver.words
         raise RunLocked(
             f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
@@ -146,7 +145,7 @@ def _how_it_ended(view: RunView) -> str:
 
 
 def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
-    """What differs in what decides the weights: "params.epochs 20 (now 30)". Secrets are not compared."""
+    """Yield changes of workload and params, as "params.epochs 20 (now 30)". Secrets are not compared."""
     try:
         before = load_data(read_bytes(layout.config_yaml), str(layout.config_yaml))
     except (OSError, ConfigError):

@@ -1,4 +1,4 @@
-"""One run, from its configuration to its exit code: make the run directory, start the cluster, train, tell."""
+"""One run, from its configuration to its exit code: run directory, cluster, attempts, end-of-run summary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display
 from ddptrain.driver.failure import outcome as verdicts
 from ddptrain.driver.failure import summary
-from ddptrain.driver.local_resources import Offer, offer
+from ddptrain.driver.local_resources import LocalResources, local_resources
 from ddptrain.driver.messages import Inbox, ResultsLost
 from ddptrain.driver.recorder import Telling
 from ddptrain.driver.tracking.setup import check_trackers
@@ -50,37 +50,36 @@ if TYPE_CHECKING:
     from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
     from ddptrain.results.lookup import RunView
 
-_KEEP_S = 900.0  # for what is still to be uploaded when a run ends
+_KEEP_S = 900.0  # for the last uploads at the end of a run
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What the command line says beyond the configuration."""
+    """The options of the command line besides the configuration."""
 
     run_id: str | None = None
     output: str = "auto"
     resume: str | None = None
     allow_changes: bool = False
-    ready_fd: int | None = None  # of a detached driver: where to tell that the run has begun
-    full_traceback: bool = False  # in the ranks' logs; run.json has all of it anyway
+    ready_fd: int | None = None  # of a detached driver: the pipe to report to that the run has begun
+    full_traceback: bool = False  # in the ranks' logs; run.json always has all frames
 
 
 def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
-    """Run the configuration to its end; return the exit code of the contract.
+    """Run the configuration to its end; return the exit code (errors.ExitCode).
 
-    Raises:
-        UsageError, RunLocked, ClusterError: the run could not be begun; nothing was started.
+    Raises UsageError, RunLocked or ClusterError if the run could not begin; nothing was started then.
     """
     config = resolved.config
     prepared_by = _prepared_by(config)
     check_trackers(config)
-    machine = offer(config.cluster, os.environ) if config.cluster.is_embedded else None
+    machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded else None
     inbox: Inbox = queue.SimpleQueue()
     runs = open_runs_dir(config.results.dir)
     choice = _choice(resolved, options, runs)
     if choice is not None and choice.done is not None:
         return _already_done(choice.done, choice.reason, options)
-    seen = choice.driver if choice is not None and isinstance(runs, LocalRuns) else None  # a store's copy may be older
+    seen = choice.driver if choice is not None and isinstance(runs, LocalRuns) else None  # a copy may be older
     with (
         _kept(config, options, choice, runs) as (folder, keeping),
         _opened(resolved, folder, choice, seen) as writer,
@@ -106,7 +105,7 @@ def _choice(resolved: ResolvedConfig, options: LaunchOptions, runs: RunsDir) -> 
 
 
 def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
-    """Say that there is nothing left to do, in the way in which a run would have told its end; the exit code."""
+    """Report the end of a run that has already succeeded; return the exit code."""
     if options.ready_fd is not None:
         tell_done(options.ready_fd, view.layout, reason)
     if options.output == "json":
@@ -120,9 +119,9 @@ def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
 def _kept(
     config: RunConfig, options: LaunchOptions, choice: Choice | None, runs: RunsDir
 ) -> Iterator[tuple[Path, Keeping]]:
-    """The folder to write the run into, and what keeps it where it belongs; of a run in a store, its lock as well."""
+    """Yield the folder of the run, and the object that uploads it if it belongs in a store, holding its lock."""
     if options.run_id is not None:
-        check_run_id(options.run_id)  # before it is part of any path
+        check_run_id(options.run_id)  # before it becomes part of a path
     resumed = choice.folder if choice is not None else None
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
     with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:
@@ -140,22 +139,22 @@ def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen:
 
 
 def _prepared_by(config: RunConfig) -> str:
-    """What prepares or checks the workload's inputs before there are ranks. Raises ClusterNotFound."""
+    """The function that prepares or checks the workload's inputs, or "". Raises ClusterNotFound."""
     name = config.cluster.name
     backend = config.cluster.backend if name is None else state.find(name).record.backend
-    here = backend == "local"  # elsewhere a path may be another file, and a URL may be open
+    here = backend == "local"  # on other hosts a path may be another file
     return prepare_target(config.workload, config.params, here=here) if isinstance(config.workload, str) else ""
 
 
 def _module_needed(config: RunConfig) -> str:
-    """The workload's module:attr, which workers are asked for; a script needs none."""
+    """The module:attr that workers must be able to import."""
     if isinstance(config.workload, str):
         return workload_target(config.workload)
     return f"{config.workload.module or 'runpy'}:"
 
 
 class _Run:
-    """One run and its parts; `machine` is what an embedded cluster is made of, None where we attach to another."""
+    """One run and its parts; `machine` are the resources of the embedded cluster, None for other clusters."""
 
     def __init__(
         self,
@@ -164,7 +163,7 @@ class _Run:
         writer: RunWriter,
         inbox: Inbox,
         signals: Signals,
-        machine: Offer | None,
+        machine: LocalResources | None,
         choice: Choice | None,
         keeping: Keeping,
         inputs: Inputs,
@@ -174,7 +173,7 @@ class _Run:
         self.machine = machine
         self.choice = choice
         self.keeping = keeping
-        self.warned = False  # that not everything is where it belongs
+        self.warned = False  # that the run could not be uploaded completely
         self.display = open_display(options.output, writer.layout.logs_dir, 0, writer.run_id)
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
@@ -183,7 +182,7 @@ class _Run:
         writer.keep_heartbeat(self._lose)
 
     def _lose(self, error: DdptrainError) -> None:
-        """End the run: what it writes is no longer kept, or is another driver's."""
+        """End the run: its results can no longer be written, or another driver owns it."""
         self.inbox.put(ResultsLost(error))
 
     def _cluster(self) -> Cluster:
@@ -198,10 +197,10 @@ class _Run:
         return RunCluster(self.config.cluster, self.display.notice)
 
     def run(self) -> int:
-        """Train, write how it ended, and tell it. Raises what is a bug of ours, once run.json is true."""
+        """Train, write the end to run.json, and show it. Exceptions that are bugs are raised after that."""
         try:
             verdict = self._train()
-        except BaseException as error:
+        except BaseException as error:  # run.json must contain the end in every case
             verdict = self._end(verdicts.of_error(error, self.writer))
             if not isinstance(error, DdptrainError):
                 raise
@@ -213,17 +212,17 @@ class _Run:
         with ExitStack() as stack:
             stack.callback(self.cluster.close)
             stack.callback(self.inputs.close)
-            self.cluster.begin()  # first of all: everything below imports while torch is being imported there
+            self.cluster.begin()  # first, so that its processes import torch while this one imports Dask
             self.inputs.begin(self.config.params, without_working_directory({**os.environ, **self.config.env}))
             self._greet()
-            # All of Dask, before anything may be interrupted.
+            # Imports Dask: before the block that signals may interrupt.
             from ddptrain.driver.attempts import Scene, Series
             from ddptrain.driver.connect import connected
             from ddptrain.driver.worker_group import Gang
 
             with self.signals.interrupting():
                 if self.machine is None:
-                    self.inputs.wait(self.display.notice)  # rather than a cluster for data that are not there
+                    self.inputs.wait(self.display.notice)  # before a cluster is started for data that do not exist
                 target = self.cluster.connect()
                 lost_after_s = self.config.failure.lost_after_s
                 client = stack.enter_context(
@@ -249,14 +248,14 @@ class _Run:
             return Series(scene, self._checkpoint()).run()
 
     def _checkpoint(self) -> VerifiedCheckpoint | None:
-        """What the first attempt goes on from; said, where the run is not new."""
+        """The checkpoint that a resumed run starts from, which the user is told; None if there is none."""
         if self.choice is None or self.choice.folder is None:
             return None
         from ddptrain.results.checkpoint_verification import newest_verified
 
         found = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
-        whence = f"from {found.words}" if found else "from the start: it has no checkpoint"
-        self.display.notice(f"resuming {whence}")
+        start = f"from {found.words}" if found else "from the start: it has no checkpoint"
+        self.display.notice(f"resuming {start}")
         return found
 
     def _reserved(self, gang: Gang, watchers: Watchers) -> list[Place]:
@@ -297,7 +296,7 @@ class _Run:
         from ddptrain.driver.transfer.code_package import project_of
 
         goes_along = project_of(self.resolved) is not None
-        # What goes along has not arrived yet.
+        # Code that is sent to the workers has not arrived yet.
         module = "ddptrain:" if goes_along else _module_needed(self.config)
         needs = Needs(module, self.resolved.import_folders)
         return lambda workers: check_cluster(client, workers, needs)
@@ -313,9 +312,9 @@ class _Run:
             self.display.status(f"connecting to {self.cluster.words}")
 
     def _end(self, verdict: verdicts.Verdict) -> verdicts.Verdict:
-        """Write the end into run.json, then show it: whoever sees the last line finds the file true.
+        """Write the end to run.json, then show it: when the last line appears, the file is complete.
 
-        The verdict changes where a run that has succeeded can't be kept where it belongs.
+        Returns another verdict if a run that succeeded could not be stored.
         """
         verdict = self._flushed(verdicts.asked(verdict) if self.signals.asked else verdict)
         last_event = self._finish(verdict)
@@ -330,14 +329,14 @@ class _Run:
         return verdict
 
     def _finish(self, verdict: verdicts.Verdict) -> dict[str, Any]:
-        """Write how the run ended; return the last event."""
+        """Write the end of the run; return the last event."""
         self.writer.finish(verdict.status, verdict.exit_code, verdict.failure)
         last_event = summary.last_event(self.writer, verdict, self.writer.record.duration_s or 0.0)
         self.writer.event(last_event)
         return last_event
 
     def _flushed(self, verdict: verdicts.Verdict) -> verdicts.Verdict:
-        """The verdict once everything is where it belongs, or a failure where it would be a success and is not."""
+        """Finish the uploads; return the verdict, or a failure if a run that succeeded could not be stored."""
         asked_to_go = bool(self.signals.taken) or verdict.status == RunStatus.PREEMPTED
         deadline_s = self.config.failure.grace_s if asked_to_go else _KEEP_S
         try:

@@ -1,4 +1,4 @@
-"""A driver in a session of its own: started by one process, which leaves once the run has begun."""
+"""Starts a driver in its own session; the process that started it can end once the run has begun."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ddptrain.results.files import open_to_append
 from ddptrain.results.layout import RunLayout
 
 READY_OPTION = "--ready-fd"
-_BEGIN_DEADLINE_S = 120.0  # for imports and, where runs are kept in an object store, for that
+_BEGIN_DEADLINE_S = 120.0  # for imports, and for requests to the object store of the runs
 _END_DEADLINE_S = 10.0
 _BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a detached driver tells when its run directory is there; `reason` is why --resume chose that run.
+    """The message of a detached driver once its run directory exists.
 
-    `log_from` is where in `log` it has begun to write: a run that was resumed has one already. `done`: the run had
-    succeeded before, and this process has nothing to do.
+    reason: why --resume chose that run. log_from: the size of `log` before (a resumed run has one already).
+    done: the run had already succeeded; the driver starts nothing.
     """
 
     run_id: str
@@ -49,61 +49,48 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class EndedEarly:
-    """A driver that ended before its run had begun: its exit code, and what it said."""
+    """A driver that ended before its run began: its exit code and its output."""
 
     exit_code: int
     said: str
 
 
-# --- the process that leaves ---
+# --- the process that starts the driver ---
 
 
 def start_detached(arguments: Sequence[str], *, deadline_s: float = _BEGIN_DEADLINE_S) -> Begun | EndedEarly:
-    """Start `ddptrain ARGUMENTS` in a session of its own, and wait until its run has begun.
+    """Start `ddptrain ARGUMENTS` in its own session, and wait until its run has begun.
 
-    A driver that is still at it when the wait ends, by its deadline or by Ctrl-C, is told to end.
-
-    Raises: ClusterError where it is not ready in time.
+    If the wait ends early (by its deadline, or by Ctrl-C), the driver is stopped. Raises ClusterError if it does not
+    begin in time.
     """
-    with naming(Path(tempfile.gettempdir())):
-        output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it is closed below
-    with output:
-        process, ready = _start(arguments, output, subprocess.DEVNULL)
-        try:
-            line = _read_line(ready, deadline_s)
-            if not line:
-                return EndedEarly(process.wait(_END_DEADLINE_S) or ExitCode.INTERNAL, _said(output.fileno()))
-            process.returncode = 0  # it goes on without us: nobody is to wait for it
-            return Begun(**json.loads(line))
-        except BaseException:
-            _end(process)
-            raise
-        finally:
-            os.close(ready)
+    process, begun = start_ordered(arguments, b"", deadline_s=deadline_s)
+    process.returncode = 0  # nobody waits for it
+    return begun
 
 
 def start_ordered(
-    arguments: Sequence[str], order: bytes, *, deadline_s: float = _BEGIN_DEADLINE_S
+    arguments: Sequence[str], request: bytes, *, deadline_s: float = _BEGIN_DEADLINE_S
 ) -> tuple[subprocess.Popen[bytes], Begun | EndedEarly]:
-    """The same, with an order in the driver's standard input, which stays open; the caller is to wait for the process.
+    """Start a driver as start_detached does, and write `request` to its stdin, which stays open.
 
-    Raises: ClusterError where it is not ready in time.
+    The caller has to wait for the process. Raises ClusterError if it does not begin in time.
     """
     with naming(Path(tempfile.gettempdir())):
         output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it is closed below
     with output:
-        process, ready = _start(arguments, output, subprocess.PIPE)
+        process, ready = _start(arguments, output, subprocess.PIPE if request else subprocess.DEVNULL)
         try:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.write(order)
-                process.stdin.flush()
-            line = _read_line(ready, deadline_s)
-            if not line:
+            if process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    process.stdin.write(request)
+                    process.stdin.flush()
+            if line := _read_line(ready, deadline_s):
+                return process, Begun(**json.loads(line))
+            if process.stdin is not None:
                 with suppress(BrokenPipeError):
                     process.stdin.close()
-                return process, EndedEarly(process.wait(_END_DEADLINE_S) or ExitCode.INTERNAL, _said(output.fileno()))
-            return process, Begun(**json.loads(line))
+            return process, EndedEarly(process.wait(_END_DEADLINE_S) or ExitCode.INTERNAL, _said(output.fileno()))
         except BaseException:
             _end(process)
             raise
@@ -112,7 +99,7 @@ def start_ordered(
 
 
 def _start(arguments: Sequence[str], output: IO[bytes], stdin: int) -> tuple[subprocess.Popen[bytes], int]:
-    """The driver, and where it will tell that it is ready."""
+    """Start the driver; return it, and the pipe that receives its message."""
     ready, tell = os.pipe()
     try:
         process = subprocess.Popen(
@@ -136,7 +123,7 @@ def _program() -> list[str]:
 
 
 def _read_line(descriptor: int, deadline_s: float) -> bytes:
-    """What stands there before the other end is closed. Raises ClusterError when that takes too long."""
+    """Read until the other end is closed. Raises ClusterError at the deadline."""
     deadline = time.monotonic() + deadline_s
     line = b""
     while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -148,7 +135,7 @@ def _read_line(descriptor: int, deadline_s: float) -> bytes:
 
 
 def _said(descriptor: int) -> str:
-    """All of a file that others write, whose place in it stays as it is."""
+    """The content of a file that another process writes; the position in the file does not change."""
     blocks, at = [], 0
     while block := os.pread(descriptor, _BLOCK_BYTES, at):
         blocks.append(block)
@@ -167,19 +154,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-# --- the process that stays ---
+# --- the driver ---
 
 
 def tell_begun(ready: int, layout: RunLayout, reason: str) -> None:
-    """Let what this process prints go to the run's driver.log, and tell the process that waits that the run has begun.
+    """Redirect stdout and stderr to the run's driver.log, and tell the waiting process that the run has begun.
 
-    Raises: ResultsError where the log can't be written.
+    Raises ResultsError if the log can't be written.
     """
     _tell(ready, _begun(layout, reason, _print_into(layout.driver_log)))
 
 
 def tell_done(ready: int, layout: RunLayout, reason: str) -> None:
-    """Tell the process that waits that the run has succeeded before, and that nothing is started."""
+    """Tell the waiting process that the run has already succeeded, so that nothing is started."""
     log_from = layout.driver_log.lstat().st_size if os.path.lexists(layout.driver_log) else 0
     _tell(ready, _begun(layout, reason, log_from, done=True))
 
@@ -190,12 +177,15 @@ def _begun(layout: RunLayout, reason: str, log_from: int = 0, *, done: bool = Fa
 
 
 def _tell(ready: int, begun: Begun) -> None:
-    with suppress(OSError), os.fdopen(ready, "wb") as told:  # who waited may have been killed: the run goes on
+    with (
+        suppress(OSError),
+        os.fdopen(ready, "wb") as told,
+    ):  # the waiting process may be gone
         told.write(json.dumps(dataclasses.asdict(begun)).encode())
 
 
 def _print_into(log: Path) -> int:
-    """Let stdout and stderr go on in the file, after what they have said so far; how long it was before."""
+    """Redirect stdout and stderr to the file, copy their output so far, and return its size before."""
     descriptor = open_to_append(log)
     try:
         with naming(log):

@@ -1,4 +1,4 @@
-"""What a program that launches a run tells its driver: one line of JSON in the standard input."""
+"""The request of ddptrain.launch to its driver: one line of JSON on stdin."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A launch. `config` is the configuration itself, as if it stood in `folder`; None where a file is named.
+class LaunchRequest:
+    """A launch. It is not in the command line because it may contain secrets.
 
-    `overrides` are texts as --set takes them. The order is no argument of the command: it may hold secrets. With
-    `together` the run ends when the program does.
+    config: the configuration, as if a file in `folder` contained it; None if the command line names a file.
+    overrides: texts as for --set. together: the run ends when the program ends.
     """
 
     config: Mapping[str, Any] | None
@@ -30,25 +30,23 @@ class Order:
     together: bool
 
     def to_line(self) -> bytes:
-        """The order as it goes over."""
+        """Return the line of JSON."""
         return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
 
 
-def take_order() -> Order:
-    """The order of the program that has started this process. Raises UsageError where there is none."""
+def read_launch_request() -> LaunchRequest:
+    """Read the request of the program that started this process. Raises UsageError if there is none."""
     try:
-        order = Order(**json.loads(_line()))
+        order = LaunchRequest(**json.loads(_line()))
     except (ValueError, TypeError) as error:
-        raise UsageError(
-            f"--ordered is for ddptrain.launch, which tells more in the standard input: {error}"
-        ) from error
+        raise UsageError(f"--ordered is for ddptrain.launch, which sends a request on stdin: {error}") from error
     if order.together:
         threading.Thread(target=_end_with_program, name="ddptrain-program", daemon=True).start()
     return order
 
 
 def _line() -> bytes:
-    """The first line of the standard input, which is read without a buffer: its lock would outlive a thread."""
+    """Read the first line of stdin without sys.stdin, whose lock a blocked thread would hold at exit."""
     line = b""
     while not line.endswith(b"\n") and (block := os.read(0, _BLOCK_BYTES)):
         line += block

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as messages to the driver's main loop, for as long as a run is on."""
+"""Converts SIGINT, SIGTERM and SIGHUP to messages to the driver's main loop while a run is active."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """Takes the signals: each becomes a message, and within `interrupting()` an exception as well."""
+    """The signal handler: each signal becomes a message, and within `interrupting()` also an exception."""
 
     def __init__(self, inbox: Inbox) -> None:
         self.inbox = inbox
         self.taken: list[int] = []
-        self.asked = False  # whether the first was sent for `ddptrain stop`
+        self.asked = False  # whether `ddptrain stop` caused the first signal
         self._interrupts = False
 
     def take(self, signum: int, frame: FrameType | None) -> None:
         """The signal handler."""
         self.taken.append(signum)
-        if len(self.taken) > 2:  # the person has asked three times: whatever we wait for, stop waiting
+        if len(self.taken) > 2:  # the third signal: end at once
             os._exit(128 + signum)
         self.inbox.put(Signalled(signum))
         if self._interrupts:
@@ -35,9 +35,9 @@ class Signals:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """For blocks that only wait: a signal, also one that came before, ends them with Interrupted.
+        """For blocks that only wait: a signal, also an earlier one, ends them with Interrupted.
 
-        Never around imports: a module that was interrupted half-way stays broken.
+        Do not import within such a block: an interrupted import leaves a broken module.
         """
         if self.taken:
             raise Interrupted(self.taken[0])
@@ -50,9 +50,9 @@ class Signals:
 
 @contextlib.contextmanager
 def signals_to(inbox: Inbox) -> Iterator[Signals]:
-    """Until the block ends, signals go through the yielded object; then the handlers before are back.
+    """Handle signals with the yielded object until the block ends, then restore the former handlers.
 
-    What the caller had ignored stays ignored (nohup, a shell's background job).
+    Ignored signals stay ignored (nohup, background jobs of a shell).
     """
     taken = Signals(inbox)
     numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -1,4 +1,4 @@
-"""Stopping a run from another shell or host: a request in its directory, which its driver takes for a signal."""
+"""Stops a run from another shell or host: a file in its directory, which its driver handles like a signal."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.2
 _AGAIN_S = 0.1
-_SEEN_WITHIN_S = 2.0  # while a cluster starts, the first may be kept waiting until the second comes
-_ENOUGH = 2  # a second signal stops at once; a third would end the driver before it has written how the run ended
+_SEEN_WITHIN_S = 2.0  # a starting cluster may block the first signal until the second
+_ENOUGH = 2  # two signals stop the ranks at once; a third would end the driver before it writes run.json
 _MARGIN_S = 30.0
 _DEFAULT_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """What somebody asks of the driver `pid` on `host`; another driver of the same run is not meant."""
+    """A request to the driver `pid` on `host`; another driver of the same run ignores it."""
 
     pid: int
     host: str
@@ -45,7 +45,7 @@ class StopRequest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> StopRequest:
-        """Raises ValueError for anything else."""
+        """Decode a request. Raises ValueError for anything else."""
         try:
             raw = json.loads(text)
             return cls(int(raw["pid"]), str(raw["host"]), bool(raw["now"]), str(raw["by"]))
@@ -53,19 +53,19 @@ class StopRequest:
             raise ValueError(f"no stop request: {error}") from error
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Return the text of the file."""
         return json.dumps(dataclasses.asdict(self)) + "\n"
 
 
-# --- the driver's side ---
+# --- in the driver ---
 
 
 @contextmanager
 def stop_requests(writer: RunWriter, signals: Signals) -> Iterator[None]:
-    """Until the block ends, a request in the run directory is a signal to this process.
+    """Until the block ends, convert requests in the run directory to signals to this process.
 
-    Without `now` it is SIGTERM, once: asking again does not cut short what the ranks save. With it, it is as Ctrl-C
-    pressed twice.
+    Without `now` it is one SIGTERM, also for repeated requests, so that the ranks can save. With `now` it is like
+    Ctrl-C pressed twice.
     """
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(writer, signals, over), name="ddptrain-stop", daemon=True)
@@ -82,16 +82,16 @@ def _watch(writer: RunWriter, signals: Signals, over: threading.Event) -> None:
     while not over.is_set():
         request = _taken(writer.layout)
         if request is not None:
-            with suppress(ResultsError):  # a full disk is a reason to stop, not one to go on
+            with suppress(ResultsError):  # stop also if the disk is full
                 writer.event({"event": "stop_requested", "now": request.now, "by": request.by})
             sent += _obey(request, signals, sent, over)
         over.wait(_LOOK_EVERY_S)
 
 
 def _taken(layout: RunLayout) -> StopRequest | None:
-    """The request that is there for this process; it, or one that is not for us, is gone afterwards."""
+    """Read and delete the request file; return the request if it is for this process."""
     try:
-        # Opening the folder makes a network file system look again; asking for the file alone does not.
+        # Listing the folder makes a network file system refresh it; opening the file alone does not.
         if layout.stop_json.name not in os.listdir(layout.root):
             return None
         text = read_bytes(layout.stop_json)
@@ -103,58 +103,60 @@ def _taken(layout: RunLayout) -> StopRequest | None:
 
 
 def _obey(request: StopRequest, signals: Signals, sent: int, over: threading.Event) -> int:
-    """Send this process what is still to be sent, and return how many signals that was; `sent` were before."""
+    """Send this process the missing signals and return their number; `sent` were sent before."""
     missing = (_ENOUGH if request.now else 1) - max(sent, len(signals.taken))
     signals.asked = signals.asked or (missing > 0 and not signals.taken)
-    # A shell's background job has SIGINT ignored.
+    # Background jobs of a shell ignore SIGINT.
     can_interrupt = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
     for _ in range(missing):
         before = len(signals.taken)
         os.kill(os.getpid(), signal.SIGINT if request.now and can_interrupt else signal.SIGTERM)
         seen_by = time.monotonic() + _SEEN_WITHIN_S
         while len(signals.taken) == before and time.monotonic() < seen_by and not over.wait(_AGAIN_S):
-            continue  # two at once would count as one
+            continue  # two signals at once would count as one
     return max(0, missing)
 
 
-# --- the other side ---
+# --- in the command that stops the run ---
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
-    """A run to stop: `look` tells how it stands, and `desk` is the folder that its driver writes, and looks into."""
+class StopTarget:
+    """A run to stop: `look` returns its state; `desk` is the folder where its driver looks for requests."""
 
     desk: RunLayout
     look: Callable[[], RunView]
     look_every_s: float = _LOOK_EVERY_S
 
 
-def stop_run(going: Going, *, now: bool, by: str, tell: Callable[[str], None], margin_s: float = _MARGIN_S) -> RunView:
-    """Ask the run to end, wait until it has, and return it as it then stands; one that has ended is returned as it is.
+def stop_run(
+    target: StopTarget, *, now: bool, by: str, tell: Callable[[str], None], margin_s: float = _MARGIN_S
+) -> RunView:
+    """Ask the run to end, wait until it has ended, and return its final state.
 
     Raises:
         ResultsError: the request can't be written.
-        ClusterError: the run goes on although its time is over.
+        ClusterError: the run has not ended within the grace period and `margin_s` seconds.
     """
-    view = going.look()
-    if not is_going(view):
+    view = target.look()
+    if not is_active(view):
         return view
     driver = view.record.driver
-    _ask(going.desk, StopRequest(driver.pid, driver.host, now, by))
-    within_s = margin_s + (0.0 if now else _grace_s(going.desk))
+    _ask(target.desk, StopRequest(driver.pid, driver.host, now, by))
+    within_s = margin_s + (0.0 if now else _grace_s(target.desk))
     tell(f"waiting up to {within_s:g} s for run {view.run_id} to end: {driver.words}")
     deadline = time.monotonic() + within_s
-    while is_going(view := going.look()) or _is_leaving(view):
+    while is_active(view := target.look()) or _is_leaving(view):
         if time.monotonic() > deadline:
-            raise ClusterError(_not_in_time(going.desk, driver, within_s, now=now))
-        time.sleep(going.look_every_s)
-    with suppress(OSError):  # the run may have ended by itself, and nobody has taken the request
-        going.desk.stop_json.unlink(missing_ok=True)
+            raise ClusterError(_not_in_time(target.desk, driver, within_s, now=now))
+        time.sleep(target.look_every_s)
+    with suppress(OSError):  # the run may have ended by itself without reading the request
+        target.desk.stop_json.unlink(missing_ok=True)
     return view
 
 
-def is_going(view: RunView) -> bool:
-    """Whether its driver is, or may be, at work: one elsewhere that has long written nothing may be in a long epoch."""
+def is_active(view: RunView) -> bool:
+    """Whether the driver is running, or may be: a driver on another host may be silent during a long epoch."""
     return view.status in (RunStatus.RUNNING, RunStatus.UNKNOWN)
 
 
@@ -176,7 +178,7 @@ def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now:
     if desk.stop_json.exists():
         why = f"{driver.words} has not taken the request: is it stopped, or its host down?"
     else:
-        why = "it may still be bringing results home"
+        why = "it may still be copying results"
     advice = (
         f"look at {driver.words}, and kill it" if now else f"wait, or end it with ddptrain stop {desk.root.name} --now"
     )
@@ -184,7 +186,7 @@ def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now:
 
 
 def _grace_s(layout: RunLayout) -> float:
-    """failure.grace_s as the run was given it."""
+    """failure.grace_s of the run."""
     from ddptrain.config.load import load_data
 
     try:

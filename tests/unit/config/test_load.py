@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ddptrain.config import files as config_files
 from ddptrain.config import registry
+from ddptrain.config.files import shipped_configs
 from ddptrain.config.load import (
     load_cluster,
     load_config,
-    shipped_configs,
 )
 from ddptrain.config.models import RunConfig
 from ddptrain.config.resolved import resolve

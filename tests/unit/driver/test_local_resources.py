@@ -8,7 +8,7 @@ import pytest
 
 from ddptrain.config.models import ClusterConfig
 from ddptrain.driver import local_resources
-from ddptrain.driver.local_resources import Offer
+from ddptrain.driver.local_resources import LocalResources
 from ddptrain.errors import ClusterError
 
 
@@ -22,34 +22,34 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("four_gpus")
 def test_every_gpu_gets_a_rank() -> None:
-    assert local_resources.offer(ClusterConfig(), {}) == Offer(4, ("0", "1", "2", "3"))
+    assert local_resources.local_resources(ClusterConfig(), {}) == LocalResources(4, ("0", "1", "2", "3"))
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_fewer_ranks_take_the_first_gpus() -> None:
-    assert local_resources.offer(ClusterConfig(ranks=2), {}) == Offer(2, ("0", "1"))
-    assert local_resources.offer(ClusterConfig(gpus=3), {}) == Offer(3, ("0", "1", "2"))
+    assert local_resources.local_resources(ClusterConfig(ranks=2), {}) == LocalResources(2, ("0", "1"))
+    assert local_resources.local_resources(ClusterConfig(gpus=3), {}) == LocalResources(3, ("0", "1", "2"))
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_gpus_0_gives_cpu_ranks_only() -> None:
-    assert local_resources.offer(ClusterConfig(gpus=0, ranks=6), {}) == Offer(6, ())
+    assert local_resources.local_resources(ClusterConfig(gpus=0, ranks=6), {}) == LocalResources(6, ())
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_more_ranks_than_gpus_are_refused_with_the_way_out() -> None:
     with pytest.raises(ClusterError, match=r"cluster\.ranks is 5, but there are 4 GPUs.*cluster\.gpus to 0"):
-        local_resources.offer(ClusterConfig(ranks=5), {})
+        local_resources.local_resources(ClusterConfig(ranks=5), {})
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_more_gpus_than_there_are_are_refused() -> None:
     with pytest.raises(ClusterError, match=r"cluster\.gpus is 5, but this machine offers 4"):
-        local_resources.offer(ClusterConfig(gpus=5), {})
+        local_resources.local_resources(ClusterConfig(gpus=5), {})
 
 
 def test_machine_without_gpus_gets_at_least_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddptrain.gpus.usable_cores", lambda: 2)
-    assert local_resources.offer(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == Offer(2, ())
+    assert local_resources.local_resources(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == LocalResources(2, ())
     monkeypatch.setattr("ddptrain.gpus.usable_cores", lambda: 16)
-    assert local_resources.offer(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == Offer(8, ())
+    assert local_resources.local_resources(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == LocalResources(8, ())

@@ -16,7 +16,7 @@ import pytest
 
 from ddptrain.driver.control import stop
 from ddptrain.driver.control.signals import Signals, signals_to
-from ddptrain.driver.control.stop import Going, StopRequest, stop_requests, stop_run
+from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
 from ddptrain.driver.failure import outcome as verdicts
 from ddptrain.driver.failure.outcome import Verdict
 from ddptrain.driver.messages import Inbox, Signalled
@@ -150,7 +150,7 @@ def test_request_that_the_driver_before_left_is_not_for_the_next(tmp_path: Path,
         assert not again.layout.stop_json.exists()
 
 
-def going(writer: RunWriter, *, elsewhere: bool = False) -> Going:
+def going(writer: RunWriter, *, elsewhere: bool = False) -> StopTarget:
     def look() -> RunView:
         view = load_run(writer.layout.root)
         if not elsewhere:
@@ -158,7 +158,7 @@ def going(writer: RunWriter, *, elsewhere: bool = False) -> Going:
         driver = replace(view.record.driver, host="far")
         return replace(view, record=replace(view.record, driver=driver))
 
-    return Going(writer.layout, look, look_every_s=0.01)
+    return StopTarget(writer.layout, look, look_every_s=0.01)
 
 
 def test_stop_waits_until_the_run_has_ended_and_its_driver_has_left(writer: RunWriter) -> None:
