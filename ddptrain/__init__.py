@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # Late, so that commands which train nothing don't wait for torch.
+        # Imported on first use, so that commands that do not train do not wait for torch.
         if name == "RankContext":
             from ddptrain.rank.context import RankContext
 

@@ -6,9 +6,9 @@ from ddptrain.protocol.exec_env import leave_working_directory
 
 
 def main() -> int:
-    """The command, with the arguments of this process; returns its exit code."""
+    """Run the command with the arguments of this process; return its exit code."""
     leave_working_directory()
-    from ddptrain.cli import main as command  # not before: anybody may have put a pydantic.py there
+    from ddptrain.cli import main as command  # only now: the working directory may contain a pydantic.py
 
     return command.main()
 

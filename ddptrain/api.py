@@ -1,7 +1,7 @@
-"""Runs from Python: `ddptrain.launch` for notebooks and schedulers, and `ddptrain.Run`, a run that is on or was.
+"""Runs from Python: `ddptrain.launch` for notebooks and schedulers.
 
-The driver is a process of its own, the same as `ddptrain train` starts: it takes no signal handler, event loop or
-thread of the caller's, and its run directory is all that the two share.
+The driver is a separate process, the same as for `ddptrain train`: it uses no signal handler, event loop or thread of
+the caller. Both share only the run directory.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def launch(
     wait: bool = True,
     output: Output = "auto",
 ) -> Run:
-    """Train what a YAML file, its content, or a function of a module describes; return the run.
+    """Train with a YAML file, its content, or a function of a module; return the run.
 
-    `params` are the workload's own, `overrides` any fields ({"checkpoint.keep": 5}, or texts as --set takes them);
-    `ranks` to `allow_changes` are the options of `ddptrain train`. With `wait` the call returns once the run has
-    succeeded, prints what happens (`output`: plain lines, JSON lines or none), and an exception such as Ctrl-C stops
-    the run; without it returns once the run has begun, which goes on even without this process. It may be called in
-    any thread.
+    `params` are those of the workload, `overrides` any fields ({"checkpoint.keep": 5}, or texts as for --set);
+    `ranks` to `allow_changes` are the options of `ddptrain train`. With `wait` the call returns when the run has
+    succeeded, prints its output (`output`: plain lines, JSON lines or none), and an exception such as Ctrl-C stops the
+    run. Without `wait` it returns when the run has begun; the run then continues without this process. It can be
+    called in any thread.
 
     Raises:
         UsageError, ConfigError: nothing was started.
-        TrainingFailed, HangDetected, ClusterError, RunLocked, RunPreempted, Interrupted: with `wait`, how it ended.
+        TrainingFailed, HangDetected, ClusterError, RunLocked, RunPreempted, Interrupted: with `wait`, the run failed.
     """
     if "DDPTRAIN_RUN_ID" in os.environ and "RANK" in os.environ:
         raise UsageError(
@@ -70,7 +70,7 @@ def launch(
 
 
 def _described(config: Any) -> tuple[str, Mapping[str, Any] | None, Path]:
-    """A path, or else data and the folder in which it is as if it stood."""
+    """The path of a file, or data and the folder that their relative paths refer to."""
     from pydantic import BaseModel
 
     if isinstance(config, str | os.PathLike):
@@ -86,7 +86,7 @@ def _described(config: Any) -> tuple[str, Mapping[str, Any] | None, Path]:
 
 
 def _workload(function: Callable[..., Any]) -> tuple[str, Path]:
-    """A function as package.module:function, and the folder in which that package is found. Raises UsageError."""
+    """A function as package.module:function, and the folder of that package. Raises UsageError."""
     module_name, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     module = sys.modules.get(module_name or "")
     if module is None or not name or "<" in name:
@@ -135,7 +135,7 @@ def _json(value: Any, what: str) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if hasattr(value, "item"):  # a number of numpy's
+    if hasattr(value, "item"):  # a number of numpy
         return value.item()
     raise TypeError(f"{value!r} is a {type(value).__name__}")
 

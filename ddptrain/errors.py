@@ -1,14 +1,14 @@
-"""Every error that ddptrain raises on purpose, and the exit code that each stands for.
+"""All errors that ddptrain raises on purpose, with their exit codes.
 
 DdptrainError               3  (only as a base; a bare one is a bug of ours)
 ├── UsageError              2  the command line asks for something impossible
 │   └── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
-├── RunNotFound             2  no run, or more than one, answers to that name
+├── RunNotFound             2  no run, or more than one, has that name
 ├── RunLocked               6  another process holds the run
 ├── ClusterError            4  no cluster, too few slots, a worker lost
 ├── TrainingFailed          1  the training code failed
 ├── HangDetected            5  no progress in time
-├── RunPreempted           75  the run was told to go; it has saved a checkpoint
+├── RunPreempted           75  the run was preempted and has saved a checkpoint
 └── Interrupted       130/143  Ctrl-C or SIGTERM
 """
 
@@ -27,7 +27,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 class ExitCode(IntEnum):
-    """What the command's exit status means; scripts and cron jobs rely on it."""
+    """The exit codes of the command; scripts and cron jobs rely on them."""
 
     SUCCEEDED = 0
     TRAINING_FAILED = 1
@@ -55,7 +55,7 @@ class UsageError(DdptrainError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a configuration: where it stands, its full key, and what to do."""
+    """One problem of a configuration: its place, its full key, and a hint."""
 
     where: str
     key: str
@@ -70,7 +70,7 @@ class Problem:
 
 
 class ConfigError(UsageError):
-    """The configuration is wrong; `problems` holds everything found, in file order."""
+    """The configuration is wrong; `problems` lists all problems in file order."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -78,7 +78,7 @@ class ConfigError(UsageError):
 
 
 class RunNotFound(UsageError):
-    """No run, or more than one, answers to that name."""
+    """No run, or more than one, has that name."""
 
 
 class RunLocked(DdptrainError):
@@ -100,13 +100,13 @@ class TrainingFailed(DdptrainError):
 
 
 class HangDetected(DdptrainError):
-    """No progress in time; the message names who is to blame."""
+    """No progress in time; the message names the cause."""
 
     exit_code = ExitCode.HANG
 
 
 class RunPreempted(DdptrainError):
-    """The run was told to go, and has saved a checkpoint: resume it to go on."""
+    """The run was preempted and has saved a checkpoint; it can be resumed."""
 
     exit_code = ExitCode.PREEMPTED
 

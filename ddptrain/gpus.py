@@ -1,4 +1,4 @@
-"""What this machine offers to ranks: its NVIDIA GPUs, asked without torch and without touching CUDA, or its cores."""
+"""The NVIDIA GPUs and CPU cores of this machine, found without torch and CUDA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Entries for CUDA_VISIBLE_DEVICES, one a GPU: those of the user's own setting, else all of nvidia-smi's."""
+    """Return one entry for CUDA_VISIBLE_DEVICES per GPU: those that the user has set, else all of nvidia-smi."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     present = _listed() if chosen is None or chosen.strip() else ()
     if chosen is None:
@@ -19,12 +19,12 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def default_slots(gpus: Sequence[str]) -> int:
-    """How many ranks fit where nobody says: one per GPU, else one per 2 cores and at least 2."""
+    """Return the default number of ranks: one per GPU, or one per 2 cores and at least 2."""
     return len(gpus) or max(2, usable_cores() // 2)
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: a batch system gives it a part of the machine."""
+    """Return the number of cores that this process may use (a batch system may limit it)."""
     present = os.cpu_count() or 1
     return min(present, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else present
 

@@ -1,4 +1,4 @@
-"""Keeps secrets out of what is written down or sent: run directories, messages, tasks, trackers."""
+"""Removes secrets from data that are written or sent: run directories, messages, tasks, trackers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _QUERY_PART = re.compile(r"([?&;#])([^=&;#?\s]+)=(?!<left out>)([^&;#\s\"']+)")
 _ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_][\w.-]*)(\s?=\s?)(?!=|<left out>)(\"[^\"]*\"|'[^']*'|[^\s;&,'\"]+)")
 _IN_JSON = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)(\"[^\"]*\"|'[^']*'|[0-9]+)")
 _OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w.-]*)([\s,\"']+)(?!<left out>)([^\s,\"'-][^\s,\"']*)")
-_SHORTEST_SECRET = 4  # a shorter number is none, and a shorter text stands in many a word
+_SHORTEST_SECRET = 4  # shorter numbers are not secrets; shorter texts occur within other words
 
 
 def holds_secret(path: Sequence[str | int]) -> bool:
-    """Whether a configuration's value at that key, as ("env", "WANDB_API_KEY"), is probably secret."""
+    """Return whether the value at a key of a configuration, as ("env", "WANDB_API_KEY"), is probably secret."""
     return any(is_secret_name(part) for part in path if isinstance(part, str))
 
 
 def hide_secrets(value: Any, *, in_secret: bool = False) -> Any:
-    """The data without texts and numbers at or below a name that says they are secret, and without secrets in texts.
+    """Return the data without the texts and numbers at or below a secret name, and without secrets inside texts.
 
-    A list of texts is read as the arguments of a program: `--password X`, `--token=X`.
+    A list of texts is handled as the arguments of a program: `--password X`, `--token=X`.
     """
     if isinstance(value, Mapping):
-        told = is_secret_name(str(value.get("name", "")))  # {name: DB_PASSWORD, value: X}, as Kubernetes has it
+        told = is_secret_name(str(value.get("name", "")))  # {name: DB_PASSWORD, value: X}, as in Kubernetes
         return {
             name: hide_secrets(below, in_secret=in_secret or is_secret_name(str(name)) or (told and name == "value"))
             for name, below in value.items()
@@ -45,7 +45,7 @@ def hide_secrets(value: Any, *, in_secret: bool = False) -> Any:
 
 
 def hide_arguments(arguments: Sequence[str]) -> list[str]:
-    """A program's arguments without the values of options that say they are secret."""
+    """Return the arguments of a program without the values of options with secret names."""
     kept: list[str] = []
     follows_secret = False
     for argument in arguments:
@@ -61,7 +61,7 @@ def hide_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def secrets_in(value: Any, hidden: Any) -> Iterator[str]:
-    """The texts of `value` that hide_secrets() has changed to make `hidden`."""
+    """Yield the texts of `value` that hide_secrets() changed in `hidden`."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from secrets_in(below, hidden[name])
@@ -73,13 +73,13 @@ def secrets_in(value: Any, hidden: Any) -> Iterator[str]:
 
 
 def known_secrets(*values: Any) -> list[str]:
-    """The secrets in the data that are long enough to be looked for in other texts, the longest first."""
+    """Return the secrets in the data that are long enough to search in other texts, the longest first."""
     found = {text for value in values for text in secrets_in(value, hide_secrets(value))}
     return sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
 
 
 def hide_known(value: Any, secrets: Iterable[str]) -> Any:
-    """The data without these texts, wherever they stand."""
+    """Return the data without these texts."""
     if isinstance(value, Mapping):
         return {name: hide_known(below, secrets) for name, below in value.items()}
     if isinstance(value, list | tuple):
@@ -91,7 +91,7 @@ def hide_known(value: Any, secrets: Iterable[str]) -> Any:
 
 
 def hide_credentials(text: str) -> str:
-    """The text without the secrets in it: of URLs, assigned to a secret name, or of a known format."""
+    """Return the text without secrets: those in URLs, assigned to a secret name, or of a known format."""
     if "://" in text:
         text = _QUERY_PART.sub(_hide_in_query, _ADDRESS.sub(_hide_user_info, text))
     if "=" in text:
@@ -104,7 +104,7 @@ def hide_credentials(text: str) -> str:
 
 
 def _hide_user_info(address: re.Match[str]) -> str:
-    """What follows the :// without user and password; the password may hold "/", "?" and "@", though it must not."""
+    """The text after "://" without user and password; the password may contain "/", "?" and "@" by mistake."""
     rest = address[0]
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     user_info, at, _ = authority.rpartition("@")
@@ -112,7 +112,7 @@ def _hide_user_info(address: re.Match[str]) -> str:
     if at and not colon:
         return LEFT_OUT + rest[len(user_info) :]
     if not colon or (not at and (not password or password.isdigit() or authority.startswith("["))):
-        return rest  # no user, but a port or nothing behind the host
+        return rest  # no user: a port, or nothing, follows the host
     end = re.split(r"[?#]", rest, maxsplit=1)[0].rfind("@")
     end = rest.rfind("@") if end < 0 else end
     return rest if end < 0 else LEFT_OUT + rest[end:]
@@ -123,7 +123,7 @@ def _hide_in_query(part: re.Match[str]) -> str:
 
 
 def _hide_assigned(part: re.Match[str]) -> str:
-    # `key=` alone is in many a message the name of an object in a store.
+    # In messages, `key=` alone is often the name of an object in a store.
     return f"{part[1]}{part[2]}{LEFT_OUT}" if part[1] != "key" and is_secret_name(part[1]) else part[0]
 
 

@@ -1,4 +1,4 @@
-"""`ddptrain.Run`: a run that is on, or was, as a program sees it through its run directory."""
+"""`ddptrain.Run`: a running or finished run, read from its run directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 _STORE_LOOK_S = 2.0
-_ENDING_S = 120.0  # for a driver that was told to end: grace, and what it brings home
+_ENDING_S = 120.0  # for a driver that is stopping: the grace period, and the transfer of results
 _ERRORS: dict[int, type[DdptrainError]] = {
     ExitCode.TRAINING_FAILED: TrainingFailed,
     ExitCode.USAGE: UsageError,
@@ -44,7 +44,7 @@ _ERRORS: dict[int, type[DdptrainError]] = {
 
 
 def error_of(exit_code: int, cause: str) -> DdptrainError:
-    """What is raised for a driver that has ended so."""
+    """Return the error for the exit code of a driver."""
     if exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         return Interrupted(exit_code - 128)
     if exit_code < 0:
@@ -53,12 +53,12 @@ def error_of(exit_code: int, cause: str) -> DdptrainError:
 
 
 class Run:
-    """A run: what it is about is read anew each time it is asked for."""
+    """A run; each property reads the run directory again."""
 
     def __init__(
         self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None, log_from: int = 0
     ) -> None:
-        """Runs come from `launch` or `find`. `run_dir` is a folder or, of a run in an object store, its address."""
+        """Use `launch` or `find` instead. `run_dir` is a folder, or the URL of a run in an object store."""
         from ddptrain.results.remote.runs import StoreRuns, open_runs_dir
 
         self.id = run_id
@@ -72,7 +72,7 @@ class Run:
 
     @classmethod
     def find(cls, run: str = "latest", runs_dir: str | os.PathLike[str] = "runs") -> Self:
-        """A run that is there: by its id, the start of one, `latest`, or its directory. Raises RunNotFound."""
+        """Find a run by its id, a prefix of it, `latest`, or its directory. Raises RunNotFound."""
         from ddptrain.results.remote.runs import open_runs_dir, split_run
 
         place, name = split_run(run, os.fspath(runs_dir))
@@ -82,35 +82,35 @@ class Run:
     def __repr__(self) -> str:
         return f"<ddptrain.Run {self.id}: {self.status}>"
 
-    # --- what it is ---
+    # --- state ---
 
     @property
     def dir(self) -> Path:
-        """The run directory; of a run in an object store, a copy of what was asked for."""
+        """The run directory; for a run in an object store, a copy of the requested files."""
         return self._view().layout.root
 
     @property
     def status(self) -> str:
-        """running, succeeded, failed, preempted or cancelled; unknown, where its driver on another host is silent."""
+        """running, succeeded, failed, preempted or cancelled; unknown if its driver on another host is silent."""
         return str(self._view().status)
 
     @property
     def exit_code(self) -> int | None:
-        """The command's exit code; None while the run is on."""
+        """The exit code of the command; None while the run is running."""
         return self._view().record.exit_code
 
     @property
     def failure(self) -> FailureRecord | None:
-        """What failed first: .rank, .host, .type, .message, .traceback, .log; None where nothing has."""
+        """The first failure: .rank, .host, .type, .message, .traceback, .log; None if there is none."""
         return self._view().record.failure
 
     @property
     def result(self) -> Any:
-        """What the function returned on rank 0, as JSON data; None while there is nothing."""
+        """The return value of the function on rank 0 as JSON data; None if there is none yet."""
         return json.loads((self.dir / "run.json").read_bytes()).get("result")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every line that was logged, less what a later attempt has replaced, as pandas takes them.
+        """All logged lines, without those that a later attempt replaced, in a form for pandas.
 
         A line is {"time_s", "step", "epoch", "rank", "attempt", name: number, ...}.
         """
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def best(self) -> Path | None:
-        """The folder of the best checkpoint (the newest, where no metric decides); None where there is none."""
+        """The folder of the best checkpoint (the newest if there is no metric); None if there is none."""
         from ddptrain.errors import RunNotFound
         from ddptrain.results.lookup import find_checkpoint
         from ddptrain.results.run_store import Need
@@ -156,20 +156,20 @@ class Run:
             return None
 
     def logs(self, rank: int = 0) -> str:
-        """What a rank has printed so far."""
+        """Return the output of a rank so far."""
         from ddptrain.results.run_store import Need
 
         log = self._view(Need.LOGS, rank).layout.log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
-    # --- what can be done with it ---
+    # --- actions ---
 
     def wait(self, timeout_s: float | None = None) -> Self:
-        """Return once it has succeeded; an exception meanwhile leaves it alone.
+        """Wait until the run has succeeded; an exception during the wait does not stop the run.
 
         Raises:
-            TimeoutError: it is still on after `timeout_s`.
-            TrainingFailed, HangDetected, ClusterError, RunPreempted, Interrupted: how else it has ended.
+            TimeoutError: the run is still running after `timeout_s` seconds.
+            TrainingFailed, HangDetected, ClusterError, RunPreempted, Interrupted: the run did not succeed.
         """
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         while self._is_on():
@@ -181,9 +181,9 @@ class Run:
         return self
 
     def stop(self, *, now: bool = False) -> Self:
-        """End it: its ranks finish their step and save, unless `now`; return once it has ended.
+        """Stop the run and wait until it has ended; its ranks finish their step and save, unless `now`.
 
-        Raises: ClusterError where it goes on although its time is over.
+        Raises ClusterError if it does not end in time.
         """
         from ddptrain.driver.control.stop import stop_run
 
@@ -192,7 +192,7 @@ class Run:
             self._process.wait(_ENDING_S)
         return self
 
-    # --- how that is done ---
+    # --- implementation ---
 
     def _view(self, *need: Any) -> RunView:
         from ddptrain.results.lookup import load_run
@@ -217,7 +217,7 @@ class Run:
         return is_active(self._view())
 
     def _raise(self) -> None:
-        """Nothing, where it has succeeded."""
+        """Raise the error of a run that did not succeed."""
         record = self._view().record
         code = self._process.returncode if self._process is not None else record.exit_code
         if code == ExitCode.SUCCEEDED:
@@ -234,13 +234,13 @@ class Run:
         )
 
     def let_go(self) -> None:
-        """The driver is to go on without this process. For launch."""
+        """For launch: the driver continues without this process."""
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
 
     def attend(self, say: Callable[[str], object]) -> None:
-        """For launch: pass on what the driver says until the end; an exception stops the run. Raises as wait()."""
+        """For launch: print the driver's output until the end; an exception stops the run. Raises as wait()."""
         said = _Said(self._desk / "driver.log", say, self._log_from)
         try:
             while self._is_on():
@@ -248,7 +248,7 @@ class Run:
                 time.sleep(_LOOK_S)
         except BaseException:
             self._end()
-            with suppress(Exception):
+            with suppress(Exception):  # the first exception is raised
                 said.pass_on()
             raise
         finally:
@@ -257,7 +257,7 @@ class Run:
         self._raise()
 
     def _end(self) -> None:
-        """Have the driver end, as Ctrl-C does; a second Ctrl-C ends it at once."""
+        """Stop the driver as Ctrl-C does; a second Ctrl-C stops it at once."""
         process = self._process
         if process is None:
             return
@@ -278,13 +278,13 @@ def _whole(step: float | None) -> float | None:
 
 
 class _Said:
-    """What a driver has printed, line by line."""
+    """Prints the output of a driver line by line."""
 
     def __init__(self, log: Path, say: Callable[[str], object], offset: int = 0) -> None:
         self._log, self._say, self._offset = log, say, offset
 
     def pass_on(self) -> None:
-        """Say the whole lines that have come."""
+        """Print the new complete lines."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._offset)

@@ -1,9 +1,9 @@
-"""Makes text of others safe for a terminal and its reader: names, messages and logs of runs, clusters and hosts.
+"""Makes untrusted text safe for a terminal: names, messages and logs of runs, clusters and hosts.
 
 Unsafe are control characters (C0 but tab and newline, DEL, C1) and with them all escape sequences; line and paragraph
-separators; what changes the direction of writing (bidi marks, overrides, isolates); and what nobody sees: zero-width
-spaces, the byte order mark, tags, halves of surrogate pairs. The zero-width joiner and non-joiner stay: scripts and
-emoji need them.
+separators; characters that change the writing direction (bidi marks, overrides, isolates); and invisible ones:
+zero-width spaces, the byte order mark, tags, halves of surrogate pairs. The zero-width joiner and non-joiner stay:
+scripts and emoji need them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _SEQUENCE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movements, modes
     r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # OSC: titles, links
     r"|\x1b[PX^_][^\x1b\n]*\x1b\\"  # strings for devices
-    r"|\x1b\[[0-?]*[ -/]*"  # CSI that the line's end cuts off
+    r"|\x1b\[[0-?]*[ -/]*"  # CSI that the end of the line cuts off
     r"|\x1b[ -/]*[0-~]?"  # every other escape sequence
     f"|[{_UNSAFE}]"
 )
 
 
 def sanitized(text: str, *, colours: bool = False, mark: str = "") -> str:
-    """The text without unsafe characters and escape sequences; `colours` keeps those that only change colours.
+    """Remove unsafe characters and escape sequences; `colours` keeps sequences that only change colours.
 
-    With a `mark`, it stands for each unsafe character and the rest of a sequence stays: two names that differ in what
-    can't be shown don't look the same.
+    With a `mark`, each unsafe character is replaced by it and nothing else is removed, so that names that differ only
+    in unsafe characters do not look the same.
     """
     if text.isprintable():
         return text

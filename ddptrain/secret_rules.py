@@ -1,4 +1,4 @@
-"""Which names, texts and files hold secrets: the one list for records, messages, sealing, shipping and tracking.
+"""The only list of names, text formats and files that contain secrets; all modules use it.
 
 The rules follow detect-secrets 1.5 (KeywordDetector, BasicAuthDetector, the detectors of known token formats) and the
 token formats of gitleaks. Neither is a dependency: both look for secrets in the lines of source files, where
@@ -21,8 +21,8 @@ def _words(text: str) -> frozenset[str]:
 
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_WORKING_DIRECTORY = frozenset({"PWD", "OLDPWD"})  # of a shell; in small letters `pwd` is a password
-# Anywhere in a name, whatever separates its words.
+_WORKING_DIRECTORY = frozenset({"PWD", "OLDPWD"})  # of a shell; `pwd` in lower case is a password
+# Anywhere in a name, without separators.
 _STRONG = re.compile(
     r"passw(?:or)?d|passwort|passphrase|passcode|secret(?!ar|ion|ly|ing)|credential|contrase[nñ]a|apikey"
     r"|(?:access|account|auth|client|db|database|encryption|master|priv|private|service|shared|signing|storage)key"
@@ -31,7 +31,7 @@ _STRONG = re.compile(
     r"|user|admin)(?:pass|pwd|pw)$"
 )
 _STRONG_WORDS = frozenset({"bearer", "cookie", "cookies", "dsn", "jwt", "otp", "sas", "totp"})
-# The last word of names whose value tells something about a secret, or where it is, but not the secret.
+# The last word of names whose value describes a secret, or its location, but is not the secret.
 _ABOUT = _words(
     """
     age algorithm args chars column count dim dir directory embedding enabled env expires expiry field file
@@ -39,7 +39,7 @@ _ABOUT = _words(
     scheme size suffix ttl type types url uri var version
     """
 )
-# "key", "token", "pass" and "auth" mean many things: these words before them say that no secret is meant.
+# "key", "token", "pass" and "auth" have other meanings after these words.
 _HARMLESS_BEFORE = {
     "key": _words(
         """
@@ -65,7 +65,7 @@ _HARMLESS_BEFORE = {
     ),
     "auth": _words("disable enable has is need needs no require requires skip use with"),
 }
-# These words before "key", "keys", "token" and "tokens" say that secrets are meant, wherever they stand in a name.
+# After these words, "key", "keys", "token" and "tokens" always mean a secret.
 _CREDENTIAL_BEFORE = _words(
     """
     access account anthropic api auth aws azure bearer bot client cohere db database deploy encryption gcp
@@ -73,12 +73,12 @@ _CREDENTIAL_BEFORE = _words(
     registry s3 secret security service session shared signing slack ssh storage stripe telegram vault wandb
     """
 )
-_SIGNATURES = frozenset({"hmac", "sig", "signature"})  # in a URL's query, where nothing else is called so
+_SIGNATURES = frozenset({"hmac", "sig", "signature"})  # in the query of a URL
 
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether a parameter, variable, option or field of that name is likely to hold a secret."""
+    """Return whether a parameter, variable, option or field of that name probably contains a secret."""
     if name in _WORKING_DIRECTORY:
         return False
     words = [word.lower() for word in _WORD.findall(name)]
@@ -93,12 +93,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_in_query(name: str) -> bool:
-    """Whether a part of a URL's query of that name is likely to hold a secret; signatures give access as well."""
+    """Return whether a part of a URL's query of that name probably contains a secret, or a signature."""
     words = [word.lower() for word in _WORD.findall(name)]
     return is_secret_name(name) or (bool(words) and words[-1] in _SIGNATURES)
 
 
-# Texts that are secret whatever they are called.
+# Texts that are secrets under any name.
 KNOWN_FORMATS = re.compile(
     r"""
     -----BEGIN\ (?:[A-Z0-9]+\ )*PRIVATE\ KEY(?:\ BLOCK)?-----.*?(?:-----END\ [A-Z0-9 ]+-----|\Z)
@@ -136,5 +136,5 @@ def _secret_files() -> PathSpec[Any]:
 
 
 def is_secret_file(path: str) -> bool:
-    """Whether a file at that path below a project's folder is likely to hold secrets."""
+    """Return whether a file at that path, relative to a project, probably contains secrets."""
     return _secret_files().match_file(path.lower())

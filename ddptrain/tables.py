@@ -1,4 +1,4 @@
-"""Plain text in columns, for people and for awk."""
+"""Plain text in columns, readable by awk."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ Section = tuple[str, list[tuple[str, str]]]  # a title, and names with their val
 
 
 def clean(text: str) -> str:
-    """The text with a mark for what would move a terminal's cursor or mislead its reader."""
+    """Return the text with a mark in place of each character that is unsafe in a terminal."""
     return sanitized(text.replace("\t", "    "), mark="\N{REPLACEMENT CHARACTER}")
 
 
 def on_a_line(text: str) -> str:
-    """The same where it must not break its line either, as a file's name may."""
+    """Like `clean`, but also with a mark for line breaks, which file names may contain."""
     return clean(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
 def plain_table(table: Sequence[Sequence[str]]) -> str:
-    """Columns aligned with blanks, for people and for awk."""
+    """Return a table with columns aligned by blanks."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     padded = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
     return "\n".join(padded)
 
 
 def plain_sections(parts: Sequence[Section]) -> str:
-    """Titles, and under each its names and values; a value of several lines is indented."""
+    """Return titles with names and values below them; further lines of a value are indented."""
     blocks = []
     for title, lines in parts:
         width = max(len(name) for name, _ in lines)

@@ -1,4 +1,4 @@
-"""What a run is made of: strict, frozen models of the YAML file, each field with a line that editors show."""
+"""The models of the YAML file: strict and frozen; editors show the descriptions of the fields."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
 
 def slug(text: str) -> str:
-    """The nearest thing to `text` that is a valid run name, or "" where nothing of it can stay."""
+    """Convert `text` to a valid run name; "" if no character remains."""
     return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).lstrip("._-")[:64].rstrip("-")
 
 
 def default_name(workload: str, stem: str = "") -> str:
-    """The name of a run that was given none: a built-in's, or the file's stem, or the function's name."""
+    """Return the default name of a run: the built-in workload, the stem of the file, or the function."""
     module, _, function = workload.rpartition(":")
     return slug(stem if module and slug(stem) else function) or "run"
 
 
 class ScriptWorkload(Strict):
-    """A program that torchrun would run: it makes its own process group."""
+    """A torchrun script: it creates its own process group."""
 
     script: FilledText | None = Field(
         default=None, description="A Python file, looked for beside the YAML file, then in the working directory."
@@ -63,12 +63,12 @@ class ScriptWorkload(Strict):
 
     @property
     def words(self) -> str:
-        """What a person would type after python: "train.py", or "-m package.module"."""
+        """The arguments of python: "train.py", or "-m package.module"."""
         return self.script or f"-m {self.module}"
 
     @property
     def run_name(self) -> str:
-        """A name for runs of it: the script's stem, or the module's last part."""
+        """The default name of its runs: the stem of the script, or the last part of the module."""
         parts = (self.module or "").removesuffix(".__main__").split(".")
         return slug(PurePath(self.script).stem if self.script else parts[-1]) or "run"
 
@@ -81,7 +81,7 @@ class ScriptWorkload(Strict):
         return self
 
 
-# Told apart first, so that an error speaks only of what was meant.
+# The kind is determined first, so that an error mentions only one of them.
 Workload = Annotated[
     Annotated[ScriptWorkload, Tag("script")] | Annotated[FilledText, Tag("function")],
     Discriminator(lambda value: "script" if isinstance(value, dict | ScriptWorkload) else "function"),
@@ -112,7 +112,7 @@ class RankRange(Strict):
         return self
 
 
-# Told apart first, so that an error speaks only of what was meant.
+# The kind is determined first, so that an error mentions only one of them.
 _AnyRanks = Annotated[
     Annotated[RankRange, Tag("range")] | Annotated[Literal["auto"] | Ranks, Tag("number")],
     Discriminator(lambda value: "range" if isinstance(value, dict | RankRange) else "number"),

@@ -1,4 +1,4 @@
-"""What a folder of code is, for the driver that sends it and the workers that have it: its content, or its files."""
+"""Digests of a code folder, by which driver and workers find out whether they have the same files."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ddptrain.file_ops import hash_file, sha256
 
 
 def line_of(kind: str, name: str, digest: str) -> bytes:
-    """A file's line in what is hashed: whether it is a "file", a "program" or a "link", and of which content."""
+    """Return the line of a file in the hashed text; `kind` is "file", "program" or "link"."""
     return f"{kind} {digest} {name}\n".encode("utf-8", "surrogateescape")
 
 
 def kind_of(mode: int) -> str:
-    """What the mode of a plain file makes it."""
+    """Return the kind of a regular file with that mode."""
     return "program" if mode & stat.S_IXUSR else "file"
 
 
 def content_hash(folder: Path, names: Iterable[str]) -> str:
-    """SHA-256 over the files' names, contents and whether they can be run. Raises OSError where one can't be read."""
+    """Return the SHA-256 of names, contents and executable bits. Raises OSError if a file can't be read."""
     whole = sha256()
     for name in sorted(names):
         path = f"{folder}/{name}"  # a Path for each costs as much as reading a small file
@@ -34,15 +34,15 @@ def content_hash(folder: Path, names: Iterable[str]) -> str:
 
 
 def link_target(path: Path) -> str:
-    """Where a symbolic link leads, seen from its own folder: that stays right when the whole folder moves."""
+    """Return the target of a symbolic link relative to its folder, so that it is valid in a copy of the folder."""
     target = os.readlink(path)
     return os.path.relpath(target, path.parent) if os.path.isabs(target) else target
 
 
 def identity(folder: Path, names: Iterable[str]) -> str:
-    """A digest of the files' inodes: who sees the same folder gets the same; "" where one is missing.
+    """Return a digest of the files' inodes, which is equal on all hosts that see the same folder; "" if one is missing.
 
-    Not of their sizes or times: a log that lies there grows while we look.
+    Sizes and times are not part of it: a log in the folder may grow meanwhile.
     """
     whole = sha256()
     try:
@@ -54,7 +54,7 @@ def identity(folder: Path, names: Iterable[str]) -> str:
 
 
 def looks(folder: Path, names: Iterable[str]) -> str:
-    """A digest of the files' sizes and times of change, which tells of a change to them; "" where one is missing."""
+    """Return a digest of sizes and modification times, which shows changes; "" if a file is missing."""
     whole = sha256()
     try:
         for name in sorted(names):
@@ -66,7 +66,7 @@ def looks(folder: Path, names: Iterable[str]) -> str:
 
 
 def moved(path: str, folder: Path, root: str) -> str:
-    """Where a path below `folder` is once that is `root`; any other path, and any with no root, as it is."""
+    """Return a path below `folder` as a path below `root`; other paths, or without a root, are not changed."""
     if not root or not Path(path).is_relative_to(folder):
         return path
     return str(Path(root) / Path(path).relative_to(folder))

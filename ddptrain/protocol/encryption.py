@@ -1,7 +1,7 @@
-"""Seals what is secret in ranks' orders on its way through a scheduler: who sees its tasks can't read it.
+"""Encrypts the secrets in rank specs, so that users who see the tasks of a scheduler can't read them.
 
-X25519 with a key of its own for each message, HKDF-SHA256, ChaCha20-Poly1305 (RFC 7748, 5869, 8439). It guards
-against those who look: whoever can make a scheduler run code can make a worker tell.
+X25519 with a new key for each message, HKDF-SHA256, ChaCha20-Poly1305 (RFC 7748, 5869, 8439). It does not protect
+against users who can run code in the scheduler or the workers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ddptrain.redact import hide_secrets
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-SEALED = "DDPTRAIN_SEALED_ENV"  # the one variable that stands for all
-_FIELD = "="  # and a field's name, beside the variables, none of which can be called so
+SEALED = "DDPTRAIN_SEALED_ENV"  # the only variable of an encrypted environment
+_FIELD = "="  # prefix of the encrypted fields; no variable can begin with it
 _PARTS = ("params", "args", "tracking")
 _INFO = b"ddptrain rank environment"
 _KEY_BYTES = 32
-_NONCE = bytes(12)  # a key is used once
+_NONCE = bytes(12)  # each key is used once
 
 
 class Opener:
-    """A worker's key: who knows its `public` half can seal, and only this process can open. Made when asked for."""
+    """The key of a worker, made on first use: its `public` half encrypts, and only this process can decrypt."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,15 +46,15 @@ class Opener:
 
     @property
     def public(self) -> str:
-        """What the driver seals with."""
+        """The public key, with which the driver encrypts."""
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         return _text(X25519PrivateKey.from_private_bytes(self._key()).public_key().public_bytes_raw())
 
     def open(self, env: Mapping[str, str], purpose: str) -> dict[str, str]:
-        """The environment as it was before it was sealed; one that was not sealed is returned as it is.
+        """Decrypt an environment; one that is not encrypted is returned unchanged.
 
-        Raises ClusterError where it was sealed for another worker, or for another purpose.
+        Raises ClusterError if it was encrypted for another worker or another purpose.
         """
         if SEALED not in env:
             return dict(env)
@@ -74,7 +74,7 @@ class Opener:
 
 
 def seal(env: Mapping[str, str], public: str, purpose: str) -> dict[str, str]:
-    """The environment as only the owner of `public` can read it, and for this purpose alone; nothing stays nothing."""
+    """Encrypt an environment for the owner of `public` and this purpose; an empty one stays empty."""
     if not env:
         return {}
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey

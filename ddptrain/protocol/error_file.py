@@ -1,4 +1,4 @@
-"""The file in which a script under torch elastic's record() leaves its error: what torchrun would tell of it."""
+"""Reads the error file that torch elastic's record() writes for a script, as torchrun does."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TYPE = re.compile(r"(?P<type>[^\W\d][\w.]*): (?P<message>.*)", re.DOTALL)
 
 
 def take(path: Path) -> events.Failure | None:
-    """The failure that the file tells of, as of when it was written; None where there is none. The file is gone then.
+    """Read and delete the error file; return its failure with the time of the file, None if there is no file.
 
-    What is no JSON, or another's, is told as it stands.
+    Content in another format becomes the message.
     """
     try:
         time_ns = path.stat().st_mtime_ns

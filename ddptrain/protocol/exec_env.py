@@ -1,4 +1,4 @@
-"""What only a program's start can apply: variables of the environment, and where Python looks for modules."""
+"""Environment variables that only take effect when a program starts, and the module search path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PATH = "PYTHONPATH"
 
 
 def exec_only(environ: Mapping[str, str]) -> dict[str, str]:
-    """The part of `environ` that a fork can't apply any more."""
+    """Return the variables of `environ` that have no effect after a fork."""
     kept = without_working_directory(environ)
     return {name: value for name, value in kept.items() if name.startswith(_PREFIXES) and name not in _IGNORED}
 
@@ -24,7 +24,7 @@ def names_working_directory(environ: Mapping[str, str]) -> bool:
 
 
 def without_working_directory(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without empty entries in PYTHONPATH: a program that starts with it doesn't import from there."""
+    """Return the environment without empty entries in PYTHONPATH, which stand for the working directory."""
     kept = dict(environ)
     if names_working_directory(environ):
         named = os.pathsep.join(filter(None, kept.pop(_PATH).split(os.pathsep)))
@@ -33,10 +33,10 @@ def without_working_directory(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def leave_working_directory() -> None:
-    """Take the working directory off this process's import path, unless PYTHONPATH names it.
+    """Remove the working directory from this process's import path, unless PYTHONPATH names it.
 
-    It is there because of `python -m`, or of an empty entry in PYTHONPATH: before the standard library. An entry behind
-    it comes from an installed package, such as an editable one.
+    `python -m` and empty entries in PYTHONPATH put it before the standard library. An entry after the standard library
+    belongs to an installed package, such as an editable one, and stays.
     """
     here = os.getcwd()
     named = {os.path.abspath(entry) for entry in os.environ.get(_PATH, "").split(os.pathsep) if entry}

@@ -14,12 +14,12 @@ from ddptrain import __version__
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.typed_json import UnknownFields, decode_json_data
 
-LOST_AFTER_S = 60.0  # without a word from a worker or the scheduler: the default of failure.lost_after_s
-DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own, of a collective operation
-SLOT_RESOURCE = "slot"  # Dask's abstract resource: room for one rank on a worker
-WORKER_METRIC = "ddptrain"  # what our own workers tell of themselves with each heartbeat
-GPU_RESOURCE = "GPU"  # how many of a worker's slots have a device
-# A rank that takes no orders writes its stacks to this file in its staging folder on this signal (see faulthandler).
+LOST_AFTER_S = 60.0  # without a message from a worker or the scheduler: the default of failure.lost_after_s
+DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of a collective operation
+SLOT_RESOURCE = "slot"  # a Dask resource: room for one rank on a worker
+WORKER_METRIC = "ddptrain"  # the metric that our own workers send with each heartbeat
+GPU_RESOURCE = "GPU"  # how many slots of a worker have a GPU
+# A rank that reads no commands writes its stacks to this file in its staging folder (by faulthandler).
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 STACKS_DUMP = "stacks-dump"
 ERROR_FILE = "error.json"  # in the staging folder: where torch elastic's record() writes a script's error
@@ -27,18 +27,18 @@ STACKS_FOLDER = "stacks"  # below artifacts/
 
 
 def stacks_path(attempt: int, rank: int) -> str:
-    """Where the stacks of a rank are kept below artifacts/."""
+    """Return the path of a rank's stacks below artifacts/."""
     again = f".attempt-{attempt}" if attempt > 1 else ""
     return f"{STACKS_FOLDER}/rank-{rank}{again}.txt"
 
 
 def attached_plugin(run_id: str) -> str:
-    """Name of the worker plugin that stands for a run on its workers; with it goes all that the run has left there."""
+    """Return the name of a run's worker plugin; removing the plugin removes all files of the run."""
     return f"ddptrain-{run_id}"
 
 
 def key_prefix(run_id: str) -> str:
-    """What the Dask keys of all of a run's ranks begin with."""
+    """Return the prefix of the Dask keys of a run's ranks."""
     return f"ddptrain/{run_id}/"
 
 

@@ -1,7 +1,7 @@
-"""The folder by which the workers of one host find the rank server that they share.
+"""The folder in which the workers of one host find their shared rank server.
 
-Whoever comes first listens in it, connects, and only then starts the server, so that nobody ever waits for a server
-to come up. The server removes the folder with its last connection. Both happen under the folder's lock.
+The first worker creates the listening socket, connects to it, and then starts the server, so that no worker waits for
+the server to start. The server removes the folder after its last connection. Both hold the lock of the folder.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pathlib import Path
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import wait_for_lock
 
-LOG_FILE = "log"  # what the server itself says
+LOG_FILE = "log"  # the output of the server
 _SOCKET = "socket"
-_BACKLOG = 1024  # workers that may come while the server still imports
+_BACKLOG = 1024  # workers that may connect while the server imports
 _MAX_ADDRESS_BYTES = 100  # the kernel's sockaddr_un holds 107
 
 
 class SocketFolder:
-    """The folder at `path` while its lock is held, through the descriptor `fd`."""
+    """The folder at `path` while its lock is held; `fd` is its descriptor."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self._fd = fd
 
     def connect(self) -> socket.socket | None:
-        """A connection to the server that listens here; None where there is none."""
+        """Connect to the server of this folder; None if there is none."""
         connection = _new_socket()
         try:
             connection.connect(self._address())
@@ -44,7 +44,7 @@ class SocketFolder:
         return connection
 
     def listen(self) -> socket.socket:
-        """Listen here, in the place of a server that has died."""
+        """Create the listening socket; replaces that of a server that died."""
         (self.path / _SOCKET).unlink(missing_ok=True)
         listener = _new_socket()
         try:
@@ -56,7 +56,7 @@ class SocketFolder:
         return listener
 
     def remove(self) -> None:
-        """Delete the folder; who waits for its lock makes a new one."""
+        """Delete the folder; a process that waits for its lock creates a new one."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _address(self) -> str:
@@ -68,9 +68,9 @@ class SocketFolder:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[SocketFolder]:
-    """Hold the lock of the folder at `path`, which is made where it is missing.
+    """Hold the lock of the folder at `path`, which is created if it is missing.
 
-    Raises ClusterError where somebody else could reach into it.
+    Raises ClusterError if other users have access to it.
     """
     fd = _lock(path)
     try:
@@ -86,9 +86,9 @@ def _lock(path: Path) -> int:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
-            continue  # its server has just removed it
+            continue  # the server has just removed it
         except OSError as error:
-            raise ClusterError(f"{path} is no folder that can be used: {error.strerror}; remove it") from error
+            raise ClusterError(f"{path} is not a usable folder: {error.strerror}; remove it") from error
         try:
             _check_private(path, os.fstat(fd))
             wait_for_lock(fd)
@@ -101,7 +101,7 @@ def _lock(path: Path) -> int:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether the open folder is still the one of that name: it may have been removed while we waited."""
+    """Whether the open folder still has that path: it may have been removed during the wait."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:

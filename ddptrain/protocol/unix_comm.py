@@ -33,7 +33,7 @@ from tornado.netutil import add_accept_handler
 
 SCHEME = "unix"
 PREFIX = f"{SCHEME}://"
-_HOST = "127.0.0.1"  # the host of every such address: processes that talk by IP (gloo, TCPStore) use it
+_HOST = "127.0.0.1"  # the host of these addresses, for processes that use IP (gloo, TCPStore)
 _FOLDER = "ddptrain-sockets-"
 _SCHEDULER = "scheduler"
 _BACKLOG = 1024
@@ -109,7 +109,7 @@ class UnixConnector(Connector):
     """Connects to a path, if the process that listens there belongs to this user."""
 
     async def connect(self, address: str, deserialize: bool = True, **_: Any) -> Comm:
-        """Raises: OSError where nobody listens; FatalCommClosedError where another user does."""
+        """Connect. Raises OSError if nobody listens, FatalCommClosedError if another user does."""
         path = _path(address)
         stream = _stream(socket.socket(socket.AF_UNIX))
         try:
@@ -125,7 +125,7 @@ class UnixConnector(Connector):
 
 
 class UnixListener(BaseListener):
-    """Listens on a path, and drops every connection of another user before it reads from it."""
+    """Listens on a path; closes connections of other users before it reads from them."""
 
     prefix = PREFIX  # Dask's worker logs it
 
@@ -141,7 +141,7 @@ class UnixListener(BaseListener):
         self._stop_accepting: Callable[[], None] | None = None
 
     async def start(self) -> None:
-        """Raises: OSError where the folder is missing, or open to others."""
+        """Listen. Raises OSError if the folder is missing, or other users have access to it."""
         _check_folder(self.path.parent)
         self.path.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX)
@@ -156,7 +156,7 @@ class UnixListener(BaseListener):
         self._stop_accepting = add_accept_handler(listening, self._accept)
 
     def stop(self) -> None:
-        """Take no more connections; those that are there stay."""
+        """Accept no more connections; the present ones stay open."""
         if self._stop_accepting is not None and self._listening is not None:
             self._stop_accepting()
             self._listening.close()
@@ -174,7 +174,7 @@ class UnixListener(BaseListener):
         IOLoop.current().add_callback(self._handle, connection)
 
     async def _handle(self, connection: socket.socket) -> None:
-        if self._listening is None:  # stopped in between
+        if self._listening is None:  # stopped meanwhile
             connection.close()
             return
         comm = UnixComm(
@@ -184,7 +184,7 @@ class UnixListener(BaseListener):
         try:
             await self.on_connection(comm)
         except CommClosedError:
-            return  # it hung up before the handshake's end
+            return  # closed during the handshake
         await self.comm_handler(comm)
 
     @property
@@ -194,7 +194,7 @@ class UnixListener(BaseListener):
 
     @property
     def contact_address(self) -> str:
-        """The same: there is only one way to it."""
+        """The same as listen_address."""
         return self.listen_address
 
 
@@ -218,17 +218,17 @@ class UnixBackend(Backend):
         return str(_path(loc))
 
     def get_local_address_for(self, loc: str) -> str:
-        """The path itself: nobody is called back at another one."""
+        """The path itself."""
         return str(_path(loc))
 
 
 def _path(loc: str) -> Path:
-    """The path in an address; Dask puts ":0" behind where it expects a port, and we put "#..." behind for one end."""
+    """The path in an address, without ":0", which Dask appends as a port, and our "#..." for one end."""
     return Path(loc.partition("#")[0].removesuffix(":0"))
 
 
 class _UnixSocket(socket.socket):
-    """A unix socket that passes over the TCP options which Dask sets on every connection."""
+    """A unix socket that ignores the TCP options that Dask sets on every connection."""
 
     def setsockopt(self, level: int, *args: Any) -> None:
         if level != socket.SOL_TCP:
@@ -249,7 +249,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_peer(connection: socket.socket) -> None:
-    """Raises PermissionError where the process at the other end belongs to another user; root may pass."""
+    """Raise PermissionError if the process at the other end belongs to another user, except root."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     if user not in {os.geteuid(), 0}:

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from ddptrain.compat.dask_pytorch_ddp import data, dispatch, failures, job, outbox, rankside, results
+from ddptrain.compat.dask_pytorch_ddp import data, dispatch, failures, outbox, rank_entrypoint, rank_task, results
 from ddptrain.errors import TrainingFailed
 from ddptrain.protocol.notices import RankExit
 from ddptrain.results.errors import UnsafePath
@@ -113,7 +113,7 @@ def test_first_cause_is_the_earliest_that_did_not_lose_a_peer() -> None:
 def outcome(folder: Path, status: int) -> Any:
     log = folder / "log"
     log.write_text("last words\n")
-    return job._outcome(make_spec(rank=1), str(folder / "answer"), log, RankExit(1, 1, 7, status, 9, 0, 0))
+    return rank_task._outcome(make_spec(rank=1), str(folder / "answer"), log, RankExit(1, 1, 7, status, 9, 0, 0))
 
 
 def test_rank_that_was_killed_fails_with_its_last_words(tmp_path: Path) -> None:
@@ -123,12 +123,12 @@ def test_rank_that_was_killed_fails_with_its_last_words(tmp_path: Path) -> None:
 
 def test_answer_of_a_rank_is_its_value_its_error_or_nothing(tmp_path: Path) -> None:
     assert outcome(tmp_path, 0) is None
-    rankside._leave(
-        str(tmp_path / "answer"), rankside.ERROR, failures.sealed(OSError(3, "x"), "r", "t", 1, victim=False)
+    rank_entrypoint._leave(
+        str(tmp_path / "answer"), rank_entrypoint.ERROR, failures.sealed(OSError(3, "x"), "r", "t", 1, victim=False)
     )
     with pytest.raises(OSError, match="x"):
         outcome(tmp_path, 1)
-    rankside._leave(str(tmp_path / "answer"), rankside.VALUE, cloudpickle.dumps({"a": 1}))
+    rank_entrypoint._leave(str(tmp_path / "answer"), rank_entrypoint.VALUE, cloudpickle.dumps({"a": 1}))
     assert outcome(tmp_path, 0) == {"a": 1}
     (tmp_path / "answer.value").write_bytes(b"no pickle")
     with pytest.raises(failures.RankFailed, match="return value can't be read"):
@@ -139,9 +139,9 @@ def test_rank_calls_the_function_with_what_dask_has_brought(tmp_path: Path) -> N
     pickled = cloudpickle.dumps((lambda *args, **kwargs: [args, kwargs], (None, 2), {"a": None, "b": 4}))
     (tmp_path / "job").write_bytes(pickle.dumps((pickled, {0: 1, "a": 3, "local_rank": 5})))
     ctx: Any = SimpleNamespace(rank=0)
-    rankside.main(ctx, job=str(tmp_path / "job"), answer=str(tmp_path / "answer"))
+    rank_entrypoint.main(ctx, job=str(tmp_path / "job"), answer=str(tmp_path / "answer"))
     expected = [(1, 2), {"a": 3, "b": 4, "local_rank": 5}]
-    assert rankside.answered(str(tmp_path / "answer"), rankside.VALUE) == expected
+    assert rank_entrypoint.answered(str(tmp_path / "answer"), rank_entrypoint.VALUE) == expected
 
 
 def test_entry_is_whole_or_not_there(tmp_path: Path) -> None:

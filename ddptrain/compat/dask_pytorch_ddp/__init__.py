@@ -1,4 +1,4 @@
-"""`dask_pytorch_ddp` with the same names and signatures, on today's Dask: write `ddptrain.compat.` before it.
+"""The names and signatures of `dask_pytorch_ddp` for current versions of Dask; add `ddptrain.compat.` to imports.
 
 Modules: `dispatch` (run), `results` (DaskResultsHandler), `data` (S3ImageFolder).
 """

@@ -1,4 +1,4 @@
-"""Images in S3 as a dataset: the original one, which still works."""
+"""Images in S3 as a dataset: the class of dask-pytorch-ddp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # Late: it needs torch and pillow, and boto3 once it is used.
+        # Imported on first use, because it imports torch and pillow.
         if name == "S3ImageFolder":
             from dask_pytorch_ddp.data import S3ImageFolder
 

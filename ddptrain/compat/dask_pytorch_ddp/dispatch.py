@@ -15,7 +15,7 @@ from distributed import Client, Future
 
 from ddptrain.clusters.compatibility import Needs, check_cluster
 from ddptrain.clusters.scheduler import slots
-from ddptrain.compat.dask_pytorch_ddp import gangwatch, job
+from ddptrain.compat.dask_pytorch_ddp import group_watch, rank_task
 from ddptrain.driver.reservation import Watchers, Wish
 from ddptrain.driver.worker_group import Gang, Place
 from ddptrain.errors import ClusterError, UsageError
@@ -38,9 +38,9 @@ __all__ = ["dispatch_with_ddp", "run"]
 
 logger = logging.getLogger(__name__)
 
-_WORKLOAD = "ddptrain.compat.dask_pytorch_ddp.rankside:main"
-_START_S = 60.0  # for a first worker to appear
-_WAIT_S = 300.0  # in line, for slots that others hold
+_WORKLOAD = "ddptrain.compat.dask_pytorch_ddp.rank_entrypoint:main"
+_START_S = 60.0  # for the first worker to appear
+_WAIT_S = 300.0  # for slots that other runs use
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
     pass_local_rank: bool = False,
     **kwargs: Any,
 ) -> list[Future[Any]]:
-    """Run `pytorch_function(*args, **kwargs)` on every slot of the cluster; return a future a rank, in their order.
+    """Run `pytorch_function(*args, **kwargs)` on every slot of the cluster; return one future per rank, in rank order.
 
     A worker that ddptrain has not started is one slot. A rank is a process of its own, with the process group up
     (`backend`: nccl where every slot has a GPU, else gloo). Its future resolves to what the function returns, or
@@ -59,8 +59,8 @@ def run(
     the index of its GPU (0, for it sees no other), or its place among the ranks of its host on the CPU.
 
     Raises:
-        ClusterError: the slots can't be had, or workers lack what is needed.
-        UsageError: the client is an asynchronous one, or the function can't be pickled.
+        ClusterError: there are no free slots, or workers lack a package.
+        UsageError: the client is asynchronous, or the function can't be pickled.
     """
     if client.asynchronous:
         raise UsageError("dispatch.run needs a client that was not made with asynchronous=True")
@@ -75,25 +75,25 @@ def run(
             given = _futures_in(args, kwargs) | ({"local_rank": _device(place)} if pass_local_rank else {})
             futures.append(_submit(client, spec, port, place, pickled, given))
     except BaseException:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the scheduler may be gone
             client.run_on_scheduler(slots.release, gang.run_id)
         raise
-    gangwatch.start(client, gang.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)})
+    group_watch.start(client, gang.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)})
     return futures
 
 
 def _device(place: Place) -> int:
-    """What code does with its local rank is to choose a device: a rank sees its own GPU and no other, which is 0."""
+    """The local rank for the choice of a device: a rank sees only its own GPU, which is number 0."""
     return 0 if place.slot.gpu else place.local_rank
 
 
 def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    """All that the rank needs, but for what Dask itself will bring."""
+    """The pickled function and arguments, without futures, whose values Dask delivers."""
     plain_args = tuple(None if isinstance(value, Future) else value for value in args)
     plain_kwargs = {name: None if isinstance(value, Future) else value for name, value in kwargs.items()}
     try:
         data: bytes = cloudpickle.dumps((function, plain_args, plain_kwargs))
-    except Exception as error:
+    except Exception as error:  # pickling runs user code, which may raise anything
         raise UsageError(f"{function!r} or its arguments can't be pickled for the workers: {error}") from error
     return data
 
@@ -127,14 +127,14 @@ def _specs(run_id: str, places: Sequence[Place], backend: str | None) -> list[Ra
             group=ProcessGroup(chosen, DIST_TIMEOUTS_S["gloo"], places[0].slot.host),
             checkpointing=Checkpointing(every_epochs=1),
             code=Code(_WORKLOAD, os.getcwd(), sys_path=_search_path()),
-            supervision=Supervision(gangwatch.GRACE_S),
+            supervision=Supervision(group_watch.GRACE_S),
         )
         for place in places
     ]
 
 
 def _search_path() -> tuple[str, ...]:
-    """Where modules are found that the function is made of: beside the client's script, and in its folder."""
+    """Where the modules of the function are searched: beside the client's script, and in its working directory."""
     first = os.path.abspath(sys.path[0]) if sys.path else os.getcwd()
     return tuple(dict.fromkeys((first, os.getcwd())))
 
@@ -142,7 +142,7 @@ def _search_path() -> tuple[str, ...]:
 def _store_port(client: Client, first: RankSpec, place: Place) -> int:
     worker = place.slot.worker
     try:
-        ports = client.run(job.open_store, first.run_id, first.key, first.group.master_addr, workers=[worker])
+        ports = client.run(rank_task.open_store, first.run_id, first.key, first.group.master_addr, workers=[worker])
     except OSError as error:
         raise ClusterError(f"the worker {worker} can't listen on {first.group.master_addr}: {error}") from error
     return int(ports[worker])
@@ -152,7 +152,7 @@ def _submit(
     client: Client, spec: RankSpec, port: int, place: Place, pickled: bytes, given: dict[int | str, Any]
 ) -> Future[Any]:
     return client.submit(
-        job.run_job,
+        rank_task.run_job,
         spec.with_port(port).to_json(),
         pickled,
         given,
@@ -168,7 +168,7 @@ def _submit(
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        # Late: it needs torch.
+        # Imported on first use, because it imports torch.
         if name == "dispatch_with_ddp":
             from dask_pytorch_ddp.dispatch import dispatch_with_ddp
 

@@ -1,4 +1,4 @@
-"""Errors of ranks on their way home: the user's own exception, when it was raised, and whether it came first."""
+"""Errors of ranks as pickles for the client: the user's exception, its time, and whether it is a victim."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LATE_NS = 1 << 63
 
 
 class RankFailed(TrainingFailed):
-    """A rank ended without an exception that could be brought home: killed, stopped, or its error can't be pickled."""
+    """A rank ended without an exception that can be pickled: it was killed or stopped, for example."""
 
 
 def sealed(error: BaseException, where: str, trace: str, at_ns: int, *, victim: bool) -> bytes:
-    """The exception as a pickle that loads wherever its type is known; what can't travel becomes a RankFailed."""
+    """Return the pickled exception; one that can't be pickled becomes a RankFailed."""
     text = f"{where}: {type(error).__qualname__}: {error}"
     try:
         data: bytes = cloudpickle.dumps(_marked(error, where, trace, at_ns, victim=victim))
-        if isinstance(pickle.loads(data), Exception):  # noqa: S301  # of this very process
+        if isinstance(pickle.loads(data), Exception):  # noqa: S301  # the data were made by this process
             return data
-    except Exception:  # whatever an exception of others does: its text is still told
+    except Exception:  # pickling runs user code, which may raise anything: only the text is sent then
         pass
     failed: bytes = cloudpickle.dumps(_marked(RankFailed(text), where, trace, at_ns, victim=victim))
     return failed
@@ -40,14 +40,14 @@ def _marked(error: BaseException, where: str, trace: str, at_ns: int, *, victim:
 
 
 def ended(text: str, at_ns: int) -> RankFailed:
-    """A rank that has left no exception."""
+    """Return the error of a rank that left no exception."""
     error = RankFailed(text)
     setattr(error, _AT_NS, at_ns)
     return error
 
 
 def first_cause(errors: Iterable[BaseException]) -> BaseException:
-    """The one that came first, of those that did not merely lose a peer."""
+    """Return the first error that is not a victim's."""
 
     def order(error: BaseException) -> tuple[Any, ...]:
         return getattr(error, _VICTIM, False), getattr(error, _AT_NS, _LATE_NS)

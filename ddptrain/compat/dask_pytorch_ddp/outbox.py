@@ -1,4 +1,4 @@
-"""Results that wait on a worker's host for the client: one folder a job, a data file and an entry for each result."""
+"""Results that wait on a worker's host for the client: a folder per job, a data file and an entry per result."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ddptrain.file_ops import sha256, write_atomic
 from ddptrain.protocol.rank_spec import attached_plugin, key_prefix
 from ddptrain.worker.spool import read_chunk
 
-VARIABLE = "DDPTRAIN_RESULTS"  # in the environment of a job's ranks: where their results wait
+VARIABLE = "DDPTRAIN_RESULTS"  # environment variable of a job's ranks: the folder of their results
 _FOLDER = "ddptrain-results"
-_TOKEN = "token"  # noqa: S105  # by this file a client knows that it sees the same files
+_TOKEN = "token"  # noqa: S105  # a client that can read this file sees the same file system
 _DATA, _ENTRY = ".data", ".json"
 _NAME = re.compile(r"\d{20}-\d+-\d+")
 _MOST_LISTED = 200
@@ -31,13 +31,13 @@ _counter = itertools.count()
 
 
 def box_of(key: str) -> str:
-    """The box of what a Dask task submits: one for all ranks of a job, one for any other task."""
+    """Return the folder name for the results of a Dask task: one for all ranks of a job, or one per task."""
     run_id = key.partition("/")[2].partition("/")[0]
     return run_id if run_id and key.startswith(key_prefix(run_id)) else sha256(key.encode()).hexdigest()[:32]
 
 
 def make_box(worker: Worker, box: str) -> Path:
-    """The folder of a box on this worker, made if need be."""
+    """Return the folder of a box on this worker; creates it."""
     root = Path(worker.local_directory) / _FOLDER
     folder = root / box
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -47,7 +47,7 @@ def make_box(worker: Worker, box: str) -> Path:
 
 
 def put(folder: Path, key: str, path: str, data: memoryview) -> None:
-    """Leave a result in a box, whole or not at all. Raises OSError."""
+    """Write a result to a box, atomically. Raises OSError."""
     name = f"{time.time_ns():020d}-{os.getpid()}-{next(_counter)}"
     digest = sha256()
     with (folder / f"{name}{_DATA}").open("xb") as file:
@@ -63,9 +63,9 @@ def put(folder: Path, key: str, path: str, data: memoryview) -> None:
 
 
 async def look(boxes: Sequence[str], key: str, done: Sequence[str], dask_worker: Worker) -> dict[str, Any]:
-    """What waits here under `key`, in the order of its making, once what was `done` has been removed.
+    """Remove the results `done`, and return the oldest 200 results with that key.
 
-    {"token", "root", "entries": [{"name": "box/name", "path", "size_bytes", "sha256"}]}: the first 200 of them.
+    Returns {"token", "root", "entries": [{"name": "box/name", "path", "size_bytes", "sha256"}]}.
     """
     root = Path(dask_worker.local_directory) / _FOLDER
     return await asyncio.to_thread(_look, root, boxes, key, done)
@@ -90,24 +90,24 @@ def _look(root: Path, boxes: Sequence[str], key: str, done: Sequence[str]) -> di
 
 
 async def read(name: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
-    """Bytes of a result that waits here."""
+    """Return bytes of a result."""
     path = data_file(Path(dask_worker.local_directory) / _FOLDER, name)
     return await asyncio.to_thread(read_chunk, path, offset, size_bytes)
 
 
 async def sweep(boxes: Sequence[str], dask_worker: Worker) -> None:
-    """Remove the boxes that are empty, and wait until their jobs have left: the user may end the worker at once."""
+    """Remove empty boxes, and wait until their jobs are cleaned up: the user may end the worker next."""
     local = Path(dask_worker.local_directory)
     deadline = time.monotonic() + _LEAVE_S
     for box in boxes:
         with suppress(OSError):
             (local / _FOLDER / Path(box).name).rmdir()
         while (local / attached_plugin(box)).exists() and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # a thread is at it
+            await asyncio.sleep(0.02)  # a thread removes it
 
 
 def data_file(root: Path, name: str) -> Path:
-    """The file behind the name "box/name" of an entry. Raises ValueError for anything else."""
+    """Return the data file of an entry's name "box/name". Raises ValueError for other names."""
     return _file(root, name, _DATA)
 
 
@@ -119,7 +119,7 @@ def _file(root: Path, name: str, ending: str) -> Path:
 
 
 def is_shared(root: str, token: str) -> bool:
-    """Whether this process sees the files of a worker that has told this."""
+    """Return whether this process sees the files of the worker that reported `root` and `token`."""
     try:
         return bool(token) and (Path(root) / _TOKEN).read_text() == token
     except OSError:

@@ -1,4 +1,4 @@
-"""What jobs hand over while they run: `submit_result` in a job, `process_results` in the client."""
+"""Results of running jobs: `submit_result` in a job, `process_results` in the client."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ __all__ = ["DaskResultsHandler"]
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_S, _LONGEST_S = 0.1, 1.0  # between two looks at the workers
+_SHORTEST_S, _LONGEST_S = 0.1, 1.0  # between two requests to the workers
 _ANSWER_S = 120.0
-_STOPPING_S = 45.0  # for the rest of a gang to end once one rank has failed
+_STOPPING_S = 45.0  # for the other ranks to end after one has failed
 
 
 class DaskResultsHandler:
-    """Brings results of jobs to the client while the jobs run.
+    """Transfers results of jobs to the client while the jobs run.
 
-    `pub_sub_key` tells the results of one handler from those of others; results of earlier jobs are never returned.
+    `pub_sub_key` separates the results of different handlers; results of earlier jobs are never returned.
     """
 
     def __init__(self, pub_sub_key: str | None = None) -> None:
         self.pub_sub_key = uuid.uuid4().hex if pub_sub_key is None else pub_sub_key
 
     def submit_result(self, path: str, data: str | bytes) -> None:
-        """In a job: have the client write `data` (text as UTF-8) to the file `path` below its prefix.
+        """In a job: send `data` (text as UTF-8) to the client, which writes it to the file `path` below its prefix.
 
         In a run of `ddptrain train` the file goes to artifacts/ of the run directory.
 
         Raises:
             UnsafePath: the path would leave the prefix.
-            RuntimeError: this is no job.
+            RuntimeError: this process is not part of a job.
         """
         safe_relative(path)
         raw = data.encode() if isinstance(data, str) else data
@@ -62,13 +62,13 @@ class DaskResultsHandler:
             outbox.put(_box_of_task(), self.pub_sub_key, path, memoryview(raw).cast("B"))
 
     def process_results(self, prefix: str, futures: list[Future[Any]], raise_errors: bool = True) -> None:
-        """In the client: write results below the folder `prefix` as they come, until all futures are done.
+        """In the client: write results below the folder `prefix` as they arrive, until all futures are done.
 
-        Each file is written at once or not at all. What a job has submitted before it failed is written as well.
+        Each file is written atomically. Results that a job submitted before it failed are written as well.
 
         Raises:
-            Exception: with `raise_errors`, what the rank that failed first has raised, or UnsafePath; else that is
-                logged.
+            Exception: with `raise_errors`, the error of the rank that failed first, or UnsafePath; otherwise these
+                are logged.
             ClusterError: a result can't be read from its worker.
         """
         if not futures:
@@ -95,31 +95,31 @@ def _watched(collector: _Collector, pending: list[Future[Any]], raise_errors: bo
             pending.remove(future)
             try:
                 future.result()
-            except Exception as error:
+            except Exception as error:  # whatever the user's function raised
                 errors.append(error)
                 if not raise_errors:
                     logger.exception("a job has failed", exc_info=error)
         if errors and raise_errors:
-            # Ranks of a gang are stopped; other tasks would go on.
-            until = min(until, time.monotonic() + (_STOPPING_S if collector.is_gang else 0.0))
+            # The ranks of a job are stopped; other tasks would continue.
+            until = min(until, time.monotonic() + (_STOPPING_S if collector.is_group else 0.0))
     return errors
 
 
 class _Collector:
-    """Brings what waits on the workers for one handler to the folder `prefix`."""
+    """Transfers the results of one handler from the workers to the folder `prefix`."""
 
     def __init__(
         self, client: Client, prefix: Path, key: str, futures: Sequence[Future[Any]], raise_errors: bool
     ) -> None:
         self.client, self.key, self.raise_errors = client, key, raise_errors
         prefix.mkdir(parents=True, exist_ok=True)
-        self.prefix = Path(os.path.realpath(prefix))  # a link to it is the user's own
+        self.prefix = Path(os.path.realpath(prefix))  # the user may use a symbolic link
         self.boxes = sorted({outbox.box_of(str(future.key)) for future in futures})
-        self.is_gang = all(str(future.key).startswith("ddptrain/") for future in futures)
+        self.is_group = all(str(future.key).startswith("ddptrain/") for future in futures)
         self.done: list[str] = []
 
     def collect(self) -> int:
-        """Bring all that waits; return how many results came."""
+        """Transfer all waiting results; return their number."""
         told = self._ask(outbox.look, self.boxes, self.key, self.done)
         self.done = []
         waiting = [(entry, worker) for worker, answer in told.items() for entry in answer["entries"]]
@@ -155,7 +155,7 @@ class _Collector:
                 file.write(data)
 
     def clear(self) -> None:
-        """Nothing will be asked for any more."""
+        """Tell the workers that no more results will be requested."""
         self._ask(outbox.look, self.boxes, self.key, self.done)
         self._ask(outbox.sweep, self.boxes)
 

@@ -1,4 +1,4 @@
-"""Watches a gang from the client: a failure stops the others, a lost worker's rank fails, and slots come back."""
+"""Watches a worker group from the client: stops it after a failure, fails lost ranks, and frees the slots."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ddptrain.worker import tasks
 GRACE_S = 10.0  # from SIGTERM to SIGKILL for ranks that are stopped
 _LOOK_S = 0.05
 _PRESENCE_S = 1.0
-_OTHERS_S = 1.0  # for the others to fail by themselves, and say how
+_OTHERS_S = 1.0  # for the others to fail with their own errors
 
 
 def start(client: Client, run_id: str, places: Mapping[str, str]) -> None:
-    """Watch the gang until it has ended; `places` are its keys, and the worker of each."""
+    """Watch the worker group until it has ended; `places` maps the keys of the ranks to workers."""
     loop: Any = client.loop
     loop.add_callback(_Watch(client, run_id, dict(places)).run)
 
 
 class _Watch:
-    """One gang. It holds keys, not futures: who drops all futures ends the gang, as with any task of Dask."""
+    """One worker group. It holds keys, not futures: dropping all futures ends the ranks, as for any Dask task."""
 
     def __init__(self, client: Client, run_id: str, places: dict[str, str]) -> None:
         self.client, self.run_id, self.places = client, run_id, places
@@ -34,10 +34,10 @@ class _Watch:
         self.stopped = False
 
     async def run(self) -> None:
-        """Watch to the end; never raises."""
-        with suppress(Exception):
+        """Watch until the end; never raises."""
+        with suppress(Exception):  # an event loop of the user: errors have no reader here
             await self._watch()
-        with suppress(Exception):
+        with suppress(Exception):  # the scheduler may be gone
             await self.client.run_on_scheduler(slots.release, self.run_id)
 
     async def _watch(self) -> None:
@@ -65,7 +65,7 @@ class _Watch:
         )
 
     async def _give_up_lost(self, keys: Sequence[str]) -> None:
-        """Dask lets the key of a lost worker wait for it for ever."""
+        """Cancel the ranks of lost workers: Dask would wait for these workers without limit."""
         wanted = sorted({self.places[key] for key in keys})
         gone = await self.client.run_on_scheduler(_absent, wanted)
         for key in keys:
@@ -79,5 +79,5 @@ _BAD = ("error", "cancelled", "lost")
 
 
 def _absent(workers: Sequence[str], dask_scheduler: Scheduler) -> list[str]:
-    """For run_on_scheduler: those that are not there."""
+    """For run_on_scheduler: the workers that are gone."""
     return [worker for worker in workers if worker not in dask_scheduler.workers]

@@ -1,4 +1,4 @@
-"""What a rank of `dispatch.run` runs: the user's function out of its pickle, and its answer into a file."""
+"""The workload of `dispatch.run`: calls the user's pickled function, and writes its result to a file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ VALUE, ERROR = "value", "error"
 
 
 def main(ctx: RankContext, *, job: str, answer: str) -> None:
-    """Call the function in the file `job`, in the process group; leave what comes of it beside `answer`."""
+    """Call the function in the file `job`; write its value or error to `answer`.value or `answer`.error."""
     try:
         function, args, kwargs = _loaded(job)
         value = function(*args, **kwargs)
         data = cloudpickle.dumps(value)
-    except BaseException as error:
+    except BaseException as error:  # the client gets whatever the function raised
         if not isinstance(error, SystemExit) or faults.exit_code(error):
             _leave(answer, ERROR, _sealed(ctx, error))
         raise
@@ -36,7 +36,7 @@ def main(ctx: RankContext, *, job: str, answer: str) -> None:
 
 
 def _loaded(job: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The function and its arguments. The user's own client has pickled them, as Dask does with every task."""
+    """The function and its arguments, pickled by the user's client, as Dask does for every task."""
     pickled, given = pickle.loads(Path(job).read_bytes())  # noqa: S301
     function, args, kwargs = pickle.loads(pickled)  # noqa: S301
     args = tuple(given.pop(place, value) for place, value in enumerate(args))
@@ -54,5 +54,5 @@ def _leave(answer: str, ending: str, data: bytes) -> None:
 
 
 def answered(answer: str, ending: str) -> Any:
-    """What the rank has left: VALUE or ERROR. Raises FileNotFoundError, and what unpickling does."""
-    return pickle.loads(Path(f"{answer}.{ending}").read_bytes())  # noqa: S301  # the worker's own child has written it
+    """Return the rank's VALUE or ERROR. Raises FileNotFoundError, or any error of unpickling."""
+    return pickle.loads(Path(f"{answer}.{ending}").read_bytes())  # noqa: S301  # written by a child process of this worker

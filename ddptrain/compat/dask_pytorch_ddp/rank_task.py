@@ -1,4 +1,4 @@
-"""The Dask task of a rank of `dispatch.run`: start it here, pass on what it prints, return what it does."""
+"""The Dask task of a rank of `dispatch.run`: starts the rank on this worker, and returns its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import cloudpickle
 from distributed import Worker, get_worker
 
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
-from ddptrain.compat.dask_pytorch_ddp.rankside import ERROR, VALUE, answered
+from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ERROR, VALUE, answered
 from ddptrain.protocol.notices import RankExit, exit_from_json
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import rank_task, spool
@@ -27,14 +27,14 @@ _TAIL_BYTES = 2000
 
 
 async def open_store(run_id: str, key: str, host: str, dask_worker: Worker) -> int:
-    """For client.run: the port of a store for the gang whose first rank has that key; it lives as long as the key."""
+    """For client.run: open the TCPStore of the worker group whose rank 0 has that key; return its port."""
     return rank_host(dask_worker, run_id).open_store(key, host)
 
 
 def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> Any:
-    """Run the pickled (function, args, kwargs) as a rank; `given` are arguments that Dask has brought.
+    """Run the pickled (function, args, kwargs) as a rank; `given` are arguments that were futures.
 
-    Raises: what the function has raised; RankFailed where its process ended otherwise.
+    Raises the exception of the function, or RankFailed if its process ended without one.
     """
     spec = RankSpec.from_json(spec_json)
     worker = get_worker()
@@ -42,9 +42,7 @@ def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> A
     folder = host.scratch / spec.run_id / f"job-{spec.rank}"
     folder.mkdir(parents=True, mode=0o700)
     job, answer = folder / "job", folder / "answer"
-    job.write_bytes(
-        cloudpickle.dumps((pickled, dict(given)))
-    )  # what is pickled stays so: torch is not for this process
+    job.write_bytes(cloudpickle.dumps((pickled, dict(given))))  # not unpickled here: that may import torch
     spec = dataclasses.replace(
         spec,
         code=dataclasses.replace(
@@ -68,10 +66,10 @@ def _outcome(spec: RankSpec, answer: str, log: Path, exited: RankExit) -> Any:
         raised = answered(answer, ERROR)
     except FileNotFoundError:
         if exited.status == 0:
-            return None  # it has left by sys.exit(0)
+            return None  # it ended with sys.exit(0)
         text = f"{who}: {exited.text}{_last_words(log)}"
         raise failures.ended(text, exited.time_ns) from None
-    except Exception as error:
+    except Exception as error:  # unpickling runs user code, which may raise anything
         what = "return value" if exited.status == 0 else "exception"
         text = f"{who}: its {what} can't be read on its worker: {error!r}{_last_words(log)}"
         raise failures.ended(text, exited.time_ns) from error
@@ -88,7 +86,7 @@ def _last_words(log: Path) -> str:
 
 @contextmanager
 def _echoed(log: Path) -> Iterator[None]:
-    """Until the block ends, what the rank prints stands in this worker's own output as well, as Dask's tasks do it."""
+    """Copy the rank's output to the output of this worker until the block ends, as for Dask's own tasks."""
     over = threading.Event()
     echo = threading.Thread(target=_echo, args=(log, over), name="ddptrain-echo", daemon=True)
     echo.start()
@@ -102,7 +100,7 @@ def _echoed(log: Path) -> Iterator[None]:
 def _echo(log: Path, over: threading.Event) -> None:
     offset, last = 0, False
     while True:
-        with suppress(OSError):  # not there yet; or nobody reads what this worker prints
+        with suppress(OSError):  # the log does not exist yet, or stderr is closed
             data = spool.read_chunk(log, offset, spool.READ_LIMIT_BYTES)
             offset += len(data)
             if data:
