@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import checked
+from ddptrain.cli.options import VerboseOption, checked
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def up(
         typer.Option("--if-needed", help="Succeed if it is up with the same settings; wait for one that is starting."),
     ] = False,
     json: Json = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Start a cluster that keeps running after this command, and wait until all its workers are warm."""
     from functools import partial
@@ -88,7 +89,7 @@ def up(
 
 
 @app.command("list", short_help="List the clusters, and whether they are up.")
-def list_(json: Json = False) -> None:
+def list_(json: Json = False, verbose: VerboseOption = False) -> None:
     """List the clusters of this user, and whether they are up."""
     from ddptrain.clusters import status as clusters_status
 
@@ -105,7 +106,7 @@ def list_(json: Json = False) -> None:
 
 
 @app.command(short_help="Show a cluster, and who uses it.")
-def status(name: Name, json: Json = False) -> None:
+def status(name: Name, json: Json = False, verbose: VerboseOption = False) -> None:
     """Show a cluster: its hosts, which runs hold or wait for slots, its jobs and processes.
 
     Exit code 4 if it can't be used.
@@ -126,6 +127,7 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="So many last lines of each.")] = 50,
     source: Annotated[str | None, typer.Option(help="Only this one: scheduler, worker, a host.")] = None,
     json: Json = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Print the last log lines of scheduler and workers, including those that have ended."""
     from ddptrain.clusters import lifecycle
@@ -144,6 +146,7 @@ def scale(
     name: Name,
     slots: Annotated[int, typer.Argument(metavar="SLOTS", min=1, help="How many slots it shall have.")],
     json: Json = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Change how many slots a cluster has. Slots that a run uses are removed when it ends."""
     from ddptrain.clusters import lifecycle
@@ -160,6 +163,7 @@ def down(
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
     now: Annotated[bool, typer.Option("--now", help="Also one that runs are on; they fail.")] = False,
     json: Json = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster."""
     from ddptrain.clusters import lifecycle, state

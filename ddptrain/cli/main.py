@@ -20,6 +20,7 @@ from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.generate import generate
 from ddptrain.cli.init import init
+from ddptrain.cli.options import log_to_stderr
 from ddptrain.cli.predict import predict
 from ddptrain.cli.printing import say
 from ddptrain.cli.results import app as results
@@ -64,6 +65,7 @@ def _root(
     ] = False,
 ) -> None:
     """Train PyTorch models on every GPU of a Dask cluster, and show the results."""
+    log_to_stderr(False)
 
 
 # One line for each in the list of commands; `--help` of a command has the full text.

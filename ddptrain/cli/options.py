@@ -52,6 +52,33 @@ DetachOption = Annotated[
 FullTracebackOption = Annotated[
     bool, typer.Option("--full-traceback", help="Show the frames of torch and ddptrain, too, where ranks fail.")
 ]
+
+
+def log_to_stderr(wanted: bool) -> None:
+    """Write ddptrain's own log to stderr if it is `wanted`, or DDPTRAIN_LOG says so. Raises UsageError."""
+    import os
+
+    if wanted:
+        os.environ["DDPTRAIN_LOG"] = "debug"  # in the environment: for the processes that this one starts, too
+    if os.environ.get("DDPTRAIN_LOG"):
+        from ddptrain import log
+
+        log.to_stderr()
+
+
+VerboseOption = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        callback=log_to_stderr,
+        is_eager=True,
+        expose_value=False,
+        help="Log on stderr what ddptrain decides, and why; the same as DDPTRAIN_LOG=debug.",
+    ),
+]
+AllRanksOption = Annotated[
+    bool, typer.Option("--all-ranks", help="Show each rank by itself, also where 17 or more would be shown as a group.")
+]
 OutputOption = Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")]
 ReadyFdOption = Annotated[int | None, typer.Option(hidden=True)]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def predict(
     runs_dir: Annotated[
         str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
     ] = "runs",
+    verbose: VerboseOption = False,
 ) -> int:
     """Classify images with the best checkpoint of an image run.
 

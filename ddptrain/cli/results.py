@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def sync(
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that all of it may take.")] = 600.0,
     runs_dir: RunsDir = None,
     json: Json = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Send offline data to Weights & Biases; can be repeated, for example by cron.
 

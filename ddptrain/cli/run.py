@@ -9,6 +9,7 @@ import typer
 
 from ddptrain.cli.options import (
     AllowChangesOption,
+    AllRanksOption,
     ClusterOption,
     DetachOption,
     DryRunOption,
@@ -20,6 +21,7 @@ from ddptrain.cli.options import (
     ResumeOption,
     RunIdOption,
     RunsDirOption,
+    VerboseOption,
     checked,
     field_options,
 )
@@ -55,6 +57,8 @@ def run(
     dry_run: DryRunOption = False,
     detach: DetachOption = False,
     full_traceback: FullTracebackOption = False,
+    all_ranks: AllRanksOption = False,
+    verbose: VerboseOption = False,
     output: OutputOption = Output.AUTO,
     ready_fd: ReadyFdOption = None,
 ) -> None:
@@ -72,6 +76,7 @@ def run(
         dry_run=dry_run,
         detach=detach,
         full_traceback=full_traceback,
+        all_ranks=all_ranks,
         output=output,
         ready_fd=ready_fd,
     )

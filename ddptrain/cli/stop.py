@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def stop(
         str, typer.Option(metavar="DIR|URL", help="Folder that holds the runs, or s3://bucket/folder.")
     ] = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """End a run: its ranks finish their step and save, so that --resume can go on; wait until it has ended.
 

@@ -10,6 +10,7 @@ import typer
 
 from ddptrain.cli.options import (
     AllowChangesOption,
+    AllRanksOption,
     ClusterOption,
     DetachOption,
     DryRunOption,
@@ -21,6 +22,7 @@ from ddptrain.cli.options import (
     ResumeOption,
     RunIdOption,
     RunsDirOption,
+    VerboseOption,
     checked,
     field_options,
 )
@@ -46,6 +48,8 @@ def train(
     dry_run: DryRunOption = False,
     detach: DetachOption = False,
     full_traceback: FullTracebackOption = False,
+    all_ranks: AllRanksOption = False,
+    verbose: VerboseOption = False,
     output: OutputOption = Output.AUTO,
     ready_fd: ReadyFdOption = None,
     ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
@@ -62,6 +66,7 @@ def train(
         dry_run=dry_run,
         detach=detach,
         full_traceback=full_traceback,
+        all_ranks=all_ranks,
         output=output,
         ready_fd=ready_fd,
     )
@@ -77,6 +82,7 @@ def start(
     dry_run: bool,
     detach: bool,
     full_traceback: bool,
+    all_ranks: bool,
     output: Output,
     ready_fd: int | None,
 ) -> None:
@@ -98,7 +104,7 @@ def start(
         )
     if detach:
         raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=output is Output.JSON))
-    chosen = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback)
+    chosen = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks)
     raise typer.Exit(launch(resolved, chosen))
 
 
@@ -111,7 +117,8 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     from ddptrain.driver.control.detach import EndedEarly, start_detached
 
     command = str(ctx.command.name)
-    begun = start_detached([command, "--output", Output.PLAIN.value, *_typed(ctx, leave_out={"detach", "output"})])
+    typed = _typed(ctx, leave_out={"detach", "output", "verbose"})
+    begun = start_detached([command, "--output", Output.PLAIN.value, *typed])
     if isinstance(begun, EndedEarly):
         say(begun.said.rstrip("\n"))
         return begun.exit_code

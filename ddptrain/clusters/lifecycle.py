@@ -18,6 +18,7 @@ from ddptrain.clusters.status import State, View
 from ddptrain.config import registry
 from ddptrain.config.wording import counted, did_you_mean, shown
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
+from ddptrain.log import Log
 
 if TYPE_CHECKING:
     from ddptrain.config.models import ClusterConfig
@@ -26,6 +27,7 @@ _EXPOSED = (
     "the scheduler at {address} asks nobody for a certificate: everyone who can reach its port, or that of a worker, "
     "can run programs as you on every host of this cluster, and read what driver and workers send each other"
 )
+_log = Log(__name__)
 _SURE_S = 10.0  # before a cluster is taken for dead, and what is left of it is ended
 _END_S = 60.0  # for another command that takes back a start that failed
 _NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s"})
@@ -101,6 +103,7 @@ def different_settings(started: Mapping[str, Any], asked: Mapping[str, Any]) -> 
 
 def _start(config: ClusterConfig, name: str, provider: Provider, tell: Tell, *, encrypts: bool) -> View:
     deployment = _created(config, name)
+    _log.info("cluster starts", cluster=name, backend=config.backend, folder=deployment.folder, tls=encrypts)
     try:
         if encrypts:
             make_tls(deployment.folder)
@@ -119,6 +122,7 @@ def scale(name: str, slots: int, tell: Tell) -> View:
 
     with _held(name) as deployment:
         provider = _provider(deployment.record.backend)
+        _log.info("cluster is scaled", cluster=name, slots=slots)
         resolve.reopen(deployment)
         before = status.probe(deployment, _SURE_S)
         if before.state != State.UP:
@@ -206,6 +210,8 @@ def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider,
         view = gathering.until_ready(config.ranks if isinstance(config.ranks, int) else None)
     record = deployment.record
     deployment.update(address=record.address, dashboard=record.dashboard)
+    took_s = time.monotonic() - began
+    _log.info("cluster is up", cluster=deployment.name, address=record.address, slots=view.slots, took_s=took_s)
     if record.address.startswith("tcp://"):
         tell(f"warning: {_EXPOSED.format(address=record.address)}")
     return view
@@ -243,6 +249,7 @@ def _take_back(deployment: Deployment, provider: Provider, tell: Tell, error: Ba
 
 
 def _end(deployment: Deployment, provider: Provider, tell: Tell) -> None:
+    _log.info("cluster ends", cluster=deployment.name)
     with deferred():
         provider.stop(deployment, tell)
         deployment.remove()

@@ -12,7 +12,7 @@ from pathlib import Path
 from ddptrain.driver import attempt_actions as actions
 from ddptrain.driver import messages
 from ddptrain.driver.attempt_actions import Action
-from ddptrain.driver.attempt_state import Moment, new_state
+from ddptrain.driver.attempt_state import AttemptState, Moment, new_state
 from ddptrain.driver.attempt_step import step
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.messages import Inbox, Message
@@ -21,11 +21,13 @@ from ddptrain.driver.recorder import Telling
 from ddptrain.driver.transfer.artifacts import Porter
 from ddptrain.driver.transfer.log_mirror import SpoolMirror
 from ddptrain.driver.worker_group import Gang, Place
+from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.notices import RankExit
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker.spool import rank_spool
 
+_log = Log(__name__)
 _TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection to the scheduler
 _BUSY_TICK_S = 0.05  # the same, while messages come all the time
 _DRAIN_S = 600.0  # for checkpoints and files that are on their way when the ranks have ended
@@ -92,9 +94,21 @@ class Attempt:
 
     def handle(self, message: Message) -> None:
         """Take one step, and do what it asks for."""
-        self.state, ordered = step(self.state, message, _now())
+        before = self.state
+        self.state, ordered = step(before, message, _now())
+        self._log_decisions(before)
         for action in ordered:
             self._do(action)
+
+    def _log_decisions(self, before: AttemptState) -> None:
+        """Log what a step has decided besides its actions: deadlines, and what a hang diagnosis is based on."""
+        for name in ("settle_until", "preempt_until", "stop_until"):
+            until = getattr(self.state, name)
+            if until is not None and until != getattr(before, name):
+                _log.info("deadline set", deadline=name.removesuffix("_until"), in_s=until - time.monotonic())
+        inquiry = self.state.inquiry
+        if inquiry.under_way and not before.inquiry.under_way:
+            _log.info("asking all ranks for their stacks", signs_of_life=inquiry.signs)
 
     def _why_lost(self, address: str) -> str:
         """Why a worker that the driver itself started has ended; "" for other workers."""

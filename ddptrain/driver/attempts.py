@@ -23,11 +23,13 @@ from ddptrain.driver.tracking.setup import Tracking
 from ddptrain.driver.transfer.artifacts import Porter
 from ddptrain.driver.transfer.inputs import Inputs
 from ddptrain.driver.worker_group import Gang, Place
+from ddptrain.log import Log, set_context
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.writer import RunWriter, utc_now
 
 _STORE_DEADLINE_S = 600.0
+_log = Log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,16 @@ class Series:
             verdict = judge_attempt(end, self.scene.writer)
             self._record_end(end, verdict)
             step = self._reached(end, end.fault.rank) if end.fault else None
-            match restarts.after(end, step, scheduler_is_there=self.scene.gang.connected):
+            decision = restarts.after(end, step, scheduler_is_there=self.scene.gang.connected)
+            _log.info(
+                "attempt ended",
+                status=verdict.status,
+                cause_rank=end.fault.rank if end.fault else None,
+                cause=f"{end.fault.kind}: {end.fault.line}" if end.fault else None,
+                step=step,
+                then=decision,
+            )
+            match decision:
                 case Enough(reason):
                     if reason:
                         self.recorder.warn(f"not started again: {reason}")
@@ -109,6 +120,7 @@ class Series:
     def _attempt(self, places: Sequence[Place]) -> AttemptEnd:
         scene = self.scene
         number = len(scene.writer.record.attempts) + 1
+        set_context(attempt=number)
         self.tracking.go_on_from(self.checkpoint, scene.writer.go_on_from(self.checkpoint, self.policy))
         specs = [
             (spec, place, scene.writer.layout.log(place.rank))

@@ -22,9 +22,11 @@ from distributed.versions import VersionMismatchWarning
 from ddptrain.clusters.resolve import Target
 from ddptrain.driver import dask_greeting
 from ddptrain.errors import ClusterError
+from ddptrain.log import Log
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker.tcp_timeouts import tcp_timeout
 
+_log = Log(__name__)
 _TRY_S = 3.0  # of the first attempt; each later one may take twice as long
 _OWN_S = 30.0  # for a cluster of the user, which is running or dead; a busy machine answers late
 _PEEK_S = 3.0
@@ -71,6 +73,7 @@ def connected(
         silent_s = time.monotonic() - began
         if reason == dask_greeting.SILENT and not target.name and silent_s > _SILENT_S:
             raise ClusterError(_nobody(target, round(silent_s), reason))
+        _log.info("scheduler did not answer", address=target.address, reason=reason, left_s=left_s)
         tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
         time.sleep(min(1.0, left_s))
         try_s *= 2

@@ -12,6 +12,7 @@ from ddptrain.config.models import CheckpointConfig
 from ddptrain.config.wording import nearest, shown
 from ddptrain.driver.display import Display
 from ddptrain.driver.failure.fault import Fault, Kind, thread_in_words
+from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.results.record import EnvironmentValue, RankRecord, plain
 from ddptrain.results.writer import RunWriter
@@ -20,6 +21,8 @@ _MOST_RETURNED = 1 << 16  # characters
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
 _MOST_NAMES = 20
 _DEFAULT_METRIC = CheckpointConfig().metric
+_NOT_LOGGED = frozenset({"traceback", "rank_time_ns", "run_id"})
+_log = Log(__name__)
 _NOT_FOUND = frozenset({"base_url"})  # only the driver sets it: `results sync` sends the key to that server
 
 
@@ -41,6 +44,8 @@ class Telling:
     def _recorded(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         line = {"event": kind, "time_s": round(time.time(), 3), **fields}
         self.writer.event(line)
+        logged = {name: value for name, value in fields.items() if name not in _NOT_LOGGED}
+        _log.info(kind.replace("_", " "), **logged)
         return line
 
     def status(self, text: str) -> None:

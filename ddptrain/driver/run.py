@@ -31,9 +31,11 @@ from ddptrain.driver.recorder import Telling
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.inputs import Inputs
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.log import Log
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id
+from ddptrain.results.log_file import driver_log
 from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.record import DriverRecord, RunStatus
 from ddptrain.results.remote.runs import RunsDir, open_runs_dir
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
     from ddptrain.results.lookup import RunView
 
+_log = Log(__name__)
 _KEEP_S = 900.0  # for the last uploads at the end of a run
 
 
@@ -63,6 +66,7 @@ class LaunchOptions:
     allow_changes: bool = False
     ready_fd: int | None = None  # of a detached driver: the pipe to report to that the run has begun
     full_traceback: bool = False  # in the ranks' logs; run.json always has all frames
+    all_ranks: bool = False  # each is shown by itself, however many there are
 
 
 def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
@@ -85,7 +89,10 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         _opened(resolved, folder, choice, seen) as writer,
         signals_to(inbox) as signals,
         stop_requests(writer, signals),
+        driver_log(writer.layout.decision_log, writer.run_id, writer.secrets),
     ):
+        if choice is not None:
+            _log.info("resume chosen", reason=choice.reason, asked=options.resume)
         keeping.begin()
         if options.ready_fd is not None:
             tell_begun(options.ready_fd, writer.layout, choice.reason if choice else "")
@@ -174,7 +181,8 @@ class _Run:
         self.choice = choice
         self.keeping = keeping
         self.warned = False  # that the run could not be uploaded completely
-        self.display = open_display(options.output, writer.layout.logs_dir, 0, writer.run_id)
+        logs_dir = writer.layout.logs_dir
+        self.display = open_display(options.output, logs_dir, 0, writer.run_id, all_ranks=options.all_ranks)
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
         self.inputs = inputs
@@ -317,6 +325,7 @@ class _Run:
         Returns another verdict if a run that succeeded could not be stored.
         """
         verdict = self._flushed(verdicts.asked(verdict) if self.signals.asked else verdict)
+        _log.info("run ends", status=verdict.status, exit_code=int(verdict.exit_code), cause=verdict.cause or None)
         last_event = self._finish(verdict)
         if (kept := self._flushed(verdict)) is not verdict:
             verdict, last_event = kept, self._finish(kept)

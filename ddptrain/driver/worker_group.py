@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import uuid
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any, Self
 from distributed import Client, Future
 from distributed.comm.core import CommClosedError
 
+from ddptrain import log
 from ddptrain.clusters.scheduler import slots
 from ddptrain.driver import dask_call
 from ddptrain.driver.folder_copy import copy_folder
@@ -27,7 +27,6 @@ from ddptrain.protocol.encryption import has_secrets, seal_spec
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import rank_task, tasks
 
-_LOG = logging.getLogger(__name__)
 _ALL_TOPIC = "all"  # where the scheduler reports workers that come and go
 _MOST_LOGGED = 10  # rejected notices
 _SUBSCRIBE_S = 10.0
@@ -35,6 +34,7 @@ _PING_S = 0.05
 _AGAIN_S = 0.5  # between a request that did not reach a worker and the next try
 _ANSWER_S = 120.0  # for the answer of a worker that has no rank any more
 _LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
+_log = log.Log(__name__)
 _RELEASE_S = 3.0  # for the scheduler to take the slots back
 
 
@@ -120,6 +120,7 @@ class Gang:
                 chosen = [slots.Slot(*item) for item in answer["slots"]]
                 return self._placed(chosen, answer.get("lost_after_s"))
             else:
+                _log.debug("no slots yet", **answer["refusal"])
                 count = queue.wait(slots.Refusal(**answer["refusal"]))
 
     def _ask_for_slots(self, wish: Wish, count: int | None) -> dict[str, Any]:
@@ -170,6 +171,15 @@ class Gang:
                     gpu=gpus[slot.index] if slot.index < len(gpus) else "",
                 )
             )
+            _log.info(
+                "rank placed",
+                rank=rank,
+                host=places[-1].host,
+                worker=slot.worker,
+                slot=slot.index,
+                gpu=places[-1].gpu or None,
+                shares_files=places[-1].shared,
+            )
             seen[slot.host] += 1
         return places
 
@@ -192,6 +202,7 @@ class Gang:
     def subscribe(self) -> None:
         """Receive the run's notices and the losses of workers from now on. Raises ClusterError after 10 s."""
         self.client.subscribe_topic(self._topic, self._on_notice)
+        self.client.subscribe_topic(log.topic(self.run_id), lambda event: log.unpack(event[1]))
         self.client.subscribe_topic(_ALL_TOPIC, self._on_all)
         ping = uuid.uuid4().hex
         deadline = time.monotonic() + _SUBSCRIBE_S
@@ -221,7 +232,7 @@ class Gang:
         self.rejected += 1
         self.first_rejected = self.first_rejected or reason
         if self.rejected <= _MOST_LOGGED:
-            _LOG.info("notice rejected: %s", reason, extra={"run": self.run_id})
+            _log.info("notice rejected", reason=reason)
 
     def _on_all(self, event: tuple[float, Any]) -> None:
         message = event[1]
@@ -262,6 +273,9 @@ class Gang:
             pure=False,
             retries=0,
         )
+        _log.info(
+            "rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port or None
+        )
         self.futures[spec.rank] = future
         self._worker_of[spec.rank] = slot.worker
         future.add_done_callback(lambda done: self._on_done(spec, done))
@@ -285,11 +299,13 @@ class Gang:
 
     def forget(self, worker: str) -> None:
         """A worker is lost: send it nothing any more, because that would only wait for a connection."""
+        _log.info("worker lost", worker=worker, of_this_run=self.has(worker))
         self._workers.discard(worker)
         self.avoid(worker)
 
     def avoid(self, worker: str) -> None:
         """Reserve no slots of this worker any more: it is lost, or about to go."""
+        _log.info("worker is avoided from now on", worker=worker)
         self._avoided.add(worker)
 
     def has(self, worker: str) -> bool:
@@ -298,6 +314,8 @@ class Gang:
 
     def stop(self, specs: Iterable[RankSpec], grace_s: float) -> None:
         """Send these ranks SIGTERM, and SIGKILL after `grace_s`. Does not wait."""
+        specs = list(specs)
+        _log.info("stopping ranks: SIGTERM, then SIGKILL", ranks=[spec.rank for spec in specs], grace_s=grace_s)
         self._order(tasks.stop_ranks, [spec.key for spec in specs], grace_s)
 
     def _order(self, function: Callable[..., Any], keys: list[str], what: object) -> None:
@@ -311,6 +329,8 @@ class Gang:
 
     def tell(self, specs: Iterable[RankSpec], command: Command) -> None:
         """Send these ranks a command. Does not wait."""
+        specs = list(specs)
+        _log.info("command to ranks", command=str(command), ranks=[spec.rank for spec in specs])
         self._order(tasks.tell_ranks, [spec.key for spec in specs], str(command))
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:

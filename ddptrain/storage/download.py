@@ -17,9 +17,11 @@ from urllib.parse import urlsplit
 
 from ddptrain import file_ops
 from ddptrain.errors import UsageError
+from ddptrain.log import Log
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.base import Limits, StoreError, StoreUnreachable, Transient, fetch_chunks
 
+_log = Log(__name__)
 _TRIES = 3
 _TIMEOUT_S = 30.0  # without a byte
 _PAUSE_S = 1.0  # after the first failure; more after the next
@@ -97,6 +99,7 @@ def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progre
                     error.close()  # it is an answer, with a connection
                 if attempt == _TRIES or _is_final(error):
                     raise
+                _log.info("download failed, trying again", url=url, attempt=attempt, error=error)
                 time.sleep(attempt * _PAUSE_S)
         if not found.startswith(digest):
             raise CannotFetch(f"{hide_credentials(url)} is damaged: its SHA-256 is {found[:16]}..., not {digest}...")

@@ -24,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddptrain.errors import ClusterError
+from ddptrain import log
+from ddptrain.errors import ClusterError, UsageError
 from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker import environment
@@ -42,6 +43,8 @@ _END_TIMEOUT_S = 8.0  # for the rank server to end: the last grace period of its
 def main(argv: list[str] | None = None) -> None:
     """Run the worker until the scheduler, the parent process or a signal ends it, and clean up."""
     options = _parser().parse_args(argv)
+    with contextlib.suppress(UsageError):  # the driver, or `cluster up`, has complained of a wrong DDPTRAIN_LOG
+        log.to_stderr()
     owned = options.scheduler == "-"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Ctrl-C reaches the driver, too, which then stops the worker that it has started.

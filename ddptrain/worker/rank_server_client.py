@@ -41,6 +41,7 @@ class RankServerClient:
         self._lock = threading.Lock()
         self._inboxes: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._pids: dict[str, int] = {}
+        self._starts: dict[str, tuple[int, str]] = {}  # rank -> its pid and how it was started
         self._stores: dict[str, str] = {}  # running stores that were not asked to stop -> the rank that needs the store
         self._reader = threading.Thread(target=self._read_reports, name="ddptrain-rank-server", daemon=True)
 
@@ -61,6 +62,10 @@ class RankServerClient:
     def pid_of(self, rank_id: str) -> int | None:
         """The pid of a running rank; None if it has not started or has ended."""
         return self._pids.get(rank_id)
+
+    def start_of(self, rank_id: str) -> tuple[int, str] | None:
+        """The pid of a rank and how it was started ("forked", "cold: why"), once; None before its start."""
+        return self._starts.pop(rank_id, None)
 
     def listen(self) -> None:
         """Start the thread that reads reports. Separate from the constructor, so that Dask can be imported first."""
@@ -155,9 +160,12 @@ class RankServerClient:
             self.ready.set()
         elif report["report"] == "started":
             self._pids[child_id] = report["pid"]
+            self._starts[child_id] = report["pid"], report.get("how", "")
             return
         elif report["report"] == "exited":
             self._pids.pop(child_id, None)
+            if child_id not in self._inboxes:
+                self._starts.pop(child_id, None)
             if (rank_id := self._stores.pop(child_id, None)) is not None:
                 # Without the store the ranks would wait forever, or report each other as lost.
                 message = f"the store of the worker group (TCPStore) has ended: {describe_status(report['status'])}"

@@ -11,6 +11,7 @@ from typing import Any
 from dask.system import cpu_count
 from distributed import Worker, get_worker
 
+from ddptrain import log
 from ddptrain.file_ops import open_append
 from ddptrain.protocol import notices
 from ddptrain.protocol.encryption import open_spec
@@ -62,6 +63,8 @@ class _RankTask:
         self.process: ProcessMonitor | None = None  # these two are set when the process has started
         self.memory: MemoryWatch | None = None
         self.checked_at = 0.0
+        fields = {"attempt": spec.attempt, "rank": spec.rank, "worker": worker.address}
+        self.log = log.RunLog("ddptrain.worker", worker.log_event, spec.run_id, **fields)
 
     def run(self) -> str:
         self.spool.create()
@@ -92,6 +95,7 @@ class _RankTask:
         if self.spec.rank != 0 or self.spec.group.master_port:
             return self.spec
         port = self.host.open_store(self.spec.key, self.spec.group.master_addr)
+        self.log.info("rendezvous store opened", address=f"{self.spec.group.master_addr}:{port}")
         self._notify(notices.StoreOpened(self.spec.attempt, self.spec.rank, port))
         return self.spec.with_port(port)
 
@@ -99,19 +103,30 @@ class _RankTask:
         pause_s = _POLL_S
         leaving_sent = False
         while (report := self.server.wait_exit(self.spec.key, pause_s)) is None:
+            self._log_start()
             pause_s = _POLL_S if self._send_growth() else min(2 * pause_s, _IDLE_POLL_S)
             if self.host.leaving and not leaving_sent:
                 leaving_sent = True
+                self.log.info("worker was told to end: the driver is asked to preempt the run")
                 self._notify(notices.Leaving(self.spec.attempt, self.spec.rank))
             self._check_process()
             if time.monotonic() - self.notified_at > self.spec.supervision.alive_s:
                 self._notify(self._alive())
+        self._log_start()
         diagnostics.announce_flight_record(self.spool, self.spec)
         diagnostics.report_error_file(self.spool, report["status"])
         self._send_growth()
         rank_exit = self._exit(report)
+        self.log.info("rank ended", pid=rank_exit.pid, status=rank_exit.status, oom=rank_exit.oom or None)
         self._notify(rank_exit)
         return notices.exit_to_json(rank_exit)
+
+    def _log_start(self) -> None:
+        if (started := self.server.start_of(self.spec.key)) is not None:
+            pid, how = started
+            slot = self.spec.placement.slot
+            gpu = self.host.gpu_of(slot)
+            self.log.info("rank started", pid=pid, start=how, slot=slot, gpu=gpu, spool=self.spool.folder)
 
     def _alive(self) -> notices.Alive:
         """The CPU time that the rank has used, and the use of its GPU if that is known."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain.clusters.resolve import Target
 from ddptrain.errors import ClusterError
+from ddptrain.log import Log
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
     "distributed.diagnostics.nvml": False,
 }
+_log = Log(__name__)
 _WORKER_END_S = 6.0  # the ranks' last grace and the worker's own clean-up
 
 
@@ -60,6 +62,7 @@ class EmbeddedCluster:
                 stderr=log,
                 start_new_session=True,
             )
+        _log.info("local worker started", pid=self._worker.pid, slots=self.slots, gpus=self.gpus or None)
 
     @property
     def words(self) -> str:
@@ -135,6 +138,7 @@ class EmbeddedCluster:
         except subprocess.TimeoutExpired:
             worker.kill()
             worker.wait()
+        _log.info("local worker ended", pid=worker.pid, status=worker.returncode)
 
     def _start_scheduler(self) -> str:
         started = threading.Event()

@@ -23,8 +23,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddptrain import log
 from ddptrain.clusters.scheduler.worker_ttl import drop_the_silent
 from ddptrain.clusters.security import CERT_FILE, own_security
+from ddptrain.errors import UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
@@ -49,10 +51,14 @@ _NOWHERE = "127.0.0.1:0"  # Dask's HTTP server always listens, even when it serv
 _NEVER_A_RUN = frozenset({"fire-and-forget"})  # Dask's own entry among the clients
 _LOOK_S = 1.0
 
+_log = log.Log("ddptrain.clusters.scheduler")
+
 
 def main(argv: list[str] | None = None) -> None:
     """Serve until a signal or too long an idle time ends the scheduler."""
     options = _parser().parse_args(argv)
+    with contextlib.suppress(UsageError):  # `cluster up` has complained of a wrong DDPTRAIN_LOG
+        log.to_stderr()
     asyncio.run(_serve(options))
 
 
@@ -81,6 +87,7 @@ async def _serve(options: argparse.Namespace) -> None:
     folder: Path = options.folder
     scheduler = await _started(options)
     _write_json(folder / SCHEDULER_FILE, _card(scheduler))
+    _log.info("scheduler listens", address=scheduler.address, idle_timeout_s=options.idle_timeout)
     ends = {
         asyncio.ensure_future(told.wait()): "",
         asyncio.ensure_future(scheduler.finished()): "a client of it shut it down",
@@ -89,6 +96,7 @@ async def _serve(options: argparse.Namespace) -> None:
     }
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     reason = next(ends[end] for end in ends if end.done())
+    _log.info("scheduler ends", reason=reason or "told to end")
     (folder / SCHEDULER_FILE).unlink(missing_ok=True)
     if reason:
         _write_json(folder / ENDED_FILE, {"reason": reason, "at": datetime.now(UTC).isoformat(timespec="seconds")})

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from distributed import Scheduler, SchedulerPlugin
 
+from ddptrain import log
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, WORKER_METRIC, attached_plugin
 from ddptrain.worker.rank_task import topic
 from ddptrain.worker.tcp_timeouts import follow
@@ -24,6 +25,8 @@ from ddptrain.worker.tcp_timeouts import follow
 PLUGIN_NAME = "ddptrain-slots"
 _FORGET_WAITER_S = 30.0  # without a word from a driver that waits: it must not hold up the line
 _LAST_WORDS_S = 1.0
+
+_log = log.Log("ddptrain.clusters.scheduler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +137,16 @@ class SlotBook(SchedulerPlugin):
         if is_next and len(free) >= asked:
             self._leave_line(request.run_id)
             self._grant(request, free[:asked], mine)
+            _log.info(
+                "slots reserved", run=request.run_id, slots=[f"{slot.worker} {slot.index}" for slot in free[:asked]]
+            )
             return free[:asked]
         place = 0
         if asked > len(everything):
             self._leave_line(request.run_id)  # it would hold up those for whom there is room
         elif in_line:
             place = self._stand_in_line(request)
+        _log.debug("slots refused", run=request.run_id, asked=asked, free=len(free), total=len(everything), place=place)
         hosts = Counter(slot.host for slot in everything)
         holders = sorted({holder.run_id for holder in self.holders.values()})
         return Refusal(asked, len(free), len(everything), place, tuple(holders), dict(hosts))
@@ -155,6 +162,7 @@ class SlotBook(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """The worker is gone, and its slots with it."""
         self.offers.pop(worker, None)
+        _log.info("worker left", worker=worker)
         self.holders = {slot: holder for slot, holder in self.holders.items() if slot.worker != worker}
 
     @property
@@ -201,6 +209,7 @@ class SlotBook(SchedulerPlugin):
 
     def _drop(self, leaves: Any) -> None:
         for run_id in [run_id for run_id, (request, _) in self.used.items() if leaves(request)]:
+            _log.info("slots released", run=run_id)
             self._detach(run_id, self.used.pop(run_id)[1])
         for waiter in self.line:
             if leaves(waiter.request):
@@ -229,7 +238,8 @@ def _forget_topic(scheduler: Scheduler, run_id: str) -> None:
     """The scheduler would keep the last thousand messages of a run for ever."""
     broker = getattr(scheduler, "_broker", None)
     if broker is not None:
-        broker._topics.pop(topic(run_id), None)  # noqa: SLF001  # there is no public way
+        for name in (topic(run_id), log.topic(run_id)):
+            broker._topics.pop(name, None)  # noqa: SLF001  # there is no public way
 
 
 def _forget_unheard_topic(scheduler: Scheduler, run_id: str) -> None:

@@ -1,7 +1,7 @@
-"""The display's front: the driver tells it things and never waits; a thread of its own shows them.
+"""The display of a run: the driver passes it messages and never waits; a thread of its own shows them.
 
-The thread follows the ranks' log files at its own pace, so that a slow terminal or pipe delays nothing but
-itself, and memory stays flat however much is printed.
+The thread follows the ranks' log files at its own pace: a slow terminal or pipe delays neither driver nor ranks, and
+memory stays flat however much is printed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from ddptrain.driver.display import messages as told
-from ddptrain.driver.display import terminal
+from ddptrain import log
+from ddptrain.driver.display import messages, terminal
+from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper
 from ddptrain.driver.display.jsonl import JsonRenderer
+from ddptrain.driver.display.lines import Line
 from ddptrain.driver.display.live import LiveRenderer
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
@@ -28,17 +30,17 @@ from ddptrain.driver.display.stream import Stream
 from ddptrain.protocol.events import Metrics, Progress
 
 POLL_S = 0.1
-SETTLE_S = 0.02  # at least this long between two looks, so that a rank's lines come in batches
-MAX_WAITING = 50_000  # messages kept for a reader who has stopped reading; numbers beyond are dropped and counted
+SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
+MAX_WAITING = 50_000  # messages kept while nobody reads the output; metrics and log lines beyond are dropped
 CLOSE_DEADLINE_S = 10.0
-LATE_S = 1.0  # what the thread, which gives up late logs by itself, has more than its deadline
-_LAST_WORD_S = 0.2
+LATE_S = 1.0  # how much longer than its deadline the thread may take: it stops waiting for late logs by itself
+_LAST_WRITE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class _Close:
     final_sizes: Mapping[int, int]
-    message: told.Closing
+    message: messages.Closing
     deadline_s: float
 
 
@@ -47,16 +49,21 @@ class Display:
 
     def __init__(
         self,
-        renderer: told.Renderer,
+        renderer: messages.Renderer,
         stdout: Stream,
         stderr: Stream,
         logs_dir: Path,
         aborted: threading.Event,
+        *,
+        groups_ranks: bool = False,
     ) -> None:
+        """`groups_ranks`: equal lines of a run with many ranks are shown once."""
         self._renderer, self._stdout, self._stderr = renderer, stdout, stderr
         self._logs_dir = logs_dir
+        self._groups_ranks = groups_ranks
+        self._grouper: LineGrouper | None = None
         self._tails: Mapping[int, LogTail] = {}
-        self._inbox: deque[told.Message] = deque()
+        self._inbox: deque[messages.Message] = deque()
         self._dropped = self._dropped_told = 0
         self._wake, self._aborted = threading.Event(), aborted
         self._close: _Close | None = None
@@ -65,53 +72,54 @@ class Display:
 
     @property
     def broken(self) -> bool:
-        """Nothing can be shown any more: stdout's reader has gone, or the display itself has failed."""
+        """Nothing can be shown any more: stdout is closed at the other end, or the display itself has failed."""
         return bool(self._stdout.broken or self._failed)
 
     def start(self) -> Self:
-        """Start the display's thread."""
+        """Start the display's thread; from now on it also shows what ddptrain logs to stderr."""
         self._thread.start()
+        log.divert(self._log_line)
         return self
 
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """So many ranks there will be: follow their logs, from `offsets` (in bytes, by rank) on."""
+        """Follow the logs of so many ranks, from `offsets` (in bytes, by rank) on."""
         known = self._tails
         self._tails = {
             rank: known.get(rank) or LogTail(self._logs_dir / f"rank-{rank}.log", (offsets or {}).get(rank, 0))
             for rank in range(world_size)
         }
-        self._tell(told.Expected(world_size))
+        self._tell(messages.WorldSize(world_size))
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
         """The rank's process runs."""
-        self._tell(told.RankStarted(rank, host, pid))
+        self._tell(messages.RankStarted(rank, host, pid))
 
     def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
-        """The rank's process has ended: well, or because it was stopped, or else by a fault of its own."""
-        self._tell(told.RankEnded(rank, ok, stopped))
+        """The rank's process has ended: `ok`, because it was stopped, or by a failure of its own."""
+        self._tell(messages.RankEnded(rank, ok, stopped))
 
     def metrics(self, rank: int, event: Metrics) -> None:
-        """The rank logged numbers."""
-        self._tell_numbers(told.RankMetrics(rank, event))
+        """The rank logged metrics."""
+        self._tell_if_room(messages.RankMetrics(rank, event))
 
     def progress(self, rank: int, event: Progress) -> None:
-        """The rank got on."""
-        self._tell_numbers(told.RankProgress(rank, event))
+        """The rank reported progress."""
+        self._tell_if_room(messages.RankProgress(rank, event))
 
     def status(self, text: str) -> None:
-        """Say what is being waited for."""
-        self._tell(told.Status(text))
+        """Show what the driver waits for."""
+        self._tell(messages.DriverStatus(text))
 
     def notice(self, text: str, level: str = "info") -> None:
-        """Say something in ddptrain's own name; level is "info", "warning" or "error"."""
-        self._tell(told.Notice(text, level))
+        """Show a message of ddptrain itself; level is "info", "warning" or "error"."""
+        self._tell(messages.DriverNotice(text, level))
 
     def event(self, obj: Mapping[str, Any]) -> None:
         """Write an object for readers of JSON lines; the other outputs ignore it."""
-        self._tell(told.RawEvent(obj))
+        self._tell(messages.RawEvent(obj))
 
     def log_grew(self) -> None:
-        """Some rank's log file has grown: look soon."""
+        """Some rank's log file has grown: read soon."""
         if not self._wake.is_set():
             self._wake.set()
 
@@ -124,15 +132,15 @@ class Display:
     ) -> None:
         """Show every log up to its final size in bytes (None: its size now), then the summary or last event.
 
-        Gives up, and says so on stderr, once `deadline_s` seconds have passed with nothing read or written.
+        Stops, and says so on stderr, once nothing could be read or written for `deadline_s` seconds.
         """
         if self._close is None:
-            message = told.Closing(tuple(summary), last_event or {})
+            message = messages.Closing(tuple(summary), last_event or {})
             self._close = _Close(final_sizes or {}, message, deadline_s)
             self._wake.set()
             self._join(deadline_s)
-            if self.broken:  # nobody sees stdout, but the end of a run should be seen
-                self._stderr.write_within("".join(f"{line}\n" for line in summary), _LAST_WORD_S)
+            if self.broken:  # nobody reads stdout, but the user should see how the run ended
+                self._stderr.write_within("".join(f"{line}\n" for line in summary), _LAST_WRITE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -142,12 +150,12 @@ class Display:
     ) -> None:
         self.close()
 
-    def _tell(self, message: told.Message) -> None:
+    def _tell(self, message: messages.Message) -> None:
         if not self.broken:
             self._inbox.append(message)
             self.log_grew()
 
-    def _tell_numbers(self, message: told.Message) -> None:
+    def _tell_if_room(self, message: messages.Message) -> None:
         if self.broken:
             return
         if len(self._inbox) < MAX_WAITING:
@@ -155,8 +163,12 @@ class Display:
         else:
             self._dropped += 1
 
+    def _log_line(self, text: str) -> None:
+        self._tell_if_room(messages.LogLine(text))
+        self.log_grew()
+
     def _join(self, deadline_s: float) -> None:
-        """Wait while the thread gets on."""
+        """Wait for the thread as long as it reads or writes anything."""
         moved, since_s = self._moved(), time.monotonic()
         try:
             while self._thread.is_alive():
@@ -166,7 +178,7 @@ class Display:
                 elif time.monotonic() - since_s > deadline_s + LATE_S:
                     self._give_up(deadline_s)
                     return
-        except BaseException:  # a second Ctrl-C: the person doesn't want to wait
+        except BaseException:  # a second Ctrl-C: the user doesn't want to wait
             self._aborted.set()
             raise
 
@@ -176,10 +188,10 @@ class Display:
     def _give_up(self, deadline_s: float) -> None:
         self._aborted.set()
         self._thread.join(2 * POLL_S)
-        self._last_word(f"nobody has read the output for {deadline_s:g} s; the rest is in {self._logs_dir}")
+        self._write_last(f"nobody has read the output for {deadline_s:g} s; the rest is in {self._logs_dir}")
 
-    def _last_word(self, text: str) -> None:
-        self._stderr.write_within(format_notice(text), _LAST_WORD_S)
+    def _write_last(self, text: str) -> None:
+        self._stderr.write_within(format_notice(text), _LAST_WRITE_S)
 
     # The display's thread.
 
@@ -187,23 +199,26 @@ class Display:
         try:
             self._follow()
             self._finish()
-        except Exception as error:  # whatever goes wrong here, the training goes on
+        except Exception as error:  # a display that fails must not end the training
             self._failed = f"{type(error).__name__}: {error}"
-            self._last_word(f"the display failed ({self._failed}); the run goes on, its logs are in {self._logs_dir}")
+            self._write_last(f"the display failed ({self._failed}); the run goes on, its logs are in {self._logs_dir}")
         finally:
+            log.divert(None)
             for tail in self._tails.values():
                 tail.close()
 
     def _follow(self) -> None:
-        """Show what comes until all has been shown, or nothing can be any more."""
+        """Show messages and logs until the display is closed and all has been shown, or nothing can be shown."""
         idle_since_s = time.monotonic()
         while not (self._stdout.broken or self._aborted.is_set()):
-            close = self._close  # read before the logs are: whatever was told or printed before it is then shown
+            close = self._close  # read before the logs: all that was printed before close() is then shown
             if close:
                 self._set_ends(close.final_sizes)
             self._deliver()
             longest = self._read_logs()
             now_s = time.monotonic()
+            if self._grouper is not None:
+                self._show(self._grouper.due(now_s))
             self._renderer.refresh(now_s)
             idle_since_s = now_s if longest or not close else idle_since_s
             if close and (self._is_drained() or now_s - idle_since_s > close.deadline_s):
@@ -224,45 +239,65 @@ class Display:
 
     def _deliver(self) -> None:
         for _ in range(len(self._inbox)):
-            self._renderer.tell(self._inbox.popleft())
+            self._renderer_tell(self._inbox.popleft())
         count = self._dropped - self._dropped_told
         if count:
             self._dropped_told += count
-            self._renderer.tell(told.Notice(f"{count} metrics were not shown: the output was not read", "warning"))
+            text = f"{count} metrics were not shown: the output was not read"
+            self._renderer.tell(messages.DriverNotice(text, "warning"))
+
+    def _renderer_tell(self, message: messages.Message) -> None:
+        """Pass a message on; lines that are held back come before a notice, such as that of a failure."""
+        if isinstance(message, messages.DriverNotice | messages.Closing | messages.WorldSize):
+            self._show(self._grouper.flush() if self._grouper is not None else ())
+        if isinstance(message, messages.WorldSize):
+            is_group = self._groups_ranks and message.world_size >= MIN_RANKS
+            self._grouper = LineGrouper(message.world_size) if is_group else None
+        self._renderer.tell(message)
+
+    def _show(self, groups: Iterable[tuple[Sequence[int], Sequence[Line]]]) -> None:
+        for ranks, lines in groups:
+            self._renderer.log(ranks, lines)
+
+    def _show_lines(self, rank: int, lines: Sequence[Line]) -> None:
+        if self._grouper is not None:
+            self._grouper.add(rank, lines, time.monotonic())
+        else:
+            self._renderer.log([rank], lines)
 
     def _read_logs(self) -> int:
-        """Show the next piece of every log; how many bytes the longest had."""
+        """Show the next piece of every log; return how many bytes the longest had."""
         longest = 0
         for rank, tail in self._tails.items():
             before = tail.offset
             if lines := tail.read():
-                self._renderer.log(rank, lines)
+                self._show_lines(rank, lines)
             longest = max(longest, tail.offset - before)
             state = tail.redrawn(time.monotonic(), self._renderer.redraw_every_s)
-            if state is not None:
-                self._renderer.tell(told.Redrawn(rank, state))
+            if state is not None and (self._grouper is None or rank == 0):  # one progress bar stands for all
+                self._renderer.tell(messages.RedrawnLine(rank, state))
         return longest
 
     def _is_drained(self) -> bool:
         return not self._inbox and all(tail.drained for tail in self._tails.values())
 
     def _finish(self) -> None:
-        """Show what is left at the end; or say why there is nothing to be shown."""
+        """Show what is left at the end, or say why nothing can be shown."""
         if self._close and not self._stdout.broken and not self._aborted.is_set():
             for rank, tail in self._tails.items():
                 self._finish_log(rank, tail)
-            self._renderer.tell(self._close.message)
+            self._renderer_tell(self._close.message)
         if self._stdout.broken:
             text = f"stdout can't be written any more ({self._stdout.broken}); the run goes on silently"
-            self._last_word(f"{text}, its logs are in {self._logs_dir}")
+            self._write_last(f"{text}, its logs are in {self._logs_dir}")
 
     def _finish_log(self, rank: int, tail: LogTail) -> None:
         if lines := tail.finish():
-            self._renderer.log(rank, lines)
-        self._renderer.tell(told.Redrawn(rank, ""))
+            self._show_lines(rank, lines)
+        self._renderer.tell(messages.RedrawnLine(rank, ""))
         if not tail.drained:
             text = f"{tail.path} has {tail.offset} of {tail.end} bytes: the rest did not arrive in time"
-            self._renderer.tell(told.Notice(text, "warning"))
+            self._renderer_tell(messages.DriverNotice(text, "warning"))
 
 
 def open_display(
@@ -273,27 +308,30 @@ def open_display(
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     environ: Mapping[str, str] | None = None,
+    *,
+    all_ranks: bool = False,
 ) -> Display:
-    """A display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
+    """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
-    `world_size` is 0 while it is not known: `expect` tells it later. "live" needs a terminal, and falls back to "plain"
-    without one. Raises UsageError for an unknown mode.
+    `world_size` is 0 while it is not known: `expect` tells it later. "live" without a terminal is "plain". From 17
+    ranks on, ranks are shown as a group, unless `all_ranks`. Raises UsageError for an unknown mode.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
     out = Stream(stdout or sys.stdout, aborted.is_set)
     err = Stream(stderr or sys.stderr, aborted.is_set)
     colour = terminal.wants_colour(out.is_terminal, environ)
-    renderer: told.Renderer
+    renderer: messages.Renderer
     match terminal.choose_mode(mode, out.is_terminal, environ):
         case "json":
-            renderer = JsonRenderer(out)
+            renderer = JsonRenderer(out, err)
         case "plain":
             renderer = PlainRenderer(out, err, colour)
         case _:
             size = functools.partial(terminal.terminal_size, out.fd, environ)
-            renderer = LiveRenderer(out, size, colour, run_id)
-    display = Display(renderer, out, err, logs_dir, aborted)
+            renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks)
+    groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
+    display = Display(renderer, out, err, logs_dir, aborted, groups_ranks=groups_ranks)
     if world_size:
         display.expect(world_size)
     return display.start()

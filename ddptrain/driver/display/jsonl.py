@@ -1,4 +1,4 @@
-"""JSON lines: stdout is one JSON object a line and nothing else."""
+"""JSON lines: stdout has one JSON object a line and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddptrain.driver.display import messages as told
+from ddptrain.driver.display import messages
 from ddptrain.driver.display.lines import Line
 from ddptrain.driver.display.stream import Stream
 from ddptrain.protocol.events import Progress
@@ -18,58 +18,61 @@ _ENDED, _PARTIAL = "}", ', "partial": true}'
 
 
 class JsonRenderer:
-    """Everything that happens, for a program to read; the last line is how the run ended."""
+    """Everything that happens, for programs; the last line says how the run ended. Ranks are never grouped."""
 
     redraw_every_s = 1.0
 
-    def __init__(self, stdout: Stream) -> None:
-        self._stdout = stdout
+    def __init__(self, stdout: Stream, stderr: Stream) -> None:
+        self._stdout, self._stderr = stdout, stderr
         self._progress: dict[int, Progress] = {}  # not yet written
         self._written_s: dict[int, float] = {}
 
-    def log(self, rank: int, lines: Sequence[Line]) -> None:
-        """One object a line; "partial" marks one without a newline (yet): a piece, or a redrawn bar."""
-        head = f'{{"event": "log", "rank": {rank}, "time_s": {time.time():.3f}, "line": '
+    def log(self, ranks: Sequence[int], lines: Sequence[Line]) -> None:
+        """Write an object a line; "partial" marks one without a newline (yet): a piece, or a redrawn bar."""
         encode = json.encoder.encode_basestring_ascii
-        rows = [f"{head}{encode(text)}{_ENDED if ended else _PARTIAL}\n" for text, ended in lines]
-        self._stdout.write("".join(rows))
+        for rank in ranks:
+            head = f'{{"event": "log", "rank": {rank}, "time_s": {time.time():.3f}, "line": '
+            rows = [f"{head}{encode(text)}{_ENDED if ended else _PARTIAL}\n" for text, ended in lines]
+            self._stdout.write("".join(rows))
 
-    def tell(self, message: told.Message) -> None:
-        """Write the message as an object; progress is kept back to one line a second and rank."""
+    def tell(self, message: messages.Message) -> None:
+        """Write the message as an object; progress at most once a second and rank."""
         match message:
-            case told.Redrawn(rank, text) if text:
-                self.log(rank, [Line(text, ended=False)])
-            case told.RankProgress(rank, event):
+            case messages.RedrawnLine(rank, text) if text:
+                self.log([rank], [Line(text, ended=False)])
+            case messages.RankProgress(rank, event):
                 self._progress[rank] = event
-            case told.Closing(_, last_event):
+            case messages.LogLine(text):
+                self._stderr.write(f"{text}\n")
+            case messages.Closing(_, last_event):
                 self._write_progress(math.inf)
                 if last_event:
                     self._write(last_event)
-            case told.RawEvent(fields):
+            case messages.RawEvent(fields):
                 self._write(fields)
             case _:
                 self._write_other(message)
 
     def refresh(self, now_s: float) -> None:
-        """Write the progress of ranks that have been silent for a second."""
+        """Write the progress of ranks whose last object is a second old."""
         if self._progress:
             self._write_progress(now_s)
 
-    def _write_other(self, message: told.Message) -> None:
+    def _write_other(self, message: messages.Message) -> None:
         now = round(time.time(), 3)
         match message:
-            case told.RankMetrics(rank, event):
+            case messages.RankMetrics(rank, event):
                 self._write(
                     {"event": "metrics", "rank": rank, "time_s": event.time_ns / 1e9, "step": event.step}
                     | {"epoch": event.epoch, "values": dict(event.values)}
                 )
-            case told.RankStarted(rank, host, pid):
+            case messages.RankStarted(rank, host, pid):
                 self._write({"event": "rank_started", "rank": rank, "time_s": now, "host": host, "pid": pid})
-            case told.RankEnded(rank, ok, _):
+            case messages.RankEnded(rank, ok, _):
                 self._write({"event": "rank_ended", "rank": rank, "time_s": now, "ok": ok})
-            case told.Notice(text, level):
+            case messages.DriverNotice(text, level):
                 self._write({"event": "notice", "time_s": now, "level": level, "message": text})
-            case told.Status(text) if text:
+            case messages.DriverStatus(text) if text:
                 self._write({"event": "status", "time_s": now, "message": text})
             case _:
                 pass

@@ -1,12 +1,11 @@
-"""A live display: log lines scroll by, and under them a bar a rank is kept up to date."""
+"""The live display: log lines scroll by, and below them the progress bars are kept up to date."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 
-from ddptrain.driver.display import messages as told
-from ddptrain.driver.display import progress_bars, terminal
+from ddptrain.driver.display import messages, progress_bars, terminal
 from ddptrain.driver.display.lines import Line
 from ddptrain.driver.display.plain import format_lines, format_notice, format_own
 from ddptrain.driver.display.stream import Stream
@@ -16,42 +15,59 @@ NOTICE_COLOURS = {"warning": terminal.YELLOW, "error": terminal.RED}
 
 
 class LiveRenderer:
-    """Draws on a terminal of which nothing is assumed but that it can move its cursor up and clear below it.
+    """Draws on any terminal that can move its cursor up and clear a row.
 
-    The cursor rests, visible, at the start of the row below the bars: whatever ends this process leaves a
-    sane terminal. Log lines and bars go out in one write, so that nothing flickers however much is printed.
+    The cursor stays visible at the start of the row below the bars: whatever ends this process, the terminal is in
+    order. Log lines and bars go out in one write, so that nothing flickers.
     """
 
     redraw_every_s = 0.1
 
-    def __init__(self, stdout: Stream, size: Callable[[], tuple[int, int]], colour: bool, run_id: str) -> None:
+    def __init__(
+        self,
+        stdout: Stream,
+        stderr: Stream,
+        size: Callable[[], tuple[int, int]],
+        colour: bool,
+        run_id: str,
+        *,
+        all_ranks: bool = False,
+    ) -> None:
+        """`size` returns columns and rows; with `all_ranks` each rank has a bar, however many there are."""
         glyphs = progress_bars.UNICODE_GLYPHS if stdout.is_unicode else progress_bars.ASCII_GLYPHS
-        self._bars = progress_bars.Bars(run_id, glyphs)
-        self._stdout, self._size, self._colour = stdout, size, colour
-        self._above: list[str] = []  # what is to be printed above the bars with the next frame
+        self._bars = progress_bars.Bars(run_id, glyphs, all_ranks=all_ranks)
+        self._stdout, self._stderr, self._size, self._colour = stdout, stderr, size, colour
+        self._above: list[str] = []  # to be printed above the bars with the next frame
         self._drawn: list[progress_bars.Row] = []
         self._drawn_size = (0, 0)
         self._started_s = time.monotonic()
 
-    def log(self, rank: int, lines: Sequence[Line]) -> None:
+    def log(self, ranks: Sequence[int], lines: Sequence[Line]) -> None:
         """Print the lines above the bars, with the next frame."""
-        self._above.append(format_lines(rank, lines, self._colour, on_terminal=True))
+        self._above.append(format_lines(ranks, lines, self._colour, on_terminal=True))
 
-    def tell(self, message: told.Message) -> None:
-        """Take a message in; notices are printed above the bars, the summary below them."""
+    def tell(self, message: messages.Message) -> None:
+        """Take a message in; notices and ddptrain's log are printed above the bars, the summary below them."""
         self._bars.tell(message)
         match message:
-            case told.Notice(text, level):
-                colour = NOTICE_COLOURS.get(level, "") if self._colour else ""
-                for line in format_notice(text).splitlines():
-                    self._above.append(terminal.coloured(terminal.harmless(line, False), colour) + "\n")
-            case told.Closing(summary, _):
+            case messages.DriverNotice(text, level):
+                self._print_above(format_notice(text), NOTICE_COLOURS.get(level, ""))
+            case messages.LogLine(text) if self._stderr.is_terminal:
+                self._print_above(text, terminal.DIM)
+            case messages.LogLine(text):  # `2> file`
+                self._stderr.write(f"{text}\n")
+            case messages.Closing(summary, _):
                 self._bars.status = ""
                 self.refresh(time.monotonic())
                 self._stdout.write(format_own(summary, self._colour))
                 self._drawn = []  # the bars stay as they are, above the summary
             case _:
                 pass
+
+    def _print_above(self, text: str, colour: str) -> None:
+        for line in text.splitlines():
+            safe = terminal.harmless(line, False)
+            self._above.append(terminal.coloured(safe, colour if self._colour else "") + "\n")
 
     def refresh(self, now_s: float) -> None:
         """Draw a frame, if anything has changed."""
@@ -66,10 +82,10 @@ class LiveRenderer:
         self._drawn, self._drawn_size = block, size
 
     def _erase(self, columns: int, rows: int) -> str:
-        """Go up to the first row of the last frame, clearing row by row.
+        """Return what moves the cursor up to the first row of the last frame, clearing row by row.
 
-        A terminal that has become narrower has wrapped the rows of the last frame. Clearing the rest of the
-        screen at once would be shorter, but where that is the whole screen tmux keeps a copy in its history.
+        A terminal that has become narrower has wrapped the rows of the last frame. Clearing the rest of the screen at
+        once would be shorter, but if that is the whole screen, tmux keeps a copy of it in its history.
         """
         widths = [sum(terminal.cells(piece.text) for piece in row) for row in self._drawn]
         height = sum(max(-(-width // columns), 1) for width in widths)

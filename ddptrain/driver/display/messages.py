@@ -1,4 +1,4 @@
-"""What the driver tells the display, and what each kind of output must be able to do with it."""
+"""What the driver passes to the display, and what each kind of output implements."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ddptrain.protocol.events import Metrics, Progress
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """So many ranks there will be."""
+class WorldSize:
+    """The number of ranks is known."""
 
     world_size: int
 
@@ -28,16 +28,16 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """The rank's process has ended."""
+    """The rank's process has ended; `stopped` says that it was told to, and did not fail."""
 
     rank: int
     ok: bool
-    stopped: bool = False  # it was told to end, and so is no fault
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RankMetrics:
-    """The rank logged numbers."""
+    """The rank logged metrics."""
 
     rank: int
     event: Metrics
@@ -45,62 +45,79 @@ class RankMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """The rank got on."""
+    """The rank reported progress."""
 
     rank: int
     event: Progress
 
 
 @dataclass(frozen=True, slots=True)
-class Redrawn:
-    """The state of an unfinished line that the rank keeps redrawing; "" once it is finished."""
+class RedrawnLine:
+    """The state of an unfinished line that the rank keeps redrawing, as progress bars do; "" once it is finished."""
 
     rank: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """What is being waited for."""
+class DriverStatus:
+    """What the driver waits for at the moment."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """Something that ddptrain itself has to say; level is "info", "warning" or "error"."""
+class DriverNotice:
+    """A message of ddptrain itself; level is "info", "warning" or "error"."""
 
     text: str
     level: str = "info"
 
 
 @dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of ddptrain's own log, for users who asked for it with --verbose."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class RawEvent:
-    """An object for the readers of JSON lines."""
+    """An object for readers of JSON lines; the other outputs ignore it."""
 
     fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """The run is over and all logs have been shown: say how it went."""
+    """The run has ended and all logs have been shown: the end-of-run summary, as lines and as an object."""
 
     summary: tuple[str, ...]
     last_event: Mapping[str, Any]
 
 
 Message = (
-    Expected | RankStarted | RankEnded | RankMetrics | RankProgress | Redrawn | Status | Notice | RawEvent | Closing
+    WorldSize
+    | RankStarted
+    | RankEnded
+    | RankMetrics
+    | RankProgress
+    | RedrawnLine
+    | DriverStatus
+    | DriverNotice
+    | LogLine
+    | RawEvent
+    | Closing
 )
 
 
 class Renderer(Protocol):
-    """One kind of output; called from the display's thread only."""
+    """One kind of output; only the display's thread calls it."""
 
-    redraw_every_s: float  # how often the state of a redrawn line is wanted
+    redraw_every_s: float  # how often it wants the state of a redrawn line
 
-    def log(self, rank: int, lines: Sequence[Line]) -> None:
-        """Show lines that the rank printed."""
+    def log(self, ranks: Sequence[int], lines: Sequence[Line]) -> None:
+        """Show lines that each of these ranks has printed."""
 
     def tell(self, message: Message) -> None:
         """Take a message in, and show it if this output does."""

@@ -1,17 +1,18 @@
-"""Plain lines: what ranks print on stdout, `[rank 1] text`, and what ddptrain says on stderr."""
+"""Plain lines: what ranks print goes to stdout as `[rank 1] text`, messages of ddptrain itself go to stderr."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddptrain.driver.display import messages as told
+from ddptrain.driver.display import messages
+from ddptrain.driver.display.grouping import label
 from ddptrain.driver.display.lines import Line
 from ddptrain.driver.display.stream import Stream
 from ddptrain.driver.display.terminal import coloured, harmless, rank_colour
 
 
 class PlainRenderer:
-    """Lines for a pipe, a file, CI, or a terminal that can do no more."""
+    """Lines for a pipe, a file, CI, or a terminal that can't redraw."""
 
     redraw_every_s = 1.0
 
@@ -21,48 +22,46 @@ class PlainRenderer:
         self._on_terminal = stdout.is_terminal
         self._status = ""
 
-    def log(self, rank: int, lines: Sequence[Line]) -> None:
-        """Write the lines with the rank's prefix; a piece of a long line is a line of its own."""
-        self._stdout.write(format_lines(rank, lines, self._colour, self._on_terminal))
+    def log(self, ranks: Sequence[int], lines: Sequence[Line]) -> None:
+        """Write the lines with the prefix of their ranks; a piece of a long line is a line of its own."""
+        self._stdout.write(format_lines(ranks, lines, self._colour, self._on_terminal))
 
-    def tell(self, message: told.Message) -> None:
-        """Say what is waited for and noticed on stderr, and the summary on stdout."""
+    def tell(self, message: messages.Message) -> None:
+        """Write status, notices and ddptrain's log to stderr, the end-of-run summary to stdout."""
         match message:
-            case told.Redrawn(rank, text) if text:
-                self.log(rank, [Line(text, ended=False)])
-            case told.Notice(text, _):
-                self._say(text)
-            case told.Status(text) if text and text != self._status:
+            case messages.RedrawnLine(rank, text) if text:
+                self.log([rank], [Line(text, ended=False)])
+            case messages.DriverNotice(text, _):
+                self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
+            case messages.DriverStatus(text) if text and text != self._status:
                 self._status = text
-                self._say(text)
-            case told.Closing(summary, _):
+                self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
+            case messages.LogLine(text):
+                self._stderr.write(f"{text}\n")
+            case messages.Closing(summary, _):
                 self._stdout.write(format_own(summary, self._colour))
             case _:
-                pass  # bars and numbers: for those who look at a live display, or read JSON
+                pass  # progress and metrics: for a live display and for JSON
 
     def refresh(self, now_s: float) -> None:
-        """Nothing is kept back, so nothing is to be done."""
-
-    def _say(self, text: str) -> None:
-        lines = format_notice(text).splitlines()
-        self._stderr.write(format_own(lines, colour=False))
+        """Nothing is held back, so there is nothing to do."""
 
 
-def format_lines(rank: int, lines: Sequence[Line], colour: bool, on_terminal: bool) -> str:
-    """The lines as text, each with its prefix; on a terminal without anything that could garble it."""
-    prefix = f"[rank {rank}] "
+def format_lines(ranks: Sequence[int], lines: Sequence[Line], colour: bool, on_terminal: bool) -> str:
+    """The lines as text, each with its prefix; on a terminal without control sequences other than colours."""
+    prefix = label(ranks)
     if colour:
-        prefix = coloured(prefix[:-1], rank_colour(rank)) + " "
+        prefix = coloured(prefix, rank_colour(ranks[0]))
     if on_terminal:
-        return "".join([f"{prefix}{harmless(line.text, colour)}\n" for line in lines])
-    return "".join([f"{prefix}{line.text}\n" for line in lines])
+        return "".join([f"{prefix} {harmless(line.text, colour)}\n" for line in lines])
+    return "".join([f"{prefix} {line.text}\n" for line in lines])
 
 
 def format_own(lines: Sequence[str], colour: bool) -> str:
-    """The lines as text, without anything that could garble a terminal."""
+    """Lines of ddptrain itself as text, without control sequences other than colours."""
     return "".join(f"{harmless(line, colour)}\n" for line in lines)
 
 
 def format_notice(text: str) -> str:
-    """Each line of it, marked as ddptrain's own."""
+    """The text with `ddptrain: ` before each of its lines."""
     return "".join(f"ddptrain: {line}\n" for line in text.splitlines())

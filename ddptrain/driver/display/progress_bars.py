@@ -1,22 +1,24 @@
-"""The block under the log lines of a live display: a bar a rank, and a line of what is going on.
+"""The block under the log lines of a live display: progress bars, and a row that says what the driver does.
 
-Nothing here writes: `Bars.block` answers rows of coloured pieces, fitted to a terminal's size.
+Each rank has a bar; from 17 ranks on one bar stands for all of them. Nothing here writes: `Bars.block` returns rows of
+coloured pieces, fitted to the size of a terminal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ddptrain.driver.display import messages as told
-from ddptrain.driver.display import terminal
-from ddptrain.driver.display.rate import Pace
+from ddptrain.driver.display import messages, terminal
+from ddptrain.driver.display.grouping import MIN_RANKS
+from ddptrain.protocol.events import Progress
 
 MIN_BAR, MAX_BAR, GAP = 8, 40, 2  # terminal columns
-LEFT = ("name", "host")  # stand before the bar, all else behind it
+LEFT = ("name", "host")  # columns before the bar; all others come after it
 DROPPED_FIRST = ("host", "count", "rate", "eta", "loss")
+SMOOTHING_S = 5.0  # progress of this long ago has a weight of 1/e in the rate
 
 
 class Piece(NamedTuple):
@@ -30,7 +32,7 @@ Row = tuple[Piece, ...]
 
 
 class Glyphs(NamedTuple):
-    """What bars are drawn with."""
+    """The characters of a bar."""
 
     full: str
     rest: str
@@ -41,9 +43,54 @@ UNICODE_GLYPHS = Glyphs("━", "─", "·")
 ASCII_GLYPHS = Glyphs("#", "-", "|")
 
 
+class Pace:
+    """Rate and time left, from the progress events of one rank; unknown values are None, never NaN."""
+
+    def __init__(self) -> None:
+        self.done: float | None = None
+        self.total: float | None = None
+        self.unit = ""
+        self.rate: float | None = None  # units per second, smoothed
+        self._time_ns = 0
+
+    @property
+    def fraction(self) -> float | None:
+        """Done of total, 0 to 1."""
+        if self.done is None or not self.total:
+            return None
+        return min(max(self.done / self.total, 0.0), 1.0)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until all is done, at the present rate."""
+        if self.done is None or self.total is None or not self.rate:
+            return None
+        return max(self.total - self.done, 0.0) / self.rate
+
+    def update(self, event: Progress) -> None:
+        """Take an event in; progress that goes back or changes its unit starts a new rate."""
+        if not math.isfinite(event.done):
+            return
+        if self.done is None or event.done < self.done or event.unit != self.unit:
+            self.rate, self._time_ns = None, event.time_ns
+        else:
+            self._update_rate(event.done - self.done, (event.time_ns - self._time_ns) / 1e9)
+            self._time_ns = max(event.time_ns, self._time_ns)
+        self.done, self.unit = event.done, event.unit
+        self.total = event.total if event.total and 0 < event.total < math.inf else None
+
+    def _update_rate(self, done: float, elapsed_s: float) -> None:
+        """Exponential moving average over time, independent of how often events come."""
+        if elapsed_s <= 0:
+            return
+        now = done / elapsed_s
+        weight = 1.0 - math.exp(-elapsed_s / SMOOTHING_S)
+        self.rate = now if self.rate is None else self.rate + weight * (now - self.rate)
+
+
 @dataclass
 class RankBar:
-    """What is known of one rank."""
+    """What is known about one rank."""
 
     rank: int
     host: str = ""
@@ -52,42 +99,59 @@ class RankBar:
     redrawn: str = ""
     pace: Pace = field(default_factory=Pace)
 
-    def tell(self, message: told.RankStarted | told.RankEnded | told.RankMetrics | told.RankProgress) -> None:
-        """Take a message about this rank in; a new start forgets the attempt before."""
+    def tell(
+        self, message: messages.RankStarted | messages.RankEnded | messages.RankMetrics | messages.RankProgress
+    ) -> None:
+        """Take in a message about this rank; its next start clears what the last attempt has left."""
         match message:
-            case told.RankStarted(_, host, _):
+            case messages.RankStarted(_, host, _):
                 self.host, self.state, self.loss = terminal.harmless(host, False), "running", None
                 self.redrawn, self.pace = "", Pace()
-            case told.RankEnded(_, ok, stopped):
+            case messages.RankEnded(_, ok, stopped):
                 self.state = "done" if ok else "stopped" if stopped else "failed"
-            case told.RankMetrics(_, event):
+            case messages.RankMetrics(_, event):
                 self.loss = event.values.get("train/loss", event.values.get("loss", self.loss))
-            case told.RankProgress(_, event):
+            case messages.RankProgress(_, event):
                 self.pace.update(event)
+
+    @property
+    def fraction(self) -> float:
+        """How much of the bar is filled, 0 to 1."""
+        known = self.pace.fraction
+        return known if known is not None else float(self.state == "done")
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The texts of the bar's row, by column, in the order shown."""
+        state = "" if self.pace.eta_s is None else f"ETA {_clock(self.pace.eta_s)}"
+        state = state if self.state == "running" else self.state
+        return {"name": f"rank {self.rank}", "host": self.host} | _columns(self.pace, self.loss, state)
 
 
 class Bars:
-    """The state of all ranks, and how it looks."""
+    """The state of all ranks, and how it is shown."""
 
-    def __init__(self, run_id: str, glyphs: Glyphs) -> None:
+    def __init__(self, run_id: str, glyphs: Glyphs, *, all_ranks: bool = False) -> None:
+        """With `all_ranks` each rank has a bar, as far as there is room, however many ranks there are."""
         self.status = ""
         self._run_id = run_id
         self._ranks: dict[int, RankBar] = {}
         self._glyphs = glyphs
-        self._widths: dict[str, int] = {}  # of columns: they only grow, so that bars don't jump about
+        self._all_ranks = all_ranks
+        self._widths: dict[str, int] = {}  # of columns: they only grow, so that bars don't jump
         self._fitted_to = 0
 
-    def tell(self, message: told.Message) -> None:
+    def tell(self, message: messages.Message) -> None:
         """Take a message in."""
         match message:
-            case told.Status(text):
+            case messages.DriverStatus(text):
                 self.status = terminal.harmless(" ".join(text.split()), False)
-            case told.Expected(world_size):
+            case messages.WorldSize(world_size):
                 for rank in range(world_size):
                     self._rank(rank)
-            case told.Redrawn(rank, text):
+            case messages.RedrawnLine(rank, text):
                 self._rank(rank).redrawn = text
-            case told.RankStarted() | told.RankEnded() | told.RankMetrics() | told.RankProgress():
+            case messages.RankStarted() | messages.RankEnded() | messages.RankMetrics() | messages.RankProgress():
                 self._rank(message.rank).tell(message)
             case _:
                 pass
@@ -96,23 +160,58 @@ class Bars:
         """At most half of the rows (but one at least), none of them wider than `columns`."""
         room = max(rows // 2, 1)
         bars = sorted(self._ranks.values(), key=lambda bar: bar.rank)
-        fit = len(bars) if len(bars) < room else max(room - 2, 0)
-        shown = self._fitted(bars[:fit], columns)
-        if len(bars) + sum(bool(bar.redrawn) for bar in bars) < room:
-            shown = _with_redrawn(shown, bars)
-        if fit < len(bars) and room > 1:
-            shown.append(self._rest(bars[fit:], "more ranks" if fit else "ranks"))
+        if len(bars) >= MIN_RANKS and not self._all_ranks:
+            shown = self._group(bars, columns)[: room - 1]
+        else:
+            shown = self._each(bars, columns, room)
         return [_cropped(row, columns) for row in [*shown, self._status_row(elapsed_s)]]
 
     def _rank(self, rank: int) -> RankBar:
         return self._ranks.setdefault(rank, RankBar(rank))
 
-    def _fitted(self, bars: Sequence[RankBar], columns: int) -> list[Row]:
-        """The bars as aligned rows; what matters least is left out first where columns are few."""
+    def _each(self, bars: Sequence[RankBar], columns: int, room: int) -> list[Row]:
+        """A bar for each rank, and one row for all ranks that have no room."""
+        fit = len(bars) if len(bars) < room else max(room - 2, 0)
+        several_hosts = len({bar.host for bar in bars if bar.host}) > 1
+        texts = [bar.columns | ({} if several_hosts else {"host": ""}) for bar in bars[:fit]]
+        names = self._fitted(texts, columns)
+        shown = [self._row(bar, row, names, columns) for bar, row in zip(bars, texts, strict=False)]
+        if len(bars) + sum(bool(bar.redrawn) for bar in bars) < room:
+            shown = _with_redrawn(shown, bars)
+        if fit < len(bars) and room > 1:
+            known = [bar.pace.fraction for bar in bars[fit:] if bar.pace.fraction is not None]
+            facts = [f"{len(bars) - fit} {'more ranks' if fit else 'ranks'}"]
+            facts += [f"{min(known):.0%} to {max(known):.0%}"] if known else []
+            shown.append(self._facts_row([*facts, *_rate_of(bars[fit:]), *_states(bars[fit:])], bars[fit:]))
+        return shown
+
+    # --- one bar for many ranks ---
+
+    def _group(self, bars: Sequence[RankBar], columns: int) -> list[Row]:
+        """One bar for all ranks, and a row that names the slowest and the fastest."""
+        losses = [bar.loss for bar in bars if bar.loss is not None]
+        etas = [bar.pace.eta_s for bar in bars if bar.pace.eta_s is not None and bar.state == "running"]
+        eta = f"ETA {_clock(max(etas))}" if etas else ""
+        loss = sum(losses) / len(losses) if losses else None
+        texts = {"name": f"{len(bars)} ranks", "host": ""} | _columns(_sum(bars), loss, eta)
+        fraction = sum(bar.fraction for bar in bars) / len(bars)
+        texts["percent"] = f"{math.floor(fraction * 100)}%"
+        failed = any(bar.state == "failed" for bar in bars)
+        names = self._fitted([texts], columns)
+        bar = self._drawn(fraction, terminal.RED if failed else terminal.CYAN, self._bar_width(names, columns))
+        row = self._joined(texts, names, bar, terminal.CYAN, "")
+        return [row, self._facts_row([*_extremes(bars), *_states(bars)], bars)]
+
+    def _facts_row(self, facts: Sequence[str], bars: Sequence[RankBar]) -> Row:
+        failed = any(bar.state == "failed" for bar in bars)
+        return (Piece(f" {self._glyphs.dot} ".join(facts), terminal.RED if failed else ""),)
+
+    # --- rows ---
+
+    def _fitted(self, texts: Sequence[Mapping[str, str]], columns: int) -> list[str]:
+        """The columns that fit beside a bar; those that matter least are left out first."""
         if columns != self._fitted_to:
             self._widths, self._fitted_to = {}, columns
-        several_hosts = len({bar.host for bar in self._ranks.values() if bar.host}) > 1
-        texts = [_columns_of(bar, several_hosts) for bar in bars]
         for row in texts:
             for name, text in row.items():
                 self._widths[name] = max(self._widths.get(name, 0), terminal.cells(text))
@@ -120,86 +219,104 @@ class Bars:
         for name in DROPPED_FIRST:
             if self._bar_width(names, columns) < MIN_BAR and name in names:
                 names.remove(name)
-        return [self._row(bar, row, names, columns) for bar, row in zip(bars, texts, strict=True)]
+        return names
 
     def _bar_width(self, names: Sequence[str], columns: int) -> int:
         return min(columns - sum(self._widths[name] + GAP for name in names), MAX_BAR)
 
-    def _row(self, bar: RankBar, texts: dict[str, str], names: Sequence[str], columns: int) -> Row:
+    def _row(self, bar: RankBar, texts: Mapping[str, str], names: Sequence[str], columns: int) -> Row:
+        colour = terminal.rank_colour(bar.rank)
+        bar_colour = terminal.RED if bar.state == "failed" else colour
+        drawn = self._drawn(bar.fraction, bar_colour, self._bar_width(names, columns))
+        return self._joined(texts, names, drawn, colour, bar.state)
+
+    def _joined(self, texts: Mapping[str, str], names: Sequence[str], bar: Row, colour: str, state: str) -> Row:
         row: list[Piece] = []
         for name in names:
             pad = " " * (self._widths[name] - terminal.cells(texts[name]))
             if name in LEFT:
-                row += [Piece(texts[name] + pad, terminal.rank_colour(bar.rank)), Piece(" " * GAP)]
+                row += [Piece(texts[name] + pad, colour), Piece(" " * GAP)]
             else:
-                row += [Piece(" " * GAP), Piece(pad + texts[name], _colour_of(name, bar))]
+                state_colour = {"done": terminal.GREEN, "failed": terminal.RED}.get(state, terminal.DIM)
+                row += [Piece(" " * GAP), Piece(pad + texts[name], state_colour if name == "eta" else "")]
             if name == LEFT[-1] or (name == LEFT[0] and LEFT[-1] not in names):
-                row += self._drawn(bar, self._bar_width(names, columns))
+                row += bar
         return tuple(row)
 
-    def _drawn(self, bar: RankBar, width: int) -> Row:
+    def _drawn(self, fraction: float, colour: str, width: int) -> Row:
         if width < MIN_BAR:
             return ()
-        known = bar.pace.fraction
-        fraction = known if known is not None else float(bar.state == "done")
         full = math.floor(fraction * width)
-        colour = terminal.RED if bar.state == "failed" else terminal.rank_colour(bar.rank)
         return Piece(self._glyphs.full * full, colour), Piece(self._glyphs.rest * (width - full), terminal.DIM)
-
-    def _rest(self, bars: Sequence[RankBar], name: str) -> Row:
-        """One row that stands for many ranks."""
-        facts = [f"{len(bars)} {name}"]
-        known = [bar.pace.fraction for bar in bars if bar.pace.fraction is not None]
-        if known:
-            facts.append(f"{min(known):.0%} to {max(known):.0%}")
-        rates = [bar.pace.rate for bar in bars if bar.pace.rate is not None]
-        if rates:
-            facts.append(f"{_number(sum(rates))} {_unit(bars[0])}/s in all")
-        for state in ("waiting", "done", "stopped", "failed"):
-            count = sum(bar.state == state for bar in bars)
-            if count:
-                facts.append(f"{count} {state}")
-        failed = any(bar.state == "failed" for bar in bars)
-        return (Piece(f" {self._glyphs.dot} ".join(facts), terminal.RED if failed else ""),)
 
     def _status_row(self, elapsed_s: float) -> Row:
         facts = [self._run_id, _clock(elapsed_s), self.status]
         return (Piece(f" {self._glyphs.dot} ".join(fact for fact in facts if fact), terminal.DIM),)
 
 
-def _columns_of(bar: RankBar, several_hosts: bool) -> dict[str, str]:
-    """The texts of a bar's row, by column, in the order shown."""
-    pace = bar.pace
+def _columns(pace: Pace, loss: float | None, state: str) -> dict[str, str]:
     total = "" if pace.total is None else f"/{_number(pace.total)}"
     return {
-        "name": f"rank {bar.rank}",
-        "host": bar.host if several_hosts else "",
         "percent": "" if pace.fraction is None else f"{math.floor(pace.fraction * 100)}%",
         "count": "" if pace.done is None else f"{_number(pace.done)}{total}",
-        "loss": "" if bar.loss is None else f"loss {bar.loss:#.4g}",
-        "rate": "" if pace.rate is None else f"{_number(pace.rate)} {_unit(bar)}/s",
-        "eta": _state(bar),
+        "loss": "" if loss is None else f"loss {loss:#.4g}",
+        "rate": "" if pace.rate is None else f"{_number(pace.rate)} {_unit(pace)}/s",
+        "eta": state,
     }
 
 
-def _state(bar: RankBar) -> str:
-    if bar.state != "running":
-        return bar.state
-    return "" if bar.pace.eta_s is None else f"ETA {_clock(bar.pace.eta_s)}"
+def _sum(bars: Sequence[RankBar]) -> Pace:
+    """Progress and rate of all ranks together; the total is known if it is known of each rank."""
+    group = Pace()
+    paces = [bar.pace for bar in bars if bar.pace.done is not None]
+    totals = [pace.total for pace in paces if pace.total is not None]
+    rates = [pace.rate for pace in paces if pace.rate is not None]
+    if paces:
+        group.unit = paces[0].unit
+        group.done = sum(pace.done for pace in paces if pace.done is not None)
+    if totals and len(totals) == len(bars):
+        group.total = sum(totals)
+    group.rate = sum(rates) if rates else None
+    return group
 
 
-def _colour_of(name: str, bar: RankBar) -> str:
-    if name == "eta":
-        return {"done": terminal.GREEN, "failed": terminal.RED}.get(bar.state, terminal.DIM)
-    return ""
+def _extremes(bars: Sequence[RankBar]) -> list[str]:
+    """The slowest and the fastest rank that has reported progress: by progress, then by rate."""
+    known = [bar for bar in bars if bar.pace.done is not None]
+    if not known:
+        return []
+
+    def pace_of(bar: RankBar) -> tuple[float, float, int]:
+        fraction = bar.pace.fraction
+        done = bar.pace.done or 0.0
+        return (done if fraction is None else fraction, bar.pace.rate or 0.0, -bar.rank)
+
+    return [f"{word} {_described(end(known, key=pace_of))}" for word, end in (("slowest", min), ("fastest", max))]
 
 
-def _unit(bar: RankBar) -> str:
-    return terminal.harmless(bar.pace.unit, False)[:20]
+def _described(bar: RankBar) -> str:
+    """As "rank 3 on node-1 52% 1,234 samples/s"."""
+    texts = _columns(bar.pace, None, "")
+    host = f"on {bar.host}" if bar.host else ""
+    return " ".join(filter(None, (f"rank {bar.rank}", host, texts["percent"] or texts["count"], texts["rate"])))
+
+
+def _rate_of(bars: Sequence[RankBar]) -> list[str]:
+    group = _sum(bars)
+    return [] if group.rate is None else [f"{_number(group.rate)} {_unit(bars[0].pace)}/s in all"]
+
+
+def _states(bars: Sequence[RankBar]) -> list[str]:
+    counts = {state: sum(bar.state == state for bar in bars) for state in ("waiting", "done", "stopped", "failed")}
+    return [f"{count} {state}" for state, count in counts.items() if count]
+
+
+def _unit(pace: Pace) -> str:
+    return terminal.harmless(pace.unit, False)[:20]
 
 
 def _number(value: float) -> str:
-    """A number that is read at a glance: 12,345 or 3.14."""
+    """A number that is easy to read: 12,345 or 3.14."""
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 

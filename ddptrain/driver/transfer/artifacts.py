@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ddptrain.driver.messages import BroughtHome, Delayed, Inbox, NotBroughtHome
 from ddptrain.driver.transfer.log_mirror import Fetch
+from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, FileDamaged, ResultsError, UnsafePath
@@ -24,6 +25,7 @@ from ddptrain.results.layout import ARTIFACTS, TRACKING, safe_relative
 from ddptrain.results.writer import RunWriter
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
+_log = Log(__name__)
 _MAX_PAUSE_S = 60.0
 _NICENESS = 10  # of the thread: ranks on this host have priority
 
@@ -110,6 +112,7 @@ class Porter:
                 failures += 1
                 if failures >= self._max_failures:
                     raise
+                _log.info("transfer failed", rank=transfer.rank, what=transfer.what, failures=failures, error=error)
                 self.inbox.put(Delayed(transfer.rank, transfer.what, error, failures))
                 if self._closed.wait(min(2.0 ** (failures - 1), _MAX_PAUSE_S)):
                     raise

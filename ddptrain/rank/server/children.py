@@ -16,21 +16,31 @@ from ddptrain.protocol.exec_env import exec_only
 from ddptrain.rank.server import process_control
 
 
-def start_rank(spec_fd: int, log_fd: int, events_fd: int, commands_fd: int, *, warm: bool, close: Sequence[int]) -> int:
-    """Start the rank whose spec is in the file behind `spec_fd`. Returns its pid.
+def start_rank(
+    spec_fd: int, log_fd: int, events_fd: int, commands_fd: int, *, why_cold: str, close: Sequence[int]
+) -> tuple[int, str]:
+    """Start the rank whose spec is in the file behind `spec_fd`. Returns its pid and how it was started, for the log.
 
-    `commands_fd` is the read end of the pipe for commands. `warm` says that this process may fork. `close` lists the
-    descriptors that a forked child must close.
+    `commands_fd` is the read end of the pipe for commands. `why_cold` says why this process must not fork, "" if it
+    may. `close` lists the descriptors that a forked child must close.
     """
     from ddptrain.rank import process
 
     os.lseek(spec_fd, 0, os.SEEK_SET)
     spec = process.read_spec(spec_fd)
-    if warm and exec_only(spec.env) == exec_only(os.environ):
+    if not why_cold and (names := _differing(exec_only(spec.env), exec_only(os.environ))):
+        why_cold = f"only a fresh program reads {', '.join(names)}"
+    if not why_cold:
         kept = {log_fd, events_fd, commands_fd}
-        return _fork(lambda: process.run_rank(spec, log_fd, events_fd, commands_fd), {*close, spec_fd} - kept)
+        close = {*close, spec_fd} - kept
+        return _fork(lambda: process.run_rank(spec, log_fd, events_fd, commands_fd), close), "forked"
     os.lseek(spec_fd, 0, os.SEEK_SET)
-    return _start_cold(spec.env, (spec_fd, log_fd, events_fd, commands_fd))
+    return _start_cold(spec.env, (spec_fd, log_fd, events_fd, commands_fd)), f"cold: {why_cold}"
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """The names whose values differ, or that only one of the two has."""
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def start_store(host: str, port: int, listen_fd: int, *, close: Sequence[int]) -> int:

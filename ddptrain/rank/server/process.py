@@ -7,7 +7,7 @@ connection that requested it and is stopped when that connection ends; the serve
     request  {"op": "rank", "id", "slot", "cpus"} + fds [spec, log, events]
              {"op": "store", "id", "host", "port"} + fd [listening]      {"op": "stop", "id", "grace_s"}
              {"op": "command", "id", "command"}: a command for the rank, see `protocol/commands.py`
-    report   {"report": "ready", "pid", "warm"}   {"report": "started", "id", "pid"}
+    report   {"report": "ready", "pid", "warm"}   {"report": "started", "id", "pid", "how"}: "forked" or "cold: why"
              {"report": "exited", "id", "pid", "status", "time_ns"}
              {"report": "broken", "message"}: the server cannot serve; with "id": this child could not be started
 
@@ -37,6 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddptrain import log
+from ddptrain.errors import UsageError
 from ddptrain.protocol import commands, socket_dir
 from ddptrain.rank.server import children, process_control
 
@@ -44,6 +46,8 @@ MAX_MESSAGE_BYTES = 64 * 1024
 ORPHAN_GRACE_S = 2.0  # between SIGTERM and SIGKILL for ranks whose worker is gone
 SLOT_TIMEOUT_S = 60.0  # how long a rank waits for its slot; a killed process exits much faster
 _MAX_FDS = 4
+
+_log = log.Log("ddptrain.rank.server")
 
 
 class Connection:
@@ -81,6 +85,7 @@ class Child:
     pid: int
     slot: str  # "" for a store
     owner: Connection
+    how: str = "forked"
     commands_fd: int | None = None  # write end of the pipe from which a rank reads commands
     kill_at: float | None = None  # monotonic seconds; set when the child was asked to stop
 
@@ -111,7 +116,7 @@ class RankServer:
         self.folder = folder
         self.children: dict[int, Child] = {}
         self.queue: list[QueuedRank] = []
-        self.warm = False
+        self.why_cold = "it still imports"  # why no rank can be forked; "" if ranks can be forked
         self.serving = False
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -150,7 +155,9 @@ class RankServer:
             for connection in self.connections:
                 connection.report(report="broken", message=message)
             raise
-        self.warm = process_control.thread_count() == 1
+        threads = process_control.thread_count()
+        self.why_cold = "" if threads == 1 else f"the rank server has {threads} threads"
+        _log.info("rank server ready", pid=os.getpid(), warm=not self.why_cold, why_cold=self.why_cold or None)
         gc.freeze()  # forked ranks share these pages; otherwise their first garbage collection would copy them
 
     # --- connections ---
@@ -175,7 +182,7 @@ class RankServer:
         for connection in connections:
             handle = functools.partial(self._handle_request, connection)
             self._selector.register(connection.socket, selectors.EVENT_READ, handle)
-            connection.report(report="ready", pid=os.getpid(), warm=self.warm)
+            connection.report(report="ready", pid=os.getpid(), warm=not self.why_cold)
 
     def _retire(self) -> bool:
         """Remove the shared folder so that no worker can connect. Returns False if one has just connected."""
@@ -264,13 +271,13 @@ class RankServer:
         try:
             spec_fd, log_fd, events_fd = queued.fds
             close = [*self._own_fds(), write_end]
-            pid = children.start_rank(spec_fd, log_fd, events_fd, read_end, warm=self.warm, close=close)
+            pid, how = children.start_rank(spec_fd, log_fd, events_fd, read_end, why_cold=self.why_cold, close=close)
         except BaseException:
             os.close(write_end)
             raise
         finally:
             os.close(read_end)
-        return Child(queued.id, pid, queued.slot, queued.owner, write_end)
+        return Child(queued.id, pid, queued.slot, queued.owner, how, write_end)
 
     def _send_command(self, owner: Connection, child_id: str, command: str) -> None:
         """Send a command to a rank, if it is still running and reads commands."""
@@ -284,7 +291,8 @@ class RankServer:
 
     def _adopt(self, child: Child) -> None:
         self.children[child.pid] = child
-        child.owner.report(report="started", id=child.id, pid=child.pid)
+        child.owner.report(report="started", id=child.id, pid=child.pid, how=child.how)
+        _log.info("child started", id=child.id, pid=child.pid, how=child.how, slot=child.slot)
 
     def _dequeue(self, queued: QueuedRank) -> None:
         self.queue.remove(queued)
@@ -306,6 +314,7 @@ class RankServer:
         for child in self._children_of(owner, child_id):
             kill_at = time.monotonic() + grace_s
             child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
+            _log.info("SIGTERM to a child", id=child_id, pid=child.pid, grace_s=grace_s)
             process_control.signal_group(child.pid, signal.SIGTERM)
 
     def _reap(self) -> None:
@@ -325,6 +334,7 @@ class RankServer:
             if child.commands_fd is not None:
                 os.close(child.commands_fd)
             code = os.waitstatus_to_exitcode(status)
+            _log.info("child ended", id=child.id, pid=pid, status=code)
             child.owner.report(report="exited", id=child.id, pid=pid, status=code, time_ns=time_ns)
             if not self.children:
                 process_control.kill_descendants()
@@ -334,6 +344,7 @@ class RankServer:
         now = time.monotonic()
         for child in self.children.values():
             if child.kill_at is not None and child.kill_at <= now:
+                _log.info("SIGKILL to a child, its grace period is over", id=child.id, pid=child.pid)
                 process_control.signal_group(child.pid, signal.SIGKILL)
                 child.kill_at = now + 1.0
 
@@ -352,6 +363,8 @@ def _close_all(fds: Iterable[int]) -> None:
 def main() -> None:
     """Entry point of the process: `private FD` (its worker's socket) or `shared FD FOLDER` (a listening socket)."""
     gc.disable()  # garbage collection takes a fifth of torch's import time and finds nothing
+    with contextlib.suppress(UsageError):  # the driver has refused a wrong DDPTRAIN_LOG already
+        log.to_stderr()
     kind, fd, *folder = sys.argv[1:]
     link = socket.socket(fileno=int(fd))
     if kind == "private":

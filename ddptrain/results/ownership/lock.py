@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ddptrain import file_ops
 from ddptrain.errors import RunLocked
+from ddptrain.log import Log
 from ddptrain.results import files
 from ddptrain.results.errors import ResultsError, naming
 
@@ -18,6 +19,7 @@ from ddptrain.results.errors import ResultsError, naming
 _PATIENCE_S = 0.5
 _FOR_READERS_S = 20.0  # a reader may have been stopped (SIGSTOP) during its test
 _PAUSE_S = 0.01
+_log = Log(__name__)
 _HOLDER = "process "  # the start of a lock file
 _WHO = re.compile(rf"{_HOLDER}\d+ on [\w.-]+")
 _LONGEST_HOLDER_BYTES = 200
@@ -57,6 +59,7 @@ def _wait_for(descriptor: int, path: Path) -> None:
     while True:
         try:
             if file_ops.try_lock(descriptor):
+                _log.info("run locked", lock=path)
                 return
         except OSError as error:
             raise ResultsError(

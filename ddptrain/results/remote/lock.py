@@ -20,9 +20,11 @@ from dataclasses import dataclass
 
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.hosts import this_host
+from ddptrain.log import Log
 from ddptrain.storage.base import Limits, StoreError, Versioned, WriteConflict
 from ddptrain.storage.remote_folder import RemoteFolder
 
+_log = Log(__name__)
 LOCK = "run.lock"
 STALE_S = 180.0
 _REFRESH_S = 60.0
@@ -181,6 +183,8 @@ class StoreLock:
                     raise self._locked(before, age_s)
             with suppress(WriteConflict):  # another driver was faster: it holds the lock, or has released it already
                 self._write(seen)
+                holder = f"process {before.pid} on {before.host}" if before else None
+                _log.info("lease of the run taken", store=self.store.url, before=holder)
                 return before
 
     def keep(self, lost: Callable[[DdptrainError], None]) -> None:
@@ -245,6 +249,7 @@ class StoreLock:
         except (WriteConflict, RunLocked) as error:
             lost = error if isinstance(error, RunLocked) else RunLocked(f"run {self.store.url} was taken meanwhile")
             self._over.set()
+            _log.info("lease of the run lost", store=self.store.url, error=lost)
             self._lost(lost)
             raise lost from None
 

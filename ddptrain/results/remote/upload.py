@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.log import Log
 from ddptrain.results.layout import INCOMING, RunLayout
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.remote.local_copy import Origin
@@ -22,6 +23,7 @@ from ddptrain.results.tracking.record import OF_NO_USE
 from ddptrain.storage.base import StoreError
 from ddptrain.storage.remote_folder import RemoteFolder
 
+_log = Log(__name__)
 _PASS_EVERY_S = 2.0
 _FILE_EVERY_S = 10.0
 _BYTES_PER_S = 1 << 20  # on average, of a growing log, which is uploaded completely each time
@@ -185,6 +187,7 @@ class Uploads:
             return
         self._failures += 1
         self._problem = str(error)
+        _log.info("upload failed", store=self.store.url, failures=self._failures, error=error)
         if self._failures == self._max_failures:
             self.lose(StoreError(f"{error}; given up after {self._failures} failures, all is kept in {self.root}"))
         pause_s = _PAUSES_S[min(self._failures, len(_PAUSES_S)) - 1]

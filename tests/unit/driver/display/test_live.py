@@ -164,16 +164,21 @@ DEMO = """
 import sys, time
 from pathlib import Path
 from ddptrain.driver.display import open_display
+from ddptrain.log import Log, to_stderr
 from ddptrain.protocol.events import Metrics, Progress
 logs = Path(sys.argv[1])
 ranks = int(sys.argv[2])
-display = open_display("auto", logs, ranks, "run-1")
+display = open_display("auto", logs, ranks, "run-1", all_ranks="--all-ranks" in sys.argv)
+to_stderr({"DDPTRAIN_LOG": "debug"})
 display.status("training")
 for rank in range(ranks):
     display.rank_started(rank, "node", 10 + rank)
     for second in (0, 1):
         display.progress(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples"))
 while not (logs / "end").exists():
+    if (logs / "decide").exists():
+        (logs / "decide").unlink()
+        Log("ddptrain.driver").debug("decided", rank=1)
     time.sleep(0.02)
 display.close(summary=["SUMMARY"])
 """
@@ -211,7 +216,7 @@ def tmux(tmp_path: Path) -> Iterator[Tmux]:
     tmux.call("kill-server")
 
 
-def demo(tmux: Tmux, folder: Path, ranks: int = 2) -> None:
+def demo(tmux: Tmux, folder: Path, ranks: int = 2, *options: str) -> None:
     (folder / "demo.py").write_text(DEMO)
     python_path = str(Path(__file__).parents[4])
     words = [
@@ -221,6 +226,7 @@ def demo(tmux: Tmux, folder: Path, ranks: int = 2) -> None:
         str(folder / "demo.py"),
         str(folder),
         str(ranks),
+        *options,
     ]
     tmux.call("send-keys", f"PS1='$ '; clear; {shlex.join(words)}", "Enter")
 
@@ -257,9 +263,37 @@ def test_bars_stay_whole_when_the_terminal_is_resized(tmux: Tmux, tmp_path: Path
 
 
 def test_many_ranks_leave_room_for_the_logs(tmux: Tmux, tmp_path: Path) -> None:
-    demo(tmux, tmp_path, ranks=64)
+    demo(tmux, tmp_path, 64, "--all-ranks")
     screen = tmux.wait_for(lambda screen: any("more ranks" in line and "50%" in line for line in screen))
     assert shape(screen)[-1] == "run-1"
     assert sum(line.startswith("rank ") for line in screen) == 8
     (tmp_path / "end").touch()
     tmux.wait_for(lambda screen: screen[-1] == "$")
+
+
+def test_own_log_stands_above_the_bars(tmux: Tmux, tmp_path: Path) -> None:
+    demo(tmux, tmp_path)
+    tmux.wait_for(lambda screen: shape(screen) == ["rank 0", "rank 1", "run-1"] and "50%" in screen[-2])
+    (tmp_path / "decide").touch()
+    screen = tmux.wait_for(lambda screen: any("decided" in line for line in screen))
+    assert re.fullmatch(r"[-0-9]+T[0-9:.]+Z DEBUG driver rank=1 decided", screen[-4])
+    assert shape(screen[-3:]) == ["rank 0", "rank 1", "run-1"]
+    tmux.call("resize-window", "-x", "40", "-y", "20")
+    (tmp_path / "end").touch()
+    screen = tmux.wait_for(lambda screen: screen[-1] == "$")
+    assert shape(screen) == ["rank 0", "rank 1", "run-1", "SUMMARY"]
+    assert sum("decided" in line for line in screen) == 1
+
+
+def test_64_ranks_have_one_bar_and_their_equal_lines_are_one(tmux: Tmux, tmp_path: Path) -> None:
+    demo(tmux, tmp_path, 64)
+    tmux.wait_for(lambda screen: any(line.startswith("slowest rank") and "50%" in line for line in screen))
+    for rank in range(64):
+        (tmp_path / f"rank-{rank}.log").write_text("epoch 1/20\n" + ("odd\n" if rank == 7 else ""))
+    screen = tmux.wait_for(lambda screen: "[rank 7] odd" in screen)
+    tmux.call("resize-window", "-x", "60", "-y", "20")
+    (tmp_path / "end").touch()
+    screen = tmux.wait_for(lambda screen: screen[-1] == "$")
+    kinds = [line.split(" on ")[0] for line in screen if re.match(r"\[rank|\d+ ranks|slowest|SUMMARY", line)]
+    assert kinds[:2] == ["[ranks 0-63] epoch 1/20", "[rank 7] odd"]
+    assert [kind.split("  ")[0] for kind in kinds[2:]] == ["64 ranks", "slowest rank 63", "SUMMARY"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ddptrain.driver.display import messages as told
+from ddptrain.driver.display import messages
 from ddptrain.driver.display.progress_bars import ASCII_GLYPHS, UNICODE_GLYPHS, Bars, Glyphs
-from ddptrain.driver.display.terminal import cells
+from ddptrain.driver.display.terminal import RED, cells
 from ddptrain.protocol.events import Metrics, Progress
 
 
@@ -14,21 +14,21 @@ def drawn(bars: Bars, columns: int = 120, rows: int = 24) -> list[str]:
     return ["".join(piece.text for piece in row) for row in bars.block(65.0, columns, rows)]
 
 
-def fresh(ranks: int, glyphs: Glyphs) -> Bars:
-    bars = Bars("run-1", glyphs)
-    bars.tell(told.Expected(ranks))
+def fresh(ranks: int, glyphs: Glyphs, *, all_ranks: bool = False) -> Bars:
+    bars = Bars("run-1", glyphs, all_ranks=all_ranks)
+    bars.tell(messages.WorldSize(ranks))
     return bars
 
 
-def running(ranks: int, host: str = "node") -> Bars:
-    bars = fresh(ranks, ASCII_GLYPHS)
-    bars.tell(told.Status("training"))
+def running(ranks: int, host: str = "node", *, all_ranks: bool = False) -> Bars:
+    bars = fresh(ranks, ASCII_GLYPHS, all_ranks=all_ranks)
+    bars.tell(messages.DriverStatus("training"))
     for rank in range(ranks):
-        bars.tell(told.RankStarted(rank, host.format(rank), 100 + rank))
+        bars.tell(messages.RankStarted(rank, host.format(rank), 100 + rank))
         for second in (0, 1):
             event = Progress(second * 10**9, second * 1200.0, 2400.0 * (1 + rank), "samples")
-            bars.tell(told.RankProgress(rank, event))
-        bars.tell(told.RankMetrics(rank, Metrics(0, {"train/loss": 2.5 + rank, "lr": 0.1})))
+            bars.tell(messages.RankProgress(rank, event))
+        bars.tell(messages.RankMetrics(rank, Metrics(0, {"train/loss": 2.5 + rank, "lr": 0.1})))
     return bars
 
 
@@ -46,7 +46,7 @@ def test_host_is_shown_where_there_are_several() -> None:
 
 def test_no_row_is_wider_than_the_terminal() -> None:
     bars = running(3, "node{}.example.com")
-    bars.tell(told.Redrawn(1, "日本" * 100))
+    bars.tell(messages.RedrawnLine(1, "日本" * 100))
     for columns in range(1, 130):
         assert max(cells(row) for row in drawn(bars, columns)) <= columns
 
@@ -56,62 +56,93 @@ def test_narrow_terminal_keeps_rank_and_percent() -> None:
     assert drawn(running(1), 16)[0] == "rank 0    50%"
 
 
+@pytest.mark.parametrize("all_ranks", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 16, 64])
-def test_block_takes_half_of_the_terminal_at_most(ranks: int) -> None:
-    bars = running(ranks)
-    bars.tell(told.Redrawn(0, "10%"))
+def test_block_takes_half_of_the_terminal_at_most(ranks: int, all_ranks: bool) -> None:
+    bars = running(ranks, all_ranks=all_ranks)
+    bars.tell(messages.RedrawnLine(0, "10%"))
     for rows in range(1, 150):
         assert 1 <= len(drawn(bars, rows=rows)) <= max(rows // 2, 1)
 
 
-def test_many_ranks_are_summed_up_in_one_row() -> None:
-    rows = drawn(running(64), rows=12)
+def test_ranks_without_room_for_a_bar_are_summed_up_in_one_row() -> None:
+    rows = drawn(running(64, all_ranks=True), rows=12)
     assert [row[:7].strip() for row in rows[:4]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert rows[4] == "60 more ranks | 1% to 10% | 72,000 samples/s in all"
 
 
 def test_failed_rank_among_many_is_seen() -> None:
-    bars = running(64)
-    bars.tell(told.RankEnded(63, ok=False))
+    bars = running(64, all_ranks=True)
+    bars.tell(messages.RankEnded(63, ok=False))
     assert drawn(bars, rows=12)[4].endswith("1 failed")
+
+
+def test_from_17_ranks_on_one_bar_stands_for_all_and_names_slowest_and_fastest() -> None:
+    assert [row[:7].strip() for row in drawn(running(16), rows=60)[:2]] == ["rank 0", "rank 1"]
+    bar, extremes, status = drawn(running(17), rows=60)
+    # Rank r has done 1,200 of 2,400 x (1 + r): the mean of the shares is 1/2 x (1 + 1/2 + ... + 1/17) / 17 = 10.1 %.
+    assert bar == (f"17 ranks  {'#' * 4}{'-' * 36}  10%  20,400/367,200  loss 10.50  20,400 samples/s  ETA 0:33")
+    assert extremes == "slowest rank 16 on node 2% 1,200 samples/s | fastest rank 0 on node 50% 1,200 samples/s"
+    assert status == "run-1 | 1:05 | training"
+
+
+def test_equal_progress_is_ordered_by_rate_and_then_by_rank() -> None:
+    bars = fresh(17, ASCII_GLYPHS)
+    for rank in range(17):
+        bars.tell(messages.RankStarted(rank, "node", 100 + rank))
+        seconds = {3: 4, 5: 1}.get(rank, 2)  # for the same 100 of 200 steps
+        for time_s, done in ((0, 0.0), (seconds, 100.0)):
+            bars.tell(messages.RankProgress(rank, Progress(time_s * 10**9, done, 200.0, "steps")))
+    assert drawn(bars, 100)[1] == "slowest rank 3 on node 50% 25 steps/s | fastest rank 5 on node 50% 100 steps/s"
+
+
+def test_states_of_a_group_are_counted() -> None:
+    bars = fresh(20, ASCII_GLYPHS)
+    for rank in range(18):
+        bars.tell(messages.RankStarted(rank, "node", 100 + rank))
+    bars.tell(messages.RankEnded(7, ok=False))
+    bars.tell(messages.RankEnded(8, ok=True))
+    bars.tell(messages.RankEnded(9, ok=False, stopped=True))
+    assert drawn(bars)[1] == "2 waiting | 1 done | 1 stopped | 1 failed"
+    assert bars.block(0.0, 100, 24)[1][0].colour == RED
 
 
 def test_columns_do_not_shrink_so_that_bars_stay_in_place() -> None:
     bars = running(1)
     before = drawn(bars)[0].index("%")
-    bars.tell(told.RankProgress(0, Progress(2 * 10**9, 1.0, 2400.0, "samples")))
+    bars.tell(messages.RankProgress(0, Progress(2 * 10**9, 1.0, 2400.0, "samples")))
     assert drawn(bars)[0].index("%") == before
 
 
 def test_end_of_a_rank_is_shown() -> None:
     bars = running(2)
-    bars.tell(told.RankEnded(0, ok=True))
-    bars.tell(told.RankEnded(1, ok=False))
+    bars.tell(messages.RankEnded(0, ok=True))
+    bars.tell(messages.RankEnded(1, ok=False))
     assert drawn(bars)[0].endswith("done") and drawn(bars)[1].endswith("failed")
 
 
 def test_new_start_of_a_rank_forgets_the_attempt_before() -> None:
     bars = running(1)
-    bars.tell(told.RankStarted(0, "node", 7))
+    bars.tell(messages.RankStarted(0, "node", 7))
     assert "%" not in drawn(bars)[0] and "loss" not in drawn(bars)[0]
 
 
 def test_progress_bar_of_a_rank_stands_below_its_own() -> None:
     bars = running(2)
-    bars.tell(told.Redrawn(0, "\x1b[Aloading 10%"))
+    bars.tell(messages.RedrawnLine(0, "\x1b[Aloading 10%"))
     assert drawn(bars)[1] == "  loading 10%"
-    bars.tell(told.Redrawn(0, ""))
+    bars.tell(messages.RedrawnLine(0, ""))
     assert len(drawn(bars)) == 3
 
 
 def test_unknown_total_shows_what_is_known() -> None:
     bars = fresh(1, UNICODE_GLYPHS)
-    bars.tell(told.RankProgress(0, Progress(0, 7.0, None, "steps")))
+    bars.tell(messages.RankProgress(0, Progress(0, 7.0, None, "steps")))
     assert drawn(bars)[0] == f"rank 0  {'─' * 40}  7  waiting"
 
 
 def test_control_characters_in_names_are_removed() -> None:
     bars = running(1)
-    bars.tell(told.Status("one\ntwo\x1b[2J"))
-    bars.tell(told.RankProgress(0, Progress(2 * 10**9, 1300.0, 2400.0, "sam\x1b[2Jples")))
+    bars.tell(messages.DriverStatus("one\ntwo\x1b[2J"))
+    bars.tell(messages.RankProgress(0, Progress(2 * 10**9, 1300.0, 2400.0, "sam\x1b[2Jples")))
     assert not any("\x1b" in row or "\n" in row for row in drawn(bars))

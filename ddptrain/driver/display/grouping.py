@@ -1,0 +1,101 @@
+"""Merges equal lines that several ranks print at nearly the same time into one; pure, time comes in as an argument.
+
+[rank 0] epoch 1/20   [rank 1] epoch 1/20   [rank 2] epoch 1/20   ->   [ranks 0-2] epoch 1/20
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ddptrain.driver.display.lines import Line
+from ddptrain.driver.failure.fault import ranks_in_words
+
+MIN_RANKS = 17  # the smallest run whose ranks are shown as a group
+HOLD_S = 0.4  # how long a line waits for the same line of other ranks; the display adds at most 0.1 s
+MAX_HELD_CHARS = 1 << 20
+_MAX_LABEL_CHARS = 40
+
+
+@dataclass
+class _Group:
+    line: Line
+    since_s: float
+    ranks: set[int] = field(default_factory=set)
+
+
+class LineGrouper:
+    """Holds lines back for a short time and merges equal ones; every rank's own lines stay in their order."""
+
+    def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
+        self._world_size, self._hold_s = world_size, hold_s
+        self._held: dict[int, _Group] = {}  # by number, in the order in which they are shown
+        self._numbers: dict[Line, list[int]] = {}  # line -> the groups that hold it, in their order
+        self._last_of: dict[int, int] = {}  # rank -> the last group that holds a line of it
+        self._count = self._chars = 0
+
+    def add(self, rank: int, lines: Sequence[Line], now_s: float) -> None:
+        """Take in lines that a rank has printed, at a monotonic time in seconds."""
+        for line in lines:
+            # The rank's earlier lines must be shown first: its group has to come after theirs.
+            numbers = self._numbers.setdefault(line, [])
+            index = bisect_right(numbers, self._last_of.get(rank, -1))
+            if index == len(numbers):
+                numbers.append(self._new_group(line, now_s))
+            self._held[numbers[index]].ranks.add(rank)
+            self._last_of[rank] = numbers[index]
+
+    def due(self, now_s: float) -> Iterator[tuple[list[int], list[Line]]]:
+        """Yield what no longer waits: lines that all ranks have printed, and those held long enough."""
+        yield from _runs(self._taken(now_s))
+
+    def flush(self) -> Iterator[tuple[list[int], list[Line]]]:
+        """Yield everything that is held."""
+        yield from _runs(self._taken(float("inf")))
+
+    def _new_group(self, line: Line, now_s: float) -> int:
+        self._count += 1
+        self._held[self._count] = _Group(line, now_s)
+        self._chars += len(line.text)
+        return self._count
+
+    def _taken(self, now_s: float) -> Iterator[_Group]:
+        """Remove groups from the front while they need not wait; the order of all groups is kept."""
+        for number in list(self._held):
+            group = self._held[number]
+            is_complete = len(group.ranks) >= self._world_size
+            if not (is_complete or now_s - group.since_s >= self._hold_s or self._chars > MAX_HELD_CHARS):
+                return
+            del self._held[number]
+            self._chars -= len(group.line.text)
+            numbers = self._numbers[group.line]
+            del numbers[0]
+            if not numbers:
+                del self._numbers[group.line]
+            yield group
+
+
+def _runs(groups: Iterator[_Group]) -> Iterator[tuple[list[int], list[Line]]]:
+    """Put consecutive lines of the same ranks together."""
+    ranks: set[int] = set()
+    lines: list[Line] = []
+    for group in groups:
+        if lines and group.ranks != ranks:
+            yield sorted(ranks), lines
+            lines = []
+        ranks = group.ranks
+        lines.append(group.line)
+    if lines:
+        yield sorted(ranks), lines
+
+
+def label(ranks: Sequence[int]) -> str:
+    """The prefix of a line: "[rank 3]", "[ranks 0-63]" or, where the numbers are too many, "[32 ranks: 0, 2, ...]"."""
+    if len(ranks) == 1:
+        return f"[rank {ranks[0]}]"
+    words = ranks_in_words(ranks)
+    if len(words) <= _MAX_LABEL_CHARS:
+        return f"[ranks {words}]"
+    shown = words[: _MAX_LABEL_CHARS - len("...")].rpartition(", ")[0]
+    return f"[{len(ranks)} ranks: {shown}, ...]"

@@ -1,0 +1,99 @@
+"""Equal lines of many ranks become one: known values, and properties that hold for every order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddptrain.driver.display.grouping import HOLD_S, MAX_HELD_CHARS, LineGrouper, label
+from ddptrain.driver.display.lines import Line
+
+
+def texts(groups: Iterable[tuple[Sequence[int], Sequence[Line]]]) -> list[tuple[str, str]]:
+    return [(label(ranks), line.text) for ranks, lines in groups for line in lines]
+
+
+def lines(*words: str) -> list[Line]:
+    return [Line(word) for word in words]
+
+
+def test_line_that_all_ranks_have_printed_is_shown_once_and_at_once() -> None:
+    grouper = LineGrouper(3)
+    for rank in (2, 0, 1):
+        assert not list(grouper.due(10.0))
+        grouper.add(rank, lines("epoch 1/20"), 10.0)
+    assert texts(grouper.due(10.0)) == [("[ranks 0-2]", "epoch 1/20")]
+    assert not list(grouper.flush())
+
+
+def test_line_waits_for_other_ranks_no_longer_than_the_stated_time() -> None:
+    grouper = LineGrouper(3, hold_s=0.4)
+    grouper.add(0, lines("a"), 10.0)
+    grouper.add(2, lines("a"), 10.3)
+    assert not list(grouper.due(10.39))
+    assert texts(grouper.due(10.4)) == [("[ranks 0, 2]", "a")]
+    grouper.add(1, lines("a"), 10.5)
+    assert texts(grouper.due(10.9)) == [("[rank 1]", "a")]
+    assert HOLD_S <= 0.4  # with the display's own 0.1 s, half a second
+
+
+def test_lines_of_a_rank_stay_in_order_and_equal_ones_are_not_merged_within_it() -> None:
+    grouper = LineGrouper(2)
+    grouper.add(0, lines("a", "a", "b"), 0.0)
+    grouper.add(1, lines("a", "b", "a"), 0.0)
+    assert texts(grouper.flush()) == [("[ranks 0-1]", "a"), ("[rank 0]", "a"), ("[ranks 0-1]", "b"), ("[rank 1]", "a")]
+
+
+def test_line_behind_one_that_waits_is_shown_after_it() -> None:
+    grouper = LineGrouper(2, hold_s=0.4)
+    grouper.add(0, lines("only rank 0"), 0.0)
+    grouper.add(0, lines("both"), 0.3)
+    grouper.add(1, lines("both"), 0.3)
+    assert not list(grouper.due(0.3))
+    assert texts(grouper.due(0.4)) == [("[rank 0]", "only rank 0"), ("[ranks 0-1]", "both")]
+
+
+def test_piece_of_a_line_is_not_merged_with_a_whole_line() -> None:
+    grouper = LineGrouper(2)
+    grouper.add(0, [Line("a")], 0.0)
+    grouper.add(1, [Line("a", ended=False)], 0.0)
+    assert texts(grouper.flush()) == [("[rank 0]", "a"), ("[rank 1]", "a")]
+
+
+def test_memory_is_bounded_while_lines_wait() -> None:
+    grouper = LineGrouper(2)
+    grouper.add(0, [Line(f"{number:099}") for number in range(20_000)], 0.0)
+    shown = texts(grouper.due(0.0))
+    left = texts(grouper.flush())
+    assert sum(len(text) for _, text in left) <= MAX_HELD_CHARS
+    assert [int(text) for _, text in shown + left] == list(range(20_000))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shown"),
+    [
+        ([7], "[rank 7]"),
+        (range(64), "[ranks 0-63]"),
+        ([0, 1, 2, 5], "[ranks 0-2, 5]"),
+        (range(0, 64, 2), "[32 ranks: 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ...]"),
+    ],
+)
+def test_label_names_the_ranks(ranks: Sequence[int], shown: str) -> None:
+    assert label(list(ranks)) == shown
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.floats(0, 1)), max_size=60), st.booleans())
+def test_every_rank_gets_all_of_its_lines_in_order(events: list[tuple[int, str, float]], polls: bool) -> None:
+    grouper, now, shown = LineGrouper(5), 0.0, []
+    for rank, text, pause in events:
+        now += pause
+        grouper.add(rank, lines(text), now)
+        if polls:
+            shown += list(grouper.due(now))
+    shown += list(grouper.flush())
+    for rank in range(5):
+        mine = [line.text for ranks, group in shown if rank in ranks for line in group]
+        assert mine == [text for printer, text, _ in events if printer == rank]
