@@ -16,6 +16,8 @@ def draw() -> None:
     """Four bars and a log line every 0.1 s, as rich's documentation has it."""
     from rich.progress import Progress
 
+    for line in range(60):  # a full screen: tmux itself moves rows of one that is not full into its history
+        print("line", line)
     with Progress() as progress:
         tasks = [progress.add_task(f"rank {rank} on host-{rank}", total=60) for rank in range(RANKS)]
         for step in range(int(SECONDS / 0.1)):

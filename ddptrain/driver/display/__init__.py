@@ -1,4 +1,4 @@
-"""What `ddptrain train` shows while it runs: every rank's log, and how far each rank is."""
+"""What `ddptrain train` shows while it runs: the log of every rank, and its progress."""
 
 from ddptrain.driver.display.display import Display, open_display
 

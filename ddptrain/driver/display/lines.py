@@ -1,11 +1,11 @@
-"""From the bytes that a rank prints to lines; pure, and the same however the bytes are cut."""
+"""Splits the bytes that a rank prints into lines; pure, and the result does not depend on how the bytes arrive."""
 
 from __future__ import annotations
 
 import codecs
 from typing import NamedTuple
 
-MAX_LINE_CHARS = 64 * 1024  # a longer line is handed on in pieces, so that memory stays bounded
+MAX_LINE_CHARS = 64 * 1024  # a longer line is passed on in pieces, so that memory stays bounded
 
 
 class Line(NamedTuple):
@@ -16,25 +16,25 @@ class Line(NamedTuple):
 
 
 class LineAssembler:
-    """Makes lines of UTF-8, replacing what is none; LF and CR LF end a line, a lone CR restarts it."""
+    """Decodes UTF-8, with replacement characters for invalid bytes; LF and CR LF end a line, a lone CR restarts it."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""
         self._returned = False  # a "\r" came last: the next character overwrites the text
-        self._redrawn = False  # this line has had a "\r": it is a progress bar, or about to end
+        self._redrawn = False  # this line has had a "\r": it is a progress bar, or its "\n" is about to come
 
     @property
     def redrawn(self) -> str:
-        """The state of an unfinished line that uses carriage returns, as a terminal shows it; else ""."""
+        """The unfinished line as a terminal shows it, if it uses carriage returns; else ""."""
         return self._text if self._redrawn else ""
 
     def feed(self, data: bytes) -> list[Line]:
-        """The lines that `data` completes, and the pieces of a line that has grown too long."""
+        """Return the lines that `data` completes, and the pieces of a line that has become too long."""
         return self._cut(self._decoder.decode(data))
 
     def finish(self) -> list[Line]:
-        """What is left at the end of the stream: a last line without a newline."""
+        """Return the last line of the stream, if it has no newline."""
         lines = self._cut(self._decoder.decode(b"", True))
         if self._text:
             lines.append(Line(self._text, ended=False))
@@ -51,7 +51,7 @@ class LineAssembler:
         self._restart()
         last = others.pop()
         for part in others:
-            if len(part) <= MAX_LINE_CHARS and "\r" not in part:  # nearly every line goes this short way
+            if len(part) <= MAX_LINE_CHARS and "\r" not in part:  # the fast path for nearly every line
                 lines.append(Line(part))
             else:
                 self._extend(part, lines)
@@ -61,7 +61,7 @@ class LineAssembler:
         return lines
 
     def _extend(self, text: str, lines: list[Line]) -> None:
-        """Add text that holds no newline to the line under way."""
+        """Add text without a newline to the current line."""
         for index, part in enumerate(text.split("\r")):
             if index:
                 self._returned = self._redrawn = True

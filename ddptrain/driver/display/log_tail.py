@@ -1,4 +1,4 @@
-"""Follows one rank's log file while the rank appends to it."""
+"""Follows the log file of one rank while the rank appends to it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from ddptrain.driver.display.lines import Line, LineAssembler
 from ddptrain.file_ops import open_regular
 
-READ_BYTES = 64 * 1024  # a read; small, as a read of short lines becomes many objects
+READ_BYTES = 64 * 1024  # per read; small, because each short line becomes an object
 
 
 class LogTail:
-    """Reads a file that may not exist yet, from `offset`; `end`, once set, is the size after which nothing is read."""
+    """Reads a file that may not exist yet, from `offset` (in bytes) up to `end`, once `end` is set."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class LogTail:
         return self.end is not None and self.offset >= self.end
 
     def read(self) -> list[Line]:
-        """The lines that the next READ_BYTES bytes complete; none where there is nothing new."""
+        """Return the lines that the next READ_BYTES bytes complete."""
         size = READ_BYTES if self.end is None else min(READ_BYTES, self.end - self.offset)
         if size <= 0:
             return []
@@ -36,38 +36,38 @@ class LogTail:
             if self._fd < 0:
                 self._fd = open_regular(self.path)
             data = os.pread(self._fd, size, self.offset)
-        except OSError:  # not there yet, or the file system lost our handle: open it again next time
+        except OSError:  # not there yet, or a network file system has dropped the handle: open it again next time
             self.close()
             return []
         self.offset += len(data)
         return self._lines.feed(data) if data else []
 
     def size(self) -> int:
-        """The file's size now, in bytes; 0 where there is none."""
+        """The file's size now, in bytes; 0 if there is no file."""
         try:
             return self.path.stat().st_size
         except OSError:
             return 0
 
     def redrawn(self, now_s: float, every_s: float) -> str | None:
-        """The new state of a line that is being redrawn, "" when it is over; None if not due or the same."""
+        """The new state of a redrawn line, "" once it has ended; None if it is not due or has not changed."""
         state = self._lines.redrawn
         if not state:
             over, self._shown, self._due_s = bool(self._shown), "", 0.0
             return "" if over else None
         if not self._due_s:
-            self._due_s = now_s + every_s  # a bar that ends sooner is only shown as it ended
+            self._due_s = now_s + every_s  # of a bar that ends sooner only the end is shown
         if now_s < self._due_s or state == self._shown:
             return None
         self._shown, self._due_s = state, now_s + every_s
         return state
 
     def finish(self) -> list[Line]:
-        """The last line, if it has no newline."""
+        """Return the last line, if it has no newline."""
         return self._lines.finish()
 
     def close(self) -> None:
-        """Give the file back; a later read opens it again."""
+        """Close the file; a later read opens it again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

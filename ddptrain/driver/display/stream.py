@@ -1,4 +1,4 @@
-"""A text stream for a thread of its own: it never raises, never blocks for good, and survives its reader."""
+"""A text stream for the display's thread: it never raises, and never blocks forever if its reader stops or exits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE_CHUNK_BYTES = 1 << 20
 
 
 class Stream:
-    """Writes text to a file; `broken` tells why nothing can be written any more ("" while all is well)."""
+    """Writes text to a file; `broken` says why nothing can be written any more ("" while it can)."""
 
     def __init__(self, file: TextIO | None, give_up: Callable[[], bool] = lambda: False) -> None:
         self.broken = "" if file is not None else "closed"
@@ -37,16 +37,16 @@ class Stream:
 
     @property
     def is_unicode(self) -> bool:
-        """The stream shows every character."""
+        """The encoding has every character."""
         return self.encoding.startswith("utf")
 
     def write(self, text: str) -> None:
-        """Write all of it, as fast as the reader takes it; characters that the encoding lacks become "?"."""
+        """Write all of it, as fast as the reader reads; characters that the encoding does not have become "?"."""
         self._write(text, self._give_up)
 
     def write_within(self, text: str, timeout_s: float) -> None:
-        """Write what the reader takes in that time; it is tried at least once."""
-        end_s, not_tried = time.monotonic() + timeout_s, iter([True])  # this process may stand still that long
+        """Write as much as the reader reads in that time; at least one write is tried."""
+        end_s, not_tried = time.monotonic() + timeout_s, iter([True])  # this process may be suspended that long
         self._write(text, lambda: not next(not_tried, False) and time.monotonic() > end_s)
 
     def _write(self, text: str, give_up: Callable[[], bool]) -> None:
@@ -65,7 +65,7 @@ class Stream:
             self._break(error)
 
     def _send(self, data: bytes, give_up: Callable[[], bool]) -> None:
-        """Wait for room before each write, so that one who has stopped reading can't hold us for good."""
+        """Wait for room before each write: a reader that has stopped reading must not block this thread forever."""
         rest = memoryview(data)
         while rest and not give_up():
             if not self._poll.poll(POLL_MS):
@@ -73,13 +73,13 @@ class Stream:
             try:
                 count = os.write(self.fd, rest[: self._chunk_bytes])
             except BlockingIOError:
-                time.sleep(0.005)  # somebody made it non-blocking, and there is room for less than we have
+                time.sleep(0.005)  # another process made it non-blocking, and there is too little room
                 continue
             rest = rest[count:]
             self.sent_bytes += count
 
     def _break(self, error: Exception) -> None:
-        """Remember why, and let later writes of anybody, interpreter exit included, end in /dev/null."""
+        """Note why, and send later writes of this process, also at interpreter exit, to /dev/null."""
         self.broken = (error.strerror if isinstance(error, OSError) else None) or str(error)
         if self.fd >= 0 and isinstance(error, OSError) and error.errno != errno.EBADF:
             devnull = os.open(os.devnull, os.O_WRONLY)
@@ -95,7 +95,7 @@ def _encoding(file: TextIO | None) -> str:
 
 
 def _descriptor(file: TextIO | None) -> int:
-    """The file's descriptor, with what it had buffered written before us; -1 if it has none."""
+    """The file's descriptor, after its buffer has been written; -1 if it has none."""
     if file is None:
         return -1
     try:
@@ -106,7 +106,7 @@ def _descriptor(file: TextIO | None) -> int:
 
 
 def _chunk_bytes(fd: int) -> int:
-    """How much to write at once: a pipe that polls as ready takes PIPE_BUF bytes without blocking."""
+    """The size of one write: a pipe that polls as ready takes PIPE_BUF bytes without blocking."""
     if fd >= 0 and stat.S_ISREG(os.fstat(fd).st_mode):
         return FILE_CHUNK_BYTES
     return select.PIPE_BUF

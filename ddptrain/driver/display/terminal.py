@@ -1,4 +1,4 @@
-"""What a terminal may be sent: which kind of output fits, colours, and what ranks print made harmless."""
+"""What a terminal may receive: the kind of output, colours, and text of ranks without control sequences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddptrain.sanitize import sanitized
 MODES = ("auto", "live", "plain", "json")
 RESET = "\x1b[0m"
 CYAN, YELLOW, RED, GREEN, DIM = "36", "33", "31", "32", "2"
-RANK_COLOURS = (CYAN, YELLOW, "35", GREEN, "34", "96", "93", "95", "92", "94")  # no red: it stands for errors
+RANK_COLOURS = (CYAN, YELLOW, "35", GREEN, "34", "96", "93", "95", "92", "94")  # without red, which is for errors
 
 
 def choose_mode(mode: str, is_terminal: bool, environ: Mapping[str, str]) -> str:
-    """The output that fits: "live", "plain" or "json". Raises UsageError for a mode that doesn't exist."""
+    """The output for a mode: "live", "plain" or "json". Raises UsageError for an unknown mode."""
     if mode not in MODES:
         raise UsageError(f"unknown output mode {mode!r}; choose one of {', '.join(MODES)}")
     if mode != "auto":
@@ -27,7 +27,7 @@ def choose_mode(mode: str, is_terminal: bool, environ: Mapping[str, str]) -> str
 
 
 def wants_colour(is_terminal: bool, environ: Mapping[str, str]) -> bool:
-    """NO_COLOR forbids colours, FORCE_COLOR asks for them, else a terminal that isn't dumb gets them."""
+    """NO_COLOR turns colours off, FORCE_COLOR on; without them a terminal gets colours unless TERM is dumb."""
     if environ.get("NO_COLOR", ""):
         return False
     force = environ.get("FORCE_COLOR", "").lower()
@@ -47,13 +47,13 @@ def rank_colour(rank: int) -> str:
 
 
 def harmless(text: str, colour: bool) -> str:
-    """A line without control sequences, which could move the cursor; colours stay if `colour`, and end with it."""
+    """A line without control sequences, which could move the cursor; with `colour`, colours stay and end with it."""
     text = sanitized(text, colours=colour)
     return text + RESET if "\x1b" in text else text
 
 
 def cells(text: str) -> int:
-    """How many columns the text takes on a terminal."""
+    """The number of columns that the text takes on a terminal."""
     if text.isascii():
         return len(text)
     return sum(_cells_of(char) for char in text)
@@ -66,7 +66,7 @@ def _cells_of(char: str) -> int:
 
 
 def cropped(text: str, width: int) -> str:
-    """As much of the text's beginning as fits into `width` columns."""
+    """The beginning of the text that fits into `width` columns."""
     if cells(text) <= width:
         return text
     used = 0
@@ -78,7 +78,7 @@ def cropped(text: str, width: int) -> str:
 
 
 def terminal_size(fd: int, environ: Mapping[str, str]) -> tuple[int, int]:
-    """Columns and rows of the terminal now; COLUMNS and LINES, then 80 x 24, where it doesn't know."""
+    """Columns and rows of the terminal now; COLUMNS and LINES, or 80 x 24, if it does not say."""
     try:
         columns, rows = os.get_terminal_size(fd)
     except OSError:

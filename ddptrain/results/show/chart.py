@@ -1,4 +1,4 @@
-"""Line charts as text: braille dots on a terminal that can show them, plain ASCII elsewhere."""
+"""Line charts as text: braille dots on a terminal with Unicode, ASCII elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of the chara
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve; a y that is not finite interrupts it."""
+    """One curve; it has a gap where y is not finite."""
 
     label: str
     x: Sequence[float]
@@ -34,7 +34,7 @@ class Style:
 
 
 def draw_chart(title: str, x_name: str, lines: Sequence[Line], style: Style) -> str:
-    """The chart as lines of text, none wider than `style.width`, which counts as 40 at least."""
+    """The chart as lines of text, none wider than `style.width` columns (at least 40)."""
     finite = [_finite(line) for line in lines]
     points = [point for line in finite for run in line for point in run]
     if not points:
@@ -59,7 +59,7 @@ def draw_chart(title: str, x_name: str, lines: Sequence[Line], style: Style) -> 
 
 
 def _finite(line: Line) -> list[list[tuple[float, float]]]:
-    """The line's stretches without a gap."""
+    """The parts of the line between its gaps."""
     stretches: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):
         if math.isfinite(x) and math.isfinite(y):
@@ -82,7 +82,7 @@ def _number(value: float) -> str:
 
 
 class _Canvas:
-    """Characters of `dots` cells each; of lines that meet in a character the last one colours it."""
+    """A grid of characters with `dots` dots each; a character that several lines cross has the colour of the last."""
 
     def __init__(self, width: int, height: int, style: Style) -> None:
         self._width, self._height, self._style = width, height, style
@@ -90,7 +90,7 @@ class _Canvas:
         self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # (row, column) -> (dots set, line)
 
     def place(self, x: float, y: float, x_range: tuple[float, float], y_range: tuple[float, float]) -> tuple[int, int]:
-        """The dot of a point, counted from the upper left."""
+        """The dot of a point, from the upper left corner."""
         across = _share(x, x_range) * (self._width * self._dots[0] - 1)
         down = (1 - _share(y, y_range)) * (self._height * self._dots[1] - 1)
         return round(across), round(down)
@@ -104,7 +104,7 @@ class _Canvas:
                 self._cells[cell] = self._cells.get(cell, (0, index))[0] | dot, index
 
     def rows(self) -> Iterator[str]:
-        """The rows of text, from the top, without blanks at the end."""
+        """The rows of text, from the top, without trailing blanks."""
         for row in range(self._height):
             last = max((column for cell_row, column in self._cells if cell_row == row), default=-1)
             yield "".join(self._character(row, column) for column in range(last + 1))
@@ -118,7 +118,7 @@ class _Canvas:
         )
 
     def sample(self, index: int) -> str:
-        """What the line looks like, for the legend."""
+        """A sample of the line, for the legend."""
         return self._painted("⠤⠤" if self._style.unicode else _ASCII_MARKS[index % len(_ASCII_MARKS)] * 2, index)
 
     def _painted(self, text: str, index: int) -> str:
@@ -126,16 +126,14 @@ class _Canvas:
 
 
 def _share(value: float, bounds: tuple[float, float]) -> float:
-    """Where a value lies between the bounds, 0 to 1; halved first, so that the widest range does not
-    overflow.
-    """
+    """The place of a value between the bounds, 0 to 1; halved first, so that the widest range does not overflow."""
     low, high = bounds
     span = high / 2 - low / 2
     return (value / 2 - low / 2) / span if span > 0 else 0.5
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """The dots from one to the other, both included."""
+    """The dots on the way from one dot to another, both included."""
     (x, y), (x_end, y_end) = start, end
     count = max(abs(x_end - x), abs(y_end - y))
     for step in range(count + 1):

@@ -1,4 +1,4 @@
-"""Turns a run's metrics into curves to draw: which to show, against what, one of each rank and their mean."""
+"""Turns the metrics of a run into curves: which to show, against what, one per rank and their mean."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _MOST_POINTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric: the points of each rank, and their mean where ranks differ, else what the one or every rank
-    has.
-    """
+    """One metric: the points of each rank, and in `main` their mean if ranks differ, else the points of any rank."""
 
     name: str
     ranks: dict[int, Points]
@@ -28,7 +26,7 @@ class Curve:
 
     @property
     def is_mean(self) -> bool:
-        """Whether `main` is a mean over ranks that differ."""
+        """Whether ranks differ, so that `main` is a mean."""
         return len(self.ranks) > 1
 
     @property
@@ -39,7 +37,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves that share an axis: the same quantity of different data, such as train/loss and val/loss."""
+    """Curves that share an axis: one quantity of several data sets, such as train/loss and val/loss."""
 
     quantity: str
     curves: tuple[Curve, ...]
@@ -56,10 +54,9 @@ class Plot:
 
 
 def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
-    """The curves of the named metrics; of none named, the losses, or everything where there is no loss.
+    """The curves of these metrics; without `metrics` of all losses, or of everything if there is no loss.
 
-    Raises:
-        UsageError: the run has logged no such metric, or none at all.
+    Raises UsageError if the run has logged no such metric, or none at all.
     """
     series = read_series(view.layout.metrics_jsonl, view.record.attempts)
     names = _chosen_names(view, sorted({name for name, _ in series}), metrics)
@@ -74,7 +71,7 @@ def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
 
 def _chosen_names(view: RunView, known: list[str], wanted: Sequence[str]) -> list[str]:
     if not known:
-        later = "; it is under way: try again in a while" if view.is_running else ""
+        later = "; it is still running: try again later" if view.is_running else ""
         raise UsageError(f"run {view.run_id} has logged no metrics{later}")
     for name in wanted:
         if name not in known:
@@ -114,7 +111,7 @@ def _equal(one: Points, other: Points) -> bool:
 
 
 def _thinned(points: Points) -> Points:
-    """At most _MOST_POINTS points: neighbours become their mean, as a picture has no room for more."""
+    """At most _MOST_POINTS points; neighbours are replaced by their mean."""
     size = math.ceil(len(points[0]) / _MOST_POINTS)
     if size <= 1:
         return points
@@ -129,7 +126,7 @@ def _mean_of(values: Sequence[float]) -> float:
 
 
 def _mean(ranks: Sequence[Points]) -> Points:
-    """The mean over the ranks that have a value at an x, in the order of x."""
+    """At each x the mean over the ranks that have a value there, in the order of x."""
     at: dict[float, list[float]] = {}
     for x, y in ranks:
         for place, value in zip(x, y, strict=True):
@@ -139,7 +136,7 @@ def _mean(ranks: Sequence[Points]) -> Points:
 
 
 def plot_data(plot: Plot) -> list[dict[str, object]]:
-    """The curves as plain data, for --json: each metric of each rank, and the mean."""
+    """The curves as plain data, for --json: each metric of each rank, and their mean."""
     data: list[dict[str, object]] = []
     for curve in (curve for panel in plot.panels for curve in panel.curves):
         rows: list[tuple[int | str, Points]] = [*curve.ranks.items()]

@@ -1,4 +1,4 @@
-"""Draws a run's curves: as a picture in a file, and as text."""
+"""Draws the curves of a run, as a picture in a file and as text."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _X_LABELS = {"step": "step", "epoch": "epoch", "time_s": "seconds"}
 
 
 def save_picture(plot: Plot, out: Path, best: BestRecord | None = None) -> None:
-    """Write the picture to `out`, a panel for each quantity; a faint line a rank under the mean over ranks.
+    """Write the picture to `out`, a panel per quantity; the lines of single ranks are faint, their mean is not.
 
-    Raises:
-        UsageError: the file can't be written, or its ending is of no format that can be drawn.
+    Raises UsageError if the file can't be written, or its extension is not one of FORMATS.
     """
     kind = out.suffix.lower().removeprefix(".") or "png"
     if kind not in FORMATS:
         raise UsageError(f"cannot draw a .{kind} file; give --out a name that ends in .{', .'.join(FORMATS)}")
-    # Not through pyplot, which keeps figures alive and picks a backend for the whole process.
+    # pyplot would keep figures alive and choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -77,7 +76,7 @@ def _draw_panel(axis: Axes, panel: Panel, best: BestRecord | None, x_name: str) 
 
 
 def _literal(text: str) -> str:
-    """The text as it stands: between dollars matplotlib would read a formula."""
+    """The text with escaped dollar signs, between which matplotlib would read a formula."""
     return on_a_line(text).replace("$", r"\$")
 
 
@@ -96,7 +95,7 @@ def _mark_best(axis: Axes, best: BestRecord, colour: str) -> None:
 
 
 def terminal_charts(plot: Plot, style: Style) -> str:
-    """The same as text, a chart for each quantity."""
+    """The curves as text, a chart per quantity."""
     x_label = _X_LABELS[plot.x_name]
     return "\n\n".join(
         draw_chart(on_a_line(panel.quantity), x_label, [_line(curve) for curve in panel.curves], style)

@@ -1,16 +1,17 @@
-"""Runs in words: a table of them, and everything about one, for a terminal (rich) or a pipe (plain text)."""
+"""Shows runs as text: a table of runs, and everything about one run, for a terminal (rich) or a pipe."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shown
 from ddptrain.protocol.notices import describe_status
 from ddptrain.protocol.wandb_parts import waiting
-from ddptrain.results.layout import TRACKING
+from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.results.tracking.record import made_by_trackers, to_type, wandb_parts
@@ -31,14 +32,14 @@ _STATUS_STYLE = {
     RunStatus.UNKNOWN: "yellow",
 }
 _RESULT_WIDTH = 60
-_MAX_FILES = 8  # of a folder that are told one by one
-_LEAST_RESULT = 12  # characters of a row's last cell in a line, which may take several
+_MAX_FILES = 8  # a folder with more files is shown as one line
+_LEAST_RESULT = 12  # characters per line of a row's last cell, which may take several lines
 _RETURNED_WIDTH = 2_000
 _KIB = 1024.0
 
 
 def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
-    """A row a run, as in HEADER."""
+    """One row per run, with the columns of HEADER."""
     return [tuple(on_a_line(cell) for cell in _row(view)) for view in views]
 
 
@@ -50,7 +51,7 @@ def _row(view: RunView) -> tuple[str, ...]:
 
 
 def _result(view: RunView) -> str:
-    """What a run came to, in a few words: why it failed, its best checkpoint, or its last loss."""
+    """The result of a run in a few words: why it failed, its best checkpoint, or its last loss."""
     record = view.record
     if view.problem:
         return _short(view.problem)
@@ -86,7 +87,8 @@ def sections(view: RunView) -> list[Section]:
         ("ranks", str(record.world_size or "")),
         ("driver", f"process {record.driver.pid} on {record.driver.host}" if record.driver.host else ""),
         ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
-        ("driver's log", view.layout.told(view.layout.driver_log) if view.layout.driver_log.exists() else ""),
+        ("driver's output", _path_of(view.layout, view.layout.driver_log)),
+        ("log for bug reports", _path_of(view.layout, view.layout.decision_log)),
         ("git", git),
         ("best", f"{best.metric} {number(best.value)} at step {best.step}" if best else ""),
         ("checkpoints", ", ".join(record.checkpoints)),
@@ -105,6 +107,10 @@ def sections(view: RunView) -> list[Section]:
     ]
     filled = ((title, [(clean(name), clean(value)) for name, value in lines if value]) for title, lines in all_sections)
     return [(clean(title), lines) for title, lines in filled if lines]
+
+
+def _path_of(layout: RunLayout, path: Path) -> str:
+    return layout.told(path) if path.exists() else ""
 
 
 def _duration(view: RunView) -> str:
@@ -127,7 +133,7 @@ def _failure(failure: FailureRecord | None) -> list[tuple[str, str]]:
 
 
 def _artifacts(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Each file, but one line for a folder of many, as that of the pictures of a long run."""
+    """One line per file; a folder with many files, such as the pictures of a long run, has one line."""
     below: dict[str, list[str]] = {}
     for path in sizes:
         below.setdefault(path.rpartition("/")[0], []).append(path)
@@ -141,19 +147,19 @@ def _artifacts(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def _below_run(run_id: str, folder: str) -> str:
-    """A tracker's folder as the run directory has it, wherever that was; one that is elsewhere stays as it is."""
+    """A tracker's folder relative to the run directory, also after that was moved; other folders are unchanged."""
     _, found, rest = folder.rpartition(f"/{run_id}/{TRACKING}/")
     return f"{TRACKING}/{rest}" if found else folder
 
 
 def _tracking(view: RunView) -> list[tuple[str, str]]:
-    """Where each tracker has it: its address, or what is on the disk; and how W&B's gets to the server."""
+    """The address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
     lines = []
     seen = set()
     for tracker, found in made_by_trackers(view.layout, view.record).items():
         url = found.get("url")
         if url in seen:
-            continue  # a run that ranks share
+            continue  # several ranks share a tracker's run
         seen |= {url} - {None}
         place = " ".join(filter(None, (found.get("mode"), _below_run(view.run_id, found.get("folder", "")))))
         lines.append((tracker, url or place or ", ".join(found.values())))
@@ -163,7 +169,7 @@ def _tracking(view: RunView) -> list[tuple[str, str]]:
 
 
 def _attempt(attempt: AttemptRecord, count: int) -> Section:
-    title = "ranks" if count == 1 else f"attempt {attempt.attempt} ({attempt.outcome or 'under way'})"
+    title = "ranks" if count == 1 else f"attempt {attempt.attempt} ({attempt.outcome or 'running'})"
     return title, [(f"rank {rank.rank}", _rank(rank)) for rank in attempt.ranks]
 
 
@@ -203,7 +209,7 @@ def _time(text: str) -> str:
 
 
 def print_table(views: Sequence[RunView], console: Console) -> None:
-    """The table on a terminal; where that is too narrow its lines are broken, and nothing is cut."""
+    """Print the table on a terminal; on one that is too narrow rows are wrapped, and nothing is cut."""
     from rich.table import Table
     from rich.text import Text
 
@@ -222,7 +228,7 @@ def print_table(views: Sequence[RunView], console: Console) -> None:
 
 
 def print_sections(parts: Sequence[Section], console: Console) -> None:
-    """The sections on a terminal."""
+    """Print the sections on a terminal."""
     from rich.table import Table
     from rich.text import Text
 

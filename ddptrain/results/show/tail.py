@@ -1,6 +1,4 @@
-"""Shows the logs of a run: whole lines, as they would stand on a terminal, and what comes while it is under
-way.
-"""
+"""Shows the logs of a run: whole lines, as a terminal would show them; follows them while the run is running."""
 
 from __future__ import annotations
 
@@ -16,23 +14,22 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 
 _BLOCK_BYTES = 1 << 16
-# A line longer than this is shown in pieces: a rank that never ends its line must not fill the memory.
-_LONGEST_LINE_BYTES = 1 << 20
+_LONGEST_LINE_BYTES = 1 << 20  # a longer line is shown in pieces, so that memory stays bounded
 _POLL_S = 0.1
 _STATUS_EVERY_S = 0.5
 
 
 def final_text(line: str) -> str:
-    """What a terminal shows of a line once its carriage returns have been carried out."""
+    """The line as a terminal shows it after its carriage returns."""
     shown = ""
     for part in line.split("\r"):
-        # With escape codes in it, the rest of what was there is as good as gone: progress bars clear it.
+        # Progress bars that use escape codes clear the rest of the line.
         shown = part if "\x1b" in part else part + shown[len(part) :]
     return shown
 
 
 class LogCursor:
-    """Reads one growing log; keeps the bytes of a line that has not ended."""
+    """Reads a growing log; keeps the bytes of a line that has not ended."""
 
     def __init__(self, path: Path, lines: int | None = None) -> None:
         self._path = path
@@ -40,7 +37,7 @@ class LogCursor:
         self._offset = 0 if lines is None else _start_of_last(path, lines)
 
     def read(self) -> Iterator[str]:
-        """The lines that have ended since the last time; none while there is no file."""
+        """Yield the lines that have ended since the last call; none while there is no file."""
         with naming(self._path, "read"):
             try:
                 descriptor = open_regular(self._path)
@@ -48,7 +45,7 @@ class LogCursor:
                 return
         with os.fdopen(descriptor, "rb") as file:
             if file.seek(0, 2) < self._offset:
-                self._offset = 0  # cut short, or written anew
+                self._offset = 0  # truncated, or replaced
             file.seek(self._offset)
             while block := file.read(_BLOCK_BYTES):
                 self._offset += len(block)
@@ -58,7 +55,7 @@ class LogCursor:
                     yield from self.rest()
 
     def rest(self) -> Iterator[str]:
-        """The last line, where it has not ended."""
+        """Yield the last line if it has not ended."""
         if self._partial:
             yield _decoded(self._partial)
             self._partial = b""
@@ -69,7 +66,7 @@ def _decoded(line: bytes) -> str:
 
 
 def _start_of_last(path: Path, lines: int) -> int:
-    """Where the last `lines` lines of a file start, a last one that has not ended included."""
+    """The offset of the last `lines` lines of a file; a last line without a newline counts."""
     with naming(path, "read"):
         try:
             descriptor = open_regular(path)
@@ -92,11 +89,9 @@ def _start_of_last(path: Path, lines: int) -> int:
 
 
 def show_logs(view: RunView, rank: int | None = None, lines: int | None = None) -> Iterator[str]:
-    """The lines of every rank, or of one; of each the last `lines`, if given, with their rank when there are
-    several.
+    """Yield the lines of every rank, or of one; only the last `lines` of each, if given. Several ranks have a prefix.
 
-    Raises:
-        RunNotFound: the run has no log of that rank.
+    Raises RunNotFound if the run has no log of that rank.
     """
     logs = _chosen(view.layout, rank)
     if rank is not None and not logs:
@@ -117,19 +112,18 @@ def follow_logs(
     is_running: Callable[[], bool] | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> Iterator[str]:
-    """The same, and then every line as it comes, until the run is over and its last line is shown.
+    """Like show_logs(), then yield each new line until the run has ended.
 
-    Raises:
-        RunNotFound: the run is over and has no log of that rank.
+    Raises RunNotFound if the run has ended and has no log of that rank.
     """
     still_running = is_running or _StatusWatch(view.layout)
     prefixed = _is_prefixed(view, rank)
     cursors: dict[int, LogCursor] = {}
     running = True
     while running:
-        running = still_running()  # asked before the last read, so that nothing printed before the end is missed
+        running = still_running()  # before the last read: all that was printed before the end is then read
         for number, path in _chosen(view.layout, rank).items():
-            # Only what was there at the start is shortened: a log that appears later is new in all its lines.
+            # `lines` applies to logs that exist at the start; all lines of a later one are new.
             cursors.setdefault(number, LogCursor(path, lines))
         lines = None
         for number, cursor in cursors.items():
@@ -144,7 +138,7 @@ def follow_logs(
 
 
 class _StatusWatch:
-    """Says whether the run is under way, without reading run.json at every poll."""
+    """Says whether the run is running, without reading run.json at every poll."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout
@@ -164,7 +158,7 @@ def _chosen(layout: RunLayout, rank: int | None) -> dict[int, Path]:
 
 def _is_prefixed(view: RunView, rank: int | None) -> bool:
     several = max(view.record.world_size, len(view.layout.logs())) > 1
-    return rank is None and (several or view.record.world_size == 0)  # 0: that is not known before the ranks start
+    return rank is None and (several or view.record.world_size == 0)  # 0: not known before the ranks start
 
 
 def _no_log(view: RunView, rank: int) -> str:

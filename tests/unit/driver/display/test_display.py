@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import pytest
 
+from ddptrain import log
 from ddptrain.driver.display import Display, open_display
 from ddptrain.driver.display import display as display_display
 from ddptrain.driver.display.plain import PlainRenderer
@@ -34,12 +35,13 @@ def no_thread_is_left() -> Iterator[None]:
 class Shown:
     """A display into two files, and what stands in them."""
 
-    def __init__(self, folder: Path, mode: str, ranks: int = 2, **environ: str) -> None:
+    def __init__(self, folder: Path, mode: str, ranks: int = 2, *, all_ranks: bool = False, **environ: str) -> None:
         self.logs = folder / "logs"
         self.logs.mkdir(exist_ok=True)
         self._paths = folder / "out", folder / "err"
         self._files = [path.open("w", encoding="utf-8") for path in self._paths]
-        self.display = open_display(mode, self.logs, ranks, "run-1", self._files[0], self._files[1], environ)
+        files = self._files[0], self._files[1]
+        self.display = open_display(mode, self.logs, ranks, "run-1", *files, environ, all_ranks=all_ranks)
 
     def print(self, rank: int, data: bytes) -> None:
         with (self.logs / f"rank-{rank}.log").open("ab") as log:
@@ -343,3 +345,87 @@ def test_display_is_a_context_manager(tmp_path: Path) -> None:
     with shown.display as display:
         assert isinstance(display, Display)
     shown.close()
+
+
+def test_from_17_ranks_on_equal_lines_are_one_and_all_are_complete_and_in_order(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain", ranks=17)
+    for rank in range(17):
+        shown.print(rank, b"epoch 1/20\n")
+    shown.wait_for("epoch 1/20")
+    for rank in range(17):
+        shown.print(rank, b"of rank %d\nepoch 2/20\nlast words" % rank)
+    shown.close(summary=["the end"])
+    assert shown.out.startswith("[ranks 0-16] epoch 1/20\n")
+    assert shown.out.endswith("[ranks 0-16] last words\nthe end\n")
+    assert sorted(line for line in shown.out.splitlines() if "of rank" in line) == sorted(
+        f"[rank {rank}] of rank {rank}" for rank in range(17)
+    )
+    after = shown.out.partition("of rank 3\n")[2]
+    assert "of rank 3" not in after and "epoch 2/20\n" in after
+
+
+@pytest.mark.parametrize(("mode", "ranks", "all_ranks"), [("plain", 16, False), ("plain", 17, True)])
+def test_small_runs_and_all_ranks_show_each_line_of_each_rank(
+    tmp_path: Path, mode: str, ranks: int, all_ranks: bool
+) -> None:
+    shown = Shown(tmp_path, mode, ranks, all_ranks=all_ranks)
+    for rank in range(ranks):
+        shown.print(rank, b"epoch 1/20\n")
+    shown.close()
+    assert sorted(shown.out.splitlines()) == sorted(f"[rank {rank}] epoch 1/20" for rank in range(ranks))
+
+
+def test_json_is_never_grouped(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "json", ranks=20)
+    for rank in range(20):
+        shown.print(rank, b"epoch 1/20\n")
+    shown.close()
+    assert [(line["rank"], line["line"]) for line in shown.objects] == [(rank, "epoch 1/20") for rank in range(20)]
+
+
+def test_lines_that_are_held_back_come_before_the_notice_of_a_failure(tmp_path: Path) -> None:
+    """Both go to one file here, as `2>&1` has it."""
+    path = tmp_path / "all"
+    with path.open("w") as file:
+        logs = tmp_path / "logs"
+        logs.mkdir()
+        display = open_display("plain", logs, 17, "run-1", file, file, {})
+        (logs / "rank-3.log").write_text("one\ntwo\n")
+        (logs / "rank-4.log").write_text("three\n")
+        display.log_grew()
+        tails = display._tails
+        wait_until(lambda: tails[3].offset == 8 and tails[4].offset == 6, "the logs to be read")
+        display.notice("rank 3 failed: ValueError", "error")
+        wait_until(lambda: "failed" in path.read_text(), "the notice")
+        display.close()
+    notice = "ddptrain: rank 3 failed: ValueError\n"
+    assert path.read_text() == f"[rank 3] one\n[rank 3] two\n[rank 4] three\n{notice}"
+
+
+def test_only_line_of_one_rank_among_many_is_shown_within_half_a_second(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain", ranks=17)
+    shown.print(5, b"alone\n")
+    shown.wait_for("[rank 5] alone\n")
+    shown.close()
+    assert shown.out == "[rank 5] alone\n"
+
+
+def test_lines_of_a_single_rank_are_not_held_back(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "plain", ranks=1)
+    shown.display.status("training")
+    shown.wait_for("training")  # the number of ranks has been taken in before
+    assert shown.display._grouper is None
+    shown.close()
+
+
+@pytest.mark.parametrize("mode", ["plain", "json"])
+def test_own_log_goes_to_stderr(tmp_path: Path, mode: str) -> None:
+    try:
+        log.to_stderr({"DDPTRAIN_LOG": "info"})
+        shown = Shown(tmp_path, mode)
+        log.Log("ddptrain.driver").info("decided", rank=1)
+        shown.wait_for("INFO driver rank=1 decided\n")
+        shown.close()
+    finally:
+        log.detach(log._stderr)
+    assert "decided" not in shown.out and shown.err.count("decided") == 1

@@ -273,15 +273,17 @@ def test_many_ranks_leave_room_for_the_logs(tmux: Tmux, tmp_path: Path) -> None:
 
 def test_own_log_stands_above_the_bars(tmux: Tmux, tmp_path: Path) -> None:
     demo(tmux, tmp_path)
-    tmux.wait_for(lambda screen: shape(screen) == ["rank 0", "rank 1", "run-1"] and "50%" in screen[-2])
+    (tmp_path / "rank-0.log").write_text("line\n" * 40)
+    tmux.wait_for(lambda screen: shape(screen)[-4:] == ["[rank 0] line", "rank 0", "rank 1", "run-1"])
     (tmp_path / "decide").touch()
-    screen = tmux.wait_for(lambda screen: any("decided" in line for line in screen))
+    screen = tmux.wait_for(lambda screen: any("decided" in line for line in screen) and "run-1" in screen[-1])
     assert re.fullmatch(r"[-0-9]+T[0-9:.]+Z DEBUG driver rank=1 decided", screen[-4])
     assert shape(screen[-3:]) == ["rank 0", "rank 1", "run-1"]
     tmux.call("resize-window", "-x", "40", "-y", "20")
+    time.sleep(0.3)  # a few frames at this size
     (tmp_path / "end").touch()
     screen = tmux.wait_for(lambda screen: screen[-1] == "$")
-    assert shape(screen) == ["rank 0", "rank 1", "run-1", "SUMMARY"]
+    assert shape(screen)[40:] == ["rank 0", "rank 1", "run-1", "SUMMARY"], "\n".join(screen)
     assert sum("decided" in line for line in screen) == 1
 
 
@@ -292,6 +294,7 @@ def test_64_ranks_have_one_bar_and_their_equal_lines_are_one(tmux: Tmux, tmp_pat
         (tmp_path / f"rank-{rank}.log").write_text("epoch 1/20\n" + ("odd\n" if rank == 7 else ""))
     screen = tmux.wait_for(lambda screen: "[rank 7] odd" in screen)
     tmux.call("resize-window", "-x", "60", "-y", "20")
+    time.sleep(0.3)  # a few frames at this size
     (tmp_path / "end").touch()
     screen = tmux.wait_for(lambda screen: screen[-1] == "$")
     kinds = [line.split(" on ")[0] for line in screen if re.match(r"\[rank|\d+ ranks|slowest|SUMMARY", line)]

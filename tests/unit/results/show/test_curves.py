@@ -94,7 +94,7 @@ def test_an_unknown_metric_suggests_a_known_one(tmp_path: Path) -> None:
 
 
 def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="r has logged no metrics; it is under way"):
+    with pytest.raises(UsageError, match="r has logged no metrics; it is still running: try again later"):
         plot_of(view_of(tmp_path, status="running"))
 
 

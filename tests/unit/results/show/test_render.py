@@ -91,7 +91,7 @@ def test_running_run_tells_its_driver_its_attempt_and_where_the_driver_prints(tm
     view = RunView(RunLayout(tmp_path), record)
     view.layout.driver_log.touch()
     about = dict(sections(view)[0][1])
-    told = (about["driver"], about["attempt"], about["driver's log"])
+    told = (about["driver"], about["attempt"], about["driver's output"])
     assert told == ("process 7 on far", "2", str(tmp_path / "driver.log"))
 
 

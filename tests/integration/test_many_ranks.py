@@ -1,0 +1,113 @@
+"""A run with more ranks than fit on a screen, and the log that says what was decided."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from tests.conftest import PATIENCE_S, Cli
+
+RANKS = 17
+WORKLOAD = """
+import torch.distributed
+
+def work(ctx, fail_on=-1):
+    torch.distributed.barrier()
+    print("epoch 1/1", flush=True)
+    ctx.progress(1, 1, unit="epochs")
+    print("of rank", ctx.rank)
+    print("the last line", flush=True)
+    if ctx.rank == fail_on:
+        raise ValueError("wrong shape, token=abcdef123456")
+"""
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def configured(folder: Path) -> str:
+    (folder / "work.py").write_text(WORKLOAD)
+    config = {"workload": "work:work", "cluster": {"ranks": RANKS, "gpus": 0}, "env": {"OMP_NUM_THREADS": "1"}}
+    (folder / "many.yaml").write_text(json.dumps(config))
+    return "many.yaml"
+
+
+def ranks_of(lines: list[str], text: str) -> list[int]:
+    """The ranks that the prefixes of the lines with this text name. Fails if every rank has a line of its own."""
+    labels = [label for line in lines if (label := line.removesuffix(f"] {text}")) != line]
+    assert 1 <= len(labels) < RANKS, "on a busy machine ranks print at different times, but hardly each by itself"
+    spans = re.findall(r"(\d+)(?:-(\d+))?", " ".join(labels))
+    return sorted(rank for first, last in spans for rank in range(int(first), int(last or first) + 1))
+
+
+def test_17_ranks_that_fail_in_a_pipe_are_grouped_and_the_log_says_what_was_decided(
+    tmp_path: Path, run_cli: Cli
+) -> None:
+    ended = run_cli("train", configured(tmp_path), "--set", "params.fail_on=11", "--verbose")
+    assert ended.rc == 1, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert ranks_of(lines, "epoch 1/1") == list(range(RANKS))
+    for rank in range(RANKS):
+        assert lines.count(f"[rank {rank}] of rank {rank}") == 1
+    traceback = [line for line in lines if line.startswith("[rank 11]")]
+    assert traceback[-1] == "[rank 11] ValueError: wrong shape, token=abcdef123456"
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    for rank in range(RANKS):
+        printed = (run_dir / "logs" / f"rank-{rank}.log").read_text()
+        assert printed.startswith(f"epoch 1/1\nof rank {rank}\nthe last line\n")
+
+    log = (run_dir / "logs" / "driver.log").read_text()
+    assert all(re.match(rf"\S+Z [A-Z]+ [a-z-]+ run={run_dir.name} ", line) for line in log.splitlines())
+    for decisive in (
+        "INFO driver .*driver started version=",
+        "INFO clusters .*local worker started pid=",
+        "INFO scheduler .*slots reserved",
+        "INFO driver .*rank=11 rank placed host=",
+        "INFO driver .*attempt=1 rank=11 rank ordered worker=",
+        "INFO worker .*attempt=1 rank=11 rank started .*pid=[0-9]+ start=forked",
+        'INFO driver .*rank=11 fault kind=exception message="ValueError: wrong shape, token=<left out>" victim=False',
+        "INFO driver .*waiting for an earlier fault before the other ranks are stopped settle_s=",
+        "INFO worker .*rank=11 rank ended .*status=1",
+        "INFO driver .*attempt ended status=failed cause_rank=11",
+        "INFO driver .*run ends status=failed exit_code=1",
+    ):
+        assert re.search(decisive, log), decisive
+    assert "abcdef123456" not in log
+    shown = [line for line in ended.stderr.splitlines() if not line.startswith("ddptrain: ")]
+    assert set(log.splitlines()) <= set(shown)  # --verbose shows at least that, on stderr
+    described = run_cli("results", "show", run_dir.name)
+    assert f"log for bug reports  {run_dir}/logs/driver.log" in re.sub(" {3,}", "  ", described.stdout)
+
+
+def test_17_ranks_on_a_terminal_have_one_bar(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    master, slave = pty.openpty()
+    environ = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR")}
+    command = [sys.executable, "-m", "ddptrain", "train", config]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env={**environ, "TERM": "xterm"}, stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    data = bytearray()
+    reader = threading.Thread(target=_read_all, args=(master, data))
+    reader.start()
+    assert process.wait(PATIENCE_S) == 0, data
+    reader.join(PATIENCE_S)
+    os.close(master)
+    text = ESCAPE.sub("", data.decode()).replace("\r", "")
+    assert ranks_of(text.splitlines(), "epoch 1/1") == list(range(RANKS))
+    assert all(text.count(f"[rank {rank}] of rank {rank}\n") == 1 for rank in range(RANKS))
+    last_frame = text[text.rindex(f"{RANKS} ranks  ") :].splitlines()
+    assert "100%" in last_frame[0] and last_frame[1].startswith("slowest rank ")
+
+
+def _read_all(descriptor: int, data: bytearray) -> None:
+    try:
+        while block := os.read(descriptor, 65536):
+            data += block
+    except OSError:
+        pass  # how a pseudo-terminal ends
