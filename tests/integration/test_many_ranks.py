@@ -47,7 +47,7 @@ def ranks_of(lines: list[str], text: str) -> list[int]:
 def test_17_ranks_that_fail_in_a_pipe_are_grouped_and_the_log_says_what_was_decided(
     tmp_path: Path, run_cli: Cli
 ) -> None:
-    ended = run_cli("train", configured(tmp_path), "--set", "params.fail_on=11", "--verbose")
+    ended = run_cli("train", configured(tmp_path), "--set", "params.fail_on=11", "--verbose", timeout_s=3 * PATIENCE_S)
     assert ended.rc == 1, ended.stderr
     lines = ended.stdout.splitlines()
     assert ranks_of(lines, "epoch 1/1") == list(range(RANKS))
@@ -95,7 +95,7 @@ def test_17_ranks_on_a_terminal_have_one_bar(tmp_path: Path) -> None:
     data = bytearray()
     reader = threading.Thread(target=_read_all, args=(master, data))
     reader.start()
-    assert process.wait(PATIENCE_S) == 0, data
+    assert process.wait(3 * PATIENCE_S) == 0, data
     reader.join(PATIENCE_S)
     os.close(master)
     text = ESCAPE.sub("", data.decode()).replace("\r", "")

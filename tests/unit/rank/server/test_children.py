@@ -37,17 +37,17 @@ def spec_file() -> Iterator[IO[bytes]]:
         yield file
 
 
-def start(file: IO[bytes], *, warm: bool, **env: str) -> int:
+def start(file: IO[bytes], *, why_cold: str = "", **env: str) -> tuple[int, str]:
     spec = make_spec(env={**os.environ, **env})
     file.seek(0)
     file.truncate()
     file.write(spec.to_json().encode())
     file.flush()
-    return children.start_rank(file.fileno(), 101, 102, 103, warm=warm, close=[101, 200, 201])
+    return children.start_rank(file.fileno(), 101, 102, 103, why_cold=why_cold, close=[101, 200, 201])
 
 
 def test_rank_is_forked_from_a_warm_server(started: list[set[int]], spec_file: IO[bytes]) -> None:
-    assert start(spec_file, warm=True, TOKEN="x") == FORKED
+    assert start(spec_file, TOKEN="x") == (FORKED, "forked")
     assert started == [{200, 201, spec_file.fileno()}], "its own descriptors stay open"
 
 
@@ -55,12 +55,13 @@ def test_rank_is_forked_from_a_warm_server(started: list[set[int]], spec_file: I
 def test_variable_that_only_a_fresh_process_reads_needs_a_cold_start(
     started: list[set[int]], spec_file: IO[bytes], variable: str
 ) -> None:
-    assert start(spec_file, warm=True, **{variable: "7"}) == COLD
+    assert start(spec_file, **{variable: "7"}) == (COLD, f"cold: only a fresh program reads {variable}")
     assert started == []
 
 
 def test_server_with_threads_starts_ranks_cold(started: list[set[int]], spec_file: IO[bytes]) -> None:
-    assert start(spec_file, warm=False) == COLD
+    why = "the rank server has 2 threads"
+    assert start(spec_file, why_cold=why) == (COLD, f"cold: {why}")
     assert started == []
 
 
