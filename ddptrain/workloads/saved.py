@@ -1,9 +1,10 @@
-"""What a finished (or running) run of a built-in workload left on disk for those who use its model."""
+"""Loads the model of a run of a built-in workload from its checkpoint."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,19 +13,18 @@ from safetensors.torch import load_file
 
 from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
-from ddptrain.workloads.versions import versioned
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def load_saved(run_dir: Path, workload: str, command: str, build: Callable[[Any], Model]) -> tuple[Model, str]:
-    """The model of a run's best checkpoint, or else the latest, ready to predict on the CPU; and its folder's name.
+    """The model of the best (or else the latest) checkpoint, in evaluation mode on the CPU, and the checkpoint's name.
 
-    `build` makes a model from the `model_config` that training saved, which may be anything: it raises ValueError,
-    or its like, for what is none. No pickle is executed. `command` is who asks, for messages.
+    `build` makes a model from the saved `model_config`, which is not trusted: it raises ValueError or a similar error
+    for an invalid one. No pickle is executed. `command` is for messages.
 
     Raises:
-        UsageError: the run is of another workload, or has no checkpoint that can be read.
+        UsageError: the run is of another workload, or has no readable checkpoint.
     """
     check_workload(run_dir, workload, command)
     folder = checkpoint_folder(run_dir)
@@ -32,19 +32,30 @@ def load_saved(run_dir: Path, workload: str, command: str, build: Callable[[Any]
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         weights = load_file(folder / "model.safetensors")
         model = build(state["extra"]["model_config"])
-        model.load_state_dict(versioned(model, weights))
+        model.load_state_dict(with_module_versions(model, weights))
     except UsageError:
         raise
-    except Exception as error:  # a damaged file shows as any of a dozen kinds
+    except Exception as error:  # damaged files raise arbitrary errors
         raise UsageError(
             f"can't read the checkpoint {folder}: {type(error).__name__}: {shown(' '.join(str(error).split()), 300)}; "
-            f"is it of a run of {workload}, and whole?"
+            f"is it a complete checkpoint of a run of {workload}?"
         ) from error
     return model.eval(), folder.name
 
 
+def with_module_versions(model: torch.nn.Module, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """The weights as load_state_dict needs them: with the versions of the model's modules, which files do not contain.
+
+    Without them a module assumes its first version; some, such as torchvision's MNASNet, refuse that.
+    """
+    found = OrderedDict(weights)
+    if versions := getattr(model.state_dict(), "_metadata", None):
+        vars(found)["_metadata"] = versions
+    return found
+
+
 def check_workload(run_dir: Path, workload: str, command: str) -> None:
-    """Refuse a folder that holds no run of the workload. Raises UsageError."""
+    """Checks that a folder has a run of the workload. Raises UsageError."""
     path = run_dir / "run.json"
     try:
         run: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -56,7 +67,7 @@ def check_workload(run_dir: Path, workload: str, command: str) -> None:
 
 
 def checkpoint_folder(run_dir: Path) -> Path:
-    """Where `best`, or else `latest`, points to; both hold the name of a folder beside them. Raises UsageError."""
+    """The folder of the checkpoint that `best`, or else `latest`, names. Raises UsageError."""
     checkpoints = run_dir / "checkpoints"
     for pointer in ("best", "latest"):
         try:
@@ -64,7 +75,7 @@ def checkpoint_folder(run_dir: Path) -> Path:
         except (OSError, UnicodeDecodeError):
             continue
         if name in {"", ".", ".."} or Path(name).name != name or "\\" in name:
-            raise UsageError(f"{checkpoints / pointer} holds {name!r}, which is not the name of a folder in it")
+            raise UsageError(f"{checkpoints / pointer} contains {name!r}, which is not the name of a folder in it")
         if (checkpoints / name).is_dir():
             return checkpoints / name
     raise UsageError(f"{run_dir.name} has no checkpoint yet (none in {checkpoints}): train it for an epoch first")

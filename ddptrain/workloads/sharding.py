@@ -1,4 +1,4 @@
-"""Epochs dealt out to ranks: every row once by all of them together, also where others have begun the epoch."""
+"""Divides the rows of an epoch among ranks; also the rest of an epoch that another number of ranks began."""
 
 from __future__ import annotations
 
@@ -12,6 +12,33 @@ from torch import Tensor
 Batches = Sequence[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """One rank's part of one step: row numbers (int64, perhaps none), and the total of all ranks in the step."""
+
+    index: Tensor
+    total: int
+
+
+def plan_epoch(
+    n: int, batch_size: int, world_size: int, rank: int, seed: int, epoch: int, taken: Sequence[Sequence[int]] = ()
+) -> list[RankShare]:
+    """The steps of one rank in one epoch of `n` rows. All ranks get equally many, and together they take each row once.
+
+    For `taken` see deal_epoch. The total of a share is the number of rows of the step.
+    """
+    batches = deal_epoch(n, batch_size, world_size, seed, epoch, taken)
+    return [RankShare(batch[rank::world_size], len(batch)) for batch in batches]
+
+
+def plan_validation(n: int, batch_size: int, world_size: int, rank: int) -> list[RankShare]:
+    """As `plan_epoch`, but in the order of the rows."""
+    if n == 0:
+        return []
+    batches = torch.tensor_split(torch.arange(n), -(-n // (batch_size * world_size)))
+    return [RankShare(batch[rank::world_size], len(batch)) for batch in batches]
+
+
 def deal_epoch(
     n_rows: int,
     batch_size: int,
@@ -21,14 +48,14 @@ def deal_epoch(
     taken: Sequence[Sequence[int]] = (),
     arrange: Callable[[Batches, torch.Generator], Batches] | None = None,
 ) -> Batches:
-    """The steps of an epoch: for each the rows (int64) of all ranks, which take them in turn.
+    """The steps of an epoch: for each, the rows (int64) of all ranks, which take them in turn.
 
-    All ranks draw the same permutation and cut it into the fewest near-equal batches that fit. So no batch is much
-    smaller than another, shares of a step differ by one row at most, and only where a batch has fewer rows than
-    there are ranks some share is empty. `arrange` may move rows between the batches that it is given, and draw.
+    All ranks draw the same permutation and cut it into the fewest batches, whose sizes differ by at most 1. So shares
+    of a step differ by at most one row, and a share is empty only if a batch has fewer rows than there are ranks.
+    `arrange` may move rows between the batches; it may use the generator.
 
-    `taken` are (number of ranks, steps) pairs of those that began the epoch: the rows of these steps are left out, and
-    the others dealt out again.
+    taken: (number of ranks, steps) pairs of the ranks that began the epoch. The rows of these steps are left out, and
+    the others are dealt again.
     """
     draw = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     left = torch.arange(n_rows)
@@ -46,10 +73,10 @@ def deal_epoch(
 
 
 @dataclass(slots=True)
-class Part:
-    """Where in an epoch the ranks are: `steps` of their own, after others who have `taken` and did the share `begun`.
+class EpochProgress:
+    """The position in an epoch: `steps` by the current ranks, after other ranks took `taken`, the share `begun` of it.
 
-    taken: (number of ranks, steps) pairs, as deal_epoch wants them.
+    taken: (number of ranks, steps) pairs, as for deal_epoch.
     """
 
     taken: list[list[int]] = field(default_factory=list)
@@ -58,18 +85,18 @@ class Part:
     is_resumed: bool = False
 
     @classmethod
-    def after(cls, taken: list[list[int]], begun: float, done: float, world_size: int) -> Self:
-        """The part that follows where the share `done` is done; the last pair of `taken` began at the share `begun`."""
+    def resumed(cls, taken: list[list[int]], begun: float, done: float, world_size: int) -> Self:
+        """The position after a resume at the share `done`; the last pair of `taken` began at the share `begun`."""
         if not taken:
             return cls()
         if taken[-1][0] == world_size:
-            return cls(taken[:-1], begun, taken[-1][1], is_resumed=True)  # the same plan goes on
+            return cls(taken[:-1], begun, taken[-1][1], is_resumed=True)  # the same plan continues
         return cls(taken, done, is_resumed=True)
 
     def done(self, n_steps: int) -> float:
-        """The share of the epoch that is done, where this part has `n_steps`."""
+        """The share of the epoch that is done, if the current ranks have `n_steps` steps."""
         return self.begun + (1 - self.begun) * self.steps / n_steps
 
     def state(self, world_size: int) -> dict[str, object]:
-        """What a checkpoint holds of it, and `after` takes: `taken` and `begun`."""
+        """The position for a checkpoint: `taken` and `begun`, as `resumed` needs them."""
         return {"taken": [*self.taken, [world_size, self.steps]] if self.steps else self.taken, "begun": self.begun}

@@ -27,7 +27,7 @@ from ddptrain.storage.base import Location, StoreUnreachable
 from ddptrain.workloads.images.data.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.dataset import ImageFolder
-from ddptrain.workloads.images.loader.loader import Feeder
+from ddptrain.workloads.images.loader.loader import ImageLoader
 from ddptrain.workloads.images.params import ImagesParams
 from tests.conftest import PATIENCE_S
 from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
@@ -55,12 +55,14 @@ class Served:
         )
 
     @contextmanager
-    def feeder(self, told: list[str] | None = None, deadline_s: float = PATIENCE_S, **params: Any) -> Iterator[Feeder]:
+    def feeder(
+        self, told: list[str] | None = None, deadline_s: float = PATIENCE_S, **params: Any
+    ) -> Iterator[ImageLoader]:
         settings = self.settings(**params)
         tell = (told if told is not None else []).append
         location = self.manifest.location(settings)
         cpu = torch.device("cpu")
-        with Feeder(self.manifest, location, settings, cpu, 0, 1, tell, deadline_s=deadline_s) as made:
+        with ImageLoader(self.manifest, location, settings, cpu, 0, 1, tell, deadline_s=deadline_s) as made:
             yield made
 
 
@@ -84,7 +86,7 @@ def served(all_served: Served) -> Served:
     return all_served
 
 
-def epoch(fed: Feeder, number: int = 1) -> dict[int, bytes]:
+def epoch(fed: ImageLoader, number: int = 1) -> dict[int, bytes]:
     """Image -> pixels."""
     return {
         int(index): image.numpy().tobytes()
@@ -130,7 +132,7 @@ def test_missing_and_damaged_images_are_named_and_replaced(served: Served, tmp_p
     served.proxy.inject(Fault("status", "get", match=gone, status=404), Fault("truncate", "get", match=cut))
     told: list[str] = []
     settings = served.settings(max_bad_fraction=0.05)
-    with Feeder(
+    with ImageLoader(
         served.manifest,
         served.manifest.location(settings),
         settings,
@@ -202,16 +204,16 @@ def test_requests_are_under_way_side_by_side(served: Served) -> None:
 # A rank that feeds itself; it prints the processes that decode for it, and trains until it is killed.
 RANK = """
 import json, sys, torch
-from ddptrain.workloads.images.loader.loader import Feeder
+from ddptrain.workloads.images.loader.loader import ImageLoader
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from pathlib import Path
 manifest, settings = Manifest.read(Path(sys.argv[1])), ImagesParams.model_validate(json.loads(sys.argv[2]))
-feeder = Feeder(manifest, manifest.location(settings), settings, torch.device("cpu"), 0, 1, print)
+feeder = ImageLoader(manifest, manifest.location(settings), settings, torch.device("cpu"), 0, 1, print)
 for epoch in range(1, 1_000_000):
     for batch in feeder.train(epoch):
         if epoch == 1:
-            print(json.dumps(feeder._crew.pids), flush=True)
+            print(json.dumps(feeder._pool.pids), flush=True)
 """
 
 

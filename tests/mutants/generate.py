@@ -248,8 +248,9 @@ def _changed(node: ast.AST, **fields: object) -> ast.AST:
 
 
 def _negated(test: ast.expr) -> ast.expr:
-    is_negation = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    return test.operand if is_negation else ast.UnaryOp(ast.Not(), test)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return test.operand
+    return ast.UnaryOp(ast.Not(), test)
 
 
 def _is_text(node: ast.expr) -> bool:

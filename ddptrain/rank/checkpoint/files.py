@@ -21,7 +21,7 @@ from torch import Tensor
 from ddptrain.file_ops import sha256, write_all
 from ddptrain.protocol.events import StagedFile
 from ddptrain.rank.checkpoint.snapshot import SAFETENSORS_TYPES, Snapshot, unwrapped
-from ddptrain.workloads.versions import versioned
+from ddptrain.workloads.saved import with_module_versions
 
 MODEL_FILE = "model.safetensors"
 TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt refers to them
@@ -61,7 +61,7 @@ def read(
         tied = file.metadata() or {}
     weights |= {name: weights[kept] for name, kept in tied.items() if kept in weights}
     bare = unwrapped(model)
-    bare.load_state_dict(versioned(bare, {**weights, **(state.pop("model", None) or {})}))
+    bare.load_state_dict(with_module_versions(bare, {**weights, **(state.pop("model", None) or {})}))
     if optimizer is not None and state["optimizer"] is not None:
         optimizer.load_state_dict(state["optimizer"])
     return state

@@ -1,1 +1,1 @@
-"""An image classifier: a CNN trained on folders of images, one a class, from any store."""
+"""Image classification: trains a CNN on folders of images, one folder per class, from any store."""

@@ -1,4 +1,4 @@
-"""Folders of images as a torch dataset, for training code of one's own: any store, with many requests under way."""
+"""A torch dataset for folders of images in any store, for users' own training code; it reads with many requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from ddptrain.storage.base import Location
-from ddptrain.workloads.images.data.listing_process import listed_elsewhere, listed_here
+from ddptrain.workloads.images.data.listing_process import list_by_class, list_in_process
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.decode import FORMATS
-from ddptrain.workloads.images.loader.reader import REQUESTS, SURVIVE_A_FORK, Reader, ReadFault, Tries, Wanted
+from ddptrain.workloads.images.loader.reader import REQUESTS, SURVIVE_A_FORK, ImageRef, Reader, ReadFailure, RetryPolicy
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.data import S3ImageFolder
@@ -24,33 +24,27 @@ Transform = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    source: str
-    source_options: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class _Images:
-    """What there is, and the label of each."""
+    """The images of a source, each with its label."""
 
     location: Location
     classes: Sequence[str]
-    images: Sequence[tuple[Wanted, int]]
+    images: Sequence[tuple[ImageRef, int]]
 
 
 class UnreadableImage(OSError):
-    """An image could not be had, or is none; says which and why."""
+    """An image can't be read or decoded; the message has its name and the reason."""
 
 
 class ImageFolder(Dataset[tuple[Any, Any]]):
-    """(image, label) of each image below `source`, CLASS/IMAGE, in the order of its classes and keys.
+    """The images below `source`, stored as CLASS/IMAGE, as (image, label), ordered by class and key.
 
-    `source` is a folder or a URL (s3://, gs://, az://, https://, ...), `options` are the store's as fsspec names them.
-    Images are PIL's, RGB, before `transform`. A DataLoader asks for whole batches, which are read with `requests`
-    requests at a time. Start its workers with multiprocessing_context="forkserver" where this process has read
-    images before, for connections don't survive a fork.
+    `source` is a folder or a URL (s3://, gs://, az://, https://, ...); `options` are fsspec's options of the store.
+    Images are RGB images of pillow before `transform`. A DataLoader requests whole batches, which are read with
+    `requests` concurrent requests. If this process has read images before, start the workers of the DataLoader with
+    multiprocessing_context="forkserver": connections can't be used after a fork.
 
-    Raises: UsageError, StoreError where the source can't be listed, or holds no images.
+    Raises: UsageError, StoreError if the source can't be listed or contains no images.
     """
 
     def __init__(
@@ -72,12 +66,12 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
         self.transform, self.target_transform = transform, target_transform
         self._images, self._requests = images.images, requests
         cache = Cache(Path(cache_dir), int(cache_gb * 1e9)) if cache_dir is not None else None
-        self._reader = Reader(images.location, cache, Tries(deadline_s))
+        self._reader = Reader(images.location, cache, RetryPolicy(deadline_s))
 
     @classmethod
     def of(cls, folder: S3ImageFolder, *, requests: int = REQUESTS, deadline_s: float = 60.0) -> Self:
-        """The same images, classes, order and transforms as a dataset of dask-pytorch-ddp, without listing them."""
-        images = [(Wanted(key), folder.class_to_idx[folder._get_class(key)]) for key in folder.all_files]  # noqa: SLF001
+        """The same images, classes, order and transforms as a dataset of dask-pytorch-ddp; nothing is listed again."""
+        images = [(ImageRef(key), folder.class_to_idx[folder._get_class(key)]) for key in folder.all_files]  # noqa: SLF001
         location = Location(f"s3://{folder.s3_bucket}", {"anon": True} if folder.anon else {})
         return cls(
             _Images(location, folder.classes, images),
@@ -89,32 +83,32 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
 
     @property
     def keys(self) -> list[str]:
-        """Of each image, below the source."""
+        """The key of each image, relative to the source."""
         return [wanted.key for wanted, _ in self._images]
 
     @property
     def labels(self) -> list[int]:
-        """Of each image: places in `classes`, before target_transform."""
+        """The label of each image, an index into `classes`, before target_transform."""
         return [label for _, label in self._images]
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """One image and its label. Raises: UnreadableImage."""
+        """An image and its label. Raises UnreadableImage."""
         return self._sample(index, self._reader.read(self._images[index][0]))
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Some, in the order of `indices`; what has come is decoded while others come. Raises: UnreadableImage."""
+        """Images in the order of `indices`, decoded as they arrive. Raises UnreadableImage."""
         samples: dict[int, tuple[Any, Any]] = {}
         wanted = [self._images[index][0] for index in indices]
         for place, data in self._reader.read_all(wanted, self._requests):
             samples[place] = self._sample(indices[place], data)
         return [samples[place] for place in range(len(indices))]
 
-    def _sample(self, index: int, data: bytes | ReadFault) -> tuple[Any, Any]:
+    def _sample(self, index: int, data: bytes | ReadFailure) -> tuple[Any, Any]:
         wanted, label = self._images[index]
-        if isinstance(data, ReadFault):
+        if isinstance(data, ReadFailure):
             raise UnreadableImage(f"{self.location.words}/{wanted.key}: {data.reason}")
         try:
             image: Any = Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB")
@@ -126,11 +120,11 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
 
 
 def _listed(source: str, options: Mapping[str, Any]) -> _Images:
-    location = Location.at(_Source(source, dict(options)))
-    by_class = listed_here(location) if location.protocol in SURVIVE_A_FORK else listed_elsewhere(location)
+    location = Location.of(source, options)
+    by_class = list_by_class(location) if location.protocol in SURVIVE_A_FORK else list_in_process(location)
     classes = sorted(by_class)
     images = [
-        (Wanted(key, size_bytes, version), label)
+        (ImageRef(key, size_bytes, version), label)
         for label, name in enumerate(classes)
         for key, size_bytes, version in sorted(by_class[name])
     ]

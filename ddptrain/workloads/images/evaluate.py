@@ -1,4 +1,4 @@
-"""How good a model is on the images that are held out, exact over all ranks."""
+"""Validation of the image classifier, exact over all ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.nn import functional
 
 from ddptrain.workloads.images.loader.loader import Batch
 
-# (index [n], class [n], output [n], probability [n]) of the images of a batch, all on the device.
-Keep = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+# Receives the index [n], label [n], predicted output [n] and probability [n] of the images of a batch, on the device.
+OnPredictions = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Means over the n images of all ranks: the loss in nats, and how often the right class is first, or in the top 5.
+class ValidationScore:
+    """Means over the n images of all ranks: loss in nats, and how often the right class is first, or among the first 5.
 
-    All are NaN where there was no image.
+    All means are NaN if there are no images.
     """
 
     loss: float
@@ -29,7 +29,7 @@ class Score:
     n: int
 
     def metrics(self) -> dict[str, float]:
-        """As they are logged."""
+        """The values under the names that are logged."""
         return {"val/loss": self.loss, "val/accuracy": self.accuracy, "val/top5": self.top5}
 
 
@@ -39,14 +39,14 @@ def evaluate(
     pixels: nn.Module,
     batches: Iterable[Batch],
     outputs: Tensor,
-    keep: Keep | None = None,
+    keep: OnPredictions | None = None,
     seen: Callable[[], None] = lambda: None,
-) -> Score:
-    """The score of a model on the batches of all ranks, which all call this, however many batches each has.
+) -> ValidationScore:
+    """The score of a model on the batches of all ranks. All ranks must call it; each may have any number of batches.
 
-    `pixels` makes of a batch's bytes what the model reads; `outputs`, on the device, is the model's output for each
-    class. Images that could not be had don't count. `keep` is given what is predicted; `seen` is called after each
-    batch, as a sign of life.
+    `pixels` converts the bytes of a batch to the model's input. `outputs`, on the device, has the model's output for
+    each class. Unreadable images do not count. `keep` receives the predictions. `seen` is called after each batch and
+    reports activity to the watchdog.
     """
     was_training = model.training
     model.eval()
@@ -68,17 +68,17 @@ def evaluate(
     dist.all_reduce(sums)
     loss_sum, hits, hits5, n = sums.tolist()
     nan = float("nan")
-    return Score(loss_sum / n, hits / n, hits5 / n, int(n)) if n else Score(nan, nan, nan, 0)
+    return ValidationScore(loss_sum / n, hits / n, hits5 / n, int(n)) if n else ValidationScore(nan, nan, nan, 0)
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Every rank takes over rank 0's buffers, BatchNorm's means: those that a checkpoint holds."""
+    """Copies the buffers of rank 0 (BatchNorm statistics), which a checkpoint contains, to all ranks."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
 
 
 def _sums(logits: Tensor, targets: Tensor, ok: Tensor) -> Tensor:
-    """Of the images that are ok: summed loss, hits, hits among the first 5, and their number."""
+    """Sums over the images that are ok: loss, hits, hits among the first 5, and the number of images."""
     losses = functional.cross_entropy(logits, targets, reduction="none")
     first = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
     each = torch.stack([losses, first[:, 0], first.any(1), torch.ones_like(losses)]).double()

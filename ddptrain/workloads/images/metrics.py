@@ -1,4 +1,4 @@
-"""What the steps show: loss and hits, summed on the device, and read seldom, as each reading waits for it."""
+"""Training metrics. They are summed on the device and read rarely, because each read waits for the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEPS_PER_READING = 10  # on a GPU
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that is not logged yet; sums: the summed loss and the hits, on the device."""
+    """A step that is not logged yet; sums: its summed loss and hits, on the device."""
 
     step: int
     epoch: float
@@ -28,7 +28,7 @@ class _Step:
 
 
 class Meter:
-    """Logs loss, hits and learning rate of every step, a few steps at a time; and sums up an epoch of this rank."""
+    """Logs loss, hits and learning rate of each step, several steps at a time; sums them over this rank's epoch."""
 
     def __init__(self, ctx: RankContext) -> None:
         self._ctx = ctx
@@ -38,9 +38,9 @@ class Meter:
         self._n = 0
 
     def add(self, step: int, epoch: float, learning_rate: float, sums: Tensor, n: int) -> None:
-        """A step with n images of this rank; sums: [2], their summed loss and the number of hits.
+        """Adds a step with n images of this rank; sums: [2], their summed loss and number of hits.
 
-        Raises: FloatingPointError where the loss of a step is no longer a number.
+        Raises FloatingPointError if the loss of a step is not finite.
         """
         if n == 0:
             return
@@ -51,7 +51,7 @@ class Meter:
             self.flush()
 
     def flush(self) -> None:
-        """Log the steps that wait. Raises: FloatingPointError, as `add` does."""
+        """Logs the steps that were added since the last flush. Raises FloatingPointError as `add` does."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -69,23 +69,23 @@ class Meter:
                 )
 
     def epoch_means(self) -> tuple[float, float]:
-        """Loss and share of hits of the epoch so far, over the images of all ranks, which all call this."""
+        """Mean loss and share of hits in the epoch so far, over the images of all ranks. All ranks must call it."""
         self.flush()
         totals = torch.cat([self._sums, self._sums.new_tensor([self._n])])
         dist.all_reduce(totals)
         loss_sum, hits, n = totals.tolist()
         return loss_sum / max(1, n), hits / max(1, n)
 
-    def restart(self) -> None:
-        """A new epoch begins."""
+    def reset(self) -> None:
+        """Starts a new epoch."""
         self._sums.zero_()
         self._n = 0
 
     def state(self) -> dict[str, Any]:
-        """The sums of this rank, for a checkpoint in mid epoch."""
+        """The sums of this rank, for a checkpoint within an epoch."""
         return {"sums": self._sums, "n": self._n}
 
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Take up the sums of a checkpoint."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues with the sums of a checkpoint."""
         self._sums.copy_(state["sums"])
         self._n = int(state["n"])

@@ -1,4 +1,4 @@
-"""The optimizer, and its learning rate over a run: by the step alone, or by what the validation has shown."""
+"""The optimizer and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddptrain.workloads.images.params import ImagesParams
 
-# one_cycle, as torch's OneCycleLR has it (Smith and Topin, 2017: super-convergence).
-_RISE = 0.3  # the part of the run in which the rate rises
-_START, _END = 1 / 25, 1 / 25e4  # the rate at the first and the last step, as shares of the highest
-_MOMENTA = (0.95, 0.85)  # at the ends, and at the highest rate
+# one_cycle as in torch's OneCycleLR (Smith and Topin, 2017: super-convergence).
+_RISE = 0.3  # share of the run in which the rate rises
+_START, _END = 1 / 25, 1 / 25e4  # rate of the first and the last step, relative to the highest
+_MOMENTA = (0.95, 0.85)  # at both ends, and at the highest rate
 
 
 def highest_rate(settings: ImagesParams, world_size: int) -> float:
-    """The highest learning rate: base_lr, times the number of ranks on request."""
+    """The highest learning rate: base_lr, multiplied by the number of ranks with scale_lr."""
     return settings.base_lr * (world_size if settings.scale_lr else 1)
 
 
 def make_optimizer(settings: ImagesParams, parameters: Iterable[Tensor], learning_rate: float) -> Optimizer:
-    """What params.optimizer names."""
+    """The optimizer that params.optimizer selects."""
     if settings.optimizer == "sgd":
         return SGD(
             parameters, learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
@@ -43,8 +43,8 @@ def make_optimizer(settings: ImagesParams, parameters: Iterable[Tensor], learnin
 class Schedule:
     """Sets the optimizer's learning rate before each step.
 
-    All kinds but plateau follow from how much is done, so that a resumed run just goes on; the state of plateau is in
-    the checkpoint, and the rate itself in the optimizer's.
+    Except for `plateau`, the rate is a function of the progress, so a resumed run needs no state. The state of
+    `plateau` is in the checkpoint, and its current rate in the state of the optimizer.
     """
 
     def __init__(self, settings: ImagesParams, optimizer: Optimizer, highest: float) -> None:
@@ -57,11 +57,11 @@ class Schedule:
 
     @property
     def learning_rate(self) -> float:
-        """The one of the next step."""
+        """The rate of the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def before_step(self, epochs: float, steps_per_epoch: int) -> None:
-        """For the step that follows after so many epochs."""
+        """Sets the rate of the step after `epochs` epochs."""
         if self._plateau is not None:
             return
         settings = self._settings
@@ -72,7 +72,7 @@ class Schedule:
             self._set_momentum(_one_cycle(epochs * steps_per_epoch, settings.epochs * steps_per_epoch)[1])
 
     def after_validation(self, loss: float) -> str:
-        """Takes note of val/loss; returns a line to tell where it has lowered the learning rate, else ""."""
+        """Updates `plateau` with val/loss; returns a message if the rate was lowered, else ""."""
         if self._plateau is None:
             return ""
         before = self.learning_rate
@@ -82,11 +82,11 @@ class Schedule:
         return f"val/loss has not improved: the learning rate goes from {before:g} to {self.learning_rate:g}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """The state for a checkpoint."""
         return dict(self._plateau.state_dict()) if self._plateau is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, unless it is of another kind of schedule: then it begins afresh."""
+        """Restores the state of a checkpoint; the state of another kind of schedule is ignored."""
         if self._plateau is not None and state:
             self._plateau.load_state_dict(
                 {**state, "factor": self._settings.gamma, "patience": self._settings.patience}
@@ -101,19 +101,19 @@ class Schedule:
 
 
 def rate_factor(settings: ImagesParams, epochs: float, steps_per_epoch: int) -> float:
-    """The share (0 to 1) of the highest learning rate for the step that follows after so many epochs."""
+    """The learning rate of the step after `epochs` epochs, relative to the highest (0 to 1)."""
     if settings.scheduler == "one_cycle":
         return _one_cycle(epochs * steps_per_epoch, settings.epochs * steps_per_epoch)[0]
     if settings.scheduler == "cosine":
         return _between(1.0, 0.0, epochs / settings.epochs)
     if settings.scheduler == "step":
-        falls = math.floor(epochs + 1e-6) // settings.step_size  # shares of epochs may add up to a little less
+        falls = math.floor(epochs + 1e-6) // settings.step_size  # rounding: fractions of epochs may sum to less
         return float(settings.gamma**falls)
     return 1.0
 
 
 def _one_cycle(step: float, steps: float) -> tuple[float, float]:
-    """Share of the highest rate, and momentum, at a step of so many, counted from 0."""
+    """Rate relative to the highest, and momentum, at a step, counted from 0."""
     top = max(_RISE * steps - 1, 0.0)
     calm, fast = _MOMENTA
     if step < top:
@@ -123,5 +123,5 @@ def _one_cycle(step: float, steps: float) -> tuple[float, float]:
 
 
 def _between(start: float, end: float, done: float) -> float:
-    """From start to end along half a cosine, by the share that is done."""
+    """Interpolates from start to end along half a cosine; `done` is 0 to 1."""
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, done))) / 2

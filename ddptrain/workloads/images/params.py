@@ -1,4 +1,4 @@
-"""What a user may set under `params` for the image workload."""
+"""The parameters of the image workload."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ddptrain.config.wording import did_you_mean, nearest, seen
 from ddptrain.storage.base import BUILTIN
 from ddptrain.workloads.images.model.catalogue import SMALL_CNN, architectures, weight_names
 
-WEIGHTS_NAME = re.compile(r"[A-Z][A-Z0-9_]*")  # DEFAULT, IMAGENET1K_V1: anything else is a path or a URL
+WEIGHTS_NAME = re.compile(r"[A-Z][A-Z0-9_]*")  # as DEFAULT, IMAGENET1K_V1; anything else is a path or a URL
 
 
 class CacheParams(BaseModel):
-    """Where images are kept on each host, so that the next epoch, or run, need not fetch them again."""
+    """The cache of images on each host, so that the next epoch or run does not download them again."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    dir: FilledText | None = Field(None, description="Folder of the cache; null is one below the user's cache folder.")
+    dir: FilledText | None = Field(None, description="Folder of the cache; null is one in the user's cache folder.")
     max_gb: float = Field(20.0, gt=0.0, le=1e6, description="Gigabytes that the cache may take; the oldest go first.")
 
 
@@ -95,24 +95,24 @@ class ImagesParams(BaseModel):
     )
     step_size: int = Field(2, ge=1, description="Epochs between two falls with scheduler: step.")
     gamma: float = Field(0.1, gt=0.0, lt=1.0, description="What a fall multiplies the learning rate by: step, plateau.")
-    patience: int = Field(2, ge=0, description="Epochs without improvement that scheduler: plateau bears.")
+    patience: int = Field(2, ge=0, description="Epochs without improvement that scheduler: plateau tolerates.")
 
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(
         "auto", description="Processes of a rank that decode images; 0 decodes in threads of the rank itself."
     )
     requests: int = Field(64, ge=1, le=1024, description="Requests of a rank to the store under way at a time.")
-    prefetch: int = Field(4, ge=1, le=64, description="Batches that are made ready ahead of the training.")
+    prefetch: int = Field(4, ge=1, le=64, description="Batches that are prepared ahead of the training.")
     cache: CacheParams | None = Field(None, description="Keep images on the hosts; null keeps none.")
     max_bad_fraction: float = Field(
         0.01, ge=0.0, le=1.0, description="Share of images that may be missing or damaged before the run fails."
     )
 
     precision: Literal["fp32", "bf16"] | None = Field(
-        None, description="Of the forward pass; null is what the configuration's `prepare` says."
+        None, description="Of the forward pass; null uses the configuration's `prepare`."
     )
     compile: bool | None = Field(None, description="Whether torch.compile compiles the model; null as for precision.")
     channels_last: bool | None = Field(
-        None, description="Whether images lie in memory pixel by pixel; null as for precision."
+        None, description="Whether images are stored pixel by pixel (channels last); null as for precision."
     )
     predictions: Literal["csv", "parquet", "none"] = Field(
         "csv", description="Form of the last validation's predictions in artifacts/predictions."
@@ -154,7 +154,7 @@ class ImagesParams(BaseModel):
         if self.label_map is not None and self.weights is None:
             raise wrong_field(
                 "label_map",
-                "names the outputs of params.weights, and there are none",
+                "names the outputs of params.weights, which are not set",
                 "give weights, as DEFAULT, or leave label_map out",
             )
         return self

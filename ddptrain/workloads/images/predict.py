@@ -1,4 +1,4 @@
-"""Classifies images with a trained model, a batch of them at once, while the next ones are read."""
+"""Classifies images with a trained model, in batches, while the next images are read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.data.predict_inputs import Given, Trouble
 from ddptrain.workloads.images.loader.predict_reader import THREADS, Image, decoded
-from ddptrain.workloads.images.model.models import Pixels
+from ddptrain.workloads.images.model.models import PixelNormalizer
 from ddptrain.workloads.images.model.saved import SavedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A class, and how probable the model finds it."""
+    """A class and the probability that the model gives it."""
 
     name: str
     probability: float
@@ -27,7 +27,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an image shows, the most probable first; or why that can't be told."""
+    """The classes of an image, the most probable first, or the reason why there are none."""
 
     file: str
     predictions: tuple[Prediction, ...] = ()
@@ -35,21 +35,21 @@ class Result:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; `auto` is a GPU where there is one. Raises UsageError."""
+    """The device of a name; `auto` is a GPU if there is one. Raises UsageError."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no GPU here; --device cpu does without")
+        raise UsageError("--device cuda: torch finds no GPU on this machine; use --device cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def default_batch_size(device: torch.device) -> int:
-    """As many images as keep the device busy."""
+    """The number of images that keeps a device busy."""
     return 128 if device.type == "cuda" else 16
 
 
 class Classifier:
-    """A saved model on a device; it tells the `top` most probable of its outputs, all of which count as possible."""
+    """A saved model on a device; it returns the `top` most probable of all outputs."""
 
     def __init__(self, saved: SavedModel, top: int, device: torch.device) -> None:
         self._names = saved.names
@@ -57,16 +57,16 @@ class Classifier:
         self._size = saved.config.image_size
         self._device = device
         self._model = saved.model.to(device)
-        self._pixels = Pixels(saved.config.model_dump(), device)
+        self._pixels = PixelNormalizer(saved.config.model_dump(), device)
 
-    def results(self, given: Iterable[Given | Trouble], batch_size: int) -> Iterator[Result]:
-        """What each image shows, in their order, as it becomes known.
+    def results(self, inputs: Iterable[Given | Trouble], batch_size: int) -> Iterator[Result]:
+        """The result of each input, in their order, as soon as its batch is done.
 
-        Memory is bounded: a batch, and what is being read and decoded meanwhile, however many images there are.
+        Memory is bounded by one batch and the images that are read ahead, for any number of inputs.
 
-        Raises: UsageError where a batch is too large for the device.
+        Raises UsageError if a batch does not fit into the memory of the device.
         """
-        images = decoded(given, self._size, ahead=batch_size + THREADS)
+        images = decoded(inputs, self._size, ahead=batch_size + THREADS)
         for batch in _batches(images, batch_size):
             found = iter(self._predictions([image for _, image in batch if not isinstance(image, str)]))
             for one, image in batch:
@@ -91,7 +91,7 @@ class Classifier:
 
 def _result(file: str, predictions: tuple[Prediction, ...]) -> Result:
     if any(math.isnan(one.probability) for one in predictions):
-        return Result(file, error="the model gives no numbers for it: has its training diverged?")
+        return Result(file, error="the model returns NaN for it; did its training diverge?")
     return Result(file, predictions)
 
 

@@ -1,4 +1,4 @@
-"""What the model says of images, held out or trained on, as tables; and pictures of what it sees in training."""
+"""Tables of predictions on held-out and on training images, and pictures of training images."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ COLUMNS = ("key", "label", "prediction", "probability")
 TRAINED = "train_predictions"
 TRAINED_COLUMNS = ("image", "label", "prediction", "score")
 _EXAMPLES = 8  # images in a picture
-_STEPS_BETWEEN = 4  # one batch of so many goes into the table of what was trained on
+_STEPS_BETWEEN = 4  # one batch in so many goes into the table of training images
 
 Row = tuple[str, str, str, float]
 
 
-class Predictions:
-    """Collects, on the device, what a rank predicts; `rows` are read once, at the end."""
+class PredictionTable:
+    """Collects the predictions of a rank on the device; `rows` reads them once, at the end."""
 
     def __init__(self, keys: Sequence[str], model_config: Mapping[str, Any]) -> None:
         self._keys = keys
@@ -29,11 +29,11 @@ class Predictions:
         self._kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def add(self, index: Tensor, labels: Tensor, outputs: Tensor, probabilities: Tensor) -> None:
-        """The images of a batch, as places in the keys, in the classes, and in the outputs."""
+        """Adds the images of a batch; the columns index the keys, the classes and the outputs."""
         self._kept.append((index, labels, outputs, probabilities))
 
     def rows(self) -> list[Row]:
-        """One for each image: key, the class that it is of, the one that it is taken for, and how surely."""
+        """(key, class, predicted class, probability) of each image."""
         return [
             (self._keys[index], self._classes[label], self._names[output], probability)
             for batch in self._kept
@@ -41,8 +41,8 @@ class Predictions:
         ]
 
 
-class Trained:
-    """Keeps images of the last epoch's batches and what the model took them for: at most `most` of this rank."""
+class TrainingTable:
+    """Collects images of the last epoch with their predictions; at most `most` of this rank."""
 
     def __init__(self, model_config: Mapping[str, Any], most: int) -> None:
         self._classes: Sequence[str] = model_config["classes"]
@@ -52,8 +52,8 @@ class Trained:
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, images: Tensor, labels: Tensor, logits: Tensor) -> None:
-        """A step's batch: uint8 [n, 3, s, s], classes [n], and logits [n, outputs], which stay on their device."""
-        is_due = self._steps % _STEPS_BETWEEN == 0  # the first one is: an epoch may be short
+        """Adds the batch of a step: uint8 [n, 3, s, s], classes [n], and logits [n, outputs] on their device."""
+        is_due = self._steps % _STEPS_BETWEEN == 0  # the first batch is: an epoch may be short
         self._steps += 1
         if self._left and is_due:
             n = min(self._left, len(labels))
@@ -61,7 +61,7 @@ class Trained:
             self._kept.append((images[:n].clone(), labels[:n].clone(), logits[:n].detach().float().softmax(1)))
 
     def rows(self) -> list[tuple[Tensor, str, str, float]]:
-        """One for each image kept: its pixels, the class that it is of, the one that it is taken for, how surely."""
+        """(pixels, class, predicted class, probability) of each collected image."""
         found = []
         for images, labels, shares in self._kept:
             scores, outputs = (column.tolist() for column in shares.max(1))
@@ -71,7 +71,7 @@ class Trained:
 
 
 def answer_names(model_config: Mapping[str, Any]) -> list[str]:
-    """What each output of a model is called: by the class of the data where it has one."""
+    """The name of each output of a model: that of the data's class, if it has one, else the label of the weights."""
     names = list(model_config["output_names"])
     for name, output in zip(model_config["classes"], model_config["outputs"], strict=True):
         names[output] = name
@@ -79,7 +79,7 @@ def answer_names(model_config: Mapping[str, Any]) -> list[str]:
 
 
 def table_file(rows: Sequence[Row], form: str) -> bytes:
-    """The table as a file, in the form "csv" or "parquet"."""
+    """The table as the content of a file, in the form "csv" or "parquet"."""
     if form == "parquet":
         return _parquet(rows)
     text = io.StringIO(newline="")
@@ -107,7 +107,7 @@ def example_strip(images: Tensor) -> Tensor:
 
 
 def example_words(logits: Tensor, labels: Tensor, model_config: Mapping[str, Any]) -> str:
-    """What each image of the strip is, and is taken for, as "cat: dog 51 %"."""
+    """The caption of the strip: class and predicted class of each image, as "cat: dog 51 %"."""
     classes, names = model_config["classes"], answer_names(model_config)
     shares, outputs = logits[:_EXAMPLES].detach().float().softmax(1).max(1)
     said = zip(labels[:_EXAMPLES].tolist(), outputs.tolist(), shares.tolist(), strict=True)

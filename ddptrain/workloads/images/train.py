@@ -1,4 +1,4 @@
-"""The image workload: what `workload: images` runs in every rank."""
+"""The training loop of the image workload, executed by each rank."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from ddptrain.errors import UsageError
 from ddptrain.rank.context import Preempted
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.evaluate import evaluate, share_buffers
-from ddptrain.workloads.images.loader.batch_plan import plan_epoch
-from ddptrain.workloads.images.loader.loader import Batch, Feeder, check_bad
+from ddptrain.workloads.images.loader.loader import Batch, ImageLoader, check_bad
 from ddptrain.workloads.images.metrics import Meter
 from ddptrain.workloads.images.model.init import begin_with_weights, built_model, described_model
-from ddptrain.workloads.images.model.models import Pixels
+from ddptrain.workloads.images.model.models import PixelNormalizer
 from ddptrain.workloads.images.optimizer import Schedule, highest_rate, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.predictions import (
     TRAINED,
     TRAINED_COLUMNS,
-    Predictions,
-    Trained,
+    PredictionTable,
+    TrainingTable,
     example_strip,
     example_words,
     table_file,
 )
-from ddptrain.workloads.sharding import Part
+from ddptrain.workloads.sharding import EpochProgress, plan_epoch
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext, Resumed
 
-# Newer versions of torch warn of the older name.
+# Newer versions of torch warn about the old name.
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -49,13 +48,13 @@ _SYNC_BUFFERS = (
 
 
 def train(ctx: RankContext, **params: Any) -> None:
-    """Trains a model to classify images, all ranks together; `params` are those of ImagesParams."""
+    """Trains an image classifier on all ranks; `params` are those of ImagesParams."""
     settings = ImagesParams.model_validate(params)
     if ctx.inputs is None:
-        raise UsageError("there is no list of images: `workload: images` is run by `ddptrain train`, which makes it")
+        raise UsageError("there is no list of images: start `workload: images` with `ddptrain train`, which makes it")
     manifest = Manifest.read(ctx.inputs)
     location = manifest.location(settings)
-    with Feeder(manifest, location, settings, ctx.device, ctx.rank, ctx.world_size, _tell) as feeder:
+    with ImageLoader(manifest, location, settings, ctx.device, ctx.rank, ctx.world_size, _tell) as feeder:
         trainer = _Trainer(ctx, settings, manifest, feeder)
         trainer.greet()
         for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
@@ -65,19 +64,19 @@ def train(ctx: RankContext, **params: Any) -> None:
 
 
 class _Trainer:
-    """One rank's training: the model, what changes it, and how far it is.
+    """The training of one rank: the model, its optimizer, and its progress.
 
-    A checkpoint in mid epoch holds, besides, `taken`: how many ranks took how many steps of the epoch, as plan_epoch
-    wants it; and of each rank what its meter has summed up, so that train/accuracy is that of the whole epoch.
+    A checkpoint within an epoch also contains `taken` (how many ranks took how many steps of the epoch, for
+    plan_epoch) and, per rank, the sums of its meter, so that train/accuracy covers the whole epoch after a resume.
     """
 
-    def __init__(self, ctx: RankContext, settings: ImagesParams, manifest: Manifest, feeder: Feeder) -> None:
+    def __init__(self, ctx: RankContext, settings: ImagesParams, manifest: Manifest, feeder: ImageLoader) -> None:
         self._ctx, self._settings, self._manifest, self._feeder = ctx, settings, manifest, feeder
         plan = plan_epoch(len(manifest.train), settings.batch_size, ctx.world_size, ctx.rank, settings.seed, 1)
         self.steps_per_epoch = len(plan)
         self._images_per_epoch = sum(len(share.index) for share in plan)
         self.epochs_done = self.step = self._images = 0
-        self._part = Part()
+        self._part = EpochProgress()
         self._meter = Meter(ctx)
         self._rate = 0.0
 
@@ -92,13 +91,13 @@ class _Trainer:
             begin_with_weights(ctx, settings, self._bare, self._model_config)
         else:
             self._go_on(resumed)
-        self._pixels = Pixels(self._model_config, ctx.device, channels_last=_is_channels_last(self._model))
+        self._pixels = PixelNormalizer(self._model_config, ctx.device, channels_last=_is_channels_last(self._model))
         self._outputs = torch.tensor(self._model_config["outputs"], device=ctx.device)
         self._needs_two = any(isinstance(module, _BatchNorm) for module in self._model.modules())
 
     @property
     def _bare(self) -> nn.Module:
-        """The model without DDP."""
+        """The model without the DDP wrapper."""
         module: nn.Module = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
         return module
 
@@ -107,17 +106,17 @@ class _Trainer:
         self.epochs_done, self.step = int(resumed.epoch or 0), resumed.step
         done = (resumed.epoch or 0) - self.epochs_done
         taken, begun = resumed.data.get("taken", []), resumed.data.get("begun", 0.0)
-        self._part = Part.after(taken, begun, done, self._ctx.world_size)
+        self._part = EpochProgress.resumed(taken, begun, done, self._ctx.world_size)
         self._images = round((self.epochs_done + done) * self._images_per_epoch)
         if state := resumed.rank_state:
-            self._meter.go_on(state["meter"])
+            self._meter.restore(state["meter"])
             self._images = state["images"]
 
     def greet(self) -> None:
-        """Say, once for all ranks, what is trained, and how."""
+        """Prints, on rank 0, what is trained."""
         settings, world_size = self._settings, self._ctx.world_size
         n_parameters = sum(parameter.numel() for parameter in self._bare.parameters())
-        going_on = f", going on after epoch {self.epochs_done}, step {self.step}" if self.step else ""
+        going_on = f", continuing after epoch {self.epochs_done}, step {self.step}" if self.step else ""
         self._say(
             f"training {settings.architecture}, {n_parameters:,} parameters, on {len(self._manifest.train):,} images, "
             f"{counted(self.steps_per_epoch, 'step')} an epoch over {counted(world_size, 'rank')}{going_on}"
@@ -126,21 +125,21 @@ class _Trainer:
             highest = highest_rate(settings, world_size)
             self._say(f"the learning rate is scaled: {settings.base_lr:g} x {world_size} ranks = {highest:g}")
         if self.epochs_done >= settings.epochs:
-            self._say(f"all {settings.epochs} epochs are done: raise params.epochs to train on")
+            self._say(f"all {settings.epochs} epochs are done: raise params.epochs to continue training")
 
     def train_epoch(self, epoch: int) -> None:
-        """Takes the steps of an epoch that are left.
+        """Takes the remaining steps of an epoch.
 
         Raises:
-            FloatingPointError: the loss is no longer a number.
-            TooManyBadImages: there are more than params.max_bad_fraction allows.
+            FloatingPointError: the loss is not finite.
+            TooManyBadImages: more images are unreadable than params.max_bad_fraction allows.
         """
         part, settings = self._part, self._settings
         if not part.is_resumed:
-            torch.manual_seed(hash((settings.seed, epoch, self._ctx.rank)))  # dropout, whatever was before
-            self._meter.restart()
+            torch.manual_seed(hash((settings.seed, epoch, self._ctx.rank)))  # dropout, independent of before
+            self._meter.reset()
         n_steps = self._feeder.steps(epoch, part.taken)
-        trained = self._trained(is_last=epoch == settings.epochs)
+        table = self._training_table(is_last=epoch == settings.epochs)
         began, n_images = time.perf_counter(), 0
         for batch in self._feeder.train(epoch, part.taken, part.steps):
             self._schedule.before_step(epoch - 1 + part.done(n_steps), self.steps_per_epoch)
@@ -151,18 +150,18 @@ class _Trainer:
             self._advance(batch)
             done = epoch - 1 + part.done(n_steps)
             self._observe(batch, done, loss_sum, logits)
-            if trained is not None and batch.n_counted:
-                trained.add(batch.images, batch.labels, logits)
+            if table is not None and batch.n_counted:
+                table.add(batch.images, batch.labels, logits)
             n_images += batch.total
-            if part.steps < n_steps:  # else the epoch is over, and its end saves
+            if part.steps < n_steps:  # the last step is saved at the end of the epoch
                 self.save(done, {})
         self._rate = n_images / (time.perf_counter() - began)
-        self._part = Part()
-        if trained is not None and (rows := trained.rows()):
+        self._part = EpochProgress()
+        if table is not None and (rows := table.rows()):
             self._ctx.log_table(TRAINED, TRAINED_COLUMNS, rows, step=self.step)
 
     def finish_epoch(self, epoch: int) -> dict[str, float]:
-        """Validates, says and returns what the epoch has brought."""
+        """Validates; logs, prints and returns the metrics of the epoch."""
         loss, accuracy = self._meter.epoch_means()
         self._check_bad()
         validated = self._validate(is_last=epoch == self._settings.epochs)
@@ -177,7 +176,7 @@ class _Trainer:
         return metrics
 
     def save(self, epoch: float, metrics: Mapping[str, float], *, last: bool = False) -> None:
-        """Saves a checkpoint, if one is due after `epoch` epochs."""
+        """Saves a checkpoint if one is due. `epoch` is the number of epochs done, also a fraction."""
         try:
             saved = self._ctx.checkpoint(
                 model=self._model,
@@ -192,15 +191,15 @@ class _Trainer:
                 **self._part.state(self._ctx.world_size),
             )
         except Preempted:
-            self._meter.flush()  # a run that goes on from here does not log these steps again
+            self._meter.flush()  # a run that resumes from this checkpoint does not log these steps again
             raise
         if saved:
             self._meter.flush()
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed loss of this rank's images, in nats, and their logits.
+        """The summed loss, in nats, and the logits of this rank's images.
 
-        BatchNorm wants two images at least: one alone is shown twice, which gives the same gradient.
+        BatchNorm needs at least two images: a single one is duplicated, which gives the same gradient.
         """
         images = self._pixels(batch.images)
         if len(images) == 1 and self._needs_two:
@@ -213,9 +212,9 @@ class _Trainer:
         return self._outputs[batch.labels.to(self._ctx.device, non_blocking=True)]
 
     def _weight(self, batch: Batch) -> float:
-        """What makes of the ranks' summed losses the mean over all images of a step: DDP averages over the ranks.
+        """The factor that turns summed losses into the mean over all images of a step; DDP averages over the ranks.
 
-        A rank without images takes part with weight 0: DDP waits for every rank in every step.
+        A rank without images takes part with weight 0, because DDP waits for all ranks in each step.
         """
         return self._ctx.world_size / batch.total if batch.n_counted else 0.0
 
@@ -226,11 +225,11 @@ class _Trainer:
         self._report()
 
     def _report(self) -> None:
-        """Say how far training is; in validation, which does not change that, it is a sign of life."""
+        """Reports the progress; during validation, which makes no progress, it only reports activity."""
         self._ctx.progress(self._images, self._settings.epochs * self._images_per_epoch, unit="images")
 
     def _observe(self, batch: Batch, epoch: float, loss_sum: Tensor, logits: Tensor) -> None:
-        """Takes note of what a step has shown; on rank 0 a picture of it is made now and then."""
+        """Logs the metrics of a step; rank 0 also logs a picture of examples at intervals."""
         hits = (logits.detach().argmax(1) == self._targets(batch)).sum()
         sums = torch.stack([loss_sum.detach(), hits]).double()
         self._meter.add(self.step, epoch, self._schedule.learning_rate, sums, batch.n_counted)
@@ -239,18 +238,18 @@ class _Trainer:
             caption = example_words(logits, batch.labels, self._model_config)
             self._ctx.log_image("examples", example_strip(batch.images), step=self.step, caption=caption)
 
-    def _trained(self, *, is_last: bool) -> Trained | None:
-        """What keeps the images that a table is to show; None where there is to be none."""
+    def _training_table(self, *, is_last: bool) -> TrainingTable | None:
+        """Collects images of the last epoch for a table; None in other epochs, or if no table is wanted."""
         if not (is_last and self._settings.examples_kept):
             return None
-        return Trained(self._model_config, -(-self._settings.examples_kept // self._ctx.world_size))
+        return TrainingTable(self._model_config, -(-self._settings.examples_kept // self._ctx.world_size))
 
     def _validate(self, *, is_last: bool) -> dict[str, float]:
-        """The score on what is held out, nothing where that is nothing; in the last epoch predictions are saved."""
+        """The score on the held-out images, if there are any; the predictions of the last epoch are saved."""
         if not self._manifest.val:
             return {}
         share_buffers(self._bare)
-        table = Predictions(self._manifest.keys, self._model_config) if is_last else None
+        table = PredictionTable(self._manifest.keys, self._model_config) if is_last else None
         keep = table.add if table else None
         batches = self._feeder.validate()
         score = evaluate(self._bare, self._pixels, batches, self._outputs, keep, self._report)
@@ -261,7 +260,7 @@ class _Trainer:
         return score.metrics() if score.n else {}
 
     def _check_bad(self) -> None:
-        """Counts bad images over all ranks, which all call this. Raises: TooManyBadImages."""
+        """Checks the number of bad images of all ranks. All ranks must call it. Raises TooManyBadImages."""
         manifest = self._manifest
         is_bad = torch.zeros(len(manifest.keys), dtype=torch.uint8)
         is_bad[self._feeder.bad_index] = 1
@@ -273,7 +272,7 @@ class _Trainer:
         check_bad(len(names), len(manifest.keys), self._settings.max_bad_fraction, named)
 
     def _say(self, text: str) -> None:
-        """A line for the person, once for all ranks."""
+        """Prints a line on rank 0."""
         if self._ctx.rank == 0:
             _tell(text)
 
@@ -283,12 +282,12 @@ def _tell(text: str) -> None:
 
 
 def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_images: int) -> nn.Module:
-    """The model, prepared and wrapped, its gradients' places in the reduction settled.
+    """Prepares the model, wraps it in DDP, and runs one backward pass with gradient 0.
 
-    DDP settles them after the first backward. Were that a step, a resumed run's first would add the ranks' gradients
-    up in another order than an uninterrupted run does. On a GPU it sees as many images as in a step, so that too small
-    a memory shows now. Buffers are not shared in each step: training doesn't read them, and a checkpoint holds those
-    of rank 0.
+    DDP fixes the order of its reduction after the first backward pass. Without this pass, the first step of a resumed
+    run would sum the gradients of the ranks in another order than the same step of an uninterrupted run. On a GPU the
+    pass has as many images as a step, so that a lack of memory shows at once. Buffers are not synchronised in each
+    step: training does not read them, and a checkpoint contains those of rank 0.
     """
     ddp = ctx.prepare(
         model,
@@ -312,7 +311,7 @@ def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_i
 
 
 def _is_channels_last(model: nn.Module) -> bool:
-    """Whether its convolutions lie in memory pixel by pixel."""
+    """Whether the weights of the convolutions are stored channels last."""
     convolutions = [weight for weight in model.parameters() if weight.dim() == 4]
     return any(
         weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
@@ -321,9 +320,9 @@ def _is_channels_last(model: nn.Module) -> bool:
 
 
 def _described_again(model_config: dict[str, Any], manifest: Manifest, image_size: int) -> dict[str, Any]:
-    """The description of the model of a checkpoint, with the size of images that it is shown from now on.
+    """The model description of a checkpoint, with the image size of this run.
 
-    Raises: UsageError where it was trained on other classes.
+    Raises UsageError if the checkpoint has other classes.
     """
     if tuple(model_config["classes"]) != manifest.classes:
         raise UsageError(

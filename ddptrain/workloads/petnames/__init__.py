@@ -1,1 +1,1 @@
-"""Pet names, one character at a time, by an LSTM: train on a list of names, then generate new ones."""
+"""Pet names, generated character by character by an LSTM. `train` trains it, `generate` samples new names."""

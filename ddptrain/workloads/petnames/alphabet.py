@@ -1,11 +1,11 @@
-"""The 31 symbols that a pet name is written in, and how a name becomes numbers."""
+"""The alphabet of pet names: 31 symbols, and the conversion between names and numbers."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Sequence
 
-BLANK = "*"  # before the first character, and padding; never a target
+BLANK = "*"  # before the first character, and as padding; never a target
 STOP = "+"  # after the last character
 SYMBOLS = BLANK + STOP + string.ascii_lowercase + "-. "
 BLANK_ID = SYMBOLS.index(BLANK)
@@ -16,17 +16,17 @@ _NAME_CHARACTERS = frozenset(SYMBOLS) - {BLANK, STOP}
 
 
 def normalise(text: str) -> str:
-    """The form in which names are trained on and compared: lower case, single spaces, none at the ends."""
+    """The form in which names are compared and trained on: lower case, single spaces, no spaces at the ends."""
     return " ".join(text.lower().split())
 
 
 def foreign_characters(text: str) -> str:
-    """The characters of `text` that no name may hold, each once, in order of appearance."""
+    """The characters of `text` that are not in the alphabet, each once, in order of appearance."""
     return "".join(dict.fromkeys(c for c in text if c not in _NAME_CHARACTERS))
 
 
 def encode(text: str) -> list[int]:
-    """The numbers (0 to 30) of the symbols of `text`, which must all be in the alphabet."""
+    """The numbers (0 to 30) of the symbols of `text`. Raises KeyError if a symbol is not in the alphabet."""
     return [_IDS[symbol] for symbol in text]
 
 
@@ -36,5 +36,5 @@ def decode(numbers: Sequence[int]) -> str:
 
 
 def display(name: str) -> str:
-    """A name as people write it: "mr. whiskers" becomes "Mr. Whiskers"."""
+    """The name with capital letters, as users see it: "mr. whiskers" becomes "Mr. Whiskers"."""
     return name.title()

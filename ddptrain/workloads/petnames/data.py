@@ -1,4 +1,4 @@
-"""Names as rows of small integers, and which rows each rank takes in each step of an epoch."""
+"""Names as rows of small integers, and the rows that each rank takes in each step of an epoch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from ddptrain.workloads.petnames.alphabet import BLANK, BLANK_ID, STOP, encode
-from ddptrain.workloads.sharding import deal_epoch
+from ddptrain.workloads.sharding import RankShare, deal_epoch
 
-POOL_STEPS = 16  # whole names are sorted by length within this many steps: little padding, and still well mixed
+POOL_STEPS = 16  # whole names are sorted by length within so many steps: little padding, and the order stays random
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a model learns from, held as a whole on the device of the rank.
+    """The training data, as a whole on the device of the rank.
 
-    symbols: uint8, [rows, width]; a row's inputs are all but its last column.
-    lengths: int64 on the CPU, [rows]; how many inputs of a row a model has to read, blanks left out.
-    n_targets: int64 on the CPU, [rows]; how many of a row's symbols are to be predicted.
-    context: "window" (a row is a context and the one symbol after it) or "full" (a row is a whole name).
+    symbols: uint8 [rows, width]. The inputs of a row are all columns except the last.
+    lengths: int64 [rows], on the CPU. The number of inputs of a row without blanks.
+    n_targets: int64 [rows], on the CPU. The number of symbols to predict in a row.
+    context: "window" (a row is a context and the symbol after it) or "full" (a row is a whole name).
     """
 
     symbols: Tensor
@@ -33,22 +33,22 @@ class Rows:
         return len(self.symbols)
 
     def parts(self, index: Tensor, most_rows: int) -> Sequence[Tensor]:
-        """`index`, sorted by length, cut into parts of at most `most_rows` rows, of one length where there are many."""
+        """Cuts `index`, which is sorted by length, into parts of at most `most_rows` rows; a part has few lengths."""
         sizes: list[int] = []
         pending = 0
         _, runs = self.lengths[index].unique_consecutive(return_counts=True)
         for run in runs.tolist():
             pending += run
-            if pending >= most_rows // 4:  # fewer rows are no faster than the padding that they would save
+            if pending >= most_rows // 4:  # smaller parts cost as much time as the padding that they save
                 sizes += _near_equal(pending, most_rows)
                 pending = 0
         parts: Sequence[Tensor] = index.split(sizes + _near_equal(pending, most_rows))
         return parts
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs [n, t] and targets, [n, t] for names and [n, 1] for windows; BLANK is no target.
+        """Inputs [n, t] and targets: [n, t] for names, [n, 1] for windows. BLANK is never a target.
 
-        t is the longest of the rows' lengths: names are cut after it, windows lose the blanks before it.
+        t is the largest length of the rows. Names are cut at their end, windows lose blanks at their start.
         """
         rows = self.symbols[index.to(self.symbols.device, non_blocking=True)]
         longest = int(self.lengths[index].max())
@@ -57,18 +57,10 @@ class Rows:
         return rows[:, :longest], rows[:, 1 : longest + 1].long()
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One rank's part of one step: its rows by length (perhaps none), and the targets of all ranks in that step."""
-
-    index: Tensor
-    total_targets: int
-
-
 def make_rows(
     names: Sequence[str], context: str, window: int, device: torch.device, *, skip_blanks: bool = True
 ) -> Rows:
-    """Rows of `names` for a kind of context; there is at least one name. `skip_blanks` matters to windows only."""
+    """Encodes names; at least one is needed. `skip_blanks` affects only windows: false counts blanks as inputs."""
     texts = [BLANK + name + STOP for name in names] if context == "full" else _windows(names, window)
     width = max(len(text) for text in texts)
     symbols = torch.tensor([encode(text.ljust(width, BLANK)) for text in texts], dtype=torch.uint8)
@@ -81,18 +73,12 @@ def make_rows(
 
 
 def plan_epoch(
-    rows: Rows,
-    batch_size: int,
-    world_size: int,
-    rank: int,
-    seed: int,
-    epoch: int,
-    taken: Sequence[Sequence[int]] = (),
-) -> list[Share]:
-    """The steps of one rank in one epoch; every rank gets as many, and together they take every row once.
+    rows: Rows, batch_size: int, world_size: int, rank: int, seed: int, epoch: int, taken: Sequence[Sequence[int]] = ()
+) -> list[RankShare]:
+    """The steps of one rank in one epoch. All ranks get equally many, and together they take each row once.
 
-    The rows of a step are of similar length (see `dealing.deal_epoch` for the rest, and for `taken`). As a step's
-    gradient is to be the mean over the targets of all ranks, each share knows their number.
+    The rows of a step have similar lengths. The total of a share is the number of targets of all ranks in the step,
+    because the gradient of a step is the mean over them. For `taken` see `sharding.deal_epoch`.
     """
     pool_steps = POOL_STEPS if rows.context == "full" else 1
 
@@ -100,15 +86,16 @@ def plan_epoch(
         return _group_by_length(batches, rows.lengths, pool_steps, draw)
 
     batches = deal_epoch(len(rows), batch_size, world_size, seed, epoch, taken, arrange)
-    return [Share(batch[rank::world_size], int(rows.n_targets[batch].sum())) for batch in batches]
+    return [RankShare(batch[rank::world_size], int(rows.n_targets[batch].sum())) for batch in batches]
 
 
 def _group_by_length(
     batches: Sequence[Tensor], lengths: Tensor, pool_steps: int, draw: torch.Generator
 ) -> Sequence[Tensor]:
-    """As many batches of the same sizes, in random order; the rows of each sorted by length.
+    """Moves rows between batches so that the rows of a batch have similar lengths; each batch is sorted by length.
 
-    Rows move between `pool_steps` batches, so that those of a batch are of similar length.
+    Number and sizes of the batches stay the same; their order becomes random. Rows move only within groups of
+    `pool_steps` batches.
     """
     grouped: list[Tensor] = []
     for start in range(0, len(batches), pool_steps):
@@ -119,12 +106,12 @@ def _group_by_length(
 
 
 def _near_equal(total: int, most: int) -> list[int]:
-    """The fewest near-equal whole numbers that add up to `total`, none above `most`."""
+    """The fewest whole numbers that sum to `total`, differ by at most 1, and are not above `most`."""
     n_parts = -(-total // most)
     return [(total + i) // n_parts for i in range(n_parts)]
 
 
 def _windows(names: Sequence[str], window: int) -> list[str]:
-    """For each character and the stop of each name: the `window` symbols before it, then itself."""
+    """One text for each character, and for the stop, of each name: the `window` symbols before it, then the symbol."""
     padded = [BLANK * window + name + STOP for name in names]
     return [text[end - window : end + 1] for text in padded for end in range(window, len(text))]

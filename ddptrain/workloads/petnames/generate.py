@@ -1,7 +1,8 @@
-"""New pet names from a trained run: many at once, none that the training data holds."""
+"""Generates new pet names from a trained run: many at a time, none of which is in the training data."""
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,20 +11,21 @@ import torch
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames.alphabet import BLANK, STOP, display, foreign_characters, normalise
+from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.sampling import sample_names
-from ddptrain.workloads.petnames.saved import known_names, load_model
+from ddptrain.workloads.saved import load_saved
 
 MAX_BATCH = 8192
-_ATTEMPTS_A_NAME = 20  # a model that repeats itself must not run for ever
-_ATTEMPTS_MORE = 1000
+_ATTEMPTS_PER_NAME = 20  # bounds the run time of a model that repeats itself
+_EXTRA_ATTEMPTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The new names, as people write them, and what it took to make them.
+    """The new names, in title case, and statistics.
 
-    attempts: names that were sampled; the dropped ones among them were known, made before, or not ended in time.
-    limit_reached: whether there are fewer than asked for because `attempts` is at its limit.
+    attempts: number of sampled names. Dropped names were known, repeated, or did not end within the maximal length.
+    limit_reached: there are fewer names than requested because the limit of attempts was reached.
     """
 
     names: tuple[str, ...]
@@ -44,19 +46,19 @@ def generate_names(
     seed: int | None = None,
     keep_known: bool = False,
 ) -> Generated:
-    """`count` distinct names from the best checkpoint of a run; the same ones for the same arguments with a seed.
+    """Samples `count` distinct names from the best checkpoint of a run. With a seed the result is reproducible.
 
-    Names of the run's list (case does not matter) are dropped and replaced, unless `keep_known`.
+    Names of the run's training list (compared without case) are dropped and replaced, unless `keep_known` is set.
 
     Raises:
-        UsageError: an argument is impossible, or the run has no usable checkpoint of the pet-name workload.
+        UsageError: an argument is invalid, or the run has no usable checkpoint of the petnames workload.
     """
     start = _checked_start(count, prefix, temperature)
     model, checkpoint = load_model(run_dir)
-    sieve = _Sieve(set() if keep_known else known_names(run_dir), count)
+    sieve = _NameFilter(set() if keep_known else known_names(run_dir), count)
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     draw = torch.Generator().manual_seed(seed)
-    limit = _ATTEMPTS_A_NAME * count + _ATTEMPTS_MORE
+    limit = _ATTEMPTS_PER_NAME * count + _EXTRA_ATTEMPTS
     attempts = 0
     while len(sieve.kept) < count and attempts < limit:
         n_names = min(sieve.names_to_try(attempts), MAX_BATCH, limit - attempts)
@@ -77,8 +79,34 @@ def generate_names(
     )
 
 
-class _Sieve:
-    """Keeps the names that are neither known nor made before, in order, and counts the others."""
+def load_model(run_dir: Path) -> tuple[CharacterModel, str]:
+    """The model of the best (or else the latest) checkpoint, in evaluation mode on the CPU, and the checkpoint's name.
+
+    Raises:
+        UsageError: the run is of another workload, or has no readable checkpoint.
+    """
+    return load_saved(run_dir, "petnames", "generate", lambda saved: CharacterModel(ModelConfig.restored(saved)))
+
+
+def known_names(run_dir: Path) -> set[str]:
+    """All names of the run's list, both training and held-out names, normalised.
+
+    Raises:
+        UsageError: the run has no list of names.
+    """
+    path = run_dir / "artifacts" / "names.json"
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {normalise(name) for names in (saved["train"], saved["held_out"]) for name in names}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"can't read the names that the run was trained on: {path}: {type(error).__name__}: {error}; "
+            "--keep-known works without them"
+        ) from error
+
+
+class _NameFilter:
+    """Keeps names that are neither known nor repeated, in order; counts the dropped ones."""
 
     def __init__(self, known: set[str], count: int) -> None:
         self.kept: dict[str, None] = {}
@@ -89,7 +117,7 @@ class _Sieve:
         self._count = count
 
     def add(self, name: str | None) -> None:
-        """Takes a sampled name; None stands for one that did not end."""
+        """Adds a sampled name; None is a name that did not end."""
         name = None if name is None else normalise(name)
         if not name:
             self.n_unfinished += 1
@@ -101,23 +129,23 @@ class _Sieve:
             self.kept[name] = None
 
     def names_to_try(self, attempts: int) -> int:
-        """About as many as are likely to bring what is missing, going by the attempts so far."""
+        """An estimate of how many samples are needed to get the missing names, from the success rate so far."""
         missing = self._count - len(self.kept)
         kept_share = (len(self.kept) + 1) / (attempts + 1) if attempts else 0.8
         return max(64, int(1.1 * missing / kept_share))
 
 
 def _checked_start(count: int, prefix: str, temperature: float) -> str:
-    """The prefix as the model reads it: lower case, no spaces before it, single ones in it."""
+    """The normalised prefix, with single spaces. Raises UsageError for an invalid argument."""
     if count < 1:
         raise UsageError(f"--count must be at least 1, not {count}")
     if not 0 < temperature < float("inf"):
-        raise UsageError(f"--temperature must be above 0, not {temperature}; 1 samples as trained, less plays safe")
+        raise UsageError(f"--temperature must be above 0, not {temperature}; 1 samples as trained, less is safer")
     start = normalise(prefix) + (" " if prefix[-1:].isspace() and prefix.strip() else "")
     foreign = foreign_characters(start)
     if foreign:
         raise UsageError(
-            f"--prefix {prefix!r} has {foreign!r}, which no name holds ({BLANK} and {STOP} included): "
+            f"--prefix {prefix!r} has {foreign!r}, which no name may contain ({BLANK} and {STOP} included): "
             "use letters a to z, '-', '.' and spaces"
         )
     return start

@@ -1,4 +1,4 @@
-"""The character model: an LSTM over the 31 symbols and a linear layer that scores the next one."""
+"""The character model: an LSTM over the 31 symbols and a linear layer with a score for each next symbol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLANK_COPIES = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a model, stored in each checkpoint so that it can be built again."""
+    """The architecture of a model. Each checkpoint contains it, so that the model can be built again."""
 
     context: str
     window: int
@@ -35,32 +35,33 @@ class ModelConfig:
 
     @classmethod
     def of(cls, params: PetnamesParams) -> ModelConfig:
-        """The shape that the parameters ask for."""
+        """The architecture that the parameters select."""
         shape = {field.name for field in dataclasses.fields(cls)} - {"symbols"}
         return cls(**params.model_dump(include=shape))
 
     @classmethod
     def restored(cls, stored: Any) -> ModelConfig:
-        """The shape that a checkpoint holds.
+        """The architecture in a checkpoint.
 
         Raises:
-            UsageError: it is not the shape of a pet-name model, or of one over other symbols.
+            UsageError: it is not one of a pet-name model, or has another alphabet.
         """
         try:
             config = cls(**stored)
         except TypeError as error:
-            raise UsageError(f"the checkpoint holds no pet-name model: {error}; was it made by this version?") from None
+            message = f"the checkpoint does not contain a pet-name model: {error}; was it made by this version?"
+            raise UsageError(message) from None
         if config.symbols != SYMBOLS:
             raise UsageError(f"the checkpoint's model is over the symbols {config.symbols!r}, expected {SYMBOLS!r}")
         return config
 
     def plain(self) -> dict[str, str | int | float]:
-        """Itself as plain data."""
+        """As plain data, for a checkpoint."""
         return dataclasses.asdict(self)
 
 
 class CharacterModel(nn.Module):
-    """Scores what comes next: at each position of whole names, or after each window."""
+    """Predicts the next symbol: at each position of a whole name, or after a window."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -72,15 +73,15 @@ class CharacterModel(nn.Module):
             config.hidden_size,
             num_layers=config.layers,
             batch_first=True,
-            dropout=config.dropout if config.layers > 1 else 0.0,  # torch warns: there is no between
+            dropout=config.dropout if config.layers > 1 else 0.0,  # torch warns about dropout after the only layer
         )
         self.output_dropout = nn.Dropout(config.output_dropout)
         self.linear = nn.Linear(config.hidden_size, len(SYMBOLS))
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] after windows.
+        """Logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] for windows.
 
-        A window of less than `window` symbols is one with blanks before them.
+        A window with less than `window` symbols stands for one with blanks before them.
         """
         windowed = self.config.context == "window"
         n_blanks = self.config.window - symbols.shape[1] if windowed else 0
@@ -91,15 +92,15 @@ class CharacterModel(nn.Module):
         return scores
 
     def step(self, symbols: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Logits [n, 31] and the new state after one more symbol each, [n]; None is the state before any."""
+        """Logits [n, 31] and the new state after one more symbol for each row, [n]; state None is the initial one."""
         hidden, state = self.lstm(self._enter(symbols[:, None]), state)
         return self.linear(hidden[:, 0]), state
 
     def _after_blanks(self, n_blanks: int, n_rows: int) -> State | None:
         """The state of `n_rows` rows after `n_blanks` blanks.
 
-        More than half of what the windows of names hold are blanks at the start; they need not be read for each row.
-        A few copies are read, not one, so that rows differ in the dropout of this part too.
+        More than half of the symbols in windows are blanks at the start. This reads them once instead of in each row.
+        It reads a few copies instead of one, so that dropout also differs between rows in this part.
         """
         if n_blanks == 0:
             return None

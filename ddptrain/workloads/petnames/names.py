@@ -1,4 +1,4 @@
-"""Where names come from: read a source, clean what it holds, hold some of it out. The same on every rank."""
+"""Reads, cleans and splits the list of names. The result is the same on every rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
 if TYPE_CHECKING:
     from ddptrain.workloads.petnames.params import PetnamesParams
 
-_DEADLINE_S = 600.0  # for all of it; that of the store is for a request, and a large file takes many
-MAX_SOURCE_BYTES = 256 * 2**20  # a list of names is small: anything larger is the wrong file
+_DEADLINE_S = 600.0  # for the whole source; the limit of the store is for one request, and a large file takes many
+MAX_SOURCE_BYTES = 256 * 2**20  # lists of names are small: a larger file is the wrong one
 _FORMATS = {".json": "json", ".txt": "text", ".text": "text", ".csv": "csv"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zip"}
 _EXAMPLES = 3
@@ -45,30 +45,27 @@ class CleanNames:
     foreign: tuple[str, ...]
 
     def report(self, source: str) -> str:
-        """One line for the log: how many names there are and why the others are not among them."""
+        """One line for the log: how many names are used, and why the others are not."""
         reasons = [
             _left_out(self.foreign, "with characters outside a-z, '-', '.' and space"),
             _left_out(self.too_long, "too long"),
             f"{self.n_empty:,} empty" if self.n_empty else "",
             f"{self.n_repeated:,} repeated" if self.n_repeated else "",
         ]
-        said = "; ".join(reason for reason in reasons if reason) or "none"
-        return f"names: {len(self.names):,} of {self.n_source:,} from {hide_credentials(source)}; left out: {said}"
+        text = "; ".join(reason for reason in reasons if reason) or "none"
+        return f"names: {len(self.names):,} of {self.n_source:,} from {hide_credentials(source)}; left out: {text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Names to train on (with repeats, if asked for) and distinct names that none of them equals."""
+    """Names for training (with repeats unless `unique`), and distinct held-out names that are not among them."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
 
 
 def check(params: Mapping[str, object], folder: Path, tell: Callable[[str], None]) -> None:
-    """Pass where ranks on this host find names to train on: what is wrong is told once, before there are any ranks.
-
-    Raises: UsageError
-    """
+    """Checks before any rank starts that a rank on this host can read and split the names. Raises UsageError."""
     from ddptrain.workloads.petnames.params import PetnamesParams
 
     settings = PetnamesParams.model_validate_json(json.dumps(params), strict=True)
@@ -76,7 +73,7 @@ def check(params: Mapping[str, object], folder: Path, tell: Callable[[str], None
 
 
 def chosen_names(settings: PetnamesParams) -> CleanNames:
-    """The clean names that the parameters ask for. Raises UsageError."""
+    """Reads and cleans the names that the parameters select. Raises UsageError."""
     return load_names(
         settings.names,
         names_format=settings.names_format,
@@ -96,10 +93,10 @@ def load_names(
     unique: bool = True,
     max_length: int = 64,
 ) -> CleanNames:
-    """The clean names of `source`: "builtin", a path relative to the working directory, or a URL.
+    """Reads and cleans the names of `source`: "builtin", a path relative to the working directory, or a URL.
 
     Raises:
-        UsageError: it can't be read, is not what it should be, or holds no usable name.
+        UsageError: the source can't be read, has the wrong format, or contains no usable name.
     """
     if source == "builtin":
         entries: Sequence[object] = _builtin().splitlines()
@@ -113,7 +110,7 @@ def load_names(
 
 
 def clean_names(entries: Sequence[object], *, unique: bool = True, max_length: int = 64) -> CleanNames:
-    """Normalises every entry and leaves out, counted, the empty, foreign, too long and (if asked) repeated ones."""
+    """Normalises entries; drops and counts empty, too long, foreign, and (if `unique`) repeated ones."""
     kept: list[str] = []
     seen: set[str] = set()
     too_long: list[str] = []
@@ -136,12 +133,12 @@ def clean_names(entries: Sequence[object], *, unique: bool = True, max_length: i
 
 
 def split_names(names: Sequence[str], val_fraction: float, seed: int) -> Split:
-    """Holds out a share of the distinct names; every copy of them leaves the training names.
+    """Holds out a share of the distinct names; all copies of them leave the training names.
 
-    The choice depends on the seed and on the set of names, not on their order.
+    The choice depends on the seed and the set of names, not on their order.
 
     Raises:
-        UsageError: nothing would be left to train on, or nothing held out.
+        UsageError: no name would be left for training.
     """
     distinct = sorted(set(names))
     n_held_out = max(1, round(len(distinct) * val_fraction)) if val_fraction > 0 else 0
@@ -166,7 +163,7 @@ def _builtin() -> str:
 
 
 def _format_of(source: str, names_format: str) -> str:
-    """The format asked for, or else the one that the suffix stands for."""
+    """The requested format, or the one that belongs to the suffix. Raises UsageError for an unknown suffix."""
     if names_format != "auto":
         return names_format
     path = PurePosixPath(source.partition("?")[0] if "://" in source else source)
@@ -174,13 +171,13 @@ def _format_of(source: str, names_format: str) -> str:
     if suffixes and suffixes[-1] in _FORMATS:
         return _FORMATS[suffixes[-1]]
     raise UsageError(
-        f"can't tell the format of params.names {hide_credentials(source)!r} by its suffix: "
+        f"can't recognise the format of params.names {hide_credentials(source)!r} by its suffix: "
         "set params.names_format to json, text or csv"
     )
 
 
 def _read(source: str, options: Mapping[str, Any]) -> str:
-    """The text behind a path or URL, unpacked if its suffix says that it is compressed."""
+    """The text of a path or URL, decompressed according to its suffix. Raises UsageError."""
     try:
         content = _unpacked(_limited(fetch_chunks(source, options, setting="params.names")), source)
     except _TooSlow:
@@ -204,7 +201,7 @@ def _read(source: str, options: Mapping[str, Any]) -> str:
 
 
 def _limited(chunks: Iterable[bytes]) -> bytes:
-    """All of it, or at most one chunk more than is taken. Raises _TooSlow."""
+    """The content, but at most one chunk more than the limit. Raises _TooSlow."""
     deadline = time.monotonic() + _DEADLINE_S
     parts, size = [], 0
     for part in chunks:
@@ -218,7 +215,7 @@ def _limited(chunks: Iterable[bytes]) -> bytes:
 
 
 def _unpacked(content: bytes, source: str) -> bytes:
-    """The content without the compression that the source's suffix stands for; at most a byte more than is taken."""
+    """The content, decompressed according to the suffix of the source; at most one byte more than the limit."""
     from fsspec.compression import compr
     from fsspec.utils import infer_compression
 
@@ -231,7 +228,7 @@ def _unpacked(content: bytes, source: str) -> bytes:
 
 
 class _TooSlow(Exception):
-    """The deadline is over, and there is more to read."""
+    """The deadline passed before the end of the file."""
 
 
 def _parse(text: str, kind: str, column: str | None, source: str) -> Sequence[object]:
@@ -258,7 +255,7 @@ def _json_entry(entry: object, position: int, column: str | None) -> object:
     if isinstance(entry, dict):
         if column is None:
             raise UsageError(
-                f"entry {position} is an object with {_listed(list(entry))}: say which with params.names_column"
+                f"entry {position} is an object with {_listed(list(entry))}: select one with params.names_column"
             )
         if column not in entry:
             raise _missing(f"entry {position}", column, list(entry))
@@ -272,9 +269,9 @@ def _parse_csv(text: str, column: str | None) -> Sequence[object]:
     reader = csv.DictReader(io.StringIO(text, newline=""))
     columns = list(reader.fieldnames or [])
     if not columns:
-        raise UsageError("the CSV file is empty; expected a line of columns, then a name a line")
+        raise UsageError("the CSV file is empty; expected a line of column names, then one name per line")
     if column is None:
-        raise UsageError(f"the CSV file has {_listed(columns)}: say which with params.names_column")
+        raise UsageError(f"the CSV file has {_listed(columns)}: select one with params.names_column")
     if column not in columns:
         raise _missing("the CSV file", column, columns)
     return [row[column] for row in reader]

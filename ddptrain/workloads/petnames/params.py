@@ -1,4 +1,4 @@
-"""What a user may set under `params` for the pet-name workload; the defaults are the tutorial's figures."""
+"""The parameters of the petnames workload. The defaults are those of the tutorial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PetnamesParams(BaseModel):
 
     names: str = Field("builtin", min_length=1, description="Where names come from: builtin, a path, or a URL.")
     names_format: Literal["auto", "json", "text", "csv"] = Field(
-        "auto", description="Format of the names; auto goes by the suffix: .json, .txt or .csv (also with .gz)."
+        "auto", description="Format of the names; auto uses the suffix: .json, .txt or .csv (also with .gz)."
     )
     names_column: str | None = Field(
         None, description="Column of a CSV file, or key of the objects in a JSON list, that holds the name."
@@ -22,7 +22,7 @@ class PetnamesParams(BaseModel):
     names_options: dict[str, Any] = Field(
         default_factory=dict, description="Options for fsspec, such as {anon: true, endpoint_url: ...} for S3."
     )
-    unique: bool = Field(True, description="Train on each distinct name once, however often the source has it.")
+    unique: bool = Field(True, description="Train on each distinct name once, even if the source repeats it.")
     max_name_length: int = Field(64, ge=1, le=1000, description="Names of more characters are left out.")
     val_fraction: float = Field(
         0.1, ge=0.0, le=0.9, description="Share of the distinct names held out for val/loss; 0 holds out none."

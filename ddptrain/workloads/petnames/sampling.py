@@ -1,8 +1,8 @@
-"""Samples many names at once from a character model.
+"""Samples many names at a time from a character model.
 
-Names of a batch that begin alike share the work: the LSTM runs once for each distinct beginning, not once a name. With
-full context its state is carried from character to character; windows move on, so each window is read from its start,
-again once for each distinct beginning of the windows. Names that have ended take no further part.
+Names with the same beginning share work: the LSTM runs once per distinct beginning, not once per name. With full
+context the state is carried from character to character. A window moves, so each window is read from its start, also
+once per distinct beginning. Names that have ended are no longer computed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from ddptrain.workloads.petnames.alphabet import BLANK_ID, STOP_ID, SYMBOLS, decode, encode
 from ddptrain.workloads.petnames.model import CharacterModel, State
 
-MAX_LENGTH = 64  # a name that goes on longer is given up
+MAX_LENGTH = 64  # a longer name counts as not ended
 
 
 @torch.inference_mode()
 def sample_names(
     model: CharacterModel, count: int, start: str, temperature: float, draw: torch.Generator
 ) -> list[str | None]:
-    """`count` names that begin with `start`, as the model writes them; None for one that does not end."""
+    """`count` names that begin with `start`, as the model writes them; None for a name that did not end."""
     reader: _Reader = _WindowReader(model, count) if model.config.context == "window" else _FullReader(model, count)
     first = torch.tensor([BLANK_ID, *encode(start)])
     for symbol in first:
@@ -43,17 +43,17 @@ def sample_names(
 
 
 class _Reader(Protocol):
-    """Reads names side by side, one symbol of each at a time."""
+    """Reads many names in parallel, one symbol of each at a time."""
 
     def read(self, symbols: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the next symbol of each name, [n]; returns logits [distinct, 31], and which of them is each name's."""
+        """Reads the next symbol of each name, [n]; returns logits [distinct, 31] and, per name, its row in them."""
 
     def keep(self, going: Tensor) -> None:
-        """Forgets the names for which `going` is false."""
+        """Drops the names for which `going` is false."""
 
 
 class _FullReader:
-    """Carries the LSTM's state from symbol to symbol."""
+    """Carries the state of the LSTM from symbol to symbol."""
 
     def __init__(self, model: CharacterModel, count: int) -> None:
         self._model = model
@@ -69,7 +69,7 @@ class _FullReader:
 
 
 class _WindowReader:
-    """Reads the last symbols of each name anew for every prediction."""
+    """Reads the last symbols of each name again for every prediction."""
 
     def __init__(self, model: CharacterModel, count: int) -> None:
         self._model = model
@@ -88,9 +88,9 @@ class _WindowReader:
 
 
 def _branch(model: CharacterModel, state: State | None, node: Tensor, symbols: Tensor) -> tuple[Tensor, State, Tensor]:
-    """One symbol more: the states of the distinct beginnings `node`, [n], become those of the longer beginnings.
+    """Extends the distinct beginnings `node`, [n], by one symbol each.
 
-    Returns the logits and states of the distinct longer beginnings, and which of them each name has.
+    Returns the logits and states of the distinct longer beginnings, and the index of each name's beginning in them.
     """
     distinct, longer = torch.unique(node * len(SYMBOLS) + symbols, return_inverse=True)
     parent = distinct // len(SYMBOLS)
@@ -101,12 +101,12 @@ def _branch(model: CharacterModel, state: State | None, node: Tensor, symbols: T
 
 
 def _draw(logits: Tensor, node: Tensor, temperature: float, draw: torch.Generator, *, may_stop: bool) -> Tensor:
-    """A next symbol for each name, [n]: never a blank, and no stop where the name would be empty."""
+    """Draws the next symbol of each name, [n]: never a blank, and no stop in an empty name."""
     scores = logits.double()
     scores[:, BLANK_ID] = -torch.inf
     if not may_stop:
         scores[:, STOP_ID] = -torch.inf
-    # Taken from the largest first: a tiny temperature then picks the best one instead of overflowing.
+    # Scores are relative to the largest: a very small temperature then selects the best symbol and does not overflow.
     scores = (scores - scores.amax(1, keepdim=True)) / temperature
     ends = scores.softmax(1).cumsum(1)
     ends /= ends[:, -1:].clone()

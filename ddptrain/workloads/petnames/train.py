@@ -1,4 +1,4 @@
-"""The pet-name workload: what `workload: petnames` runs in every rank."""
+"""The training loop of the petnames workload, executed by each rank."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddptrain.config.wording import counted
-from ddptrain.workloads.petnames.data import Rows, Share, make_rows, plan_epoch
-from ddptrain.workloads.petnames.evaluate import mean_nll
+from ddptrain.workloads.petnames.data import Rows, make_rows, plan_epoch
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
 from ddptrain.workloads.petnames.names import Split, chosen_names, split_names
 from ddptrain.workloads.petnames.params import PetnamesParams
-from ddptrain.workloads.petnames.schedule import learning_rate_factor
-from ddptrain.workloads.sharding import Part
+from ddptrain.workloads.sharding import EpochProgress, RankShare
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext, Resumed
 
-_CPU_MICROBATCH = 512  # rows whose activations stay in a core's caches
+_CPU_MICROBATCH = 512  # rows whose activations fit into the caches of a core
+_VALIDATION_ROWS = 1024  # of one forward pass
+_RISE = 0.3  # one_cycle: share of the run in which the rate rises (Smith and Topin, 2017: super-convergence)
+_START = 0.04  # one_cycle: rate of the first step relative to the highest
 
 
 def train(ctx: RankContext, **params: Any) -> None:
-    """Trains the character model on names, all ranks together; `params` are those of PetnamesParams."""
+    """Trains the character model on all ranks; `params` are those of PetnamesParams."""
     settings = PetnamesParams.model_validate(params)
     split = _load_split(ctx, settings)
     rows = _rows(ctx, settings, split.train)
@@ -62,10 +64,10 @@ def train(ctx: RankContext, **params: Any) -> None:
 
 
 class _Trainer:
-    """One rank's training: the DDP model, and how far it is.
+    """The training of one rank: the DDP model, and its progress.
 
-    A checkpoint in mid epoch holds, besides, `taken`: how many ranks took how many steps of the epoch, as plan_epoch
-    wants it; and of each rank the losses that it has summed up, so that train/loss is that of the whole epoch.
+    A checkpoint within an epoch also contains `taken` (how many ranks took how many steps of the epoch, for
+    plan_epoch) and, per rank, the sum of its losses, so that train/loss covers the whole epoch after a resume.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class _Trainer:
         self.steps_per_epoch = len(plan)
         self.rows_per_epoch = sum(len(share.index) for share in plan)
         self.samples = self.epochs_done * self.rows_per_epoch
-        self._part = Part()
+        self._part = EpochProgress()
         self._loss_sum = torch.zeros((), device=ctx.device)
         self.n_targets = 0
         if resumed:
@@ -99,20 +101,20 @@ class _Trainer:
     def _go_on(self, resumed: Resumed) -> None:
         done = (resumed.epoch or 0) - self.epochs_done
         taken, begun = resumed.data.get("taken", []), resumed.data.get("begun", 0.0)
-        self._part = Part.after(taken, begun, done, self._ctx.world_size)
+        self._part = EpochProgress.resumed(taken, begun, done, self._ctx.world_size)
         self.samples += round(done * self.rows_per_epoch)
         if state := resumed.rank_state:
             self._loss_sum, self.n_targets = state["loss_sum"].to(self._ctx.device), state["n_targets"]
             self.samples = state["samples"]
 
     def train_epoch(self, epoch: int) -> float:
-        """Takes the steps of an epoch that are left; returns the mean loss, in nats, over this rank's own targets.
+        """Takes the remaining steps of an epoch; returns the mean loss, in nats, over this rank's own targets.
 
         Raises:
-            FloatingPointError: the loss is no longer a number.
+            FloatingPointError: the loss is not finite.
         """
         if not self._part.is_resumed:
-            torch.manual_seed(hash((self._settings.seed, epoch, self._ctx.rank)))  # dropout, whatever was before
+            torch.manual_seed(hash((self._settings.seed, epoch, self._ctx.rank)))  # dropout, independent of before
             self._loss_sum.zero_()
             self.n_targets = 0
         plan = self._plan(epoch, self._part.taken)
@@ -124,9 +126,9 @@ class _Trainer:
             self._clip_gradient()
             self._optimizer.step()
             self._advance(share)
-            if self._part.steps < len(plan):  # else the epoch is over, and its end saves
+            if self._part.steps < len(plan):  # the last step is saved at the end of the epoch
                 self.save(epoch - 1 + self._part.done(len(plan)), {})
-        self._part = Part()
+        self._part = EpochProgress()
         loss = float(self._loss_sum) / max(1, self.n_targets)
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -135,7 +137,7 @@ class _Trainer:
         return loss
 
     def save(self, epoch: float, metrics: Mapping[str, float], *, last: bool = False) -> None:
-        """Saves a checkpoint, if one is due after `epoch` epochs."""
+        """Saves a checkpoint if one is due. `epoch` is the number of epochs done, also a fraction."""
         self._ctx.checkpoint(
             model=self._model,
             optimizer=self._optimizer,
@@ -148,24 +150,24 @@ class _Trainer:
             **self._part.state(self._ctx.world_size),
         )
 
-    def _forward_backward(self, share: Share) -> Tensor:
-        """Leaves the gradient of the mean over all ranks' targets of the step; returns this rank's summed loss.
+    def _forward_backward(self, share: RankShare) -> Tensor:
+        """Computes the gradient of the mean over all ranks' targets of the step; returns this rank's summed loss.
 
-        DDP averages the gradients of the ranks, hence the factor world_size.
+        The factor world_size cancels that DDP averages the gradients over the ranks.
         """
         loss_sum = torch.zeros((), device=self._ctx.device)
         for index, weight, is_last in self._parts(share):
             inputs, targets = self._rows.batch(index)
             with contextlib.nullcontext() if is_last else self._model.no_sync():
                 loss = weight * summed_nll(self._model(inputs), targets)
-                (loss * (self._ctx.world_size / share.total_targets)).backward()
+                (loss * (self._ctx.world_size / share.total)).backward()
             loss_sum += loss.detach()
         return loss_sum
 
-    def _parts(self, share: Share) -> Iterator[tuple[Tensor, float, bool]]:
-        """Micro-batches of a share: rows, weight, and whether it is the last, after which DDP reduces.
+    def _parts(self, share: RankShare) -> Iterator[tuple[Tensor, float, bool]]:
+        """Micro-batches of a share: rows, weight, and whether it is the last one, after which DDP reduces.
 
-        A rank whose share is empty runs one row with weight 0: DDP waits for every rank in every step.
+        A rank with an empty share computes one row with weight 0, because DDP waits for all ranks in each step.
         """
         if len(share.index) == 0:
             yield torch.zeros(1, dtype=torch.int64), 0.0, True
@@ -174,12 +176,12 @@ class _Trainer:
         for number, index in enumerate(parts, start=1):
             yield index, 1.0, number == len(parts)
 
-    def _plan(self, epoch: int, taken: Sequence[Sequence[int]] = ()) -> list[Share]:
+    def _plan(self, epoch: int, taken: Sequence[Sequence[int]] = ()) -> list[RankShare]:
         settings, ctx = self._settings, self._ctx
         return plan_epoch(self._rows, settings.batch_size, ctx.world_size, ctx.rank, settings.seed, epoch, taken)
 
     def _set_learning_rate(self, epochs: float) -> None:
-        """For the step that follows after so many epochs."""
+        """Sets the learning rate of the step after `epochs` epochs."""
         settings = self._settings
         factor = learning_rate_factor(settings.lr_schedule, epochs, settings.epochs)
         for group in self._optimizer.param_groups:
@@ -189,7 +191,7 @@ class _Trainer:
         if self._settings.grad_clip > 0:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.grad_clip)
 
-    def _advance(self, share: Share) -> None:
+    def _advance(self, share: RankShare) -> None:
         self.step += 1
         self._part.steps += 1
         self.n_targets += int(self._rows.n_targets[share.index].sum())
@@ -197,12 +199,12 @@ class _Trainer:
         self.report()
 
     def report(self) -> None:
-        """Say how far training is; in validation, which does not change that, it is a sign of life."""
+        """Reports the progress; during validation, which makes no progress, it only reports activity."""
         self._ctx.progress(self.samples, self._settings.epochs * self.rows_per_epoch, unit=self.unit)
 
 
 def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
-    """Reads and splits the names, the same on every rank; rank 0 says what it found and saves them for generate."""
+    """Reads and splits the names, equally on all ranks; rank 0 prints a summary and saves the names for `generate`."""
     clean = chosen_names(settings)
     split = split_names(clean.names, settings.val_fraction, settings.seed)
     if ctx.rank == 0:
@@ -213,10 +215,10 @@ def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
 
 
 def _distributed(ctx: RankContext, model: CharacterModel, rows: Rows) -> DistributedDataParallel:
-    """The model, wrapped, its gradients' places in the reduction settled.
+    """Wraps the model in DDP and runs one backward pass with gradient 0.
 
-    DDP settles them after the first backward. Were that a step, a resumed run's first would add the ranks' gradients
-    up in another order than an uninterrupted run does.
+    DDP fixes the order of its reduction after the first backward pass. Without this pass, the first step of a resumed
+    run would sum the gradients of the ranks in another order than the same step of an uninterrupted run.
     """
     ddp = DistributedDataParallel(model, device_ids=[ctx.device] if ctx.device.type == "cuda" else None)
     inputs, targets = rows.batch(torch.zeros(1, dtype=torch.int64))
@@ -235,13 +237,55 @@ def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: _Traine
         print(
             f"training {size:,} parameters on {len(rows):,} {trainer.unit}, "
             f"{counted(trainer.steps_per_epoch, 'step')} an epoch over {counted(ctx.world_size, 'rank')}"
-            + (f", going on after epoch {trainer.epochs_done}, step {trainer.step}" if trainer.step else ""),
+            + (f", continuing after epoch {trainer.epochs_done}, step {trainer.step}" if trainer.step else ""),
             flush=True,
         )
 
 
 def _microbatch_rows(settings: PetnamesParams, device: torch.device) -> int:
-    """Rows of one forward and backward; 0 is the whole batch."""
+    """Rows of one forward and backward pass; 0 is the whole batch."""
     if settings.loss_microbatch == "auto":
         return _CPU_MICROBATCH if device.type == "cpu" else 0
     return settings.loss_microbatch
+
+
+@torch.inference_mode()
+def mean_nll(
+    model: CharacterModel, rows: Rows, rank: int, world_size: int, seen: Callable[[], None] = lambda: None
+) -> float:
+    """Mean negative log likelihood, in nats, of all characters and stops of `rows`.
+
+    All ranks must call it, with the same rows. Each evaluates its own part; all get the mean over all rows. `seen` is
+    called after each batch and reports activity to the watchdog.
+    """
+    was_training = model.training
+    model.eval()
+    own = rows.lengths.argsort(stable=True)[rank::world_size]  # sorted by length: little padding
+    total = torch.zeros(1, dtype=torch.float64)
+    for index in own.split(_VALIDATION_ROWS) if len(own) else ():  # a rank may have no names
+        inputs, targets = rows.batch(index)
+        total += summed_nll(model(inputs), targets).double().cpu()
+        seen()
+    total = total.to(rows.symbols.device)
+    dist.all_reduce(total)
+    model.train(was_training)
+    return float(total) / int(rows.n_targets.sum())
+
+
+def learning_rate_factor(schedule: str, done: float, total: float) -> float:
+    """The learning rate relative to the highest (0 to 1) after `done` of `total` steps or epochs."""
+    done = min(1.0, done / total)
+    if schedule == "cosine":
+        return _falling(done)
+    if schedule == "one_cycle":
+        return (
+            _START + (1 - _START) * _falling(1 - done / _RISE)
+            if done < _RISE
+            else _falling((done - _RISE) / (1 - _RISE))
+        )
+    return 1.0
+
+
+def _falling(done: float) -> float:
+    """Half a cosine, from 1 at 0 to 0 at 1."""
+    return (1 + math.cos(math.pi * done)) / 2

@@ -16,9 +16,8 @@ import torch
 from torch.nn import functional
 
 from ddptrain.workloads.petnames.alphabet import BLANK, STOP, SYMBOLS
-from ddptrain.workloads.petnames.generate import generate_names
+from ddptrain.workloads.petnames.generate import generate_names, known_names, load_model
 from ddptrain.workloads.petnames.model import CharacterModel
-from ddptrain.workloads.petnames.saved import known_names, load_model
 
 LONGEST = 64
 

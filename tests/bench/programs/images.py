@@ -21,12 +21,12 @@ def from_s3(manifest: str, params: dict[str, Any]) -> Iterator[int]:
     import torch
 
     from ddptrain.workloads.images.data.manifest import Manifest
-    from ddptrain.workloads.images.loader.loader import Feeder
+    from ddptrain.workloads.images.loader.loader import ImageLoader
     from ddptrain.workloads.images.params import ImagesParams
 
     listed = Manifest.read(Path(manifest))
     settings = ImagesParams(image_size=SIZE, batch_size=BATCH, seed=SEED, loader_workers=1, **params)
-    with Feeder(listed, listed.location(settings), settings, torch.device("cpu"), 0, 1, print) as feeder:
+    with ImageLoader(listed, listed.location(settings), settings, torch.device("cpu"), 0, 1, print) as feeder:
         for epoch in range(1, settings.epochs + 1):
             for batch in feeder.train(epoch):
                 yield len(batch.images)

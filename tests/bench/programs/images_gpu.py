@@ -15,7 +15,7 @@ from torch.nn import functional
 from torchvision.models import resnet50
 
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.loader import Feeder
+from ddptrain.workloads.images.loader.loader import ImageLoader
 from ddptrain.workloads.images.params import ImagesParams
 
 BATCH, WARM_STEPS = 256, 10
@@ -25,7 +25,7 @@ def batches(manifest: str, *, from_memory: bool) -> Iterator[tuple[Tensor, Tenso
     """Images and labels without end, pinned: read and decoded ahead, or two batches over and over."""
     listed = Manifest.read(Path(manifest))
     settings = ImagesParams(source=listed.url, batch_size=BATCH, epochs=10_000, prefetch=6)
-    with Feeder(listed, listed.location(settings), settings, torch.device("cuda"), 0, 1, print) as feeder:
+    with ImageLoader(listed, listed.location(settings), settings, torch.device("cuda"), 0, 1, print) as feeder:
         fed = itertools.chain.from_iterable(feeder.train(epoch) for epoch in range(1, settings.epochs))
         pairs = ((batch.images, batch.labels) for batch in fed if len(batch.images) == BATCH)
         kept = [next(pairs) for _ in range(2)] if from_memory else []

@@ -21,7 +21,7 @@ from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.context import Preempted, RankContext
 from ddptrain.rank.emitter import Emitter
 from ddptrain.workloads.petnames import train as workload
-from ddptrain.workloads.petnames.data import Share
+from ddptrain.workloads.petnames.data import RankShare
 from tests.unit.specs import make_spec
 
 
@@ -71,7 +71,7 @@ def record_rows(trainer: type[workload._Trainer]) -> list[list[int]]:
     taken: list[list[int]] = []
     parts = trainer._parts
 
-    def recording(self: workload._Trainer, share: Share) -> Iterator[tuple[torch.Tensor, float, bool]]:
+    def recording(self: workload._Trainer, share: RankShare) -> Iterator[tuple[torch.Tensor, float, bool]]:
         for index, weight, is_last in parts(self, share):
             if weight:
                 taken.append(index.tolist())

@@ -15,8 +15,8 @@ from ddptrain.workloads.images.evaluate import _sums
 from ddptrain.workloads.images.model.models import describe
 from ddptrain.workloads.images.predictions import (
     COLUMNS,
-    Predictions,
-    Trained,
+    PredictionTable,
+    TrainingTable,
     answer_names,
     example_strip,
     example_words,
@@ -32,7 +32,7 @@ def test_outputs_are_called_by_the_classes_of_the_data_where_they_have_one() -> 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_predictions_are_a_table_of_key_label_prediction_and_probability(form: str) -> None:
-    table = Predictions(["cat/a,b.png", 'dog/"c".png'], CONFIG)
+    table = PredictionTable(["cat/a,b.png", 'dog/"c".png'], CONFIG)
     table.add(torch.tensor([1]), torch.tensor([1]), torch.tensor([1]), torch.tensor([0.5]))
     table.add(torch.tensor([0]), torch.tensor([0]), torch.tensor([2]), torch.tensor([0.25]))
     data = table_file(table.rows(), form)
@@ -61,7 +61,7 @@ def test_images_that_could_not_be_had_do_not_count_even_where_their_loss_is_no_n
 
 
 def test_table_of_what_was_trained_on_has_the_first_batch_and_every_fourth_after_it_within_its_bound() -> None:
-    table = Trained(CONFIG, 3)
+    table = TrainingTable(CONFIG, 3)
     for step in range(9):
         table.add(torch.full((2, 3, 4, 4), step, dtype=torch.uint8), torch.tensor([0, 1]), torch.zeros(2, 3))
     assert [int(image[0, 0, 0]) for image, *_ in table.rows()] == [0, 0, 4], "also where an epoch has three steps"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddptrain.errors import ExitCode, UsageError
-from ddptrain.workloads.images.data.predict_inputs import Given, NothingGiven, Trouble, images_of
+from ddptrain.workloads.images.data.predict_inputs import Given, NoInputs, Trouble, images_of
 from ddptrain.workloads.images.model.models import build
 from ddptrain.workloads.images.model.saved import SavedConfig, SavedModel
 from ddptrain.workloads.images.predict import Classifier, Result, choose_device, default_batch_size
@@ -87,19 +87,19 @@ def test_what_is_missing_is_told_in_its_place(folder: Path, tmp_path: Path) -> N
 
 
 def test_nothing_at_all_is_an_error_of_usage(tmp_path: Path) -> None:
-    with pytest.raises(NothingGiven, match=r"^nowhere: no such file or folder$") as refused:
+    with pytest.raises(NoInputs, match=r"^nowhere: no such file or folder$") as refused:
         given("nowhere")
     assert refused.value.exit_code == ExitCode.USAGE
-    with pytest.raises(NothingGiven) as refused:
+    with pytest.raises(NoInputs) as refused:
         given(*(f"nowhere{number}" for number in range(12)))
     assert str(refused.value).splitlines()[-2:] == ["  nowhere9: no such file or folder", "  and 2 more"]
 
 
 def test_a_store_that_does_not_answer_is_another_error() -> None:
-    with pytest.raises(NothingGiven, match=r"^http://127.0.0.1:9/x: can't be listed: ") as refused:
+    with pytest.raises(NoInputs, match=r"^http://127.0.0.1:9/x: can't be listed: ") as refused:
         given("http://127.0.0.1:9/x/")
     assert refused.value.exit_code == ExitCode.CLUSTER
-    with pytest.raises(NothingGiven, match=r"^nope://x: can't be opened: .*; see --source-option$") as refused:
+    with pytest.raises(NoInputs, match=r"^nope://x: can't be opened: .*; see --source-option$") as refused:
         given("nope://x")
     assert refused.value.exit_code == ExitCode.USAGE
 

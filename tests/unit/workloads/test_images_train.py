@@ -24,12 +24,12 @@ from torch.nn import functional
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.batch_plan import plan_epoch
-from ddptrain.workloads.images.loader.loader import Feeder
-from ddptrain.workloads.images.model.models import Pixels, build
+from ddptrain.workloads.images.loader.loader import ImageLoader
+from ddptrain.workloads.images.model.models import PixelNormalizer, build
 from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.train import _described_again
+from ddptrain.workloads.sharding import plan_epoch
 
 pytestmark = pytest.mark.timeout(420)  # of the three ranks that all tests look at, also on a machine with other work
 
@@ -156,7 +156,9 @@ def described(runs: Path, case: int) -> tuple[ImagesParams, Manifest]:
 def all_images(runs: Path, case: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """The images that train and those that validate, by their place in the manifest, as the feeder gives them."""
     settings, manifest = described(runs, case)
-    with Feeder(manifest, manifest.location(settings), settings, torch.device("cpu"), 0, 1, lambda _: None) as feeder:
+    with ImageLoader(
+        manifest, manifest.location(settings), settings, torch.device("cpu"), 0, 1, lambda _: None
+    ) as feeder:
         batches = [[*feeder.train(1)], [*feeder.validate()]]
     train, val = (
         {
@@ -200,7 +202,10 @@ def retrained(runs: Path, world_size: int, case: int) -> dict[str, Tensor]:
     pictures, _ = all_images(runs, case)
     torch.manual_seed(settings.seed)
     _, state = checkpoint_of(runs, world_size, case)
-    model, pixels = build(state["extra"]["model_config"]), Pixels(state["extra"]["model_config"], torch.device("cpu"))
+    model, pixels = (
+        build(state["extra"]["model_config"]),
+        PixelNormalizer(state["extra"]["model_config"], torch.device("cpu")),
+    )
     optimizer = make_optimizer(settings, model.parameters(), settings.base_lr)
     schedule = Schedule(settings, optimizer, settings.base_lr)
     for epoch in range(1, settings.epochs + 1):
@@ -240,7 +245,10 @@ def test_validation_is_exact_over_uneven_ranks_and_leaves_bad_images_out(
     _, manifest = described(runs, case)
     _, pictures = all_images(runs, case)
     assert len(pictures) == len(manifest.val) - 2 * (case == UNEVEN)
-    model, pixels = build(state["extra"]["model_config"]), Pixels(state["extra"]["model_config"], torch.device("cpu"))
+    model, pixels = (
+        build(state["extra"]["model_config"]),
+        PixelNormalizer(state["extra"]["model_config"], torch.device("cpu")),
+    )
     model.load_state_dict(weights)
     targets = torch.tensor([manifest.labels[index] for index in pictures])
     with torch.no_grad():

@@ -5,7 +5,7 @@ from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames.data import make_rows
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
 from ddptrain.workloads.petnames.params import PetnamesParams
-from ddptrain.workloads.petnames.schedule import learning_rate_factor
+from ddptrain.workloads.petnames.train import learning_rate_factor
 
 CPU = torch.device("cpu")
 

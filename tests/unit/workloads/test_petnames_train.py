@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from ddptrain.workloads.petnames.data import make_rows
-from ddptrain.workloads.petnames.evaluate import _ROWS_AT_ONCE
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
 from ddptrain.workloads.petnames.names import load_names, split_names
+from ddptrain.workloads.petnames.train import _VALIDATION_ROWS
 
 pytestmark = pytest.mark.timeout(420)  # of the three ranks that all tests look at, also on a machine with other work
 
@@ -181,7 +181,7 @@ def test_val_loss_is_the_mean_over_every_symbol_of_the_held_out_names(runs: Path
     model.load_state_dict(weights_of(runs, world_size, case))
     rows = make_rows(held_out, params["context"], 8, torch.device("cpu"), skip_blanks=False)
     inputs, targets = rows.batch(torch.arange(len(rows)))
-    assert len(rows) < _ROWS_AT_ONCE
+    assert len(rows) < _VALIDATION_ROWS
     expected = summed_nll(model(inputs), targets).item() / sum(len(name) + 1 for name in held_out)
     assert state["metrics"]["val/loss"] == pytest.approx(expected, rel=1e-5)
 

@@ -1,1 +1,1 @@
-"""Which images there are, and how they are split."""
+"""The list of images and its split into training and validation."""

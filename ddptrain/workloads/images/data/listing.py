@@ -1,4 +1,4 @@
-"""Lists a source of images once, for all ranks: finds the classes, chooses and splits the images, writes the list."""
+"""Lists the images of a source once for all ranks: finds classes, selects and splits images, writes the manifest."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from ddptrain.workloads.images.model.preflight import check_weights, checked_lab
 from ddptrain.workloads.images.params import ImagesParams
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
-# A store that does not answer is given up after the sum of the two; a page of a listing takes well below a second.
+# The driver waits for a store that does not answer for the sum of these; a page of a listing takes less than 1 s.
 _TIMEOUT_S = 6.0
 _PATIENCE_S = 12.0
 _RETRIES = 4
 _TELL_FIRST_S, _TELL_EVERY_S = 2.0, 10.0
 _MOST_NAMED = 8
-_WORDNET = re.compile(r"^n\d{8}-")  # in front of the names of ImageNet's classes
+_WORDNET = re.compile(r"^n\d{8}-")  # prefix in the names of ImageNet's classes
 
 Tell = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Found:
-    """What a source holds: the images of each class; how many files are no images, hidden, or in no class's folder.
+class SourceListing:
+    """The content of a source: the images of each class, and the numbers of files that are not used.
 
-    folders: all of the source's own, which should be those of the classes.
+    suffixes: of files that are no images. n_stray: images outside of class folders. folders: all top-level folders;
+    each should be a class.
     """
 
     by_class: dict[str, list[Listed]] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Found:
 
     @classmethod
     def among(cls, items: Iterable[Listed], inside: str = "") -> Self:
-        """What there is among the files of a listing, or of one folder in it."""
+        """Sorts the files of a listing, or those inside one of its folders."""
         found = cls()
         for item in items:
             if inside and item.key.startswith(f"{inside}/"):
@@ -59,12 +60,12 @@ class Found:
 
     @property
     def n_images(self) -> int:
-        """Images in a class's folder."""
+        """Number of images in class folders."""
         return sum(len(images) for images in self.by_class.values())
 
     @property
     def ignored(self) -> str:
-        """What is left out, in words; "" where nothing is."""
+        """The files that are left out, for a message; "" if there are none."""
         others = sum(self.suffixes.values())
         parts = [
             f"{counted(others, 'file')} that {'is' if others == 1 else 'are'} no {_kind(others)}" if others else "",
@@ -76,7 +77,7 @@ class Found:
 
 
 def _imageless(folders: Sequence[str]) -> str:
-    """What is said of folders without an image, which are no classes."""
+    """The part of a message about folders without images, which are no classes."""
     names = ", ".join(shown(name, 40) for name in folders[:_MOST_NAMED])
     more = ", ..." if len(folders) > _MOST_NAMED else ""
     return f"{counted(len(folders), 'folder')} without an image ({names}{more})" if folders else ""
@@ -87,15 +88,15 @@ def _kind(number: int) -> str:
 
 
 def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
-    """Have the run's list of images in `folder`: the one that is there, or else a new one.
+    """Writes the run's manifest into `folder`, unless the one there was made with the same parameters.
 
-    Raises: UsageError where the parameters or the source do not do, StoreError where the source can't be listed.
+    Raises: UsageError for invalid parameters or an unusable source, StoreError if the source can't be listed.
     """
     settings = ImagesParams.model_validate_json(json.dumps(params), strict=True)
     location = Location.at(settings)
     made_of = _made_of(settings, location)
     known = Manifest.read(folder) if (folder / FILE).exists() else None
-    if known is None:  # else there is a checkpoint, or the ranks look
+    if known is None:  # otherwise a checkpoint has the weights, or the ranks check them
         check_weights(settings)
     if known is not None and known.made_of == made_of:
         tell(f"the run's list of images is used again: {_summary(known)}")
@@ -108,12 +109,12 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         tell(f"{_summary(manifest)}{source.words}")
     labels = checked_labels(settings, manifest.classes)
     if known is None and settings.weights is not None and not is_weights_name(settings.weights):
-        from ddptrain.workloads.images.model.weights_check import check_weights_fit  # takes two seconds, for torch
+        from ddptrain.workloads.images.model.init import check_weights_fit  # imports torch: two seconds
 
         check_weights_fit(settings, manifest.classes, labels, tell)
     if settings.scheduler == "plateau" and not manifest.val:
         raise UsageError(
-            "params.scheduler: plateau watches val/loss, and there are too few images for any to validate with: lower "
+            "params.scheduler: plateau watches val/loss, and there are too few images to hold some out: lower "
             "params.train_pct, or choose another scheduler"
         )
     if manifest is not known:
@@ -122,25 +123,25 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """The images to train on, and those to validate with, where a folder of its own holds them.
+    """The images for training and, if they are in a folder of their own, those for validation.
 
-    Keys of `train`, and of `val` where `val_location` is None, are relative to the source, whatever `layout` it has.
+    Keys of `train`, and of `val` if `val_location` is None, are relative to the source in every `layout`.
     """
 
-    train: Found
-    val: Found | None = None
+    train: SourceListing
+    val: SourceListing | None = None
     layout: Layout | None = None
     val_location: Location | None = None
 
     def val_words(self, location: Location) -> str:
-        """The folder of the images to validate with, as people know it."""
+        """The folder of the validation images, for messages."""
         if self.val_location is not None:
             return self.val_location.words
         return f"{location.words}/{self.layout.val}" if self.layout else location.words
 
     @property
     def words(self) -> str:
-        """What is left out, and the layout, if there is one; begins with ";" where it says anything."""
+        """For a message: the files that are left out, and the layout of a split source; "" or begins with ";"."""
         ignored = [self.train.ignored, self.val.ignored if self.val else ""]
         left_out = "".join(f"; left out: {said}" for said in ignored if said)
         if self.layout is None:
@@ -150,24 +151,24 @@ class ImageSource:
         return f"{left_out}; the source is split: {', '.join(part for part in parts if part)}"
 
 
-def list_images(location: Location, tell: Tell | None = None) -> Found:
-    """What the source holds, in one pass over it; its folders are classes.
+def list_images(location: Location, tell: Tell | None = None) -> SourceListing:
+    """Lists a source in one pass; its folders are the classes.
 
-    Raises: UsageError where there are no images in folders of classes; StoreError where it can't be listed.
+    Raises: UsageError if no class folder has images; StoreError if the source can't be listed.
     """
-    found = Found.among(_listing(location, tell))
+    found = SourceListing.among(_listing(location, tell))
     found.folders |= _folders_of(location)
     _check(found, location)
     return found
 
 
 def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSource:
-    """What there is to train on and to validate with.
+    """Lists a source and detects its layout.
 
-    Raises: UsageError where it can't be used; StoreError where it can't be listed.
+    Raises: UsageError if the source is unusable; StoreError if it can't be listed.
     """
     items = list(_listing(location, tell))
-    whole = Found.among(items)
+    whole = SourceListing.among(items)
     whole.folders |= _folders_of(location)
     _check(whole, location)
     val_location = None if params.val_source is None else Location.of(params.val_source, params.source_options)
@@ -191,16 +192,16 @@ def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
 
 
 def _folders_of(location: Location, inside: str = "") -> set[str]:
-    """The folders in a folder of this machine, empty ones too; in a store no folder is empty."""
+    """The folders in a local folder, also empty ones. Object stores have no empty folders."""
     if location.protocol != "file":
         return set()
     return {entry.name for entry in os.scandir(Path(location.url, inside)) if entry.is_dir() and entry.name[0] != "."}
 
 
-def _class_folders(found: Found) -> dict[str, int]:
-    """Of each folder with images how many class folders it holds: 0 where an image lies directly in it.
+def _class_folders(found: SourceListing) -> dict[str, int]:
+    """The number of class folders in each folder with images; 0 if an image is directly in it.
 
-    Folders without images are among them, with 0, if they may have been meant as parts of a split source.
+    Folders without images are included, with 0, if their names are those of parts of a split source.
     """
     counts = dict.fromkeys(filter(is_split_folder, found.folders), 0)
     for name, items in found.by_class.items():
@@ -209,9 +210,9 @@ def _class_folders(found: Found) -> dict[str, int]:
     return counts
 
 
-def _part(items: Iterable[Listed], location: Location, name: str) -> Found:
-    """What one folder of a split source holds."""
-    found = Found.among(items, name)
+def _part(items: Iterable[Listed], location: Location, name: str) -> SourceListing:
+    """The content of one folder of a split source."""
+    found = SourceListing.among(items, name)
     found.folders |= _folders_of(location, name)
     return found
 
@@ -219,10 +220,10 @@ def _part(items: Iterable[Listed], location: Location, name: str) -> Found:
 def make_manifest(
     source: ImageSource, params: ImagesParams, location: Location, made_of: Mapping[str, object] | None = None
 ) -> Manifest:
-    """The images that the parameters choose, and which of them train.
+    """Selects images by the parameters, and splits them.
 
-    Raises: UsageError for a subset that names no class, or leaves fewer than two; for classes of the images to validate
-    with that are not those of the images to train on.
+    Raises UsageError if `subset` names unknown classes or selects fewer than two, or if the classes of the
+    validation images are not those of the training images.
     """
     found = source.train
     where = f"{location.words}/{source.layout.train}" if source.layout else location.words
@@ -255,8 +256,8 @@ def make_manifest(
     )
 
 
-def _sampled(found: Found, classes: Sequence[str], params: ImagesParams) -> dict[str, list[Listed]]:
-    """The images of each class that are used, by their keys."""
+def _sampled(found: SourceListing, classes: Sequence[str], params: ImagesParams) -> dict[str, list[Listed]]:
+    """The selected images of each class, ordered by key."""
     items = {item.key: item for name in classes for item in found.by_class[name]}
     keys = sample(
         {name: [item.key for item in found.by_class[name]] for name in classes}, params.downsample_to, params.seed
@@ -265,9 +266,9 @@ def _sampled(found: Found, classes: Sequence[str], params: ImagesParams) -> dict
 
 
 def chosen_classes(classes: Sequence[str], subset: int | Sequence[str] | None, where: str) -> list[str]:
-    """The classes to use: all, the first so many, or those named, in the order of names.
+    """The selected classes, sorted: all, the first `subset` ones, or those named in `subset`.
 
-    Raises: UsageError for a name that is none, with the nearest one, and for more classes than there are.
+    Raises UsageError for unknown names, with the nearest class as a hint, and for a number above that of the classes.
     """
     if subset is None:
         return list(classes)
@@ -279,7 +280,7 @@ def chosen_classes(classes: Sequence[str], subset: int | Sequence[str] | None, w
     if unknown:
         said = "; ".join(_unknown(name, classes) for name in unknown[:_MOST_NAMED])
         more = f"; and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
-        raise UsageError(f"params.subset names what is no class of {where}: {said}{more}")
+        raise UsageError(f"params.subset has names that are no classes of {where}: {said}{more}")
     return sorted(set(subset))
 
 
@@ -292,8 +293,8 @@ def _unknown(name: str, classes: Sequence[str]) -> str:
     return f'"{shown(name)}" ({f"did you mean {shown(match)}?" if match else f"there are {some}{more}"})'
 
 
-def _add(found: Found, item: Listed, path: str) -> None:
-    """`path` is the key below the folder that holds the classes."""
+def _add(found: SourceListing, item: Listed, path: str) -> None:
+    """Adds a file; `path` is its key relative to the folder of the class folders."""
     parts = path.split("/")
     if any(part.startswith(".") for part in parts) or not _is_text(item.key):
         found.n_hidden += 1
@@ -309,7 +310,7 @@ def _add(found: Found, item: Listed, path: str) -> None:
 
 
 def _is_text(key: str) -> bool:
-    """Whether a key can be written down: a file's name may be bytes that are none."""
+    """Whether a key can be encoded: names of local files may be arbitrary bytes."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -317,8 +318,8 @@ def _is_text(key: str) -> bool:
     return True
 
 
-def _check(found: Found, location: Location) -> None:
-    """Raises UsageError where there is nothing to be used."""
+def _check(found: SourceListing, location: Location) -> None:
+    """Raises UsageError if there are no images in class folders."""
     if found.by_class:
         return
     where = location.words
@@ -337,7 +338,7 @@ def _check(found: Found, location: Location) -> None:
     raise UsageError(f"there is no image in {where}, only {counted(n_files, 'other file')} ({common}); {want}")
 
 
-def _too_few(found: Found, classes: Sequence[str], where: str, depth: int) -> str:
+def _too_few(found: SourceListing, classes: Sequence[str], where: str, depth: int) -> str:
     said = f"{where} gives {counted(len(classes), 'class')} only, {shown(classes[0])}: at least 2 are needed"
     if len(found.by_class) > 1:
         return f"{said}; see params.subset"
@@ -348,7 +349,7 @@ def _too_few(found: Found, classes: Sequence[str], where: str, depth: int) -> st
 
 
 def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:
-    """The parameters that decide what is in the list, as JSON has them."""
+    """The parameters that determine the manifest, as JSON values."""
     subset = params.subset if isinstance(params.subset, int | None) else sorted(set(params.subset))
     made_of: dict[str, object] = {
         "source": location.words,
@@ -357,7 +358,7 @@ def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:
         "downsample_to": params.downsample_to,
         "seed": params.seed,
     }
-    if params.val_source is not None:  # a run without it goes on with a list that was made before there was one
+    if params.val_source is not None:  # absent otherwise, so that manifests of earlier versions stay valid
         made_of["val_source"] = Location.of(params.val_source, {}).words
     return made_of
 

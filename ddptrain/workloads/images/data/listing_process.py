@@ -1,4 +1,4 @@
-"""What a source of images holds, also found out by a process of its own; torch-free, so that it starts at once."""
+"""Lists a source of images in this process or in a child process; torch-free, so that the child starts quickly."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ddptrain.workloads.images.data.listing import list_images
 ByClass = dict[str, list[tuple[str, int, str]]]  # key, size in bytes, version
 _PROGRAM = (
     "import json, sys; sys.path[:], url, options = json.load(sys.stdin); "
-    "from ddptrain.workloads.images.data.listing_process import list_for_others; list_for_others(url, options)"
+    "from ddptrain.workloads.images.data.listing_process import main; main(url, options)"
 )
 
 
-def listed_here(location: Location) -> ByClass:
+def list_by_class(location: Location) -> ByClass:
     """The images of each class. Raises: UsageError, StoreError."""
     return {
         name: [(item.key, item.size_bytes, item.version) for item in items]
@@ -27,30 +27,30 @@ def listed_here(location: Location) -> ByClass:
     }
 
 
-def listed_elsewhere(location: Location) -> ByClass:
-    """The same from a process of its own, for this one's DataLoaders fork.
+def list_in_process(location: Location) -> ByClass:
+    """As `list_by_class`, in a child process: this process stays free of connections, so DataLoaders can fork it.
 
     Raises: UsageError, StoreError.
     """
-    orders = [sys.path, location.url, dict(location.options)]
+    request = [sys.path, location.url, dict(location.options)]
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _PROGRAM], input=json.dumps(orders).encode(), stdout=subprocess.PIPE, check=False
+        [sys.executable, "-P", "-c", _PROGRAM], input=json.dumps(request).encode(), stdout=subprocess.PIPE, check=False
     )
     if done.returncode:
-        raise StoreError(f"{location.words} can't be listed: see above")
-    told = json.loads(done.stdout)
-    if isinstance(told, str):
-        raise StoreError(told)
-    if isinstance(told, list):
-        raise UsageError(told[0])
-    return cast("ByClass", told)
+        raise StoreError(f"{location.words} can't be listed: see the message above")
+    reply = json.loads(done.stdout)
+    if isinstance(reply, str):
+        raise StoreError(reply)
+    if isinstance(reply, list):
+        raise UsageError(reply[0])
+    return cast("ByClass", reply)
 
 
-def list_for_others(url: str, options: Mapping[str, Any]) -> None:
-    """Prints, as JSON, what is there; a text where it can't be listed, one in a list where there is nothing to use."""
-    told: object
+def main(url: str, options: Mapping[str, Any]) -> None:
+    """Prints the images as JSON: a mapping, or the message of a StoreError, or a list with that of a UsageError."""
+    reply: object
     try:
-        told = listed_here(Location(url, options))
+        reply = list_by_class(Location(url, options))
     except DdptrainError as error:
-        told = [str(error)] if error.exit_code == ExitCode.USAGE else str(error)
-    print(json.dumps(told))
+        reply = [str(error)] if error.exit_code == ExitCode.USAGE else str(error)
+    print(json.dumps(reply))

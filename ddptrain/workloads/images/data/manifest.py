@@ -1,15 +1,15 @@
-"""The list of a run's images, made once: every rank and every resume reads the same order, classes and split."""
+"""The manifest: a run's list of images, made once. All ranks and resumes use the same order, classes and split."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ddptrain.config.wording import shown
 from ddptrain.errors import UsageError
@@ -21,29 +21,30 @@ if TYPE_CHECKING:
     from ddptrain.workloads.images.params import ImagesParams
 
 FILE = "manifest.json"
-_SCHEMA = 1
 
 _Name = Annotated[str, Field(min_length=1, max_length=1024)]
 _Key = Annotated[str, Field(min_length=3, max_length=4096)]
 _Index = Annotated[int, Field(ge=0)]
 
 
-_FIELDS = ("url", "val_url", "made_of", "classes", "keys", "labels", "sizes", "versions", "train", "val")
-
-
 class DamagedManifest(UsageError):
-    """The list of images is not what the driver has written."""
+    """The manifest is missing or is not one that the driver wrote."""
 
 
-class _File(BaseModel):
-    """What the file holds. Nothing in it is believed before it has been checked."""
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The images of a run and their use.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    keys, labels, sizes, versions: one entry per image, ordered by class and key; validation images with a location of
+    their own come last. Keys are relative to the source: CLASS/IMAGE or, in a split source, PART/CLASS/IMAGE. Sizes
+    are in bytes; -1 and "" mean that the store did not report a size or version. train, val: ascending indices into
+    them. `url` has no credentials. `made_of`: the parameters that determined the list. `val_url`: the location that
+    keys of `val` are relative to; "" if it is the source.
+    """
 
-    schema_: Literal[1] = Field(alias="schema")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
     url: _Name
-    val_url: Annotated[str, Field(max_length=1024)] = ""
-    made_of: dict[str, Any]
     classes: Annotated[tuple[_Name, ...], Field(min_length=1)]
     keys: Annotated[tuple[_Key, ...], Field(min_length=1)]
     labels: tuple[_Index, ...]
@@ -51,37 +52,17 @@ class _File(BaseModel):
     versions: tuple[Annotated[str, Field(max_length=1024)], ...]
     train: Annotated[tuple[_Index, ...], Field(min_length=1)]
     val: tuple[_Index, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The images of a run, and what each is for.
-
-    keys, labels, sizes, versions: one entry an image, ordered by class, then by key; where a folder of its own holds
-    the images to validate with, these come last. Keys are relative to the source, CLASS/IMAGE or, of a split source,
-    PART/CLASS/IMAGE; sizes in bytes, -1 and "" where the store has told neither. train, val: indices into them,
-    ascending. `url` has no credentials; `made_of` are the parameters that decided all this.
-    `val_url` is the location that keys of `val` are relative to; "" where that is the source.
-    """
-
-    url: str
-    classes: tuple[str, ...]
-    keys: tuple[str, ...]
-    labels: tuple[int, ...]
-    sizes: tuple[int, ...]
-    versions: tuple[str, ...]
-    train: tuple[int, ...]
-    val: tuple[int, ...]
-    made_of: Mapping[str, object] = field(default_factory=dict)
-    val_url: str = ""
+    made_of: Mapping[str, Any] = field(default_factory=dict)
+    val_url: Annotated[str, Field(max_length=1024)] = ""
+    schema: Literal[1] = 1
 
     def location(self, params: ImagesParams) -> Location:
-        """Where to read the images: a folder as the driver has found it, a URL as the parameters have it."""
+        """Where to read the images: a local folder as the driver resolved it, a URL as in the parameters."""
         here = Location.at(params)
         return Location(self.url, here.options) if here.protocol == "file" else here
 
     def val_location(self, params: ImagesParams) -> Location | None:
-        """Where to read the images to validate with, as `location` does; None where they are in the source."""
+        """Where to read the validation images, as `location`; None if they are in the source."""
         if not self.val_url:
             return None
         here = Location.of(params.val_source or self.val_url, params.source_options)
@@ -92,41 +73,40 @@ class Manifest:
         return bool(self.val_url) and index >= self.val[0]
 
     def name(self, index: int) -> str:
-        """An image as people know it: its key, and where it lies if that is not the source."""
+        """The name of an image in messages: its key, with its location if that is not the source."""
         return f"{self.val_url}/{self.keys[index]}" if self.in_val_source(index) else self.keys[index]
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder, as a whole or not at all."""
-        document = {"schema": _SCHEMA, **{name: getattr(self, name) for name in _FIELDS}}
+        """Writes the manifest into a folder atomically."""
+        document = {item.name: getattr(self, item.name) for item in fields(self)}
         write_atomic(folder / FILE, (json.dumps(document, ensure_ascii=False) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The one of a folder.
+        """Reads the manifest of a folder.
 
-        Raises: DamagedManifest where it is missing, or is not what a driver writes.
+        Raises DamagedManifest if it is missing or invalid.
         """
         path = folder / FILE
         try:
-            found = _File.model_validate_json(path.read_bytes())
+            manifest = TypeAdapter(cls).validate_json(path.read_bytes())
         except OSError as error:
             raise DamagedManifest(f"the list of images {path} can't be read: {error}") from error
         except ValidationError as error:
             raise _damaged(path, _first(error)) from None
-        manifest = cls(**{name: getattr(found, name) for name in _FIELDS})
         if problem := _problem(manifest):
             raise _damaged(path, problem)
         return manifest
 
 
 def is_plain_key(key: str) -> bool:
-    """Whether a key stays below the folder that it is joined to, and has a class in front."""
+    """Whether a key has a class folder and stays below the folder that it is joined to."""
     parts = key.split("/")
     return len(parts) > 1 and not {"", ".", ".."} & set(parts) and "\0" not in key
 
 
 def is_of_class(key: str, name: str) -> bool:
-    """Whether a key is CLASS/IMAGE of that class or, of a split source, PART/CLASS/IMAGE."""
+    """Whether a key is CLASS/IMAGE of that class or, in a split source, PART/CLASS/IMAGE."""
     first, *below = key.split("/")
     return first == name or (is_split_folder(first) and len(below) > 1 and below[0] == name)
 
@@ -142,7 +122,7 @@ def _first(error: ValidationError) -> str:
 
 
 def _problem(manifest: Manifest) -> str:
-    """What is wrong between fields that are each of their form; "" where nothing is."""
+    """What is inconsistent between valid fields; "" if nothing is."""
     n = len(manifest.keys)
     for name in ("labels", "sizes", "versions"):
         if len(getattr(manifest, name)) != n:

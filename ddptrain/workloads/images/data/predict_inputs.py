@@ -1,11 +1,11 @@
-"""What predict is given to classify: files, folders, patterns and URLs become single images, one after the other."""
+"""The inputs of `predict`: expands files, folders, patterns and URLs to single images, one after the other."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ _MOST_TOLD = 10
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One image: its name as people know it, and its key in a store; without a location it is a file's path."""
+    """One image: its name for the user, and its key in a store; without a location the key is a local path."""
 
     name: str
     key: str
@@ -33,76 +33,76 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What was asked for and can't be had; `exit_code` is that of a command that can do nothing else."""
+    """An input that can't be read; `exit_code` is that of the command if it has no other input."""
 
     name: str
     reason: str
     exit_code: int = ExitCode.USAGE
 
 
-class NothingGiven(DdptrainError):
-    """None of what was asked for is an image that can be looked at."""
+class NoInputs(DdptrainError):
+    """None of the arguments of `predict` is a readable image."""
 
-    def __init__(self, troubles: Iterable[Trouble]) -> None:
-        told = [*troubles]
-        self.exit_code = max((trouble.exit_code for trouble in told), default=ExitCode.USAGE)
-        lines = [f"{shown(trouble.name, 300)}: {trouble.reason}" for trouble in told[:_MOST_TOLD]]
-        more = [f"and {len(told) - _MOST_TOLD:,} more"] if len(told) > _MOST_TOLD else []
-        super().__init__("\n  ".join(["nothing to classify:", *lines, *more] if told[1:] else lines))
+    def __init__(self, problems: Sequence[Trouble]) -> None:
+        self.exit_code = max((problem.exit_code for problem in problems), default=ExitCode.USAGE)
+        lines = [f"{shown(problem.name, 300)}: {problem.reason}" for problem in problems[:_MOST_TOLD]]
+        more = [f"and {len(problems) - _MOST_TOLD:,} more"] if len(problems) > _MOST_TOLD else []
+        super().__init__("\n  ".join(["nothing to classify:", *lines, *more] if problems[1:] else lines))
 
 
 def images_of(arguments: Iterable[str], options: Mapping[str, Any]) -> Iterator[Given | Trouble]:
-    """The images of all arguments, in their order and then by name; folders are entered, whatever their layout.
+    """The images of all arguments, in the order of the arguments, then by name; folders are searched recursively.
 
-    `options` are those of stores, as fsspec names them. Nothing is kept: there may be a great many.
+    `options` are fsspec's options of stores. The images are not kept in memory: there may be millions.
 
-    Raises: NothingGiven where there is not a single image.
+    Raises NoInputs if there is not a single image.
     """
-    found = chain.from_iterable(_of(argument, options) for argument in arguments)
-    troubles: list[Trouble] = []
+    found = chain.from_iterable(_expand(argument, options) for argument in arguments)
+    problems: list[Trouble] = []
     for one in found:
         if isinstance(one, Given):
-            return chain(troubles, [one], found)
-        troubles.append(one)
-    raise NothingGiven(troubles)
+            return chain(problems, [one], found)
+        problems.append(one)
+    raise NoInputs(problems)
 
 
 def is_image(name: str) -> bool:
-    """Whether a file of that name is taken for an image where it was not asked for by its name."""
+    """Whether a file in a folder or a listing counts as an image, by its name."""
     return name.lower().endswith(_SUFFIXES) and not name.rpartition("/")[2].startswith(".")
 
 
-def in_words(reason: object, name: str) -> str:
-    """What a store says of a place or an image, without its name, and with the command's names of the options."""
-    told = str(reason).replace("params.source_options", "--source-option").replace("params.source", "the address")
-    told = told.replace(f"the address {name}", name).replace("no longer there", "not there")
-    return told.replace(f"{name}: ", "").removeprefix(f"{name} ")
+def describe_reason(reason: object, name: str) -> str:
+    """A store's error message without the image's name, and with the options of the command instead of parameters."""
+    text = str(reason).replace("params.source_options", "--source-option").replace("params.source", "the address")
+    text = text.replace(f"the address {name}", name).replace("no longer there", "not there")
+    return text.replace(f"{name}: ", "").removeprefix(f"{name} ")
 
 
-def _of(argument: str, options: Mapping[str, Any]) -> Iterator[Given | Trouble]:
+def _expand(argument: str, options: Mapping[str, Any]) -> Iterator[Given | Trouble]:
     if argument.startswith("file://"):
         argument = argument.removeprefix("file://")
     elif "://" in argument:
-        return _of_url(argument, options)
+        return _expand_url(argument, options)
     path = os.path.expanduser(argument)
     if os.path.isdir(path):
-        return _or_none(_below(path, set()), argument)
+        return _or_problem(_below(path, set()), argument)
     if not os.path.lexists(path) and _PATTERN.search(path):
-        return _or_none(_of_pattern(path), argument, "no image fits the pattern")
-    return iter([Given(path, path) if os.path.exists(path) else Trouble(argument, "no such file or folder")])
+        return _or_problem(_expand_pattern(path), argument, "no image matches the pattern")
+    exists = os.path.exists(path)
+    return iter([Given(path, path) if exists else Trouble(argument, "no such file or folder")])
 
 
-def _or_none(
+def _or_problem(
     found: Iterator[Given | Trouble], name: str, reason: str = f"no images in it ({', '.join(_SUFFIXES)})"
 ) -> Iterator[Given | Trouble]:
-    """What is found, or that there is nothing."""
+    """The inputs that were found, or a problem if there are none."""
     first = next(found, None)
     yield Trouble(name, reason) if first is None else first
     yield from found
 
 
 def _below(folder: str, entered: set[tuple[int, int]]) -> Iterator[Given | Trouble]:
-    """The images below a folder; links are followed, and no folder is entered twice, so that circles end."""
+    """The images below a folder. Links are followed; no folder is entered twice, so that cycles of links end."""
     try:
         state = os.stat(folder)
         if (state.st_dev, state.st_ino) in entered:
@@ -121,8 +121,8 @@ def _below(folder: str, entered: set[tuple[int, int]]) -> Iterator[Given | Troub
             yield Given(path, path)
 
 
-def _of_pattern(pattern: str) -> Iterator[Given | Trouble]:
-    """The images that a pattern of the shell fits, ** included, and those of folders that it fits."""
+def _expand_pattern(pattern: str) -> Iterator[Given | Trouble]:
+    """The images that match a shell pattern (** included), and those below matching folders."""
     for path in sorted(glob.glob(pattern, recursive=True)):
         if is_image(path) and not os.path.isdir(path):
             yield Given(path, path)
@@ -130,27 +130,27 @@ def _of_pattern(pattern: str) -> Iterator[Given | Trouble]:
             yield from _below(path, set())
 
 
-def _of_url(url: str, options: Mapping[str, Any]) -> Iterator[Given | Trouble]:
+def _expand_url(url: str, options: Mapping[str, Any]) -> Iterator[Given | Trouble]:
     """The image at a URL, or those below it."""
     parts = urlsplit(url)
     is_web = parts.scheme.lower() in ("http", "https")
-    if is_web and parts.query:  # a signed address, say: no part of it can be left out
+    if is_web and parts.query:  # such as a signed URL: it must be used as a whole
         return iter([Given(hide_credentials(url), "", Location(url, options))])
     if is_image(url):
         folder, _, name = url.rpartition("/")
         return iter([Given(hide_credentials(url), name, Location(folder, options))])
-    return _listed(Location(url.rstrip("/"), options))
+    return _list(Location(url.rstrip("/"), options))
 
 
-def _listed(location: Location) -> Iterator[Given | Trouble]:
-    any_there = False
+def _list(location: Location) -> Iterator[Given | Trouble]:
+    is_empty = True
     try:
         for listed in open_store(location).listing():
             if is_image(listed.key):
-                any_there = True
+                is_empty = False
                 yield Given(f"{location.words}/{listed.key}", listed.key, location)
     except DdptrainError as error:
-        yield Trouble(location.words, in_words(error, location.words), error.exit_code)
+        yield Trouble(location.words, describe_reason(error, location.words), error.exit_code)
         return
-    if not any_there:
+    if is_empty:
         yield Trouble(location.words, f"no images below it ({', '.join(_SUFFIXES)})", StoreMissing.exit_code)

@@ -1,4 +1,4 @@
-"""Detects a source that is split into folders: train/CLASS/.. beside val/CLASS/.., perhaps with test/CLASS/.."""
+"""Detects sources that are split into folders: train/CLASS/.. and val/CLASS/.., perhaps also test/CLASS/.."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """The folders of a split source, as they are spelled there; `val` is "" where there is none."""
+class SourceLayout:
+    """The folders of a split source, as they are spelled; `val` is "" if there is no such folder."""
 
     train: str
     val: str = ""
@@ -25,20 +25,20 @@ class Layout:
 
 
 def is_split_folder(name: str) -> bool:
-    """Whether a folder of this name is a part of a data set, not a class, where a source is split."""
+    """Whether a folder of this name is a part of a split source, not a class, if the source is split."""
     return name.lower() in _NAMES
 
 
 def detect(
     folders: Mapping[str, int], where: str, subset: int | Sequence[str] | None = None, *, has_val_source: bool = False
-) -> Layout | None:
-    """The layout of a source, or None where its folders are classes.
+) -> SourceLayout | None:
+    """The layout of a split source; None if its folders are classes.
 
-    `folders` are the source's own folders: for each the number of class folders in it, 0 where images lie directly in
-    it, or where there are none. A source is split where `train` holds class folders only, and the other folders are
-    val, valid, validation or test. A list `subset` that names one of these folders says that they are classes.
+    `folders`: the top-level folders, each with its number of class folders; 0 if images are directly in it, or if it
+    has no images. A source is split if `train` contains only class folders and the other folders are val, valid,
+    validation or test. If a list `subset` names one of these folders, they are classes.
 
-    Raises: UsageError where the source could be either, or is split in a way that can't be used.
+    Raises UsageError if the source is ambiguous, or is split in a way that can't be used.
     """
     parts = {name: n_classes for name, n_classes in folders.items() if is_split_folder(name)}
     if not parts or (not isinstance(subset, int | None) and parts.keys() & set(subset)):
@@ -51,17 +51,17 @@ def detect(
         return None
     if not train:
         if len(parts) == 1:
-            return None  # one class: the error that says so tells what to do
+            return None  # a single class: the error for that has the better hint
         raise UsageError(f"{where} holds {_named(sorted(parts))} and no train: {_how_to_say(where)}")
     _check_parts(parts, train, val, where, has_val_source=has_val_source)
     used = "" if has_val_source or not val else val[0]
-    return Layout(train[0], used, tuple(sorted(parts.keys() - {train[0], used})))
+    return SourceLayout(train[0], used, tuple(sorted(parts.keys() - {train[0], used})))
 
 
 def _check_others_are_classes(
     parts: Mapping[str, int], train: Sequence[str], others: Sequence[str], where: str
 ) -> None:
-    """Raises UsageError where `train` looks like a part of a data set, and there are folders that are no parts."""
+    """Raises UsageError if `train` looks like a part of a split source but other folders are no parts."""
     if train and parts[train[0]] >= 2:
         raise UsageError(
             f"{where} holds {train[0]} with {parts[train[0]]} folders in it, as a split data set does, and also "
@@ -97,9 +97,9 @@ def _named(names: Sequence[str]) -> str:
 
 
 def check_classes_agree(train: Sequence[str], used: Sequence[str], val: Sequence[str], where: str) -> None:
-    """Pass where the validation folder `where` has every class that is used, and none that training lacks.
+    """Checks that the validation folder `where` has all classes that are used, and none that training lacks.
 
-    Raises: UsageError.
+    Raises UsageError.
     """
     if unknown := sorted(set(val) - set(train)):
         raise UsageError(

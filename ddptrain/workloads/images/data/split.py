@@ -1,4 +1,4 @@
-"""Which images are used, and which of them train: by class, by seed, whatever order they come in."""
+"""Selects and splits images, per class and by seed, independently of the order of the listing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def sample(by_class: Mapping[str, Sequence[str]], share: float, seed: int) -> dict[str, list[str]]:
-    """The keys of each class that are used: `share` of all of them as near as can be, one of each class at least.
+    """The selected keys of each class, sorted: `share` of all keys, rounded, and at least one per class.
 
-    They are sorted; which they are depends on the seed and on the set of keys alone.
+    The selection depends only on the seed and the set of keys.
     """
     if share >= 1.0:
         return {name: sorted(keys) for name, keys in by_class.items()}
@@ -17,10 +17,10 @@ def sample(by_class: Mapping[str, Sequence[str]], share: float, seed: int) -> di
 
 
 def split(by_class: Mapping[str, Sequence[str]], train_share: float, seed: int) -> tuple[set[str], set[str]]:
-    """The keys to train on, and those to validate with: every class trains on one at least.
+    """The keys for training and those for validation: at least one key of each class is for training.
 
-    Of all keys together `train_share` train, as near as can be, and in each class as many, give or take one. What goes
-    where depends on the seed and on the set of keys alone.
+    Of all keys together `train_share` (rounded) are for training; in each class the number differs by one at most. The
+    split depends only on the seed and the set of keys.
     """
     if train_share >= 1.0:
         return {key for keys in by_class.values() for key in keys}, set()
@@ -31,7 +31,7 @@ def split(by_class: Mapping[str, Sequence[str]], train_share: float, seed: int) 
 def _parted(
     by_class: Mapping[str, Sequence[str]], share: float, seed: int, purpose: str
 ) -> dict[str, tuple[list[str], list[str]]]:
-    """Each class's keys in two parts, the first of them as large as `share` says."""
+    """Each class's keys in two parts; `share` of them are in the first."""
     sizes = _sizes({name: len(keys) for name, keys in by_class.items()}, share, seed, purpose)
     parts = {}
     for name, keys in by_class.items():
@@ -41,7 +41,7 @@ def _parted(
 
 
 def _sizes(totals: Mapping[str, int], share: float, seed: int, purpose: str) -> dict[str, int]:
-    """How many of each class: by the largest remainder, so that the sum is right; at least one of each."""
+    """The size of each class's first part, by the largest remainder, so that the sum is exact; at least 1."""
     exact = {name: total * share for name, total in totals.items()}
     sizes = {name: int(exact[name]) for name in totals}
     missing = round(sum(totals.values()) * share) - sum(sizes.values())
@@ -53,7 +53,7 @@ def _sizes(totals: Mapping[str, int], share: float, seed: int, purpose: str) -> 
 
 
 def _drawn(names: Iterable[str], seed: int, purpose: str) -> list[str]:
-    """The names in an order that is random, and always the same for a seed: that of their hashes."""
+    """The names in a pseudo-random order that depends only on the seed: the order of their hashes."""
 
     def ticket(name: str) -> tuple[bytes, str]:
         text = f"{purpose}/{seed}/{name}".encode(errors="surrogatepass")

@@ -1,1 +1,1 @@
-"""Reading, decoding and batching of images."""
+"""Reads, decodes and batches images ahead of the training."""

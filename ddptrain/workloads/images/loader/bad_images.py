@@ -1,4 +1,4 @@
-"""Images that could not be had: named once each, replaced in training, and the end of a run where they are too many."""
+"""Unreadable images: each is reported once and replaced in training; the run fails if there are too many."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from ddptrain.errors import TrainingFailed
 if TYPE_CHECKING:
     from ddptrain.workloads.images.data.manifest import Manifest
 
-_NAMED = 20
-_LONGEST = 500  # of a key or a reason, in characters
+_MOST_NAMED = 20
+_LONGEST = 500  # characters of a key or a reason
 
 
 class TooManyBadImages(TrainingFailed):
-    """More images are missing or damaged than params.max_bad_fraction allows; the message lists them."""
+    """More images are unreadable than params.max_bad_fraction allows; the message lists them."""
 
 
 def check_bad(n_bad: int, n_images: int, max_fraction: float, named: Mapping[str, str]) -> None:
-    """Pass where at most that fraction of all images is bad; `named` are keys, perhaps some of them, and reasons.
+    """Checks that at most a fraction of all images is bad; `named` has names and reasons, perhaps of some only.
 
-    Raises: TooManyBadImages.
+    Raises TooManyBadImages.
     """
     if n_bad <= max_fraction * n_images:
         return
-    listed = "".join(f"\n  {_told(key, reason)}" for key, reason in list(named.items())[:_NAMED])
-    more = f"\n  and {n_bad - _NAMED} more" if n_bad > _NAMED else ""
+    listed = "".join(f"\n  {_one_line(key, reason)}" for key, reason in list(named.items())[:_MOST_NAMED])
+    more = f"\n  and {n_bad - _MOST_NAMED} more" if n_bad > _MOST_NAMED else ""
     raise TooManyBadImages(
         f"{n_bad} of {n_images:,} images could not be read, which is more than params.max_bad_fraction "
-        f"{max_fraction:g} allows: mend them, or raise it\n{listed.strip(chr(10))}{more}"
+        f"{max_fraction:g} allows: repair them, or raise it{listed}{more}"
     )
 
 
 class BadImages:
-    """Those that this rank has met: place in manifest.keys -> reason."""
+    """The unreadable images that this rank found: index in manifest.keys -> reason."""
 
     def __init__(self, manifest: Manifest, max_fraction: float, tell: Callable[[str], None]) -> None:
         self.reasons: dict[int, str] = {}
@@ -46,23 +46,23 @@ class BadImages:
             self._of_label.setdefault(manifest.labels[index], []).append(index)
 
     def add(self, index: int, reason: str) -> None:
-        """Takes note of an image, and says so the first time. Raises: TooManyBadImages."""
+        """Records an image, and reports it the first time. Raises TooManyBadImages."""
         if index in self.reasons:
             return
         self.reasons[index] = reason
-        self._tell(f"bad image {_told(self._manifest.name(index), reason)}")
+        self._tell(f"bad image {_one_line(self._manifest.name(index), reason)}")
         n_images = len(self._manifest.train) + len(self._manifest.val)
         check_bad(len(self.reasons), n_images, self._max_fraction, self.by_key())
 
     def by_key(self) -> dict[str, str]:
-        """Name -> reason, in the order in which they were met."""
+        """Name -> reason, in the order in which they were found."""
         return {self._manifest.name(index): reason for index, reason in self.reasons.items()}
 
     def others(self, index: int, seed: int) -> Iterator[int]:
-        """Other training images of the same class, in an order that `seed` gives, less those known to be bad.
+        """Replacements for an image: training images of its class that are not known to be bad.
 
-        Which image stands in for another depends on nothing else, however many ranks there are.
-        Raises: TooManyBadImages after the last one.
+        Their order depends only on `seed`, so the replacement is the same for any number of ranks.
+        Raises TooManyBadImages after the last one.
         """
         label = self._manifest.labels[index]
         known = self._of_label.get(label, [])
@@ -72,11 +72,11 @@ class BadImages:
                 yield other
         raise TooManyBadImages(
             f"no image of class {shown(self._manifest.classes[label])} could be read, the last one being "
-            f"{_told(self._manifest.name(index), self.reasons.get(index, ''))}; mend one, or leave the class out, by "
-            "params.subset"
+            f"{_one_line(self._manifest.name(index), self.reasons.get(index, ''))}; repair one, or leave the class out "
+            "with params.subset"
         )
 
 
-def _told(key: str, reason: str) -> str:
-    """Which and why, in one line: names of files, and what is said of them, may hold anything."""
+def _one_line(key: str, reason: str) -> str:
+    """Name and reason in one line; both come from outside and may have any characters and length."""
     return f"{shown(key, _LONGEST)}: {shown(reason, _LONGEST)}"

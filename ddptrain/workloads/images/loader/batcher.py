@@ -1,4 +1,4 @@
-"""Where batches are put together: one thread that sends orders ahead, takes answers, and copies what is complete."""
+"""Assembles batches: one thread requests images ahead of the training and copies complete batches."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from torch import Tensor
 from ddptrain.config.wording import shown
 from ddptrain.storage.base import StoreUnreachable
 from ddptrain.workloads.images.loader.bad_images import BadImages
-from ddptrain.workloads.images.loader.batch_plan import Share
-from ddptrain.workloads.images.loader.decode_pool import Crew, Died
-from ddptrain.workloads.images.loader.pipeline import Answer, Order
-from ddptrain.workloads.images.loader.reader import Wanted
+from ddptrain.workloads.images.loader.decode_pool import DecodePool, ProcessDied
+from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult
+from ddptrain.workloads.images.loader.reader import ImageRef
+from ddptrain.workloads.sharding import RankShare
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.data.manifest import Manifest
 
-READY = 2  # batches that wait for the training, complete
-_MOST_READING_BYTES = 256 << 20  # of encoded images, ordered and not yet decoded
-_USUAL_BYTES = 1 << 20  # of an image whose size the store did not tell
-_LONGEST = 700  # of what a store has said, in characters
+READY = 2  # complete batches that wait for the training
+_MOST_READING_BYTES = 256 << 20  # of encoded images that are requested and not yet decoded
+_USUAL_BYTES = 1 << 20  # assumed for an image whose size the store did not report
+_LONGEST = 700  # characters of a store's message
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One rank's part of one step.
 
-    A rank that has no image in a step gets one row of zeros, and `n_counted` 0: DDP waits for every rank.
+    A rank that has no image in a step gets one row of zeros and `n_counted` 0, because DDP waits for all ranks.
 
-    images: uint8 [n, 3, size, size], in channels_last memory; pinned where the rank has a GPU.
-    labels: int64 [n], places in manifest.classes.
-    index: int64 [n], places in manifest.keys: of the image that is shown, also where it replaces another.
-    ok: bool [n], false where an image could not be had: another of its class is shown, or in validation zeros are.
+    images: uint8 [n, 3, size, size], in channels_last memory; pinned if the rank has a GPU.
+    labels: int64 [n], indices into manifest.classes.
+    index: int64 [n], indices into manifest.keys: of the image that is shown, also if it replaces another.
+    ok: bool [n], false if the planned image is unreadable: training shows a replacement, validation zeros.
     total: images of all ranks in this step, as planned.
-    n_counted: rows that show, or should show, an image: all, or none.
+    n_counted: the number of rows; 0 for the row of zeros.
     """
 
     images: Tensor
@@ -54,59 +54,60 @@ class Batch:
 
 
 @dataclass(eq=False, slots=True)
-class Stream:
-    """The batches of an epoch, or of a validation; `seed` is that of an epoch's augmentation, None shows centres.
+class BatchStream:
+    """The batches of an epoch, or of a validation.
 
-    index: int64, places in manifest.keys that the shares' places stand for.
+    index: int64, indices into manifest.keys; the shares index into it.
+    seed: of the epoch's augmentation; None selects the centre of each image.
     """
 
     name: tuple[object, ...]
-    shares: Sequence[Share]
+    shares: Sequence[RankShare]
     index: Tensor
     seed: int | None
     ready: queue.SimpleQueue[Batch | Exception] = field(default_factory=queue.SimpleQueue)
-    n_ready: int = 0  # known to the assembler alone
+    n_ready: int = 0  # used by the thread of the batcher only
 
     def seed_of(self, index: int) -> int | None:
-        """What the image that was planned draws from, whoever decodes it."""
+        """The seed for the augmentation of a planned image; it is the same in each process and for each replacement."""
         return None if self.seed is None else (self.seed << 32) | index
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """The training wants this stream now; `then` probably comes after it."""
+class BeginStream:
+    """The training now reads this stream; `then` probably comes next."""
 
-    stream: Stream
-    then: Stream | None
+    stream: BatchStream
+    then: BatchStream | None
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class BatchTaken:
     """The training has taken a batch of this stream."""
 
-    stream: Stream
+    stream: BatchStream
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The training wants no more of this stream."""
+class EndStream:
+    """The training reads no more of this stream."""
 
-    stream: Stream
-
-
-class Stop:
-    """The last word."""
+    stream: BatchStream
 
 
-_Row = tuple["_Making", int]
-Message = Begin | Taken | End | Stop | Sequence[Answer] | Died
+class StopBatcher:
+    """Ends the thread."""
+
+
+_BatchRow = tuple["_PendingBatch", int]
+Message = BeginStream | BatchTaken | EndStream | StopBatcher | Sequence[DecodeResult] | ProcessDied
 
 
 @dataclass(eq=False, slots=True)
-class _Making:
-    """A batch under way; a row has no slot where its image is known to be bad, and nothing stands in for it."""
+class _PendingBatch:
+    """A batch in progress. A row without a slot shows a bad image in validation: it stays zero."""
 
-    stream: Stream
+    stream: BatchStream
     total: int
     planned: Sequence[int]
     shown: list[int]
@@ -117,19 +118,20 @@ class _Making:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """What an order is for: a row of a batch, and the images that may stand in for the one that it shows now."""
+class _RowRequest:
+    """A requested image: the row that it is for, and the replacements that remain if it is unreadable."""
 
-    making: _Making
+    pending: _PendingBatch
     row: int
     slot: int
     others: Iterator[int] | None = None
 
 
-class Assembler:
-    """Run by one thread, which alone touches it; everyone else writes to `inbox`.
+class Batcher:
+    """Runs in one thread, the only one that accesses its state; other threads put messages into `inbox`.
 
-    pixels: uint8 [slots, size, size, 3], which the crew fills; at least as many slots as a batch has images.
+    pixels: uint8 [slots, size, size, 3], filled by the decode pool; there are at least as many slots as images in a
+    batch.
     """
 
     def __init__(self, manifest: Manifest, pixels: NDArray[np.uint8], bad: BadImages, device: torch.device) -> None:
@@ -137,50 +139,50 @@ class Assembler:
         self._manifest, self._pixels, self._bad, self._device = manifest, pixels, bad, device
         self._labels = torch.tensor(manifest.labels, dtype=torch.int64)
         self._free = list(range(len(pixels)))
-        self._wanted: Stream | None = None
-        self._rows: dict[Stream, Iterator[_Row]] = {}  # of the one that is wanted, and the next
-        self._makings: deque[_Making] = deque()
-        self._unsent: deque[_Place] = deque()
-        self._sent: dict[int, tuple[_Place, int]] = {}  # ticket -> the place, bytes
+        self._wanted: BatchStream | None = None
+        self._rows: dict[BatchStream, Iterator[_BatchRow]] = {}  # of the current stream, and of the next
+        self._pending: deque[_PendingBatch] = deque()
+        self._unsent: deque[_RowRequest] = deque()
+        self._sent: dict[int, tuple[_RowRequest, int]] = {}  # ticket -> place, bytes
         self._tickets = itertools.count()
         self._reading_bytes = 0
-        self._fault: Exception | None = None
+        self._error: Exception | None = None
 
-    def run(self, crew: Crew) -> None:
-        """Work until Stop."""
+    def run(self, pool: DecodePool) -> None:
+        """Processes messages until Stop."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while not isinstance(message := self.inbox.get(), Stop):
+        while not isinstance(message := self.inbox.get(), StopBatcher):
             try:
-                self._take(message, crew)
-                if self._fault is None:
-                    self._send(crew)
+                self._take(message, pool)
+                if self._error is None:
+                    self._send(pool)
                     self._deliver()
-            except Exception as error:
+            except Exception as error:  # raised in the thread that waits for the next batch
                 self._fail(error)
 
-    def _take(self, message: Message, crew: Crew) -> None:
+    def _take(self, message: Message, pool: DecodePool) -> None:
         match message:
-            case Begin():
+            case BeginStream():
                 self._begin(message.stream, message.then)
-            case Taken():
+            case BatchTaken():
                 message.stream.n_ready -= 1
-            case End():
+            case EndStream():
                 self._drop(message.stream)
-            case Died():
-                if self._fault is None:
-                    self._take(message.replaced(), crew)
+            case ProcessDied():
+                if self._error is None:
+                    self._take(message.replace(), pool)
             case _:
-                for answer in cast("Sequence[Answer]", message):
-                    crew.answered(answer.ticket)
-                    self._answered(answer)
+                for result in cast("Sequence[DecodeResult]", message):
+                    pool.complete(result.ticket)
+                    self._completed(result)
 
-    # --- what is wanted ---
+    # --- streams ---
 
-    def _begin(self, stream: Stream, then: Stream | None) -> None:
+    def _begin(self, stream: BatchStream, then: BatchStream | None) -> None:
         self._wanted = stream
-        if self._fault is not None:
-            stream.ready.put(self._fault)
+        if self._error is not None:
+            stream.ready.put(self._error)
         for other in [*self._rows]:
             if other not in (stream, then):
                 self._drop(other)
@@ -188,106 +190,106 @@ class Assembler:
             if new is not None and new not in self._rows:
                 self._rows[new] = self._rows_of(new)
 
-    def _drop(self, stream: Stream) -> None:
-        """Forget a stream: what is being made of it is not wanted any more."""
+    def _drop(self, stream: BatchStream) -> None:
+        """Removes a stream and cancels its unfinished batches."""
         self._rows.pop(stream, None)
-        dropped = [making for making in self._makings if making.stream is stream]
-        self._makings = deque(making for making in self._makings if making.stream is not stream)
-        for making in dropped:
-            making.cancelled = True
-            self._release(slot for row, slot in enumerate(making.slots) if row not in making.unanswered)
-        for place in [place for place in self._unsent if place.making.cancelled]:
-            self._unsent.remove(place)
-            self._release([place.slot])
+        cancelled_batches = [pending for pending in self._pending if pending.stream is stream]
+        self._pending = deque(pending for pending in self._pending if pending.stream is not stream)
+        for pending in cancelled_batches:
+            pending.cancelled = True
+            self._release(slot for row, slot in enumerate(pending.slots) if row not in pending.unanswered)
+        for request in [request for request in self._unsent if request.pending.cancelled]:
+            self._unsent.remove(request)
+            self._release([request.slot])
 
     def _fail(self, error: Exception) -> None:
-        self._fault = error
+        self._error = error
         if self._wanted is not None:
             self._wanted.ready.put(error)
 
-    # --- orders and answers ---
+    # --- requests and results ---
 
-    def _rows_of(self, stream: Stream) -> Iterator[_Row]:
-        """Every row of a stream, in order; a batch is under way once its first row is asked for."""
+    def _rows_of(self, stream: BatchStream) -> Iterator[_BatchRow]:
+        """All rows of a stream, in order; a batch is in progress from its first row on."""
         for share in stream.shares:
             planned = stream.index[share.index].tolist()
             n = len(planned)
-            making = _Making(stream, share.total, planned, planned.copy(), [None] * n, set(range(n)))
-            self._makings.append(making)
+            pending = _PendingBatch(stream, share.total, planned, planned.copy(), [None] * n, set(range(n)))
+            self._pending.append(pending)
             for row in range(n):
-                yield making, row
+                yield pending, row
 
-    def _send(self, crew: Crew) -> None:
-        """Orders, as long as there are slots for them and somebody has time."""
-        while place := self._next_place():
-            wanted, n_bytes = self._wanted_image(place.making.shown[place.row])
+    def _send(self, pool: DecodePool) -> None:
+        """Sends requests while there are free slots and the decode pool has capacity."""
+        while request := self._next_request():
+            image, n_bytes = self._image_of(request.pending.shown[request.row])
             is_much = self._reading_bytes > 0 and self._reading_bytes + n_bytes > _MOST_READING_BYTES
-            seed = place.making.stream.seed_of(place.making.planned[place.row])
+            seed = request.pending.stream.seed_of(request.pending.planned[request.row])
             ticket = next(self._tickets)
-            if is_much or not crew.put(Order(ticket, place.slot, wanted, seed)):
-                self._unsent.appendleft(place)
+            if is_much or not pool.put(DecodeRequest(ticket, request.slot, image, seed)):
+                self._unsent.appendleft(request)
                 break
-            self._sent[ticket] = (place, n_bytes)
+            self._sent[ticket] = (request, n_bytes)
             self._reading_bytes += n_bytes
-        crew.flush()
+        pool.flush()
 
-    def _next_place(self) -> _Place | None:
+    def _next_request(self) -> _RowRequest | None:
         while not self._unsent and self._free:
             row = next(itertools.chain.from_iterable(self._rows.values()), None)
             if row is None:
                 return None
-            self._give_slot(*row)
+            self._request_row(*row)
         return self._unsent.popleft() if self._unsent else None
 
-    def _give_slot(self, making: _Making, row: int) -> None:
-        """Make a row an order to be sent; one that shows a bad image of which we know shows another, or nothing."""
-        if making.shown[row] not in self._bad.reasons:
-            place = _Place(making, row, self._free.pop())
-            making.slots[row] = place.slot
-            self._unsent.append(place)
-        elif making.stream.seed is None:
-            making.bad.add(row)
-            making.unanswered.remove(row)
+    def _request_row(self, pending: _PendingBatch, row: int) -> None:
+        """Requests the image of a row. A known bad image is replaced in training, and left out in validation."""
+        if pending.shown[row] not in self._bad.reasons:
+            request = _RowRequest(pending, row, self._free.pop())
+            pending.slots[row] = request.slot
+            self._unsent.append(request)
+        elif pending.stream.seed is None:
+            pending.bad.add(row)
+            pending.unanswered.remove(row)
         else:
-            place = _Place(making, row, self._free.pop())
-            making.slots[row] = place.slot
-            self._show_another(place)
+            request = _RowRequest(pending, row, self._free.pop())
+            pending.slots[row] = request.slot
+            self._request_replacement(request)
 
-    def _show_another(self, place: _Place) -> None:
-        """Have another image of its class stand in. Raises TooManyBadImages where there is none."""
-        making, row = place.making, place.row
-        making.bad.add(row)
-        planned, seed = making.planned[row], making.stream.seed_of(making.planned[row])
-        others = place.others or self._bad.others(planned, seed or 0)
-        making.shown[row] = next(others)
-        self._unsent.append(_Place(making, row, place.slot, others))
+    def _request_replacement(self, request: _RowRequest) -> None:
+        """Requests a replacement from the same class. Raises TooManyBadImages if there is none."""
+        pending, row = request.pending, request.row
+        pending.bad.add(row)
+        planned, seed = pending.planned[row], pending.stream.seed_of(pending.planned[row])
+        others = request.others or self._bad.others(planned, seed or 0)
+        pending.shown[row] = next(others)
+        self._unsent.append(_RowRequest(pending, row, request.slot, others))
 
-    def _wanted_image(self, index: int) -> tuple[Wanted, int]:
-        """What to ask for, and about how many bytes that is."""
+    def _image_of(self, index: int) -> tuple[ImageRef, int]:
+        """The image to request, and its approximate size in bytes."""
         size_bytes = self._manifest.sizes[index]
         manifest = self._manifest
-        wanted = Wanted(manifest.keys[index], size_bytes, manifest.versions[index], manifest.in_val_source(index))
-        return wanted, size_bytes if size_bytes >= 0 else _USUAL_BYTES
+        image = ImageRef(manifest.keys[index], size_bytes, manifest.versions[index], manifest.in_val_source(index))
+        return image, size_bytes if size_bytes >= 0 else _USUAL_BYTES
 
-    def _answered(self, answer: Answer) -> None:
-        place, n_bytes = self._sent.pop(answer.ticket)
+    def _completed(self, result: DecodeResult) -> None:
+        request, n_bytes = self._sent.pop(result.ticket)
         self._reading_bytes -= n_bytes
-        making = place.making
-        if answer.is_away:
+        pending = request.pending
+        if result.is_away:
             raise StoreUnreachable(
-                f"{shown(answer.reason, _LONGEST)}; once it is back, failure.max_restarts or --resume goes on from the "
-                "newest checkpoint"
+                f"{shown(result.reason, _LONGEST)}; when it is back, failure.max_restarts or --resume continues from "
+                "the newest checkpoint"
             )
-        if answer.reason:
-            self._bad.add(making.shown[place.row], answer.reason)
-        if making.cancelled:
-            self._release([place.slot])
-        elif answer.reason and making.stream.seed is not None:
-            self._show_another(place)
+        if result.reason:
+            self._bad.add(pending.shown[request.row], result.reason)
+        if pending.cancelled:
+            self._release([request.slot])
+        elif result.reason and pending.stream.seed is not None:
+            self._request_replacement(request)
         else:
-            if answer.reason:
-                making.bad.add(place.row)
-            making.unanswered.remove(place.row)
+            if result.reason:
+                pending.bad.add(request.row)
+            pending.unanswered.remove(request.row)
 
     def _release(self, slots: Iterable[int | None]) -> None:
         self._free.extend(slot for slot in slots if slot is not None)
@@ -295,35 +297,35 @@ class Assembler:
     # --- batches ---
 
     def _deliver(self) -> None:
-        """Batches of the stream that is wanted, in order, as they are complete and as far as anyone waits for them."""
-        while self._makings and self._makings[0].stream is self._wanted:
-            making = self._makings[0]
-            if making.unanswered or making.stream.n_ready >= READY:
+        """Delivers complete batches of the current stream, in order, up to READY of them."""
+        while self._pending and self._pending[0].stream is self._wanted:
+            pending = self._pending[0]
+            if pending.unanswered or pending.stream.n_ready >= READY:
                 return
-            self._makings.popleft()
-            making.stream.ready.put(self._assembled(making))
-            making.stream.n_ready += 1
-            self._release(making.slots)
+            self._pending.popleft()
+            pending.stream.ready.put(self._assembled(pending))
+            pending.stream.n_ready += 1
+            self._release(pending.slots)
 
-    def _assembled(self, making: _Making) -> Batch:
-        in_training = making.stream.seed is not None
-        n = len(making.shown)
+    def _assembled(self, pending: _PendingBatch) -> Batch:
+        in_training = pending.stream.seed is not None
+        n = len(pending.shown)
         size = self._pixels.shape[1]
         is_cuda = self._device.type == "cuda"
         pixels = torch.empty((max(1, n), size, size, 3), dtype=torch.uint8, pin_memory=is_cuda)
         if n:
-            slots = [slot or 0 for slot in making.slots]
-            np.take(self._pixels, slots, axis=0, out=pixels.numpy(), mode="clip")  # "raise" would copy twice
-        for row in [0] if n == 0 else [] if in_training else making.bad:
+            slots = [slot or 0 for slot in pending.slots]
+            np.take(self._pixels, slots, axis=0, out=pixels.numpy(), mode="clip")  # mode "raise" makes a second copy
+        for row in [0] if n == 0 else [] if in_training else pending.bad:
             pixels[row].zero_()
-        index = torch.tensor(making.shown or [0])
+        index = torch.tensor(pending.shown or [0])
         ok = torch.ones(len(index), dtype=torch.bool)
-        ok[[0] if n == 0 else sorted(making.bad)] = False
+        ok[[0] if n == 0 else sorted(pending.bad)] = False
         return Batch(
             images=pixels.permute(0, 3, 1, 2),
             labels=self._labels[index],
             index=index,
             ok=ok,
-            total=making.total,
+            total=pending.total,
             n_counted=n,
         )

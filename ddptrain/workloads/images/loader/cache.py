@@ -1,4 +1,4 @@
-"""Images that were read before, in files of this host: shared by ranks and runs, within a size."""
+"""A cache of images on the local disk, shared by ranks and runs, with a maximal size."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from pathlib import Path
 
 from ddptrain.file_ops import publish, sha256, try_lock
 
-_HEADER = struct.Struct("<QI")  # bytes that follow, and their CRC-32
+_HEADER = struct.Struct("<QI")  # size of the content, and its CRC-32
 _UNFINISHED = ".new-"
-_UNFINISHED_S = 3600.0  # after that, whoever wrote it is gone
-_LOOK = struct.Struct("<Q")  # in the lock's file: bytes of all entries, as the last look has left them
-_FULL, _KEPT = 0.875, 0.85  # shares of the limit: from which on a look drops entries, and what it leaves
-_WRITERS = 10  # what is free is shared out among that many
+_UNFINISHED_S = 3600.0  # older unfinished files belong to processes that were killed
+_SIZE = struct.Struct("<Q")  # content of the lock file: total size of all entries after the last clean-up
+_FULL, _KEPT = 0.875, 0.85  # shares of the limit: a clean-up starts above the first, and ends at the second
+_WRITERS = 10  # the free space is divided by so many processes
 
 
 class Cache:
-    """A folder of images, those dropped first that were used least recently.
+    """A folder of images; the least recently used ones are deleted first.
 
-    Any number of processes use one at a time: entries appear by renaming, and one process at a time looks at the whole
-    and drops some. A process may write a tenth of what the last look of any has found free, and what is more only when
-    it has looked itself; where another is about it, its image is left out. So up to nine that write at once stay below
-    `max_bytes`, and nobody waits. Errors of the file system are not the caller's: what can't be read is not there, what
-    can't be written is left out, and the first time `tell` gets the reason.
+    Any number of processes can use it. Entries appear by renaming. One process at a time cleans up, under a file lock.
+    A process may write a tenth of the space that was free after the last clean-up, and must clean up itself before it
+    writes more; if another process is cleaning up, the image is not cached. So nine concurrent writers stay below
+    `max_bytes`, and no process waits. File system errors are never raised: unreadable entries are missing, failed
+    writes are skipped, and `tell` gets the reason of the first one.
     """
 
     def __init__(self, folder: Path, max_bytes: int, tell: Callable[[str], None] | None = None) -> None:
         self._folder = folder
         self._tell = tell
         self._max_bytes = max_bytes
-        self._has_looked = False  # the first write looks at what others have left
-        self._uncounted = 0  # bytes written here since the last look of this process had begun
-        self._writing = 0  # bytes of those that a look may not see yet
+        self._has_cleaned = False  # the first write cleans up what other processes left
+        self._uncounted = 0  # bytes written by this process since its last clean-up began
+        self._writing = 0  # bytes of writes in progress, which a clean-up may not see yet
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Cache], tuple[Path, int]]:
         return Cache, (self._folder, self._max_bytes)
 
     def get(self, url: str, key: str, version: str) -> bytes | None:
-        """The image, if it is there and whole; a damaged one is dropped."""
+        """The content of an image, if it is cached; a damaged entry is deleted."""
         path = self._path(url, key, version)
         try:
             with path.open("rb", buffering=0) as file:
                 content = file.read()
-                with contextlib.suppress(OSError):  # of others, or on a disk that can't be written
+                with contextlib.suppress(OSError):  # of another user, or on a read-only disk
                     os.utime(file.fileno())
         except OSError:
             return None
@@ -62,7 +62,7 @@ class Cache:
         return None
 
     def put(self, url: str, key: str, version: str, data: bytes) -> None:
-        """Keeps an image; nothing happens where it takes more than an 80th of the cache, or the disk is full."""
+        """Caches an image, unless it is larger than 1/80 of the cache or the disk is full."""
         n_bytes = len(data) + _HEADER.size
         if n_bytes * 80 > self._max_bytes:
             return
@@ -77,7 +77,7 @@ class Cache:
         except OSError as error:
             tell, self._tell = self._tell, None
             if tell is not None:
-                tell(f"images can't be kept in {self._folder}, see params.cache.dir: {error}")
+                tell(f"images can't be cached in {self._folder}, see params.cache.dir: {error}")
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
 
@@ -87,14 +87,14 @@ class Cache:
 
     @contextlib.contextmanager
     def _room(self, n_bytes: int) -> Iterator[bool]:
-        """Whether that much may be written now, which counts as written from the beginning."""
+        """Whether `n_bytes` may be written now; they are counted from the start of the write."""
         with self._lock:
             self._uncounted += n_bytes
             self._writing += n_bytes
             share = self._share()
-            is_free, is_time = self._uncounted <= share, not self._has_looked or self._uncounted * 2 > share
+            is_free, is_due = self._uncounted <= share, not self._has_cleaned or self._uncounted * 2 > share
         try:
-            is_free = (is_time and self._look()) or is_free
+            is_free = (is_due and self._clean_up()) or is_free
             yield is_free
         finally:
             with self._lock:
@@ -102,24 +102,24 @@ class Cache:
                 self._uncounted -= 0 if is_free else n_bytes
 
     def _share(self) -> float:
-        """Bytes that a process may write before it has to look."""
+        """Bytes that a process may write before it must clean up."""
         try:
             with self._lock_path.open("rb", buffering=0) as file:
-                (total,) = _LOOK.unpack(file.read(_LOOK.size))
+                (total,) = _SIZE.unpack(file.read(_SIZE.size))
         except (OSError, struct.error):
             total = 0
         return max(self._max_bytes - int(total), self._max_bytes * (1 - _FULL)) / _WRITERS
 
-    def _look(self) -> bool:
-        """Counts the entries and drops those that are too many; whether no other process was about it."""
+    def _clean_up(self) -> bool:
+        """Deletes entries above the limit and stores the total size; false if another process is cleaning up."""
         file = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if not try_lock(file):
                 return False
             with self._lock:
                 self._uncounted = self._writing
-            os.pwrite(file, _LOOK.pack(self._shrink()), 0)  # in place: nobody reads half of it
-            self._has_looked = True
+            os.pwrite(file, _SIZE.pack(self._shrink()), 0)  # in place: readers never see half of it
+            self._has_cleaned = True
         finally:
             os.close(file)
         return True
@@ -129,7 +129,7 @@ class Cache:
         return self._folder / ".lock"
 
     def _shrink(self) -> int:
-        """Bytes of the entries that are left."""
+        """Deletes entries above the limit; returns the bytes of the remaining ones."""
         entries = sorted(self._entries())
         total = sum(size for _, size, _ in entries)
         if total <= self._max_bytes * _FULL:
@@ -143,7 +143,7 @@ class Cache:
         return total
 
     def _entries(self) -> Iterator[tuple[int, int, str]]:
-        """(last use, size, path) of each entry; what a killed process has left half-written is dropped."""
+        """(last use, size, path) of each entry; old unfinished files are deleted."""
         for folder in self._folder.iterdir():
             if len(folder.name) != 2:
                 continue

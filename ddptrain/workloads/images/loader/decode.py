@@ -1,6 +1,6 @@
-"""Encoded images become squares of bytes: cut, scaled and turned in one pass of pillow, and nothing else.
+"""Decodes images into squares of bytes: cropped, scaled and turned upright in one pass of pillow.
 
-Needs neither torch nor numpy to fill a buffer: the processes that decode start in a fraction of a second.
+Filling a buffer needs neither torch nor numpy, so decode processes start in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ if TYPE_CHECKING:
 Augment = Literal["none", "flip", "crop"]
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
 
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")  # no others: some formats run programs to be read
-MOST_PIXELS = 178_956_970  # pillow's own limit of what is no decompression bomb
-CENTRE = 224 / 256  # side of the centre crop, as a share of the shorter side
-_AREA = (
-    0.08,
-    1.0,
-)  # of a random crop, as a share of the image's; with _RATIO those of "Going deeper with convolutions"
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")  # no others: pillow runs programs to read some formats
+MOST_PIXELS = 178_956_970  # pillow's own limit against decompression bombs
+CENTRE = 224 / 256  # side of the centre crop relative to the shorter side
+_AREA = (0.08, 1.0)  # of a random crop relative to the image; with _RATIO as in "Going deeper with convolutions"
 _RATIO = (3 / 4, 4 / 3)
 _ORIENTATION = 0x0112  # EXIF tag
 _UPRIGHT = {
@@ -40,30 +37,24 @@ _UPRIGHT = {
 
 
 class CorruptImage(ValueError):
-    """The bytes are no image that can be read, or one that is too large; says why."""
+    """The bytes are no readable image, or one that is too large; the message has the reason."""
 
 
 def decode(data: bytes, size: int, augment: Augment | None, draw: random.Random) -> NDArray[uint8]:
-    """An image for training, upright, uint8 [3, size, size]; None cuts the centre out, as `decode_eval` does.
+    """An image for training, upright, uint8 [3, size, size]; augment None crops the centre as `decode_eval` does.
 
-    Raises: CorruptImage.
+    Raises CorruptImage.
     """
     return _planes(decode_pixels(data, size, augment, draw), size)
 
 
 def decode_eval(data: bytes, size: int) -> NDArray[uint8]:
-    """The centre of an image, upright, uint8 [3, size, size]: of its shorter side 224/256 are seen.
-
-    Raises: CorruptImage.
-    """
+    """The centre of an image (224/256 of the shorter side), upright, uint8 [3, size, size]. Raises CorruptImage."""
     return _planes(decode_pixels(data, size, None, random.Random()), size)
 
 
 def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.Random) -> bytes:
-    """The same as bytes of [size, size, 3]: rows of pixels, which are red, green and blue.
-
-    Raises: CorruptImage.
-    """
+    """As `decode`, but the bytes of [size, size, 3]: rows of RGB pixels. Raises CorruptImage."""
     if not data:
         raise CorruptImage("the file is empty")
     try:
@@ -71,18 +62,18 @@ def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.
             return _square(image, size, augment, draw).tobytes()
     except MemoryError:
         raise
-    except Exception as error:  # pillow's decoders raise whatever broken bytes lead them to
+    except Exception as error:  # pillow's decoders raise arbitrary errors for damaged files
         raise CorruptImage(_reason(error)) from error
 
 
 def _square(image: Image.Image, size: int, augment: Augment | None, draw: random.Random) -> Image.Image:
-    """The part of the image that is to be seen, scaled, then turned upright and perhaps mirrored."""
+    """Crops and scales the image, turns it upright, and perhaps mirrors it."""
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise CorruptImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
     box = _random_box(width, height, draw) if augment == "crop" else _centre_box(width, height)
     turn = _turn(image)
-    # A JPEG can be decoded at 1/2, 1/4 or 1/8, as long as the box stays as large as what is made of it.
+    # A JPEG can be decoded at 1/2, 1/4 or 1/8 size, as long as the box is not smaller than the result.
     image.draft(None, (_ceil(width * size / (box[2] - box[0])), _ceil(height * size / (box[3] - box[1]))))
     by_x, by_y = image.width / width, image.height / height
     box = (box[0] * by_x, box[1] * by_y, min(box[2] * by_x, image.width), min(box[3] * by_y, image.height))
@@ -97,18 +88,18 @@ def _square(image: Image.Image, size: int, augment: Augment | None, draw: random
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What makes the image upright, as far as its EXIF can be read: the pixels may be whole all the same."""
+    """The rotation that makes the image upright; None if its EXIF is damaged, because the pixels may be intact."""
     try:
         return _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # pillow raises whatever broken bytes lead it to
+    except Exception:  # pillow raises arbitrary errors for damaged EXIF
         return None
 
 
 def _smooth(image: Image.Image) -> Image.Image:
-    """The image in a mode whose values can be averaged."""
+    """The image in a mode whose values can be interpolated."""
     if image.mode in ("RGB", "L"):
         return image
-    if image.mode.startswith("I;16"):  # convert() would cut all values above 255 off
+    if image.mode.startswith("I;16"):  # convert() would clip all values above 255
         import numpy as np
 
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -122,9 +113,9 @@ def _centre_box(width: int, height: int) -> Box:
 
 
 def _random_box(width: int, height: int, draw: random.Random) -> Box:
-    """A box of random area, shape and place; the largest one of an allowed shape where ten draws did not fit.
+    """A box of random area, shape and position; the largest one of an allowed shape if ten draws did not fit.
 
-    Source: torchvision's RandomResizedCrop. Shapes upright and lying are as likely, so that EXIF may turn it after.
+    As in torchvision's RandomResizedCrop. Portrait and landscape shapes are equally likely, so EXIF may turn it later.
     """
     for _ in range(10):
         area = width * height * draw.uniform(*_AREA)
@@ -153,6 +144,6 @@ def _reason(error: Exception) -> str:
         return str(error)
     if type(error).__name__ == "UnidentifiedImageError":
         return f"not an image of a known format ({', '.join(FORMATS)})"
-    # Pillow says by these what is wrong with a file; what others say means little without their names.
+    # These errors of pillow have a message that explains; others are clear only with their type.
     is_told = type(error) in (OSError, SyntaxError) and str(error)
     return str(error) if is_told else f"{type(error).__name__}: {error}"

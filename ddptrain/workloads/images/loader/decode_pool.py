@@ -1,4 +1,4 @@
-"""Who decodes for a rank: processes of their own, which share memory with it, or threads of the rank."""
+"""The decode pool of a rank: processes that share memory with it, or threads of the rank."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from typing import Protocol
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import TrainingFailed
-from ddptrain.workloads.images.loader.decode_process import Setup
-from ddptrain.workloads.images.loader.decode_worker import AHEAD, Decoder
-from ddptrain.workloads.images.loader.pipeline import Answer, Order, Pipeline
+from ddptrain.workloads.images.loader.decode_process import DecodeSetup
+from ddptrain.workloads.images.loader.decode_worker import AHEAD, DecodeProcess
+from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult, Pipeline
 
-_MOST_FRUITLESS = 3  # deaths in a row without an answer between them
-_SUSPECT = 2  # deaths, after which an order is tried once more, by a process that has nothing else
+_MOST_DEATHS_IN_A_ROW = 3  # deaths in a row of the same process without a result
+_SUSPECT = 2  # after so many deaths a request is tried once more, alone
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class ProcessDied:
     """A process has ended by itself.
 
-    `replaced`, for the thread that uses the crew, has another one do its orders, and answers those that are given up.
-    It raises DecodeProcessLost where that has not helped before.
+    `replaced` must be called by the thread that uses the pool: it starts another process with the pending requests, and
+    returns the results of requests that are not tried again. It raises DecodeProcessLost if that did not help before.
     """
 
-    replaced: Callable[[], Sequence[Answer]]
+    replace: Callable[[], Sequence[DecodeResult]]
 
 
-Tell = Callable[[Sequence[Answer] | Died], None]
+OnResults = Callable[[Sequence[DecodeResult] | ProcessDied], None]
 
 
 class DecodeProcessLost(TrainingFailed):
-    """Processes that decode images go on ending by themselves."""
+    """Decode processes end by themselves again and again."""
 
 
-class Crew(Protocol):
-    """Takes orders and tells of their answers, in threads of its own; used by one thread."""
+class DecodePool(Protocol):
+    """Takes requests and reports results, in threads of its own; used by one thread."""
 
-    def put(self, order: Order) -> bool:
-        """Take an order; false where all have enough to do, and the order is to be offered again."""
+    def put(self, request: DecodeRequest) -> bool:
+        """Takes a request; false if there is no capacity, and the request must be offered again later."""
         ...
 
     def flush(self) -> None:
-        """Begin with the orders that were put since the last time."""
+        """Starts the requests that were put since the last flush."""
         ...
 
-    def answered(self, ticket: int) -> None:
-        """Whoever had that order has room for another one."""
+    def complete(self, ticket: int) -> None:
+        """Frees the capacity that a request used."""
         ...
 
     def close(self) -> None:
-        """End all threads and processes."""
+        """Ends all threads and processes."""
         ...
 
 
 def shared_memory(n_bytes: int) -> int:
-    """A descriptor of memory that has no name, and goes with the last process that has it open."""
+    """A file descriptor of anonymous memory, which is freed with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("ddptrain-images")
     else:
@@ -72,10 +72,10 @@ def shared_memory(n_bytes: int) -> int:
     return fd
 
 
-class ThreadCrew:
-    """Threads of this process."""
+class ThreadDecodePool:
+    """A decode pool of threads."""
 
-    def __init__(self, setup: Setup, decoders: int, tell: Tell) -> None:
+    def __init__(self, setup: DecodeSetup, decoders: int, on_results: OnResults) -> None:
         self._room = setup.readers + AHEAD * decoders
         pixels = memoryview(mmap.mmap(setup.pixels_fd, 0))
         self._pipeline = Pipeline(
@@ -83,23 +83,23 @@ class ThreadCrew:
             pixels,
             setup.size,
             setup.augment,
-            lambda answer: tell([answer]),
+            lambda result: on_results([result]),
             readers=setup.readers,
             decoders=decoders,
         )
 
-    def put(self, order: Order) -> bool:
+    def put(self, request: DecodeRequest) -> bool:
         """See Crew."""
         if self._room == 0:
             return False
         self._room -= 1
-        self._pipeline.put(order)
+        self._pipeline.put(request)
         return True
 
     def flush(self) -> None:
         """See Crew."""
 
-    def answered(self, ticket: int) -> None:
+    def complete(self, ticket: int) -> None:
         """See Crew."""
         self._room += 1
 
@@ -108,37 +108,37 @@ class ThreadCrew:
         self._pipeline.close()
 
 
-class ProcessCrew:
-    """Processes that have the slots in common with this one; each reads what it decodes.
+class ProcessDecodePool:
+    """A decode pool of processes, which share the slots with this process; each reads what it decodes.
 
-    One that ends by itself is replaced, and its orders are done again, into the same slots: nothing else shows it. An
-    order that two have ended with is tried alone, and given up where that ends a third. `say` gets a line for each.
+    A process that ends by itself is replaced, and its requests are repeated into the same slots. A request that was
+    pending in two such processes is repeated alone, and given up if a third ends. `say` gets a line for each death.
     """
 
-    def __init__(self, setup: Setup, processes: int, tell: Tell, say: Callable[[str], None]) -> None:
+    def __init__(self, setup: DecodeSetup, processes: int, on_results: OnResults, say: Callable[[str], None]) -> None:
         self._setup = dataclasses.replace(setup, pixels_fd=os.dup(setup.pixels_fd))
-        self._tell, self._say = tell, say
-        self._lock = threading.Lock()  # who has it starts processes, or ends them all
+        self._on_results, self._say = on_results, say
+        self._lock = threading.Lock()  # held while processes are started, or all are ended
         self._closed = False
-        self._who: dict[int, Decoder] = {}  # ticket -> who has it in hand
-        self._deaths: Counter[int] = Counter()  # ticket -> processes that have ended with it in hand
-        self._fruitless = [0] * processes  # deaths without an answer between them
-        self._decoders: list[Decoder] = []
+        self._owners: dict[int, DecodeProcess] = {}  # ticket -> process that has the request
+        self._deaths: Counter[int] = Counter()  # ticket -> processes that ended while they had the request
+        self._deaths_in_a_row = [0] * processes  # deaths in a row without a result
+        self._decoders: list[DecodeProcess] = []
         for _ in range(processes):
-            self._decoders.append(self._started())
+            self._decoders.append(self._start())
 
     @property
     def pids(self) -> list[int]:
-        """The processes."""
+        """The process ids."""
         return [decoder.popen.pid for decoder in self._decoders]
 
-    def put(self, order: Order) -> bool:
+    def put(self, request: DecodeRequest) -> bool:
         """See Crew."""
         decoder = max(self._decoders, key=lambda decoder: decoder.room)
         if decoder.room <= 0:
             return False
-        self._who[order.ticket] = decoder
-        decoder.put(order)
+        self._owners[request.ticket] = decoder
+        decoder.put(request)
         return True
 
     def flush(self) -> None:
@@ -146,69 +146,69 @@ class ProcessCrew:
         for decoder in self._decoders:
             decoder.flush()
 
-    def answered(self, ticket: int) -> None:
+    def complete(self, ticket: int) -> None:
         """See Crew."""
         self._deaths.pop(ticket, None)
-        if decoder := self._who.pop(ticket, None):
-            decoder.answered(ticket)
+        if decoder := self._owners.pop(ticket, None):
+            decoder.complete(ticket)
 
     def close(self) -> None:
         """See Crew."""
         with self._lock:
             self._closed = True
         for decoder in self._decoders:
-            decoder.hang_up()
+            decoder.close_stdin()
         for decoder in self._decoders:
             decoder.join()
         os.close(self._setup.pixels_fd)
 
-    def _started(self) -> Decoder:
-        return Decoder(self._setup, self._tell, self._ended)
+    def _start(self) -> DecodeProcess:
+        return DecodeProcess(self._setup, self._on_results, self._on_end)
 
-    def _ended(self, decoder: Decoder) -> None:
+    def _on_end(self, decoder: DecodeProcess) -> None:
         if not self._closed:
-            self._tell(Died(partial(self._replaced, decoder)))
+            self._on_results(ProcessDied(partial(self._replace, decoder)))
 
-    def _replaced(self, dead: Decoder) -> list[Answer]:
+    def _replace(self, dead: DecodeProcess) -> list[DecodeResult]:
         place = self._decoders.index(dead)
         given_up = self._given_up(dead)
-        self._fruitless[place] = 0 if given_up else 1 if dead.has_answered else self._fruitless[place] + 1
+        self._deaths_in_a_row[place] = 0 if given_up else 1 if dead.has_completed else self._deaths_in_a_row[place] + 1
         with self._lock:
             if self._closed:
                 return []
-            dead.hang_up()
+            dead.close_stdin()
             dead.join()
-            new = self._decoders[place] = self._another(place, dead, len(dead.in_hand) - len(given_up))
-        left = [order for ticket, order in dead.in_hand.items() if ticket in self._who]
-        suspects = [order for order in left if self._deaths[order.ticket] >= _SUSPECT]
-        self._who |= {order.ticket: new for order in left}
-        new.take_over(suspects, [order for order in left if order not in suspects])
+            new = self._decoders[place] = self._start_replacement(place, dead, len(dead.pending) - len(given_up))
+        left = [request for ticket, request in dead.pending.items() if ticket in self._owners]
+        suspects = [request for request in left if self._deaths[request.ticket] >= _SUSPECT]
+        self._owners |= {request.ticket: new for request in left}
+        new.take_over(suspects, [request for request in left if request not in suspects])
         return given_up
 
-    def _given_up(self, dead: Decoder) -> list[Answer]:
-        """Counts against its orders that a process has ended, and gives the one up that is to blame for certain."""
+    def _given_up(self, dead: DecodeProcess) -> list[DecodeResult]:
+        """Counts the death against the pending requests; gives one up that was alone in a process that ended."""
         if not dead.has_begun:
             return []
         if dead.alone is None:
-            self._deaths.update(dead.in_hand.keys())
+            self._deaths.update(dead.pending.keys())
             return []
         ticket = dead.alone.ticket
-        del self._who[ticket]
+        del self._owners[ticket]
         each = f"each of {self._deaths[ticket] + 1} decode processes that had it in hand has ended"
-        reason = f"{each}; the last one, which had nothing else, {dead.how}"
-        return [Answer(ticket, reason)]
+        reason = f"{each}; the last one, which had nothing else, {dead.end}"
+        return [DecodeResult(ticket, reason)]
 
-    def _another(self, place: int, dead: Decoder, n_left: int) -> Decoder:
-        """One in the place of a dead one that has left so many orders. Raises: DecodeProcessLost."""
-        is_killed = dead.how.endswith("SIGKILL")
+    def _start_replacement(self, place: int, dead: DecodeProcess, n_left: int) -> DecodeProcess:
+        """A new process in place of a dead one that has left `n_left` requests. Raises DecodeProcessLost."""
+        is_killed = dead.end.endswith("SIGKILL")
         memory = "; the system may have been out of memory" if is_killed else ""
-        said = f"decode process {place + 1} of {len(self._decoders)} (pid {dead.popen.pid}) {dead.how}{memory}"
+        said = f"decode process {place + 1} of {len(self._decoders)} (pid {dead.popen.pid}) {dead.end}{memory}"
         hint = "lower params.loader_workers, params.prefetch or params.requests"
-        if self._fruitless[place] > _MOST_FRUITLESS:
-            n = self._fruitless[place]
-            raise DecodeProcessLost(f"{said}, {n} in a row without an image: {hint}, or see above what it has said")
+        if self._deaths_in_a_row[place] > _MOST_DEATHS_IN_A_ROW:
+            n = self._deaths_in_a_row[place]
+            raise DecodeProcessLost(f"{said}, {n} in a row without an image: {hint}, or see its output above")
         try:
-            another = self._started()
+            another = self._start()
         except OSError as error:
             raise DecodeProcessLost(f"{said}, and no other one can be started ({error}): {hint}") from None
         images = f"does its {counted(n_left, 'image')} again" if n_left else "goes on"

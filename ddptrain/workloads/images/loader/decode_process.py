@@ -1,7 +1,7 @@
-"""What a process runs that decodes images for a rank: orders come on stdin, answers go to a pipe, both as JSON lines.
+"""The program of a decode process: requests come on stdin, results go to a pipe, both as lines of JSON.
 
-It ends when stdin does, which is when its rank ends, however it ends; signals that a whole group gets are the rank's
-business. It imports neither torch nor numpy.
+The process ends when its stdin does, so it ends with its rank in every case. It ignores signals that a whole process
+group gets. It imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any, BinaryIO
 from ddptrain.storage.base import Location
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.decode import Augment
-from ddptrain.workloads.images.loader.pipeline import Answer, Order, Pipeline
-from ddptrain.workloads.images.loader.reader import Reader, Readers, Tries, Wanted
+from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult, Pipeline
+from ddptrain.workloads.images.loader.reader import ImageRef, Reader, RetryPolicy, TwoLocationReader
 
-_MOST_TOLD = 64  # answers in a line
-_LOOK_S = 2.0
+_MOST_RESULTS = 64  # results in a line
+_CHECK_PARENT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """What a decode process is told first; travels as JSON."""
+class DecodeSetup:
+    """The first message to a decode process; sent as JSON."""
 
     url: str
     options: dict[str, Any]
@@ -42,55 +42,55 @@ class Setup:
     augment: Augment
     readers: int
     pixels_fd: int
-    answers_fd: int
+    results_fd: int
     val_url: str = ""
 
-    def reader(self) -> Reader | Readers:
-        """Reads as it is told here."""
-        cache = Cache(Path(self.cache_dir), self.cache_bytes, _say) if self.cache_dir else None
+    def reader(self) -> Reader | TwoLocationReader:
+        """A reader for the locations, with the cache."""
+        cache = Cache(Path(self.cache_dir), self.cache_bytes, _print) if self.cache_dir else None
         source, val_source = (
-            Reader(Location(url, self.options), cache, Tries(self.deadline_s)) for url in (self.url, self.val_url)
+            Reader(Location(url, self.options), cache, RetryPolicy(self.deadline_s)) for url in (self.url, self.val_url)
         )
-        return Readers(source, val_source) if self.val_url else source
+        return TwoLocationReader(source, val_source) if self.val_url else source
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)  # into the log of the rank
+def _print(text: str) -> None:
+    print(text, flush=True)  # goes to the log of the rank
 
 
-def main(orders: BinaryIO) -> None:
-    """Take the setup, then orders until there are no more; this process ends with it."""
+def main(requests: BinaryIO) -> None:
+    """Reads the setup, then requests until stdin ends; then this process ends."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # its rank has blocked them till here
-    warnings.simplefilter("ignore")  # pillow's, about images that it reads all the same
-    setup = Setup(**json.loads(orders.readline()))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # blocked by the rank until here
+    warnings.simplefilter("ignore")  # pillow's warnings about images that it can read
+    setup = DecodeSetup(**json.loads(requests.readline()))
     pixels = memoryview(mmap.mmap(setup.pixels_fd, 0))
-    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    _write(setup.answers_fd, [])  # from here on it may be an image that ends this process
-    threading.Thread(target=_tell, args=(answers, setup.answers_fd), daemon=True).start()
+    results: queue.SimpleQueue[DecodeResult] = queue.SimpleQueue()
+    _write(setup.results_fd, [])  # tells the rank that from now on an image may end this process
+    threading.Thread(target=_send_results, args=(results, setup.results_fd), daemon=True).start()
     reader = setup.reader()
-    # Two, as one of them often waits for the interpreter, which those that read use, too.
-    pipeline = Pipeline(reader, pixels, setup.size, setup.augment, answers.put, readers=setup.readers, decoders=2)
-    for line in orders:
+    # Two decoders, because one often waits for the interpreter lock, which the readers use, too.
+    pipeline = Pipeline(reader, pixels, setup.size, setup.augment, results.put, readers=setup.readers, decoders=2)
+    for line in requests:
         for ticket, slot, wanted, seed in json.loads(line):
-            pipeline.put(Order(ticket, slot, Wanted(*wanted), seed))
-    os._exit(0)  # whatever is being read or decoded
+            pipeline.put(DecodeRequest(ticket, slot, ImageRef(*wanted), seed))
+    os._exit(0)  # without waiting for reads or decodes in progress
 
 
-def _tell(answers: queue.SimpleQueue[Answer], fd: int) -> None:
-    """Writes answers as they come, those that wait in one line; ends the process when its rank is gone."""
+def _send_results(results: queue.SimpleQueue[DecodeResult], fd: int) -> None:
+    """Writes results as they come, several in a line; ends the process when its rank is gone."""
     rank_pid = os.getppid()
     while True:
         try:
-            told = [answers.get(timeout=_LOOK_S)]
+            batch = [results.get(timeout=_CHECK_PARENT_S)]
         except queue.Empty:
-            if os.getppid() != rank_pid:  # and a child that it had forked keeps stdin open
+            if os.getppid() != rank_pid:  # a forked child of the rank may keep stdin open
                 os._exit(0)
             continue
-        while len(told) < _MOST_TOLD and not answers.empty():
-            told.append(answers.get())
-        _write(fd, [dataclasses.astuple(answer) if answer.reason else answer.ticket for answer in told])
+        while len(batch) < _MOST_RESULTS and not results.empty():
+            batch.append(results.get())
+        _write(fd, [dataclasses.astuple(result) if result.reason else result.ticket for result in batch])
 
 
 def _write(fd: int, what: Sequence[object]) -> None:

@@ -1,4 +1,4 @@
-"""One decode process as its rank sees it: started, given orders, and heard until it has ended."""
+"""A decode process from the side of its rank: starts it, sends requests, receives results."""
 
 from __future__ import annotations
 
@@ -12,84 +12,89 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from ddptrain.workloads.images.loader.decode_process import Setup
-from ddptrain.workloads.images.loader.pipeline import Answer, Order
+from ddptrain.workloads.images.loader.decode_process import DecodeSetup
+from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult
 
-AHEAD = 8  # orders of a decoder beyond those that are being read
+AHEAD = 8  # requests of a process beyond those that are being read
 _END_S = 2.0
-# The rank's search path, for its code may have come along from another host; nothing of the working folder's.
+# The search path of the rank, because its code may be a copy from another host; without the working directory.
 _PROGRAM = (
-    "import json, sys; orders = sys.stdin.buffer; sys.path[:] = json.loads(orders.readline()); "
-    "from ddptrain.workloads.images.loader.decode_process import main; main(orders)"
+    "import json, sys; requests = sys.stdin.buffer; sys.path[:] = json.loads(requests.readline()); "
+    "from ddptrain.workloads.images.loader.decode_process import main; main(requests)"
 )
-# Pillow and obstore have threads of their own, or none.
+# Neither library needs threads of OpenMP.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-class Decoder:
-    """A process, and the thread that hears it; all else is done by one thread.
+class DecodeProcess:
+    """A process, and the thread that receives its results; everything else is called by one thread.
 
-    `tell` gets its answers, and `ended` is called last, when the process is gone and writes to no slot any more.
+    `tell` gets the results. `ended` is called last, when the process is gone and can write to no slot.
     """
 
     def __init__(
-        self, setup: Setup, tell: Callable[[Sequence[Answer]], None], ended: Callable[[Decoder], None]
+        self,
+        setup: DecodeSetup,
+        on_results: Callable[[Sequence[DecodeResult]], None],
+        on_end: Callable[[DecodeProcess], None],
     ) -> None:
-        self.in_hand: dict[int, Order] = {}  # ticket -> order
-        self.alone: Order | None = None  # the only one that it has been told, of all that are in hand
-        self.has_begun = self.has_answered = False
-        self.how = ""  # it has ended
+        self.pending: dict[int, DecodeRequest] = {}  # ticket -> order
+        self.alone: DecodeRequest | None = (
+            None  # the only pending request that was sent, if requests are sent one by one
+        )
+        self.has_begun = self.has_completed = False
+        self.end = ""  # how it ended
         self._most = setup.readers + AHEAD
-        self._suspects: deque[Order] = deque()
-        self._others: list[Order] = []
-        self._unsent: list[Order] = []
-        self._tell, self._ended = tell, ended
-        answers, answers_fd = os.pipe()
-        self._answers = os.fdopen(answers, "rb")
+        self._suspects: deque[DecodeRequest] = deque()
+        self._others: list[DecodeRequest] = []
+        self._unsent: list[DecodeRequest] = []
+        self._on_results, self._on_end = on_results, on_end
+        results, results_fd = os.pipe()
+        self._results = os.fdopen(results, "rb")
         try:
-            self.popen = _start([setup.pixels_fd, answers_fd])
+            self.popen = _start([setup.pixels_fd, results_fd])
         except OSError:
-            self._answers.close()
+            self._results.close()
             raise
         finally:
-            os.close(answers_fd)
+            os.close(results_fd)
         self._send(sys.path)
-        self._send(dataclasses.asdict(dataclasses.replace(setup, answers_fd=answers_fd)))
-        self._thread = threading.Thread(target=self._hear, name="ddptrain-images", daemon=True)
+        self._send(dataclasses.asdict(dataclasses.replace(setup, results_fd=results_fd)))
+        self._thread = threading.Thread(target=self._receive, name="ddptrain-images", daemon=True)
         self._thread.start()
 
     @property
     def room(self) -> int:
-        """How many orders it would take."""
-        return 0 if self.alone is not None else self._most - len(self.in_hand)
+        """How many more requests it can take."""
+        return 0 if self.alone is not None else self._most - len(self.pending)
 
-    def put(self, order: Order) -> None:
-        """Have an order ready for it."""
-        self.in_hand[order.ticket] = order
-        self._unsent.append(order)
+    def put(self, request: DecodeRequest) -> None:
+        """Adds a request; `flush` sends it."""
+        self.pending[request.ticket] = request
+        self._unsent.append(request)
 
-    def take_over(self, suspects: Iterable[Order], others: Iterable[Order]) -> None:
-        """Have the orders of another one ready: first the suspects, each of them alone, then the others."""
+    def take_over(self, suspects: Iterable[DecodeRequest], others: Iterable[DecodeRequest]) -> None:
+        """Adds the requests of another process: first the suspects, each of them alone, then the others."""
         self._suspects.extend(suspects)
         self._others = [*others]
-        self.in_hand |= {order.ticket: order for order in [*self._suspects, *self._others]}
-        self._go_on()
+        self.pending |= {request.ticket: request for request in [*self._suspects, *self._others]}
+        self._send_next()
 
-    def answered(self, ticket: int) -> None:
-        """It has one order less."""
-        del self.in_hand[ticket]
-        self.has_answered = True
+    def complete(self, ticket: int) -> None:
+        """Removes a request that has a result."""
+        del self.pending[ticket]
+        self.has_completed = True
         if self.alone is not None:
-            self._go_on()
+            self._send_next()
 
     def flush(self) -> None:
-        """Send it the orders that are ready."""
+        """Sends the requests that were put."""
         if self._unsent:
-            self._send([_told(order) for order in self._unsent])
+            self._send([_encode(request) for request in self._unsent])
             self._unsent.clear()
 
-    def hang_up(self) -> None:
-        """Tell it to end."""
+    def close_stdin(self) -> None:
+        """Closes its stdin, which ends it."""
         assert self.popen.stdin is not None
         try:
             self.popen.stdin.close()
@@ -97,12 +102,12 @@ class Decoder:
             pass
 
     def join(self) -> None:
-        """Wait until it has ended; kill it if it doesn't."""
+        """Waits until it has ended; kills it after a time limit."""
         self._wait()
         self._thread.join()
-        self._answers.close()
+        self._results.close()
 
-    def _go_on(self) -> None:
+    def _send_next(self) -> None:
         self.alone = self._suspects.popleft() if self._suspects else None
         if self.alone is not None:
             self._unsent.append(self.alone)
@@ -116,18 +121,20 @@ class Decoder:
             self.popen.stdin.write(json.dumps(what).encode() + b"\n")
             self.popen.stdin.flush()
         except (OSError, ValueError):
-            pass  # it is gone: whoever hears it tells
+            pass  # the process is gone: the receiving thread reports it
 
-    def _hear(self) -> None:
-        for line in self._answers:
-            if line.endswith(b"\n"):  # else it was killed in the middle of it
+    def _receive(self) -> None:
+        for line in self._results:
+            if line.endswith(b"\n"):  # otherwise it was killed while it wrote
                 self.has_begun = True
-                self._tell([Answer(*item) if isinstance(item, list) else Answer(item) for item in json.loads(line)])
-        self.how = self._wait()
-        self._ended(self)
+                self._on_results(
+                    [DecodeResult(*item) if isinstance(item, list) else DecodeResult(item) for item in json.loads(line)]
+                )
+        self.end = self._wait()
+        self._on_end(self)
 
     def _wait(self) -> str:
-        """How it has ended; nobody writes to its slots afterwards, also where it would not have ended by itself."""
+        """Waits for the end, and describes it; after a time limit kills the process, so that no slot is written."""
         try:
             status = self.popen.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -137,14 +144,14 @@ class Decoder:
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 
 
-def _told(order: Order) -> list[object]:
-    return [order.ticket, order.slot, dataclasses.astuple(order.wanted), order.seed]
+def _encode(request: DecodeRequest) -> list[object]:
+    return [request.ticket, request.slot, dataclasses.astuple(request.wanted), request.seed]
 
 
 def _start(fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A decode process, which does not hear the signals of its group from its first moment on."""
-    deaf_to = {signal.SIGTERM, signal.SIGINT}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
+    """Starts a decode process with SIGTERM and SIGINT blocked, so that signals to the group never reach it."""
+    blocked = {signal.SIGTERM, signal.SIGINT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM],

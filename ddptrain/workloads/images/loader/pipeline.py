@@ -1,6 +1,6 @@
-"""Orders become pixels: threads that read, a few that decode, and a piece of memory that takes what comes out.
+"""Reads and decodes images into slots of shared memory, with threads for reading and threads for decoding.
 
-It runs in the processes that decode, and in the rank itself where there are none; needs neither torch nor numpy.
+Runs in decode processes, or in the rank if it has none; needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddptrain.workloads.images.loader.decode import Augment, CorruptImage, decode_pixels
-from ddptrain.workloads.images.loader.reader import Reader, Readers, ReadFault, Wanted
+from ddptrain.workloads.images.loader.reader import ImageRef, Reader, ReadFailure, TwoLocationReader
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """An image to be read and decoded into a slot; `seed` is that of its augmentation, None sees its centre."""
+class DecodeRequest:
+    """A request to read and decode an image into a slot; `seed` is for its augmentation, None crops the centre."""
 
     ticket: int
     slot: int
-    wanted: Wanted
+    wanted: ImageRef
     seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """That an order is done, or why its image can't be had; or why none can, where the store `is_away`."""
+class DecodeResult:
+    """The result of a request; `reason` is empty on success. `is_away`: the store as a whole does not answer."""
 
     ticket: int
     reason: str = ""
@@ -35,39 +35,39 @@ class Answer:
 
 
 class Pipeline:
-    """Takes orders, in any number, and answers each; `answer` is called by its threads, and not for long.
+    """Takes any number of requests, and calls `answer` with the result of each, in its threads; it must not block.
 
     pixels: a writable buffer of slots, each [size, size, 3] bytes.
     """
 
     def __init__(
         self,
-        reader: Reader | Readers,
+        reader: Reader | TwoLocationReader,
         pixels: memoryview,
         size: int,
         augment: Augment,
-        answer: Callable[[Answer], None],
+        on_result: Callable[[DecodeResult], None],
         *,
         readers: int,
         decoders: int,
     ) -> None:
         self._reader, self._pixels, self._size, self._augment = reader, pixels, size, augment
-        self._answer = answer
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._read: queue.SimpleQueue[tuple[Order, bytes | ReadFault] | None] = queue.SimpleQueue()
+        self._on_result = on_result
+        self._requests: queue.SimpleQueue[DecodeRequest | None] = queue.SimpleQueue()
+        self._read: queue.SimpleQueue[tuple[DecodeRequest, bytes | ReadFailure] | None] = queue.SimpleQueue()
         self._closed = False
         self._readers = self._start(self._fetch, readers)
         self._decoders = self._start(self._decode, decoders)
 
-    def put(self, order: Order) -> None:
-        """Take an order."""
-        self._orders.put(order)
+    def put(self, request: DecodeRequest) -> None:
+        """Adds a request."""
+        self._requests.put(request)
 
     def close(self) -> None:
-        """End: orders under way may still be answered, others are not."""
+        """Ends the threads: requests in progress may still get results, others do not."""
         self._closed = True
         for _ in self._readers:
-            self._orders.put(None)
+            self._requests.put(None)
         for _ in self._decoders:
             self._read.put(None)
 
@@ -78,31 +78,31 @@ class Pipeline:
         return threads
 
     def _fetch(self) -> None:
-        while (order := self._orders.get()) is not None and not self._closed:
+        while (request := self._requests.get()) is not None and not self._closed:
             try:
-                data = self._reader.read(order.wanted)
-            except Exception as error:  # a bug, or a store that can't be opened: said, rather than waited for
-                data = ReadFault(order.wanted.key, f"{type(error).__name__}: {error}")
-            self._read.put((order, data))
+                data = self._reader.read(request.wanted)
+            except Exception as error:  # a bug, or a store that can't be opened: report it instead of hanging
+                data = ReadFailure(request.wanted.key, f"{type(error).__name__}: {error}")
+            self._read.put((request, data))
 
     def _decode(self) -> None:
         draw = random.Random()
         while (read := self._read.get()) is not None and not self._closed:
-            order, data = read
-            if isinstance(data, ReadFault):
-                self._answer(Answer(order.ticket, data.away or data.reason, bool(data.away)))
+            request, data = read
+            if isinstance(data, ReadFailure):
+                self._on_result(DecodeResult(request.ticket, data.away or data.reason, bool(data.away)))
             else:
-                self._answer(Answer(order.ticket, self._fill(order, data, draw)))
+                self._on_result(DecodeResult(request.ticket, self._fill(request, data, draw)))
 
-    def _fill(self, order: Order, data: bytes, draw: random.Random) -> str:
-        """Decode an image into its slot; says why where that can't be done."""
+    def _fill(self, request: DecodeRequest, data: bytes, draw: random.Random) -> str:
+        """Decodes an image into its slot; returns the reason if that fails."""
         n_bytes = self._size * self._size * 3
-        draw.seed(order.seed)
+        draw.seed(request.seed)
         try:
-            pixels = decode_pixels(data, self._size, None if order.seed is None else self._augment, draw)
+            pixels = decode_pixels(data, self._size, None if request.seed is None else self._augment, draw)
         except CorruptImage as error:
             return f"corrupt: {error}"
         except MemoryError:
             return "not enough memory to decode it"
-        self._pixels[order.slot * n_bytes : (order.slot + 1) * n_bytes] = pixels
+        self._pixels[request.slot * n_bytes : (request.slot + 1) * n_bytes] = pixels
         return ""

@@ -1,4 +1,4 @@
-"""Images from anywhere, read and decoded: many at a time, given on in their order, in bounded memory."""
+"""Reads and decodes the inputs of `predict`: many at a time, in their order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from ddptrain.workloads.images.data.predict_inputs import Given, Trouble, in_words
+from ddptrain.workloads.images.data.predict_inputs import Given, Trouble, describe_reason
 from ddptrain.workloads.images.loader.decode import CorruptImage, decode_eval
-from ddptrain.workloads.images.loader.reader import Reader, ReadFault, Tries, Wanted
+from ddptrain.workloads.images.loader.reader import ImageRef, Reader, ReadFailure, RetryPolicy
 
 Image = NDArray[np.uint8]  # [3, size, size]
 Look = Callable[[], Image | str]
 
-THREADS = 32  # more than there are cores: with a store they wait most of the time
+THREADS = 32  # more than cores: with a store they mostly wait
 _MOST_BYTES = 1 << 30
-_TRIES = Tries(deadline_s=20.0)  # somebody is waiting for the command
+_TRIES = RetryPolicy(deadline_s=20.0)  # the user waits for the command
 
 
-def decoded(given: Iterable[Given | Trouble], size: int, ahead: int) -> Iterator[tuple[Given | Trouble, Image | str]]:
-    """Each image as a model of that size sees it, or what is wrong with it; about `ahead` of them are under way."""
+def decoded(inputs: Iterable[Given | Trouble], size: int, ahead: int) -> Iterator[tuple[Given | Trouble, Image | str]]:
+    """Each input with its image of that size, or with the reason why it is unreadable; reads `ahead` of them ahead."""
     waiting: deque[tuple[Given | Trouble, Future[Image | str]]] = deque()
     readers: dict[str, Reader] = {}
     with _threads(THREADS) as submit:
-        for one in given:
+        for one in inputs:
             waiting.append((one, submit(_look(one, size, readers))))
             if len(waiting) > ahead:
                 first, future = waiting.popleft()
@@ -41,7 +41,7 @@ def decoded(given: Iterable[Given | Trouble], size: int, ahead: int) -> Iterator
 
 
 def _look(one: Given | Trouble, size: int, readers: dict[str, Reader]) -> Look:
-    """What is to be done to have it, by any thread."""
+    """A function for any thread that reads and decodes an input."""
     if isinstance(one, Trouble):
         return lambda: one.reason
     if one.location is None:
@@ -62,8 +62,8 @@ def _image(data: bytes | str, size: int) -> Image | str:
 
 
 def _read(reader: Reader, one: Given) -> bytes | str:
-    data = reader.read(Wanted(one.key))
-    return in_words(data.reason, one.name) if isinstance(data, ReadFault) else data
+    data = reader.read(ImageRef(one.key))
+    return describe_reason(data.reason, one.name) if isinstance(data, ReadFailure) else data
 
 
 def _read_file(path: str) -> bytes | str:
@@ -72,7 +72,7 @@ def _read_file(path: str) -> bytes | str:
         if not stat.S_ISREG(state.st_mode):  # opening a FIFO would wait for a writer
             return "is not a regular file"
         if state.st_size > _MOST_BYTES:
-            return f"has {state.st_size:,} bytes, which no image has"
+            return f"has {state.st_size:,} bytes, which is too large for an image"
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
@@ -81,7 +81,7 @@ def _read_file(path: str) -> bytes | str:
 
 @contextmanager
 def _threads(count: int) -> Iterator[Callable[[Look], Future[Image | str]]]:
-    """Does what it is given in that many threads, which keep nobody from leaving: a store may not answer for long."""
+    """Calls functions in `count` threads. They are daemons, so the process can end while a store does not answer."""
     work: queue.SimpleQueue[tuple[Look, Future[Image | str]] | None] = queue.SimpleQueue()
     over = threading.Event()
 
@@ -90,7 +90,7 @@ def _threads(count: int) -> Iterator[Callable[[Look], Future[Image | str]]]:
             look, future = order
             try:
                 future.set_result(look())
-            except BaseException as error:  # raised by whoever waits for it
+            except BaseException as error:  # raised again by the caller of result()
                 future.set_exception(error)
 
     def submit(look: Look) -> Future[Image | str]:

@@ -1,4 +1,4 @@
-"""Whether a store is there: what tells an image that can't be had from a store that is away as a whole."""
+"""Tells an unreadable image from a store that does not answer at all."""
 
 from __future__ import annotations
 
@@ -9,51 +9,51 @@ from collections.abc import Callable
 from ddptrain.errors import DdptrainError
 from ddptrain.storage.base import StoreMissing, StoreUnreachable, Transient
 
-# Errors after which another try may help: a folder that was there may be mounted again.
-PASSES = (Transient, StoreUnreachable, StoreMissing)
-_NO_KEY = ".ddptrain-asks-whether-the-store-is-there"
+# Errors after which a retry may help: a missing folder may be mounted again.
+TRANSIENT = (Transient, StoreUnreachable, StoreMissing)
+_NO_KEY = ".ddptrain-is-the-store-there"
 
 
-class Presence:
-    """When a store has last answered one of this process's requests; any number of threads tell it, and ask.
+class StoreHealth:
+    """The last time that a store answered a request of this process; thread-safe.
 
-    That there is no such image, or that it is forbidden, is an answer too; errors that pass are none.
+    Errors such as "not found" or "forbidden" are answers, too; transient errors are not.
     """
 
     def __init__(self) -> None:
-        self._asking = threading.Lock()
-        self._heard = time.monotonic()  # nobody has asked before
-        self._vain = -1.0  # begin of the newest question of ours that had no answer
+        self._probing = threading.Lock()
+        self._last_answer = time.monotonic()
+        self._failed_probe = -1.0  # start of our newest probe without an answer
         self._key = _NO_KEY
 
     @property
-    def heard(self) -> float:
-        """When that was, as time.monotonic has it; at first, when this began."""
-        return self._heard
+    def last_answer(self) -> float:
+        """The time.monotonic() of the last answer; at first, of the construction."""
+        return self._last_answer
 
     @property
-    def has_given(self) -> bool:
-        """Whether the store has given an image."""
+    def has_read(self) -> bool:
+        """Whether the store has returned an image."""
         return self._key != _NO_KEY
 
-    def hear(self, key: str = "") -> None:
-        """The store has answered; `key` is that of an image that it gave."""
-        self._heard, self._key = time.monotonic(), key or self._key
+    def record_answer(self, key: str = "") -> None:
+        """Records an answer; `key` is that of an image that it returned."""
+        self._last_answer, self._key = time.monotonic(), key or self._key
 
-    def answers(self, since: float, get: Callable[[str], object]) -> bool:
-        """Whether the store answers when it is asked for something that it has given before.
+    def probe(self, since: float, get: Callable[[str], object]) -> bool:
+        """Whether the store answers a probe for an image that it returned before.
 
-        One thread asks for all, and none where an answer, or a question in vain, is newer than `since`. `get` tells us
-        of what it hears.
+        One thread probes for all. There is no probe if an answer, or an unanswered probe, is newer than `since`. `get`
+        records answers with `hear`.
         """
-        with self._asking:
-            if self._heard >= since or self._vain >= since:
-                return self._heard >= since
+        with self._probing:
+            if self._last_answer >= since or self._failed_probe >= since:
+                return self._last_answer >= since
             began = time.monotonic()
             try:
                 get(self._key)
-            except PASSES:
-                self._vain = began
+            except TRANSIENT:
+                self._failed_probe = began
                 return False
             except DdptrainError:
                 pass

@@ -1,1 +1,1 @@
-"""Models, weights and labels of images."""
+"""Models of the image workload, their weights and labels."""

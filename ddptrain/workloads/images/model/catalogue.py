@@ -1,4 +1,4 @@
-"""Which models and weights torchvision has, read from its files: importing it would bring torch into the driver."""
+"""The models and weights of torchvision, read from its source files: importing it would import torch in the driver."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-SMALL_CNN = "small_cnn"  # ours
-N_OUTPUTS = 1000  # of all weights that torchvision has for classification: they know ImageNet's classes
+SMALL_CNN = "small_cnn"  # our own model
+N_OUTPUTS = 1000  # of all classification weights in torchvision: the classes of ImageNet
 _BUILDER = re.compile(
     r"^@register_model\(\)\n(?:@.*\n)*def (?P<name>\w+)\([^)]*?weights: (?:Optional\[)?(?P<weights>\w+)", re.MULTILINE
 )
@@ -17,13 +17,13 @@ _MEMBER = re.compile(r"^    ([A-Z][A-Z0-9_]*) = ", re.MULTILINE)
 
 
 def architectures() -> list[str]:
-    """Names of all classification models; none where torchvision is not installed, and nothing can be said."""
+    """The names of all classification models; an empty list if torchvision is not installed."""
     found = sorted(match["name"] for text in _sources() for match in _BUILDER.finditer(text))
     return [SMALL_CNN, *found] if found else []
 
 
 def weight_names(architecture: str) -> list[str]:
-    """Names of the weights that torchvision has for a model, as DEFAULT and IMAGENET1K_V1; none where unknown."""
+    """The names of torchvision's weights for a model, as DEFAULT and IMAGENET1K_V1; empty if unknown."""
     for text in _sources():
         kinds = {match["name"]: match["weights"] for match in _BUILDER.finditer(text)}
         bodies = {match["name"]: match["body"] for match in _WEIGHTS.finditer(text)}

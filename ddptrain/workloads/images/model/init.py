@@ -1,43 +1,47 @@
-"""The model that a run begins with: what it looks like, and the weights that it starts from."""
+"""The model at the start of a run: its description, its initial weights, and a check that the two fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddptrain.config.wording import shown
 from ddptrain.file_ops import sha256
+from ddptrain.redact import hide_credentials
 from ddptrain.storage.download import CannotFetch, NotReached, Progress, fetch_file
-from ddptrain.workloads.images.model.labels import matches
-from ddptrain.workloads.images.model.models import MEAN, STD, build, describe, wrong_size
+from ddptrain.workloads.images.model.labels import Labels, matches
+from ddptrain.workloads.images.model.models import MEAN, STD, build, describe, outline, wrong_size
 from ddptrain.workloads.images.model.preflight import (
     BadWeights,
     WeightsNotReached,
+    check_weights_file,
     is_weights_name,
     is_weights_url,
     labels_of,
     options_for,
     weights_path,
 )
-from ddptrain.workloads.images.model.weights import load, named, read
+from ddptrain.workloads.images.model.weights import fit, load, named, read
 from ddptrain.workloads.images.params import ImagesParams
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
 
+_REPORT_EVERY_S = 10.0
+
 
 def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """The description of the model that the parameters ask for; see `models.describe`.
+    """The description of the model that the parameters select; see `models.describe`.
 
-    `tell` gets a line for each class whose name is not quite that of its output.
+    `tell` gets a line for each class whose name differs from that of its output.
 
-    Raises: UsageError where the label map can't be read, is of another model, or is not certain; BadWeights for an
-    unknown name.
+    Raises: UsageError if the label map is unreadable, ambiguous or of another model; BadWeights for an unknown name.
     """
     mean: Sequence[float] = MEAN
     std: Sequence[float] = STD
@@ -63,10 +67,7 @@ def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callab
 
 
 def built_model(model_config: dict[str, Any]) -> nn.Module:
-    """The model of a description, which has been shown an image of its size.
-
-    Raises: UsageError where it can't take such images.
-    """
+    """Builds the model of a description and checks it with an image of its size. Raises UsageError if that fails."""
     model = build(model_config)
     size = model_config["image_size"]
     try:
@@ -80,9 +81,9 @@ def built_model(model_config: dict[str, Any]) -> nn.Module:
 def begin_with_weights(
     ctx: RankContext, settings: ImagesParams, model: nn.Module, model_config: dict[str, Any]
 ) -> None:
-    """Loads params.weights into the model, on all ranks; rank 0 says what was loaded, and what was not.
+    """Loads params.weights into the model, on all ranks; rank 0 prints what was loaded.
 
-    Raises: BadWeights where they can't be had, read, or are of another model.
+    Raises BadWeights if they can't be fetched or read, or are of another model.
     """
     if settings.weights is None:
         return
@@ -93,7 +94,7 @@ def begin_with_weights(
         lambda line: print(line, flush=True),
     )
     keep_head = settings.label_map is not None
-    # That torchvision's outputs are as many as the classes is chance, in a file of one's own they may well be the same.
+    # Torchvision's weights have other classes even if their number is equal; a user's own weights may have the same.
     new_head = not keep_head and is_weights_name(settings.weights)
     others = load(model, read(path), model_config, str(path), keep_head=keep_head, new_head=new_head)
     if ctx.rank == 0:
@@ -109,15 +110,15 @@ def _replaced(others: int | None, n_outputs: int) -> str:
 
 
 def _tell_size(settings: ImagesParams, weights: str) -> None:
-    """A line where the weights are known to be made for images of another size."""
+    """Prints a line if the weights were trained with another image size."""
     size = named(settings.architecture, weights).image_size if is_weights_name(weights) else settings.image_size
     if size != settings.image_size:
-        told = f"these weights were made for images of {size} pixels, params.image_size is {settings.image_size}"
-        print(told, flush=True)
+        text = f"these weights were made for images of {size} pixels, params.image_size is {settings.image_size}"
+        print(text, flush=True)
 
 
 def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell: Callable[[str], None]) -> Path:
-    """The file with the weights, on this host. Raises: BadWeights, WeightsNotReached."""
+    """The local file with the weights, downloaded if needed. Raises: BadWeights, WeightsNotReached."""
     if not is_weights_url(weights) and not is_weights_name(weights):
         return weights_path(weights)
     url = named(settings.architecture, weights).url if is_weights_name(weights) else weights
@@ -127,7 +128,7 @@ def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell:
     try:
         return fetch_file(
             url,
-            Path(torch.hub.get_dir()) / "checkpoints" / name,  # where torchvision looks, and puts them
+            Path(torch.hub.get_dir()) / "checkpoints" / name,  # the folder that torchvision uses
             options_for(settings, url),
             progress=progress,
             tell=tell,
@@ -137,6 +138,56 @@ def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell:
         what = f"the weights {weights} of {settings.architecture}" if is_weights_name(weights) else "the weights"
         kind = WeightsNotReached if isinstance(error, NotReached) else BadWeights
         raise kind(
-            f"{what} can't be had: {error}; fetch the file elsewhere and name it, as params.weights: FILE, or begin at "
-            "random, with params.weights: null"
+            f"{what} can't be fetched: {error}; fetch the file elsewhere and name it, as params.weights: FILE, or set "
+            "params.weights: null for random ones"
         ) from None
+
+
+def check_weights_fit(
+    settings: ImagesParams, classes: Sequence[str], labels: Labels | None, tell: Callable[[str], None]
+) -> None:
+    """Checks that params.weights, a path or a URL, fits the model; passes if this host can't reach the URL.
+
+    A URL is downloaded to the folder where the ranks of this host look for it.
+
+    Raises: BadWeights; UsageError if the model does not support the image size.
+    """
+    weights = str(settings.weights)
+    try:
+        path = weights_file(settings, weights, _DownloadReport(hide_credentials(weights), tell).progress, tell)
+    except WeightsNotReached as error:
+        tell(f"{error} (the run starts nevertheless, because its ranks may be able to fetch them)")
+        return
+    if is_weights_url(weights):
+        source = shown(hide_credentials(weights), 300)
+        state = _fetched(path, source)
+    else:
+        source = shown(str(path.absolute()), 300)
+        state = read(path, source, lazily=True)
+    names = None if labels is None else labels.names
+    model_config = describe(settings.architecture, settings.image_size, classes, output_names=names)
+    fit(outline(model_config), state, model_config, source, keep_head=labels is not None)
+
+
+def _fetched(path: Path, source: str) -> Mapping[str, Tensor]:
+    """The tensors of a downloaded file; it is deleted if it has none, so that a later run downloads it again."""
+    try:
+        check_weights_file(path, source)
+        return read(path, source, lazily=True)
+    except BadWeights:
+        path.unlink(missing_ok=True)
+        raise
+
+
+class _DownloadReport:
+    """Reports the progress of a download at intervals."""
+
+    def __init__(self, what: str, tell: Callable[[str], None]) -> None:
+        self._what, self._tell = what, tell
+        self._next = time.monotonic() + _REPORT_EVERY_S
+
+    def progress(self, done: float, total: float | None) -> None:
+        """Reports megabytes done, and in total if known."""
+        if time.monotonic() > self._next:
+            self._next = time.monotonic() + _REPORT_EVERY_S
+            self._tell(f"fetching {self._what}: {done:,.0f}{f' of {total:,.0f}' if total else ''} MB so far")

@@ -1,4 +1,4 @@
-"""Reads the labels of a model from a file in any form in which they are passed around; nothing in it is run."""
+"""Reads the labels of a model from a file in any common form. Nothing in the file is executed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _FORMS = "{0: 'tench, Tinca tinca', ...}, its like in JSON, or one label a line"
 
 
 class _Wrong(Exception):
-    """What is wrong with the text, for a message that names the file."""
+    """What is wrong with the text; the caller adds the name of the file."""
 
 
 def read_labels(where: str, read: Callable[[str], bytes] | None = None, n_outputs: int | None = None) -> Labels:
-    """The labels of a model with `n_outputs`, from a file or, with what `read` brings, from a URL.
+    """The labels of a model with `n_outputs`, from a file, or from a URL that `read` downloads.
 
-    Raises: UsageError where it can't be read, has no labels, or not those of all outputs.
+    Raises UsageError if it is unreadable, has no labels, or not one for each output.
     """
     source = hide_credentials(where)
     labels = parse_labels(_read(Path(where).expanduser()) if read is None else read(where), source)
@@ -43,9 +43,9 @@ def read_labels(where: str, read: Callable[[str], bytes] | None = None, n_output
 
 
 def parse_labels(data: bytes, source: str) -> Labels:
-    """The labels that a file's bytes hold: a dict as Python or JSON writes it, a list, or lines of text.
+    """The labels in the bytes of a file: a dict as Python or JSON writes it, a list, or lines of text.
 
-    Raises: UsageError where they are none, or not certain.
+    Raises UsageError if there are none, or if they are ambiguous.
     """
     try:
         if len(data) > MAX_BYTES:
@@ -71,7 +71,7 @@ def _read(path: Path) -> bytes:
 
 
 def _entries(text: str) -> Sequence[Any]:
-    """What stands for each output, in their order."""
+    """The entry of each output, in their order."""
     if not text:
         raise _Wrong("it is empty")
     found = _structure(text) if text[0] in "{[(" else _lines(text)
@@ -84,7 +84,7 @@ def _entries(text: str) -> Sequence[Any]:
 
 
 def _structure(text: str) -> Any:
-    """A value in JSON, or else as Python writes it, of which only literals are read."""
+    """Parses JSON, or else a Python literal of lists, dicts, texts and whole numbers."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
@@ -125,7 +125,7 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _in_order(found: Mapping[Any, Any]) -> list[Any]:
-    """The values of a mapping whose keys are the outputs' numbers, as numbers or as text."""
+    """The values of a mapping from numbers of outputs, which may be texts."""
     by_output: dict[int, Any] = {}
     for key, value in found.items():
         if isinstance(key, bool) or not re.fullmatch(r"[0-9]{1,7}", str(key)):
@@ -140,7 +140,7 @@ def _in_order(found: Mapping[Any, Any]) -> list[Any]:
 
 
 def _lines(text: str) -> Any:
-    """One label a line; where each line begins with a number, that is its output."""
+    """One label per line; if each line begins with a number, that is its output."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     numbered = [_NUMBER_FIRST.fullmatch(line) for line in lines]
     if all(numbered):
@@ -149,14 +149,14 @@ def _lines(text: str) -> Any:
 
 
 def _label(output: int, entry: Any) -> Label:
-    """A label from its text, from a pair of WordNet id and text, or from both in one line."""
+    """A label from its text, from a pair of WordNet id and text, or from both in one text."""
     wordnet_id = None
     if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _ID.fullmatch(entry[0]):
         wordnet_id, entry = entry
     elif isinstance(entry, str) and (found := _ID_FIRST.fullmatch(entry)):
         wordnet_id, entry = found.groups()
         if re.match(r"[0-9]+\s", entry):
-            raise _Wrong(f"output {output}: {shown(found[0])!r} has a number of its own, so which output it is for?")
+            raise _Wrong(f"output {output}: {shown(found[0])!r} has a number of its own; which output is it for?")
     if not isinstance(entry, str) or not entry.strip():
         raise _Wrong(f"output {output} has {seen(entry)} for a label")
     if len(entry) > _LONGEST_LABEL or not entry.isprintable():

@@ -1,7 +1,6 @@
-"""Which output of a pretrained model a folder of images stands for: its name among the labels of the model.
+"""Finds the output of a pretrained model for each class: the class's name among the model's labels.
 
-A wrong output would train and predict without an error, so nothing is guessed here: what a name means is certain,
-or it is told with the others that are not.
+A wrong output would train and predict without an error. So nothing is guessed: an ambiguous name is an error.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _MAX_CANDIDATES = 5
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What an output of a model stands for: synonyms, as in 'tench, Tinca tinca', the usual name first.
+    """The label of an output: synonyms as in 'tench, Tinca tinca', the usual name first.
 
-    wordnet_id: as in n01440764, where the labels have them.
+    wordnet_id: as n01440764, if the labels have ids.
     """
 
     output: int
@@ -36,7 +35,7 @@ class Label:
 
     @property
     def names(self) -> list[str]:
-        """The whole text, and each of its synonyms."""
+        """The whole text, and each synonym."""
         return [self.text, *filter(None, (part.strip() for part in self.text.split(",")))]
 
     def __str__(self) -> str:
@@ -45,7 +44,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of all outputs of a model, by output; `source` is where they were read."""
+    """The labels of all outputs of a model, by output; `source` is the file or URL for messages."""
 
     source: str
     labels: tuple[Label, ...]
@@ -55,17 +54,17 @@ class Labels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The text of each output."""
+        """The text of each label."""
         return tuple(label.text for label in self.labels)
 
     @cached_property
     def by_id(self) -> dict[str, Label]:
-        """Those that have a WordNet id, by it."""
+        """The labels that have a WordNet id, by id."""
         return {label.wordnet_id: label for label in self.labels if label.wordnet_id is not None}
 
     @cached_property
     def _tiers(self) -> list[tuple[Callable[[str], str], dict[str, list[Label]]]]:
-        """For each way to compare names, the strictest first: what is compared, and the labels that have it."""
+        """For each way to compare names, the strictest first: the function, and the labels by its result."""
         return [
             (form, _index(self.labels, form, synonyms=synonyms))
             for synonyms in (False, True)
@@ -73,13 +72,13 @@ class Labels:
         ]
 
     def called(self, name: str) -> tuple[list[Label], list[Label]]:
-        """The labels that a name fits by the strictest comparison that finds any, and by the loosest."""
+        """The labels that match a name by the strictest comparison with any result, and by the loosest."""
         found = (index.get(form(name), []) for form, index in self._tiers)
         form, index = self._tiers[-1]
         return next(filter(None, found), []), index.get(form(name), [])
 
     def like(self, name: str) -> list[Label]:
-        """Those that a person may have meant: with most words in common, or else of a similar spelling."""
+        """The labels that the user may have meant: most words in common, or else the most similar spelling."""
         words = set(_caseless(name).split())
         shared = {
             label: max(len(words & set(_caseless(synonym).split())) for synonym in label.names) for label in self.labels
@@ -93,7 +92,7 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The output of a class, and what the reader should look at where the names are not quite the same."""
+    """The output of a class; `remark` is a message if the names differ."""
 
     name: str
     label: Label
@@ -101,18 +100,18 @@ class Match:
 
 
 def match(classes: Sequence[str], labels: Labels) -> tuple[int, ...]:
-    """The model's output for each class: of the label with its WordNet id, or else of that with its name.
+    """The model's output for each class, by WordNet id or else by name.
 
-    Raises: UsageError, which lists every class that has no label, more than one, or that of another class.
+    Raises UsageError, which lists all classes without a label, with several, or with that of another class.
     """
     return tuple(found.label.output for found in matches(classes, labels))
 
 
 def matches(classes: Sequence[str], labels: Labels) -> list[Match]:
-    """What `match` finds, with remarks to show: names that differ in more than their separators, and those
-    that a looser comparison would find at another label as well.
+    """As `match`, with remarks for the user: names that differ in more than separators, and names that a looser
+    comparison also finds at another label.
 
-    Raises: UsageError, as `match` does.
+    Raises UsageError as `match` does.
     """
     found: list[Match] = []
     problems: list[str] = []
@@ -124,7 +123,7 @@ def matches(classes: Sequence[str], labels: Labels) -> list[Match]:
             problems.append(one)
     problems += _collisions(found)
     if problems:
-        head = f"the labels of {labels.source} leave it open which output each class is:"
+        head = f"the labels of {labels.source} do not determine the output of each class:"
         advice = "rename the folder or the label, put WordNet ids (n02085620) on both, or leave the label map out"
         raise UsageError("\n  ".join([head, *problems, advice]))
     return found
@@ -177,7 +176,7 @@ def _listed(labels: Sequence[Label]) -> str:
 
 
 def _index(labels: Iterable[Label], form: Callable[[str], str], *, synonyms: bool) -> dict[str, list[Label]]:
-    """Labels by a form of their names: the whole text and the usual name, or all `synonyms`."""
+    """Labels by a form of their names: of the whole text and the usual name, or of all `synonyms`."""
     index: dict[str, list[Label]] = defaultdict(list)
     for label in labels:
         names = label.names if synonyms else label.names[:2]
@@ -187,16 +186,16 @@ def _index(labels: Iterable[Label], form: Callable[[str], str], *, synonyms: boo
 
 
 def _spaced(name: str) -> str:
-    """With one space for each run of spaces, _ and -."""
+    """With single spaces instead of runs of spaces, _ and -."""
     return _SEPARATORS.sub(" ", name).strip()
 
 
 def _caseless(name: str) -> str:
-    """Without case and accents, too."""
+    """Also without case and accents."""
     plain = unicodedata.normalize("NFKD", _spaced(name))
     return "".join(char for char in plain if not unicodedata.combining(char)).casefold()
 
 
 def _letters(name: str) -> str:
-    """The letters and digits alone: 'sheep dog' is 'sheepdog'."""
+    """Only letters and digits: 'sheep dog' becomes 'sheepdog'."""
     return _NOT_LETTERS.sub("", _caseless(name))

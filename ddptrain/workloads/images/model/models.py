@@ -1,4 +1,4 @@
-"""The models that classify images, and the plain description that makes the same one again from a checkpoint."""
+"""Image models, and the plain description from which a checkpoint's model is built again."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.model.catalogue import SMALL_CNN
 
-# Of ImageNet, per channel: what nearly all of torchvision's weights have been trained with.
+# ImageNet's, per channel: nearly all of torchvision's weights were trained with them.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 _WITH_AUXILIARY_HEADS = ("googlenet", "inception_v3")
 
 
 class SmallCnn(nn.Module):
-    """Three convolutions and a linear layer, some 25,000 parameters: for small images of any size."""
+    """Three convolutions and a linear layer, about 25,000 parameters, for small images of any size."""
 
     def __init__(self, n_outputs: int) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ def describe(
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
 ) -> dict[str, Any]:
-    """What makes a model and reads its answers, as plain data.
+    """The description of a model and its outputs, as plain data.
 
-    `outputs` is the model's output for each class, where it has others as well, called `output_names`; by default it
-    has one for each class. mean, std: per channel, of pixels from 0 to 1.
+    outputs: the model's output for each class; by default one output per class. output_names: of all outputs, if there
+    are others than the classes. mean, std: per channel, of pixels from 0 to 1.
     """
     return {
         "architecture": architecture,
@@ -72,15 +72,15 @@ def describe(
 
 
 def build(model_config: Mapping[str, Any]) -> nn.Module:
-    """The model of a description, its weights at random.
+    """Builds the model of a description, with random weights.
 
     Raises:
-        UsageError: there is no such architecture, or not for images of that size.
+        UsageError: the architecture does not exist, or does not support the image size.
     """
     architecture, n_outputs = model_config["architecture"], model_config["n_outputs"]
     if architecture == SMALL_CNN:
         return SmallCnn(n_outputs)
-    from torchvision import models  # takes a second, which small_cnn need not
+    from torchvision import models  # takes a second; small_cnn does not need it
 
     if architecture not in models.list_models(module=models):
         raise UsageError(f"torchvision has no classification model {architecture!r}: see params.architecture")
@@ -94,42 +94,42 @@ def build(model_config: Mapping[str, Any]) -> nn.Module:
 
 
 def outline(model_config: Mapping[str, Any]) -> nn.Module:
-    """The model of a description, without memory for its weights where that can be. Raises: as `build` does."""
+    """Builds the model without memory for its weights, if its architecture allows that. Raises as `build` does."""
     try:
         with torch.device("meta"):
             return build(model_config)
-    except NotImplementedError:  # RegNets compute their shapes with tensors
+    except NotImplementedError:  # RegNet computes its shapes with tensors
         return build(model_config)
 
 
 def wrong_size(model_config: Mapping[str, Any], error: Exception) -> UsageError:
-    """What to tell a person whose images are too small for a model, or of a size that it can't divide."""
+    """The error for images that are too small for a model, or of a size that it can't divide."""
     size = model_config["image_size"]
     return UsageError(
         f"{model_config['architecture']} can't take images of {size} x {size} pixels: {str(error).rstrip('.')}; "
-        "set params.image_size to what it was made for, most often 224"
+        "set params.image_size to the size that the model was made for, usually 224"
     )
 
 
 def _options(architecture: str, image_size: int) -> dict[str, Any]:
-    """Arguments of torchvision's builder: transformers are made for one size of images.
+    """Arguments of torchvision's builder: transformers have a fixed image size.
 
-    The auxiliary heads of the Inceptions are left out: they need large images, and gain little beside BatchNorm.
+    The Inceptions are built without auxiliary heads: these need large images, and help little with BatchNorm.
     """
     if architecture.startswith("vit_"):
         return {"image_size": image_size}
     if architecture.startswith("maxvit_"):
         return {"input_size": [image_size, image_size]}
     if architecture in _WITH_AUXILIARY_HEADS:
-        # Their weights expect pixels from -1 to 1, and make them of what ImageNet's mean and std leave.
+        # Their weights expect pixels from -1 to 1; with this they convert pixels normalised for ImageNet.
         return {"aux_logits": False, "init_weights": True, "transform_input": True}
     return {}
 
 
-class Pixels(nn.Module):
-    """Makes of bytes what a model reads: [n, 3, h, w], 0 to 255, to float32 with a mean of 0 and a deviation of 1.
+class PixelNormalizer(nn.Module):
+    """Converts bytes to model input: [n, 3, h, w], 0 to 255, to float32 with mean 0 and standard deviation 1.
 
-    It is no part of the model: it has no weights, and a checkpoint's description says its numbers.
+    It has no weights and is not part of the model; the model description has its numbers.
     """
 
     def __init__(self, model_config: Mapping[str, Any], device: torch.device, *, channels_last: bool = False) -> None:
@@ -141,7 +141,7 @@ class Pixels(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """The images, on the device."""
+        """The converted images, on the device."""
         moved = images.to(self._scale.device, non_blocking=True)
         return torch.addcmul(self._shift, moved.float(), self._scale).contiguous(memory_format=self._format)
 

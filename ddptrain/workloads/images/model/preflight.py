@@ -1,4 +1,4 @@
-"""Files that the parameters name besides the images: looked at before anything starts, as far as that can be."""
+"""Checks the weights file and the label map before the run starts; torch-free."""
 
 from __future__ import annotations
 
@@ -20,51 +20,48 @@ if TYPE_CHECKING:
     from ddptrain.workloads.images.params import ImagesParams
 
 _HERE = "file://"
-_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # what torch.save writes, and what it wrote before torch 1.6
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # formats of torch.save, since 1.6 and before
 
 
 class BadWeights(UsageError):
-    """Weights that can't be had, read, or loaded into the model."""
+    """Weights that can't be fetched, read, or loaded into the model."""
 
 
 class WeightsNotReached(BadWeights):
-    """Weights that this host could not get, which others may."""
+    """Weights that this host can't fetch, but other hosts may."""
 
 
 def is_weights_name(weights: str) -> bool:
-    """Whether it is a name of torchvision's, as DEFAULT, not a path or a URL."""
+    """Whether it is a name of torchvision's weights, as DEFAULT, not a path or a URL."""
     return WEIGHTS_NAME.fullmatch(weights) is not None
 
 
 def is_weights_url(weights: str) -> bool:
-    """Whether it is a URL of what has to be fetched first."""
+    """Whether it is a URL that must be downloaded."""
     return is_url(weights) and not weights.startswith(_HERE)
 
 
 def check_weights(params: ImagesParams) -> None:
-    """Pass where params.weights is no path, or that of a file which looks as one with weights does.
-
-    Raises: BadWeights.
-    """
+    """Checks the weights file if params.weights is a path. Raises BadWeights."""
     if params.weights is not None and not is_weights_url(params.weights) and not is_weights_name(params.weights):
         weights_path(params.weights)
 
 
 def weights_path(weights: str) -> Path:
-    """The path of a file with weights. Raises: BadWeights."""
+    """The path of a weights file that looks valid. Raises BadWeights."""
     path = Path(weights.removeprefix(_HERE)).expanduser()
     check_weights_file(path, shown(str(path.absolute()), 300))
     return path
 
 
 def check_weights_file(path: Path, where: str) -> None:
-    """Pass where a file, called `where` in errors, looks as one with weights does. Raises: BadWeights."""
+    """Checks by its first bytes and size that a file has weights; messages call it `where`. Raises BadWeights."""
     if path.is_dir():
         raise BadWeights(f"{where} is a folder: name the file in it, as model.safetensors, as params.weights")
     if not path.exists():
         raise BadWeights(
-            f"there are no weights {where}: params.weights is the path of a file that the command and every rank see, "
-            "or a URL"
+            f"there are no weights {where}: params.weights is the path of a file that the command and all ranks can "
+            "read, or a URL"
         )
     try:
         with path.open("rb") as file:
@@ -85,19 +82,19 @@ def check_weights_file(path: Path, where: str) -> None:
 
 
 def _is_whole(path: Path, first: bytes) -> bool:
-    """False where a file is certain to be cut short: its end says so, or its head says more than there is."""
+    """False if a file is certainly truncated: a zip file without its end, or a header that exceeds the file."""
     if first.startswith(_ZIP):
         return zipfile.is_zipfile(path)
     return not is_safetensors(first) or 8 + int.from_bytes(first[:8], "little") <= path.stat().st_size
 
 
 def is_safetensors(first: bytes) -> bool:
-    """Whether a file begins so: eight bytes of a length, then JSON. A zip file or a pickle begins otherwise."""
+    """Whether a file begins as safetensors: eight bytes of a length, then JSON. Zip files and pickles do not."""
     return first[8:9] == b"{"
 
 
 def labels_of(params: ImagesParams) -> Labels | None:
-    """What params.label_map holds, if it is given. Raises: UsageError, also where it is not of the weights named."""
+    """The labels in params.label_map, if set. Raises UsageError, also if their number is not that of the weights."""
     if params.label_map is None:
         return None
     where = params.label_map
@@ -107,7 +104,7 @@ def labels_of(params: ImagesParams) -> Labels | None:
 
 
 def checked_labels(params: ImagesParams, classes: Sequence[str]) -> Labels | None:
-    """What params.label_map holds, if it is given: it names every class for certain. Raises: UsageError."""
+    """The labels in params.label_map, if set, after a check that each class has one. Raises UsageError."""
     labels = labels_of(params)
     if labels is not None:
         match(classes, labels)
@@ -115,6 +112,6 @@ def checked_labels(params: ImagesParams, classes: Sequence[str]) -> Labels | Non
 
 
 def options_for(params: ImagesParams, url: str) -> dict[str, Any]:
-    """The options of the source go for what lies in the same kind of store."""
+    """The options of the source, if `url` has the same protocol; else none."""
     same = url.partition("://")[0].lower() == params.source.partition("://")[0].lower()
     return dict(params.source_options) if same else {}

@@ -1,4 +1,4 @@
-"""What a finished (or running) image run left on disk for predict: the model, and what its outputs are called."""
+"""Loads the model of an image run for `predict`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ThreeNumbers = Annotated[list[float], Field(min_length=3, max_length=3)]
 
 
 class SavedConfig(BaseModel):
-    """`model_config` of a checkpoint. It may come from anywhere, so nothing is taken on trust.
+    """The `model_config` of a checkpoint, validated, because checkpoints may come from other users.
 
-    outputs: the model's output for each of the `classes` of the data set. mean, std: of the colours, from 0 to 1.
-    options: arguments of torchvision's function that builds the architecture.
+    outputs: the model's output for each of the data set's `classes`. mean, std: per channel, of pixels from 0 to 1.
+    options: arguments of torchvision's builder.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -60,21 +60,21 @@ class SavedConfig(BaseModel):
 
     @classmethod
     def restored(cls, stored: Any) -> SavedConfig:
-        """What a checkpoint holds. Raises UsageError."""
+        """Validates the description in a checkpoint. Raises UsageError."""
         try:
             return cls.model_validate(stored)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise UsageError(
-                f"the checkpoint holds no image classifier: {f'{where}: ' if where else ''}{first['msg']}; "
+                f"the checkpoint does not contain an image classifier: {f'{where}: ' if where else ''}{first['msg']}; "
                 "was it made by this version?"
             ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A model that is ready to predict, on the CPU, and the name of each of its outputs: the class's, if it has one."""
+    """A model in evaluation mode on the CPU, and the name of each output: that of its class, if it has one."""
 
     model: torch.nn.Module
     config: SavedConfig
@@ -83,10 +83,10 @@ class SavedModel:
 
 
 def load_model(run_dir: Path) -> SavedModel:
-    """The model of a run's best checkpoint, or else the latest.
+    """The model of the best (or else the latest) checkpoint of a run.
 
     Raises:
-        UsageError: the run is of another workload, or has no checkpoint that can be read.
+        UsageError: the run is of another workload, or has no readable checkpoint.
     """
     configs: list[SavedConfig] = []
 

@@ -1,4 +1,4 @@
-"""Weights to begin with: found, fetched once for all ranks of a host, read without executing a pickle, and loaded."""
+"""Weights files: finds torchvision's, reads files without executing pickles, loads weights into a model."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import one_line
 from ddptrain.workloads.images.model.models import outline
 from ddptrain.workloads.images.model.preflight import BadWeights, is_safetensors
-from ddptrain.workloads.versions import versioned
+from ddptrain.workloads.saved import with_module_versions
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "state")
 _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
 _AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
-# As DenseNet's weights are named in torchvision's files: 'norm.1' was allowed in a module's name once.
+# In torchvision's files of DenseNet: module names such as 'norm.1' are no longer allowed.
 _OLD_DENSENET = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..*)")
-# As vision transformers' are: their perceptrons had named layers once (torchvision's pull request 6053).
+# In its files of vision transformers: layers of the perceptrons had names (torchvision's pull request 6053).
 _OLD_PERCEPTRON = re.compile(r"(.*encoder_layer_\d+\.mlp\.)linear_([12])(\..*)")
 _LAYER_OF = {"1": "0", "2": "3"}
 _MOST_NAMED = 5
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in error messages of torch
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Weights that torchvision has: where they lie, and the images that they were made for.
+    """Weights of torchvision: their URL, and the images that they were trained with.
 
-    mean, std: what those were normalised with, per channel; image_size: their side in pixels.
+    mean, std: of the normalisation, per channel. image_size: width and height in pixels.
     """
 
     url: str
@@ -48,7 +48,7 @@ class Named:
 
 
 def named(architecture: str, name: str) -> Named:
-    """The weights of that name. Raises: BadWeights where there are none."""
+    """Torchvision's weights of that name. Raises BadWeights if there are none."""
     from torchvision import models
 
     kinds = models.get_model_weights(architecture)
@@ -61,21 +61,21 @@ def named(architecture: str, name: str) -> Named:
 
 
 def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Tensor]:
-    """The tensors of a safetensors file or of a state dict that torch.save wrote; nothing is executed.
+    """The tensors of a safetensors file or of a state dict written by torch.save; nothing is executed.
 
-    `source` is what the file is called in errors; `lazily` leaves what is in the tensors on disk, as far as that goes.
+    source: the name of the file in messages. lazily: leave the content of the tensors on disk, if possible.
 
-    Raises: BadWeights.
+    Raises BadWeights.
     """
     source = source or str(path)
     try:
         found: Any = load_file(path) if _begins_as_safetensors(path) else _saved(path, lazily=lazily)
     except UnpicklingError as error:
         raise BadWeights(
-            f"{source} is not loaded, as it holds more than tensors, which may run code{_forbidden(error)}; save "
-            "what it should hold by safetensors, or by torch.save(model.state_dict(), FILE)"
+            f"{source} is not loaded, because it contains more than tensors, which may run code{_forbidden(error)}; "
+            "save its tensors with safetensors, or with torch.save(model.state_dict(), FILE)"
         ) from error
-    except Exception as error:  # what a damaged file raises is anything
+    except Exception as error:  # damaged files raise arbitrary errors
         raise BadWeights(f"can't read the weights {source}: {_first_line(error)}; is the file whole?") from error
     for wrapper in _WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
@@ -83,7 +83,7 @@ def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Ten
     tensors = found.items() if isinstance(found, Mapping) else ()
     state = {_plain(str(name)): value for name, value in tensors if isinstance(value, Tensor)}
     if not state:
-        raise BadWeights(f"{source} holds no weights: expected a state dict, a tensor for each name")
+        raise BadWeights(f"{source} contains no weights: expected a state dict, a tensor for each name")
     return state
 
 
@@ -96,14 +96,14 @@ def load(
     keep_head: bool,
     new_head: bool = False,
 ) -> int | None:
-    """Loads weights into the model; returns how many outputs theirs have where their head was left out.
+    """Loads weights into the model, without their head if it has another size, or with `new_head` in any case.
 
-    One of another size is, which must not be with `keep_head`; with `new_head` one of the same size is, too.
+    Returns the number of outputs of a head that was left out, else None. `keep_head` makes another size an error.
 
-    Raises: BadWeights where they are of another model.
+    Raises BadWeights if the weights are of another model.
     """
     fitting, others = fit(model, state, model_config, source, keep_head=keep_head, new_head=new_head)
-    model.load_state_dict(versioned(model, fitting), strict=False)
+    model.load_state_dict(with_module_versions(model, fitting), strict=False)
     return others
 
 
@@ -116,9 +116,9 @@ def fit(
     keep_head: bool,
     new_head: bool = False,
 ) -> tuple[dict[str, Tensor], int | None]:
-    """What `load` loads, and returns; of the model no more than names and shapes are looked at.
+    """The weights that `load` loads, and its result. It needs only names and shapes of the model.
 
-    Raises: as `load` does.
+    Raises as `load` does.
     """
     own = model.state_dict()
     state = _fitted(state, own, model_config)
@@ -129,12 +129,12 @@ def fit(
     missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in state if name not in own]
     if missing or unexpected or (wrong and others is None):
-        bent = [] if others else [f"{name} ({_shape(state[name])}, not {_shape(own[name])})" for name in wrong]
-        told = {"missing": missing, "not known to it": unexpected, "of another shape": bent}
+        misfits = [] if others else [f"{name} ({_shape(state[name])}, not {_shape(own[name])})" for name in wrong]
+        told = {"missing": missing, "unknown": unexpected, "of another shape": misfits}
         raise BadWeights(
             f"the weights {source} are not of {model_config['architecture']}: "
             + "; ".join(f"{what}: {_listed(names)}" for what, names in told.items() if names)
-            + "; set params.architecture to what they are of, or params.weights to others, or to null"
+            + "; set params.architecture to that of the weights, or params.weights to others, or to null"
         )
     if others is not None and keep_head:
         raise BadWeights(
@@ -150,9 +150,9 @@ def _begins_as_safetensors(path: Path) -> bool:
 
 
 def _saved(path: Path, *, lazily: bool) -> Any:
-    mmap = lazily and zipfile.is_zipfile(path)  # the form before torch 1.6 can't be
+    mmap = lazily and zipfile.is_zipfile(path)  # impossible for the format before torch 1.6
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of other versions of pickle: what matters raises
+        warnings.simplefilter("ignore", UserWarning)  # about pickle versions; real problems raise errors
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
@@ -165,7 +165,7 @@ def _plain(name: str) -> str:
 def _fitted(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], model_config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The weights under this version's names, without auxiliary heads, a ViT's places stretched to the image's size."""
+    """The weights under current names, without auxiliary heads, with a ViT's positions resized for the image size."""
     fitted = {
         _named_now(name): value
         for name, value in state.items()
@@ -175,7 +175,7 @@ def _fitted(
     if places in own and places in fitted and fitted[places].shape[1:2] != own[places].shape[1:2]:
         from torchvision.models.vision_transformer import interpolate_embeddings
 
-        with suppress(ValueError, RuntimeError):  # theirs are of no square image: they are told with their shape
+        with suppress(ValueError, RuntimeError):  # of images that are not square: reported as another shape
             fitted = interpolate_embeddings(model_config["image_size"], own[patches].shape[-1], fitted)
     return fitted
 
@@ -186,7 +186,7 @@ def _named_now(name: str) -> str:
 
 
 def _head(own: Mapping[str, Tensor], model_config: Mapping[str, Any]) -> list[str]:
-    """The names of what depends on the number of outputs."""
+    """The names of the weights whose shape depends on the number of outputs."""
     larger = outline({**model_config, "n_outputs": model_config["n_outputs"] + 1}).state_dict()
     return [name for name, value in own.items() if larger[name].shape != value.shape]
 
@@ -194,7 +194,7 @@ def _head(own: Mapping[str, Tensor], model_config: Mapping[str, Any]) -> list[st
 def _head_outputs(
     wrong: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor], n_outputs: int
 ) -> int | None:
-    """How many outputs the head in `state` has, where the weights in `wrong` are all of it, and fit but for that."""
+    """The number of outputs of the head in `state`, if the weights in `wrong` are that head and differ in it alone."""
     modules = {name.rpartition(".")[0] for name in wrong}
     sizes = {len(state[name]) if state[name].dim() else 0 for name in wrong}
     fits = all(own[name].shape[:1] == (n_outputs,) and own[name].shape[1:] == state[name].shape[1:] for name in wrong)
@@ -211,7 +211,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _forbidden(error: UnpicklingError) -> str:
-    """What a pickle would have called, as torch names it amid much advice; "" where it doesn't."""
+    """The function that the pickle would have called, as named in torch's long message; "" if it has none."""
     found = _GLOBAL.search(str(error))
     return f": {shown(found[1], 100)}" if found else ""
 

@@ -10,7 +10,7 @@ import pytest
 from ddptrain.errors import ConfigError, UsageError
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import FILE, Manifest
-from ddptrain.workloads.images.data.source_layout import Layout, check_classes_agree, detect
+from ddptrain.workloads.images.data.source_layout import SourceLayout, check_classes_agree, detect
 from ddptrain.workloads.images.params import ImagesParams
 
 
@@ -39,13 +39,13 @@ def keys_of(manifest: Manifest, indices: tuple[int, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("folders", "layout"),
     [
-        ({"train": 2, "val": 2}, Layout("train", "val")),
-        ({"train": 2, "valid": 2}, Layout("train", "valid")),
-        ({"train": 2, "validation": 2}, Layout("train", "validation")),
-        ({"Train": 2, "Val": 2, "TEST": 2}, Layout("Train", "Val", ("TEST",))),
-        ({"train": 2, "val": 2, "test": 0}, Layout("train", "val", ("test",))),  # a test set without labels
-        ({"train": 2, "test": 2}, Layout("train", "", ("test",))),
-        ({"train": 2}, Layout("train")),
+        ({"train": 2, "val": 2}, SourceLayout("train", "val")),
+        ({"train": 2, "valid": 2}, SourceLayout("train", "valid")),
+        ({"train": 2, "validation": 2}, SourceLayout("train", "validation")),
+        ({"Train": 2, "Val": 2, "TEST": 2}, SourceLayout("Train", "Val", ("TEST",))),
+        ({"train": 2, "val": 2, "test": 0}, SourceLayout("train", "val", ("test",))),  # a test set without labels
+        ({"train": 2, "test": 2}, SourceLayout("train", "", ("test",))),
+        ({"train": 2}, SourceLayout("train")),
         ({"cat": 0, "dog": 0}, None),
         ({"train": 0, "bus": 0, "car": 0}, None),  # a class named train
         ({"train": 1, "bus": 1, "car": 1}, None),  # as CLASS/images/IMAGE
@@ -54,7 +54,7 @@ def keys_of(manifest: Manifest, indices: tuple[int, ...]) -> list[str]:
     ],
 )
 def test_a_source_is_split_where_all_its_folders_are_parts_of_one(
-    folders: dict[str, int], layout: Layout | None
+    folders: dict[str, int], layout: SourceLayout | None
 ) -> None:
     assert detect(folders, "SRC") == layout
 
@@ -82,13 +82,13 @@ def test_a_source_that_could_be_either_is_refused_with_what_to_write(folders: di
 def test_a_subset_that_names_the_folders_says_that_they_are_classes() -> None:
     folders = {"train": 2, "bus": 0, "val": 2}
     assert detect(folders, "SRC", ["train", "bus"]) is None
-    assert detect({"train": 2, "val": 2}, "SRC", ["cat", "dog"]) == Layout("train", "val")
-    assert detect({"train": 2, "val": 2}, "SRC", 2) == Layout("train", "val")
+    assert detect({"train": 2, "val": 2}, "SRC", ["cat", "dog"]) == SourceLayout("train", "val")
+    assert detect({"train": 2, "val": 2}, "SRC", 2) == SourceLayout("train", "val")
 
 
 def test_a_separate_validation_folder_takes_the_place_of_the_split_ones() -> None:
     folders = {"train": 2, "val": 0, "valid": 2}
-    assert detect(folders, "SRC", has_val_source=True) == Layout("train", "", ("val", "valid"))
+    assert detect(folders, "SRC", has_val_source=True) == SourceLayout("train", "", ("val", "valid"))
 
 
 @pytest.mark.parametrize(

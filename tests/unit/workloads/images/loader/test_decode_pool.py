@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from ddptrain.workloads.images.loader import decode_worker
-from ddptrain.workloads.images.loader.decode_pool import DecodeProcessLost, ProcessCrew
-from ddptrain.workloads.images.loader.loader import Feeder
+from ddptrain.workloads.images.loader.decode_pool import DecodeProcessLost, ProcessDecodePool
+from ddptrain.workloads.images.loader.loader import ImageLoader
 from tests.integration.images_on_s3 import draw_folder
 from tests.unit.worker.stubs import until
 from tests.unit.workloads.images.loader.test_loader import CLASSES, PER_CLASS, Told, feeder, manifest_of, seen
@@ -25,12 +25,12 @@ MARK = b"this one kills"
 HOOK = f"""
 import os, signal
 from ddptrain.workloads.images.loader import decode_process, pipeline
-decode, setup = pipeline.decode_pixels, decode_process.Setup
+decode, setup = pipeline.decode_pixels, decode_process.DecodeSetup
 def noted(**told):
-    global answers_fd
-    answers_fd = told["answers_fd"]
+    global results_fd
+    results_fd = told["results_fd"]
     return setup(**told)
-decode_process.Setup = noted
+decode_process.DecodeSetup = noted
 pipeline.decode_pixels = lambda data, *more: (data.endswith({MARK!r}) and fatal()) or decode(data, *more)
 def fatal():
 """
@@ -39,10 +39,10 @@ KILLED = "    os.kill(os.getpid(), signal.SIGKILL)\n"
 HALF_DEAD = """
     try:
         os.close(os.open(os.environ["ONCE"], os.O_CREAT | os.O_EXCL))
-        answers = os.dup(answers_fd)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), answers_fd)
-        os.write(answers, b"[1, 2")
-        os.close(answers)
+        results = os.dup(results_fd)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), results_fd)
+        os.write(results, b"[1, 2")
+        os.close(results)
     except FileExistsError:
         pass
 """
@@ -70,9 +70,9 @@ def mark(path: Path) -> None:
     path.write_bytes(path.read_bytes() + MARK)
 
 
-def crew_of(fed: Feeder) -> ProcessCrew:
-    assert isinstance(fed._crew, ProcessCrew)
-    return fed._crew
+def pool_of(fed: ImageLoader) -> ProcessDecodePool:
+    assert isinstance(fed._pool, ProcessDecodePool)
+    return fed._pool
 
 
 def test_work_of_a_killed_process_is_done_again_with_the_same_pixels(images: Path) -> None:
@@ -80,12 +80,12 @@ def test_work_of_a_killed_process_is_done_again_with_the_same_pixels(images: Pat
         expected = [seen(fed.train(epoch)) for epoch in (1, 2)]
     told: Told = []
     with feeder(images, told=told, loader_workers=2) as fed:
-        crew = crew_of(fed)
-        victim, spared = crew._decoders[1], crew.pids[0]
+        pool = pool_of(fed)
+        victim, spared = pool._decoders[1], pool.pids[0]
         os.kill(victim.popen.pid, signal.SIGSTOP)  # so that it has orders when it dies
 
         def kill() -> None:
-            until(lambda: len(victim.in_hand) > 3, "orders")
+            until(lambda: len(victim.pending) > 3, "orders")
             victim.popen.kill()
 
         killing = threading.Thread(target=kill)
@@ -96,11 +96,11 @@ def test_work_of_a_killed_process_is_done_again_with_the_same_pixels(images: Pat
         for number, batch in enumerate(fed.train(2)):
             later |= seen(iter([batch]))
             if number == 2:
-                os.kill(crew.pids[0], signal.SIGKILL)
+                os.kill(pool.pids[0], signal.SIGKILL)
         assert [found, later] == expected
         seen(fed.train(3))
         until(lambda: len(told) == 2, "a word of the second")
-        assert spared not in crew.pids and all(psutil.pid_exists(pid) for pid in crew.pids)
+        assert spared not in pool.pids and all(psutil.pid_exists(pid) for pid in pool.pids)
         assert fed.bad == []
     said = (
         rf"decode process 2 of 2 \(pid {victim.popen.pid}\) ended by SIGKILL; the system may have been out of memory: "
@@ -119,9 +119,9 @@ def test_image_that_ends_every_process_is_a_bad_one(images: Path, hooked: Callab
     told: Told = []
     with feeder(images, told=told, loader_workers=workers, max_bad_fraction=0.1) as fed:
         batches = [*fed.train(1)]
-        bad, pids = dict(fed.bad), crew_of(fed).pids
+        bad, pids = dict(fed.bad), pool_of(fed).pids
         batches += fed.train(2)
-        assert sorted(fed.bad_index) == fatal and crew_of(fed).pids == pids, "nobody tries them again"
+        assert sorted(fed.bad_index) == fatal and pool_of(fed).pids == pids, "nobody tries them again"
     shown = [int(index) for batch in batches for index in batch.index[batch.ok]]
     assert sorted(shown) == sorted(2 * [*{*manifest.train} - {*fatal}])
     assert sum(batch.n_counted for batch in batches) == 2 * len(manifest.train), "others stand in"
@@ -152,7 +152,7 @@ def test_process_that_does_not_answer_any_more_is_ended_before_another_one_write
     mark(images / manifest_of(images).keys[manifest_of(images).train[4]])
     told: Told = []
     with feeder(images, told=told, loader_workers=1) as fed:
-        (half_dead,) = crew_of(fed).pids
+        (half_dead,) = pool_of(fed).pids
         assert seen(fed.train(1)) == expected
         assert not psutil.pid_exists(half_dead)
     assert len(told) == 1 and f"(pid {half_dead}) did not answer any more, and was ended" in told[0]
@@ -160,9 +160,9 @@ def test_process_that_does_not_answer_any_more_is_ended_before_another_one_write
 
 def test_nothing_is_started_while_the_rank_ends(images: Path) -> None:
     with feeder(images, loader_workers=1) as fed:
-        crew = crew_of(fed)
-        (before,) = crew._decoders
-    assert crew._replaced(before) == [] and crew._decoders == [before]
+        pool = pool_of(fed)
+        (before,) = pool._decoders
+    assert pool._replace(before) == [] and pool._decoders == [before]
 
 
 def test_process_that_can_not_be_replaced_ends_the_training(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_process_that_can_not_be_replaced_ends_the_training(images: Path, monkey
 
     with feeder(images, loader_workers=1) as fed:
         monkeypatch.setattr(decode_worker, "_start", refuse)
-        os.kill(crew_of(fed).pids[0], signal.SIGKILL)
+        os.kill(pool_of(fed).pids[0], signal.SIGKILL)
         with pytest.raises(
             DecodeProcessLost, match=r"SIGKILL.*no other one can be started \(.*Cannot allocate memory\)"
         ):

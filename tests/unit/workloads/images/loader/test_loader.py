@@ -14,7 +14,7 @@ from ddptrain.storage.base import Location, StoreUnreachable
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader import batcher, loader
 from ddptrain.workloads.images.loader.decode import decode_eval
-from ddptrain.workloads.images.loader.loader import Batch, Feeder, TooManyBadImages, check_bad
+from ddptrain.workloads.images.loader.loader import Batch, ImageLoader, TooManyBadImages, check_bad
 from ddptrain.workloads.images.params import ImagesParams
 from tests.integration.images_on_s3 import draw, draw_folder
 
@@ -62,12 +62,12 @@ def manifest_of(folder: Path) -> Manifest:
 @contextmanager
 def feeder(
     folder: Path, rank: int = 0, world_size: int = 1, told: Told | None = None, deadline_s: float = 60, **params: Any
-) -> Iterator[Feeder]:
+) -> Iterator[ImageLoader]:
     defaults = {"image_size": SIZE, "batch_size": 5, "loader_workers": 0, "epochs": 3, "requests": 4, "seed": 7}
     settings = ImagesParams.model_validate(defaults | params)
     tell = (told if told is not None else []).append
     manifest, location = manifest_of(folder), Location(str(folder))
-    with Feeder(manifest, location, settings, CPU, rank, world_size, tell, deadline_s=deadline_s) as made:
+    with ImageLoader(manifest, location, settings, CPU, rank, world_size, tell, deadline_s=deadline_s) as made:
         yield made
 
 
@@ -158,7 +158,7 @@ def test_what_comes_next_is_made_ahead_within_bounds(drawn: Path) -> None:
     with feeder(drawn, batch_size=2, prefetch=3, requests=2) as fed:
         batches = fed.train(1)
         next(batches)
-        assembler = fed._assembler
+        assembler = fed._batcher
         slots = len(assembler._pixels)
         assert slots <= 8
         assert sum(len(making.shown) for making in [*assembler._makings]) <= slots
@@ -171,7 +171,7 @@ def test_images_larger_than_the_bound_come_one_after_the_other(drawn: Path, monk
     monkeypatch.setattr(loader, "_MOST_PIXEL_BYTES", 1)
     with feeder(drawn) as fed:
         assert len(seen(fed.train(1))) == 31
-        assert len(fed._assembler._pixels) == 5
+        assert len(fed._batcher._pixels) == 5
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -262,7 +262,7 @@ def test_names_of_bad_images_can_not_forge_lines_of_the_log() -> None:
 
 def test_signals_of_the_group_do_not_end_decode_processes(drawn: Path) -> None:
     with feeder(drawn, loader_workers=1) as fed:
-        (pid,) = fed._crew.pids  # type: ignore[attr-defined]
+        (pid,) = fed._pool.pids  # type: ignore[attr-defined]
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(pid, number)  # perhaps before it has imported anything
         next(fed.train(1))
@@ -276,9 +276,9 @@ def test_signals_of_the_group_do_not_end_decode_processes(drawn: Path) -> None:
 def test_secrets_are_not_in_the_command_of_a_decode_process(drawn: Path) -> None:
     secret = {"secret": "hidden-from-ps"}
     settings = ImagesParams.model_validate({"image_size": SIZE, "loader_workers": 1})
-    with Feeder(manifest_of(drawn), Location(str(drawn), secret), settings, CPU, 0, 1, print) as fed:
+    with ImageLoader(manifest_of(drawn), Location(str(drawn), secret), settings, CPU, 0, 1, print) as fed:
         next(fed.train(1))
-        process = psutil.Process(fed._crew.pids[0])  # type: ignore[attr-defined]
+        process = psutil.Process(fed._pool.pids[0])  # type: ignore[attr-defined]
         assert "hidden-from-ps" not in json.dumps([process.cmdline(), process.environ()])
 
 
@@ -326,7 +326,7 @@ def test_images_to_validate_with_are_read_from_their_own_folder(tmp_path: Path, 
         max_bad_fraction=0.5,
     )
     told: Told = []
-    with Feeder(manifest, manifest.location(settings), settings, CPU, 0, 1, told.append) as fed:
+    with ImageLoader(manifest, manifest.location(settings), settings, CPU, 0, 1, told.append) as fed:
         trained, validated = seen(fed.train(1)), seen(fed.validate())
     assert sorted(trained) == list(manifest.train)
     assert sorted(validated) == list(manifest.val)

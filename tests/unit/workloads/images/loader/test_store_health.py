@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.storage.base import Location, NotFound, StoreUnreachable, Transient
-from ddptrain.workloads.images.loader.reader import Reader, ReadFault, Tries, Wanted
+from ddptrain.workloads.images.loader.reader import ImageRef, Reader, ReadFailure, RetryPolicy
 
 S3 = Location("s3://bucket/dogs")
 REFUSED = "s3://bucket/dogs/a: no connection (Connection refused)"
@@ -60,7 +60,7 @@ class Store:
         return b"image"
 
     def reader(self) -> Reader:
-        return Reader(S3, tries=Tries(), opener=lambda _: self)
+        return Reader(S3, tries=RetryPolicy(), opener=lambda _: self)
 
 
 ALWAYS = (0.0, 1e9)
@@ -68,8 +68,8 @@ NEVER = (0.0, 0.0)
 
 
 def test_store_that_is_away_for_long_is_told_with_its_name_its_words_and_the_time(clock: Clock) -> None:
-    fault = Store(clock, ALWAYS).reader().read(Wanted("a"))
-    assert isinstance(fault, ReadFault)
+    fault = Store(clock, ALWAYS).reader().read(ImageRef("a"))
+    assert isinstance(fault, ReadFailure)
     assert fault.reason == f"tried for 60 s, the last time: {REFUSED}"
     since = r"since \d\d:\d\d:\d\d \(60 s\)"
     assert re.fullmatch(
@@ -85,44 +85,44 @@ def test_store_that_can_not_even_be_opened_for_a_while_is_waited_for(clock: Cloc
             raise StoreUnreachable("AWS did not answer within 5 s")
         return store
 
-    assert Reader(S3, tries=Tries(), opener=opened).read(Wanted("a")) == b"image"
+    assert Reader(S3, tries=RetryPolicy(), opener=opened).read(ImageRef("a")) == b"image"
 
 
 def test_store_that_was_idle_before_it_went_away_is_given_as_long(clock: Clock) -> None:
     store = Store(clock, (900, 950))
     reader = store.reader()
-    assert reader.read(Wanted("b")) == b"image"
+    assert reader.read(ImageRef("b")) == b"image"
     clock.now_s = 901
-    assert reader.read(Wanted("a")) == b"image"
+    assert reader.read(ImageRef("a")) == b"image"
     assert 950 <= clock.now_s <= 956
 
 
 def test_image_that_failed_before_the_store_went_away_waits_for_its_return(clock: Clock) -> None:
     store = Store(clock, (30, 85), a=30)
     reader = store.reader()
-    clock.at[25] = lambda: reader.read(Wanted("b"))
-    assert reader.read(Wanted("a")) == b"image", "its own 60 s are over in the midst of the 55 s"
+    clock.at[25] = lambda: reader.read(ImageRef("b"))
+    assert reader.read(ImageRef("a")) == b"image", "its own 60 s are over in the midst of the 55 s"
     assert 85 <= clock.now_s <= 91
 
 
 def test_store_that_came_back_during_the_last_try_is_asked_once_more(clock: Clock) -> None:
-    assert Store(clock, (0, 50), hang_s=20).reader().read(Wanted("a")) == b"image"
+    assert Store(clock, (0, 50), hang_s=20).reader().read(ImageRef("a")) == b"image"
     assert clock.now_s > 60
 
 
 def test_image_that_fails_alone_is_a_bad_one_though_nothing_else_was_wanted_meanwhile(clock: Clock) -> None:
     store = Store(clock, NEVER, a=1e9)
     reader = store.reader()
-    assert reader.read(Wanted("b")) == b"image"
+    assert reader.read(ImageRef("b")) == b"image"
     clock.now_s = 1000
-    fault = reader.read(Wanted("a"))
-    assert fault == ReadFault("a", "tried for 60 s, the last time: 503 Slow Down") and fault.away == ""
+    fault = reader.read(ImageRef("a"))
+    assert fault == ReadFailure("a", "tried for 60 s, the last time: 503 Slow Down") and fault.away == ""
     assert store.asked["b"] == 2, "asked for what the store has given before"
 
 
 def test_first_image_of_a_process_may_be_a_bad_one(clock: Clock) -> None:
-    fault = Store(clock, NEVER, a=1e9).reader().read(Wanted("a"))
-    assert isinstance(fault, ReadFault) and fault.away == ""
+    fault = Store(clock, NEVER, a=1e9).reader().read(ImageRef("a"))
+    assert isinstance(fault, ReadFailure) and fault.away == ""
 
 
 @pytest.fixture
@@ -142,36 +142,38 @@ def unmount(folder: Path, point: Path) -> None:
 
 @pytest.mark.parametrize("how", ["moved", "unmounted at it", "unmounted above it"])
 def test_folder_that_goes_away_is_a_store_that_is_away(clock: Clock, folder: Path, how: str) -> None:
-    reader = Reader(Location(str(folder)), tries=Tries())
-    assert reader.read(Wanted("a")) == b"image"
+    reader = Reader(Location(str(folder)), tries=RetryPolicy())
+    assert reader.read(ImageRef("a")) == b"image"
     if how == "moved":
         folder.rename(folder.with_name("elsewhere"))
     else:
         unmount(folder, folder if how == "unmounted at it" else folder.parent)
-    fault = reader.read(Wanted("b"))
-    assert isinstance(fault, ReadFault) and clock.now_s == pytest.approx(60)
+    fault = reader.read(ImageRef("b"))
+    assert isinstance(fault, ReadFailure) and clock.now_s == pytest.approx(60)
     what = "empty" if how == "unmounted at it" else "not there"
     said = f"the folder {folder} is {what} on {socket.gethostname()}"
     assert re.fullmatch(rf"{folder} is away: no request .*\(60 s\), the last one: {said}: .*", fault.away), fault.away
 
 
 def test_folder_that_comes_back_is_waited_for(clock: Clock, folder: Path) -> None:
-    reader = Reader(Location(str(folder)), tries=Tries())
-    assert reader.read(Wanted("a")) == b"image"
+    reader = Reader(Location(str(folder)), tries=RetryPolicy())
+    assert reader.read(ImageRef("a")) == b"image"
     elsewhere = folder.rename(folder.with_name("elsewhere"))
     clock.at[40] = lambda: elsewhere.rename(folder)
-    assert reader.read(Wanted("b")) == b"image"
+    assert reader.read(ImageRef("b")) == b"image"
 
 
 def test_folder_that_a_host_has_never_seen_is_told_at_once(clock: Clock, tmp_path: Path) -> None:
-    fault = Reader(Location(str(tmp_path / "none")), tries=Tries()).read(Wanted("a"))
+    fault = Reader(Location(str(tmp_path / "none")), tries=RetryPolicy()).read(ImageRef("a"))
     said = f"the folder {tmp_path / 'none'} is not there on {socket.gethostname()}: every rank has to see it"
-    assert fault == ReadFault("a", said, said) and clock.now_s == 0
+    assert fault == ReadFailure("a", said, said) and clock.now_s == 0
 
 
 def test_image_that_is_gone_from_a_folder_that_is_there_is_a_bad_one(clock: Clock, folder: Path) -> None:
     (folder / "a").unlink()
-    assert Reader(Location(str(folder)), tries=Tries()).read(Wanted("a")) == ReadFault("a", "it is no longer there")
+    assert Reader(Location(str(folder)), tries=RetryPolicy()).read(ImageRef("a")) == ReadFailure(
+        "a", "it is no longer there"
+    )
 
 
 def test_many_that_find_the_store_away_ask_for_it_together() -> None:
@@ -187,12 +189,12 @@ def test_many_that_find_the_store_away_ask_for_it_together() -> None:
                 time.sleep(0.3)
             raise Transient(REFUSED)
 
-    reader = Reader(S3, tries=Tries(0.2, 0.01, 0.02), opener=lambda _: Refusing())
-    faults: list[bytes | ReadFault] = []
-    threads = [threading.Thread(target=lambda: faults.append(reader.read(Wanted("a")))) for _ in range(16)]
+    reader = Reader(S3, tries=RetryPolicy(0.2, 0.01, 0.02), opener=lambda _: Refusing())
+    faults: list[bytes | ReadFailure] = []
+    threads = [threading.Thread(target=lambda: faults.append(reader.read(ImageRef("a")))) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(isinstance(fault, ReadFault) and fault.away for fault in faults) and len(faults) == 16
+    assert all(isinstance(fault, ReadFailure) and fault.away for fault in faults) and len(faults) == 16
     assert sum(asked.values()) - asked["a"] <= 8
