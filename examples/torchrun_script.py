@@ -25,7 +25,7 @@ class Trainer:
             saved = torch.load(snapshot, weights_only=True)
             model.load_state_dict(saved["model"])
             self.epochs_run = saved["epochs_run"]
-            print(f"going on after epoch {self.epochs_run} of {snapshot}")
+            print(f"continuing after epoch {self.epochs_run} of {snapshot}")
         self.model = DistributedDataParallel(model.to(self.device))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 

@@ -1,4 +1,4 @@
-"""What ctx.prepare and its like do; each is optional, and plain torch code is as good."""
+"""ctx.prepare: device, precision, compilation, memory format and DDP of a model. Its use is optional."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def prepared(model: nn.Module, device: torch.device, settings: Mapping[str, Any], **ddp: Any) -> nn.Module:
-    """The model on its device, as `settings` (precision, compile, channels_last) say, and wrapped in DDP.
+    """Moves the model to the device, applies `settings` (precision, compile, channels_last), and wraps it in DDP.
 
-    A model without parameters that learn is not wrapped: DDP refuses it. Raises ValueError for another precision.
+    `ddp` are arguments of DistributedDataParallel, which does not accept a model without trainable parameters: such a
+    model is returned without DDP. Raises ValueError for an unknown precision.
     """
     precision = settings.get("precision", "fp32")
     if precision not in _PRECISIONS:
@@ -24,7 +25,7 @@ def prepared(model: nn.Module, device: torch.device, settings: Mapping[str, Any]
     if settings.get("channels_last"):
         model = model.to(memory_format=torch.channels_last)
     if (dtype := _PRECISIONS[precision]) is not None:
-        # In place, so that the names of the weights stay.
+        # In place, so that the weights keep their names.
         model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
     if settings.get("compile"):
         model.compile()

@@ -1,4 +1,4 @@
-"""A model that tells two spirals apart: put your own in its place. Try it: ddptrain train train.yaml."""
+"""Trains a model to classify points of two spirals. Replace it with your own. To run it: ddptrain train train.yaml."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddptrain import RankContext
 
 
 def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 0.01, hidden: int = 64) -> None:
-    """Runs in every rank, one process a GPU (or on the CPU); the process group is up."""
+    """Runs in each rank: one process per GPU (or on the CPU). The process group is initialised."""
     torch.manual_seed(0)  # the same model on every rank
     layers = [nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1)]
     model = DistributedDataParallel(nn.Sequential(*layers).to(ctx.device))
@@ -23,7 +23,7 @@ def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)  # each rank has its own share
     loader = DataLoader(data, batch_size, sampler=sampler)
 
-    resumed = ctx.resume(model=model, optimizer=optimizer)  # None, unless there is a checkpoint to go on from
+    resumed = ctx.resume(model=model, optimizer=optimizer)  # None without a checkpoint
     first, step = (int(resumed.epoch or 0), resumed.step) if resumed else (0, 0)
     for epoch in range(first + 1, epochs + 1):
         sampler.set_epoch(epoch)
@@ -42,12 +42,12 @@ def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 
             ctx.progress((epoch - 1) * len(loader) + seen / batch_size, epochs * len(loader), unit="steps")
         metrics = {"loss": total / seen, "accuracy": right / seen}
         ctx.log(metrics, step=step, epoch=epoch)
-        # Called by every rank; saved as `checkpoint:` in train.yaml says.
+        # All ranks must call it; `checkpoint:` in train.yaml says how often it is saved.
         ctx.checkpoint(model=model, optimizer=optimizer, step=step, epoch=epoch, metrics=metrics, last=epoch == epochs)
 
 
 def spirals(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points on two spirals, and which of the two each is on."""
+    """Random points on two spirals [count, 2], and the label (0 or 1) of each point's spiral [count]."""
     generator = torch.Generator().manual_seed(0)
     turn = torch.rand(count, generator=generator).sqrt() * 3 * math.pi
     label = torch.randint(2, (count,), generator=generator)

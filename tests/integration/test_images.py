@@ -135,7 +135,7 @@ def test_weights_of_another_model_end_the_command_before_any_rank_is_started(
     assert told.startswith(
         f"ddptrain: run begun failed: the weights {tmp_path}/resnet.safetensors are not of small_cnn:"
     )
-    assert "; not known to it: fc.weight; set params.architecture" in told and "Traceback" not in ended.stderr
+    assert "; unknown: fc.weight; set params.architecture" in told and "Traceback" not in ended.stderr
     assert record(tmp_path)["attempts"] == []
 
 

@@ -167,7 +167,7 @@ def test_store_that_is_away_for_long_ends_the_training_instead_of_having_images_
         assert all(ok) and fed.bad == [] and told == []
     said, shortly = str(caught.value), r"since \d\d:\d\d:\d\d \(\d+ s\), the last one: s3://images/dogs/Images/n\d+-"
     assert re.match(rf"s3://images/dogs/Images is away: no request has succeeded {shortly}", said)
-    assert said.endswith("; once it is back, failure.max_restarts or --resume goes on from the newest checkpoint")
+    assert said.endswith("; when it is back, failure.max_restarts or --resume continues from the newest checkpoint")
     assert "503 SlowDown" in said or "the connection broke" in said or "no connection" in said
     assert "\n" not in said
 

@@ -305,7 +305,7 @@ def test_run_that_was_killed_in_mid_epoch_ends_bit_equal_and_other_ranks_go_on_f
     killed = trainer.cli("train", config, "--run-id", "killed", "--set", "failure.max_restarts=1")
     assert killed.rc == 0, killed.stderr
     assert "restart 1 of 1" in killed.stderr
-    assert f"going on after epoch 1, step {(step // 2 + 4) // 3 * 3}" in killed.stdout
+    assert f"continuing after epoch 1, step {(step // 2 + 4) // 3 * 3}" in killed.stdout
     assert trainer.weights("killed", step) == trainer.weights("undisturbed", step)
     assert trainer.losses("killed") == trainer.losses("undisturbed")
     assert trainer.cli("train", config, "--run-id", "shrunk").rc == 1

@@ -1,1 +1,1 @@
-"""ctx.loader and the processes of DataLoaders."""
+"""ctx.loader, and the worker processes of DataLoaders."""

@@ -1,4 +1,4 @@
-"""Data for ranks: every sample once an epoch by all ranks together, from where a checkpoint has left off."""
+"""ctx.loader: all ranks together read each sample once per epoch, and resume within an epoch from a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 
 class GangSampler(Sampler[int]):
-    """This rank's indices of an epoch: all ranks draw the same order, and take turns.
+    """This rank's indices in an epoch: all ranks draw the same order, and take its samples in turn.
 
-    `taken` samples of the order, from its beginning, are passed over: they were seen before a resume, by however many
-    ranks. Where the rest can't be shared evenly its first samples come again, for DDP waits for all ranks in each
-    step; with `drop_last` the rest of a step of all ranks is left out instead.
+    The first `taken` samples of the order are skipped: any number of ranks read them before a resume. If the rest can't
+    be divided evenly, its first samples are repeated, because DDP waits for all ranks in each step; with `drop_last`
+    an incomplete step of all ranks is left out instead.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class GangSampler(Sampler[int]):
         return iter(self._order()[self._rank :: self._world_size].tolist())
 
     def __len__(self) -> int:
-        """Samples of this rank in the whole epoch, wherever it is."""
+        """Samples of this rank in the whole epoch, independent of the position."""
         return self._total(0) // self._world_size
 
     @property
     def remaining(self) -> int:
-        """Samples of this rank that are still to come in the epoch."""
+        """Samples of this rank that remain in the epoch."""
         return self._total(self.taken) // self._world_size
 
     def _total(self, taken: int) -> int:
-        """Samples of all ranks that come after the first `taken`."""
+        """Samples of all ranks after the first `taken`, with repeated or without dropped ones."""
         left = max(0, len(self._data) - taken)
         if self._drop_last:
             return left - left % self._step
@@ -59,47 +59,47 @@ class GangSampler(Sampler[int]):
 
 
 class GangLoader(DataLoader[Any]):
-    """A DataLoader over this rank's share, whose place in the epoch stands in every checkpoint of the context.
+    """A DataLoader over this rank's share; each checkpoint of the context contains its position in the epoch.
 
-    Its length is the number of batches of this rank in a whole epoch, also during the epoch and after a resume;
-    `remaining` is the number of those that are still to come.
+    Its length is the number of this rank's batches in a whole epoch, also within the epoch and after a resume;
+    `remaining` is the number of batches that are left.
     """
 
     def __init__(self, dataset: Dataset[Any], sampler: GangSampler, batch_size: int, **more: Any) -> None:
         self._gang_sampler, self._batch_size = sampler, batch_size
         self._step = batch_size * sampler._world_size  # noqa: SLF001
-        # A batch sampler, for that of DataLoader can't be changed between epochs.
+        # As a batch sampler, because DataLoader does not allow changes of its own sampler between epochs.
         super().__init__(dataset, batch_sampler=BatchSampler(sampler, batch_size, drop_last=False), **more)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own is a class of its own
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's returns its own iterator class
         for batch in super().__iter__():
-            # Before the step: a checkpoint after it has seen this batch.
+            # Before the step, so that a checkpoint after the step counts this batch.
             self._gang_sampler.taken += self._step
             yield batch
         self.set_epoch(self._gang_sampler.epoch + 1)
 
     @property
     def epoch(self) -> int:
-        """The epoch (from 1) that is under way, or comes next."""
+        """The current or next epoch, from 1."""
         return self._gang_sampler.epoch
 
     @property
     def remaining(self) -> int:
-        """Batches of this rank that are still to come in the epoch that `epoch` tells."""
+        """Batches of this rank that remain in the epoch `epoch`."""
         return -(-self._gang_sampler.remaining // self._batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch from its first sample; the same one again is left where it is."""
+        """Starts an epoch at its first sample; for the current epoch the position stays."""
         if epoch != self._gang_sampler.epoch:
             self._gang_sampler.epoch, self._gang_sampler.taken = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is: the epoch, and how many of its samples all ranks together have seen."""
+        """The position: the epoch, and the number of its samples that all ranks together have read."""
         size = len(self._gang_sampler._data)  # noqa: SLF001
         return {"epoch": self.epoch, "taken": min(self._gang_sampler.taken, size)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there; an epoch that was complete is over."""
+        """Continues at a position; after a complete epoch the next one starts."""
         size = len(self._gang_sampler._data)  # noqa: SLF001
         over = state["taken"] >= size
         self._gang_sampler.epoch = state["epoch"] + int(over)
@@ -118,14 +118,14 @@ def gang_loader(
     drop_last: bool,
     **more: Any,
 ) -> GangLoader:
-    """What ctx.loader gives; `more` goes to DataLoader. Raises TypeError for data without a length."""
+    """The loader of ctx.loader; `more` are arguments of DataLoader. Raises TypeError for data without a length."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        raise TypeError(f"ctx.loader shares out data that has a length, not {dataset!r}: use torch's DataLoader for it")
+        raise TypeError(f"ctx.loader needs data that has a length, not {dataset!r}: use torch's DataLoader for it")
     sampler = GangSampler(dataset, rank, world_size, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
     defaults: dict[str, Any] = {
         "pin_memory": device.type == "cuda",
         "persistent_workers": more.get("num_workers", 0) > 0,
-        # What workers draw, for augmentation, is another thing in each rank, and the same in each run.
+        # Random numbers of workers, such as for augmentation, differ between ranks and repeat in each run.
         "generator": torch.Generator().manual_seed((seed * 1_000_003 + rank) % (1 << 63)),
     }
     return GangLoader(dataset, sampler, batch_size, **{**defaults, **more})

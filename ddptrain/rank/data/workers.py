@@ -1,7 +1,7 @@
-"""DataLoader workers take SIGTERM from their rank alone: where a whole host is told to go, the step can be finished.
+"""Makes DataLoader workers ignore SIGTERM unless their rank sends it, so that a preempted rank can finish its step.
 
-A batch system sends the signal to every process of a job. The rank takes it as a notice; its loaders' workers would
-die of it, and the rank of them.
+A batch system sends SIGTERM to all processes of a job. The rank treats it as a notice of preemption; its DataLoader
+workers would end, and make the rank fail.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 
 from torch.utils.data._utils import worker
 
-_torchs_own = worker._worker_loop  # noqa: SLF001
+_torch_worker_loop = worker._worker_loop  # noqa: SLF001
 
 
 def protect() -> None:
-    """Have the workers of all DataLoaders that this process makes from now on pass over SIGTERM of others."""
+    """Applies this to all DataLoaders that this process makes from now on."""
     worker._worker_loop = worker_loop  # noqa: SLF001
 
 
 def worker_loop(*args: Any, **kwargs: Any) -> None:
-    """What a DataLoader's worker runs: torch's own loop, with a thread that looks at who has sent SIGTERM."""
+    """The main function of a DataLoader worker: torch's loop, and a thread that checks the sender of SIGTERM."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_await_the_rank, args=(os.getppid(),), daemon=True).start()
-    _torchs_own(*args, **kwargs)
+    threading.Thread(target=_await_sigterm_of_rank, args=(os.getppid(),), daemon=True).start()
+    _torch_worker_loop(*args, **kwargs)
 
 
-def _await_the_rank(rank_pid: int) -> None:
+def _await_sigterm_of_rank(rank_pid: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_pid == os.getppid():
         pass
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -21,7 +21,7 @@ from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.context import Preempted, RankContext
 from ddptrain.rank.emitter import Emitter
 from ddptrain.workloads.petnames import train as workload
-from ddptrain.workloads.petnames.data import RankShare
+from ddptrain.workloads.sharding import RankShare
 from tests.unit.specs import make_spec
 
 
@@ -66,13 +66,14 @@ class WatchedContext(RankContext):
         self._events.close()
 
 
-def record_rows(trainer: type[workload._Trainer]) -> list[list[int]]:
-    """Every part of every share that counts, in order, as the trainer takes it."""
+def record_rows(trainer: type[workload._Trainer], seeds: set[int]) -> list[list[int]]:
+    """Every part of every share that counts, in order, as the trainer takes it; and the seeds of their dropout."""
     taken: list[list[int]] = []
     parts = trainer._parts
 
     def recording(self: workload._Trainer, share: RankShare) -> Iterator[tuple[torch.Tensor, float, bool]]:
         for index, weight, is_last in parts(self, share):
+            seeds.add(torch.initial_seed())
             if weight:
                 taken.append(index.tolist())
             yield index, weight, is_last
@@ -105,7 +106,7 @@ def run_groups(run_group: Callable[[Path, int, int], None]) -> None:
             run_group(root, rank, world_size)
 
 
-def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) -> None:
+def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]], seeds: set[int]) -> None:
     """All cases, in a group of that size."""
     port = join(root, rank, world_size)
     for number, case in enumerate(json.loads((root / "cases.json").read_text())):
@@ -113,6 +114,7 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
         folder.mkdir(parents=True, exist_ok=True)
         resume_from = str(folder.parent / case["resume_from"]) if "resume_from" in case else ""
         taken.clear()
+        seeds.clear()
         spec = make_spec(
             attempt=number + 1,
             rank=rank,
@@ -128,11 +130,12 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
         with contextlib.suppress(Preempted):
             workload.train(ctx, **case["params"])
         ctx.hand_over()
-        seen = {"rows": taken, "logged": ctx.logged, "progressed": ctx.progressed}
+        seen = {"rows": taken, "logged": ctx.logged, "progressed": ctx.progressed, "seeds": [*seeds]}
         (folder / f"rank-{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    rows_taken = record_rows(workload._Trainer)
-    run_groups(lambda root, rank, world_size: run_cases(root, rank, world_size, rows_taken))
+    seeds_seen: set[int] = set()
+    rows_taken = record_rows(workload._Trainer, seeds_seen)
+    run_groups(lambda root, rank, world_size: run_cases(root, rank, world_size, rows_taken, seeds_seen))

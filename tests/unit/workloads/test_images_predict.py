@@ -82,7 +82,7 @@ def test_what_is_missing_is_told_in_its_place(folder: Path, tmp_path: Path) -> N
     assert [(one.name.rpartition("/")[2], one.reason.partition(" (")[0]) for one in troubles] == [
         ("nowhere.png", "no such file or folder"),
         ("empty", "no images in it"),
-        ("x*", "no image fits the pattern"),
+        ("x*", "no image matches the pattern"),
     ]
 
 
@@ -146,7 +146,7 @@ def test_outputs_that_are_no_numbers_are_told(folder: Path) -> None:
     torch.nn.init.constant_(model.get_parameter("head.bias"), float("nan"))
     diverged = SavedModel(model, SavedConfig.restored(config), tuple(COLOURS), "step-3")
     assert {one.error for one in results(diverged, folder)} == {
-        "the model gives no numbers for it: has its training diverged?"
+        "the model returns NaN for it; did its training diverge?"
     }
 
 
@@ -213,7 +213,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == choose_device("cpu") == CPU
-    with pytest.raises(UsageError, match="--device cuda: torch finds no GPU here; --device cpu does without"):
+    with pytest.raises(UsageError, match="--device cuda: torch finds no GPU on this machine; use --device cpu"):
         choose_device("cuda")
     assert default_batch_size(CPU) < default_batch_size(torch.device("cuda"))
 

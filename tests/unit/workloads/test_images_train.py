@@ -387,7 +387,7 @@ def test_more_bad_images_than_are_allowed_end_the_run_with_their_names(runs: Pat
 def test_rank_0_says_a_line_an_epoch_and_what_it_goes_on_from(runs: Path) -> None:
     said = (runs / "output-0.txt").read_text()
     assert "training small_cnn, 23,891 parameters, on 21 images, 7 steps an epoch over 1 rank" in said
-    assert "going on after epoch 0, step 3" in said
+    assert "continuing after epoch 0, step 3" in said
     assert said.count("epoch 3/3: train/loss ") == 2 * len(WORLD_SIZES) + 1
 
 

@@ -62,7 +62,7 @@ def test_ranks_take_every_row_once_in_as_many_steps(
         sizes = [len(share.index) for share in shares]
         assert max(sizes) - min(sizes) <= 1 and max(sizes) <= batch_size
         targets = sum(int(rows.n_targets[share.index].sum()) for share in shares)
-        assert {share.total_targets for share in shares} == {targets}
+        assert {share.total for share in shares} == {targets}
 
 
 @pytest.mark.parametrize("context", ["window", "full"])

@@ -131,7 +131,7 @@ def test_a_pointer_out_of_the_folder_is_refused(run_dir: Path, name: str) -> Non
         ({"count": 0}, "--count must be at least 1, not 0"),
         ({"temperature": 0.0}, "--temperature must be above 0, not 0.0"),
         ({"temperature": float("nan")}, "--temperature must be above 0, not nan"),
-        ({"prefix": "r2-d2"}, "--prefix 'r2-d2' has '2', which no name holds"),
+        ({"prefix": "r2-d2"}, "--prefix 'r2-d2' has '2', which no name may contain"),
         ({"prefix": "lu+"}, "--prefix 'lu\\+' has '\\+'"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_model_is_built_again_from_what_a_checkpoint_stores() -> None:
 
 @pytest.mark.parametrize("stored", [None, {}, {"hidden": 3}])
 def test_a_checkpoint_of_something_else_is_refused(stored: object) -> None:
-    with pytest.raises(UsageError, match="no pet-name model"):
+    with pytest.raises(UsageError, match="does not contain a pet-name model"):
         ModelConfig.restored(stored)
 
 

@@ -110,13 +110,13 @@ def test_source_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("file_name", "content", "column", "message"),
     [
-        ("names.xml", "x", None, "can't tell the format of params.names .*names.xml.*params.names_format"),
+        ("names.xml", "x", None, "can't recognise the format of params.names .*names.xml.*params.names_format"),
         ("names.json", "{", None, "not valid json"),
         ("names.json", '{"a": 1}', None, "expected a JSON list of names, found a dict"),
         ("names.json", '[["luna"]]', None, "entry 0 is a list"),
         ("names.json", '[{"pet": "luna"}]', None, "entry 0 is an object with the columns 'pet'.*names_column"),
         ("names.json", '[{"pet": "luna"}]', "pets", "entry 0 has no 'pets'.*did you mean 'pet'"),
-        ("names.csv", "pet,age\nluna,1", None, "the columns 'pet', 'age': say which with params.names_column"),
+        ("names.csv", "pet,age\nluna,1", None, "the columns 'pet', 'age': select one with params.names_column"),
         ("names.csv", "pet,age\nluna,1", "name", "no 'name' but the columns 'pet', 'age'"),
         ("names.csv", "", "name", "names.csv': the CSV file is empty"),
         ("names.txt", "", None, "no usable name: names: 0 of 0"),

@@ -137,7 +137,7 @@ def retrained(params: dict[str, Any], world_size: int) -> dict[str, torch.Tensor
         for shares in zip(*plans, strict=True):
             inputs, targets = rows.batch(torch.cat([share.index for share in shares]))
             optimizer.zero_grad()
-            (summed_nll(model(inputs), targets) / shares[0].total_targets).backward()
+            (summed_nll(model(inputs), targets) / shares[0].total).backward()
             if settings.grad_clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
             optimizer.step()
@@ -198,6 +198,12 @@ def test_validation_reports_the_progress_again_as_a_sign_of_life(runs: Path) -> 
         progressed = [done for done, *_ in rank["progressed"]]
         validated = sum("val/loss" in entry["values"] for entry in ranks_of(runs, 2, STRAIGHT)[0]["logged"])
         assert len(progressed) - len({*progressed}) >= validated > 0
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_dropout_of_each_rank_and_epoch_has_a_seed_of_its_own(runs: Path, world_size: int) -> None:
+    for rank, seen in enumerate(ranks_of(runs, world_size, STRAIGHT)):
+        assert sorted(seen["seeds"]) == sorted(hash((0, epoch, rank)) % 2**64 for epoch in (1, 2, 3))
 
 
 def test_progress_ends_at_the_total(runs: Path) -> None:

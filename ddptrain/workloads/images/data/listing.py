@@ -16,7 +16,7 @@ from ddptrain.config.wording import counted, nearest, shown
 from ddptrain.errors import UsageError
 from ddptrain.storage.base import Limits, Listed, Location, open_store
 from ddptrain.workloads.images.data.manifest import FILE, Manifest, is_plain_key
-from ddptrain.workloads.images.data.source_layout import Layout, check_classes_agree, detect, is_split_folder
+from ddptrain.workloads.images.data.source_layout import SourceLayout, check_classes_agree, detect, is_split_folder
 from ddptrain.workloads.images.data.split import sample, split
 from ddptrain.workloads.images.model.preflight import check_weights, checked_labels, is_weights_name
 from ddptrain.workloads.images.params import ImagesParams
@@ -130,7 +130,7 @@ class ImageSource:
 
     train: SourceListing
     val: SourceListing | None = None
-    layout: Layout | None = None
+    layout: SourceLayout | None = None
     val_location: Location | None = None
 
     def val_words(self, location: Location) -> str:

@@ -112,12 +112,72 @@ def test_epoch_that_was_complete_is_over() -> None:
     assert (loader.epoch, loader.state_dict()) == (2, {"epoch": 2, "taken": 0})
 
 
+def shares(size: int, ranks: int, **more: object) -> list[list[int]]:
+    return [[int(sample) for batch in loader for sample in batch] for loader in loaders(size, ranks, **more)]
+
+
+def test_order_is_the_permutation_of_seed_and_epoch_and_ranks_take_turns() -> None:
+    expected = torch.randperm(24, generator=torch.Generator().manual_seed(5 * 1_000_003 + 1)).tolist()
+    assert shares(24, 2) == [expected[::2], expected[1::2]]
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "expected"),
+    [
+        (True, [[*range(0, 24, 2)], [*range(1, 24, 2)]]),  # four steps of 2 x 3 samples; 3 of 27 are left out
+        (False, [[*range(0, 27, 2)], [*range(1, 27, 2), 0]]),  # the first sample is repeated
+    ],
+)
+def test_27_samples_for_two_ranks_with_batches_of_3(drop_last: bool, expected: list[list[int]]) -> None:
+    assert shares(27, 2, shuffle=False, drop_last=drop_last) == expected
+
+
+@pytest.mark.parametrize(("drop_last", "expected"), [(True, (3, 3)), (False, (4, 4))])
+def test_27_samples_after_a_resume(drop_last: bool, expected: tuple[int, int]) -> None:
+    gang = loaders(27, 2, drop_last=drop_last)
+    for loader in gang:
+        loader.load_state_dict({"epoch": 2, "taken": 6})
+    assert (gang[0].remaining, gang[1].remaining) == expected, "21 samples in steps of 6"
+    assert [len([*loader]) for loader in gang] == [*expected]
+
+
+def test_repeated_samples_fill_ranks_that_outnumber_the_samples() -> None:
+    assert shares(2, 5, shuffle=False) == [[0], [1], [0], [1], [0]]
+
+
+def test_random_numbers_of_workers_differ_by_rank_and_repeat_in_each_run() -> None:
+    generators = [loader.generator for loader in loaders(24, ranks=3)]
+    seeds = [generator.initial_seed() for generator in generators if generator is not None]
+    assert seeds == [5_000_015, 5_000_016, 5_000_017]
+
+
+def test_defaults_of_torchs_dataloader_can_be_changed() -> None:
+    (plain,), (kept,), (changed,) = (
+        loaders(24, ranks=1, **more)
+        for more in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": False})
+    )
+    assert [one.persistent_workers for one in (plain, kept, changed)] == [False, True, False]
+    assert plain.pin_memory is False
+    device = torch.device("cuda")
+    on_gpu = gang_loader(torch.arange(4), 2, 0, 1, device, shuffle=True, seed=0, drop_last=False)  # type: ignore[arg-type]
+    assert on_gpu.pin_memory is True
+
+
+def test_epoch_that_is_set_again_keeps_its_position_and_another_one_begins() -> None:
+    (loader,) = loaders(24, ranks=1)
+    seen([loader], steps=2)
+    loader.set_epoch(1)
+    assert loader.state_dict() == {"epoch": 1, "taken": 6}
+    loader.set_epoch(4)
+    assert loader.state_dict() == {"epoch": 4, "taken": 0}
+
+
 def test_data_without_a_length_is_refused() -> None:
     class Stream(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
-    with pytest.raises(TypeError, match="data that has a length"):
+    with pytest.raises(TypeError, match="needs data that has a length"):
         gang_loader(Stream(), 2, 0, 1, CPU, shuffle=True, seed=0, drop_last=False)
 
 

@@ -174,7 +174,7 @@ def test_labels_of_another_model_than_the_named_weights_are_refused_before_anyth
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (None, "there are no weights .*model.pth: params.weights is the path of a file that the command and every"),
+        (None, "there are no weights .*model.pth: params.weights is the path of a file that the command and all"),
         (b"", "model.pth holds no weights: it is empty"),
         (b"PK\x03\x04cut", "model.pth are not whole: the file has 7 bytes"),
         (b"\xff\0\0\0\0\0\0\0{cut", "model.pth are not whole: the file has 12 bytes"),

@@ -43,6 +43,46 @@ def test_the_whole_is_as_exact_as_it_can_be_and_each_class_too() -> None:
     assert {len(train & set(keys)) for keys in by_class.values()} <= {136, 137, 138}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "share", "expected"),
+    [
+        ((5, 5), 0.7, 7),  # 3.5 of each class: one has 4, the other 3
+        ((7, 4), 0.5, 6),  # 3.5 and 2: the sum is 5.5
+        ((3, 3, 3), 0.5, 4),  # 1.5 of each class: the sum is 4.5, which Python rounds to the even number
+        ((1, 1, 1, 1), 0.5, 4),  # each class trains on one image at least
+        ((10, 1), 0.05, 2),
+    ],
+)
+def test_fractional_counts_are_rounded_so_that_the_sum_is_right(
+    sizes: tuple[int, ...], share: float, expected: int
+) -> None:
+    by_class = classes(*sizes)
+    train, val = split(by_class, share, 0)
+    assert (len(train), len(val)) == (expected, sum(sizes) - expected)
+    assert sum(map(len, sample(by_class, share, 0).values())) == expected
+    assert [round(len(keys) * share - len(train & set(keys)), 6) <= 1 for keys in by_class.values()] == [True] * len(
+        sizes
+    )
+
+
+def test_the_class_with_the_largest_remainder_gets_the_image_that_is_missing() -> None:
+    used = sample(classes(7, 4, 6), 0.5, 0)  # 3.5, 2 and 3 images; the sum is 8.5, rounded to 8
+    assert [len(keys) for keys in used.values()] == [3, 2, 3]
+    used = sample(classes(7, 4, 7), 0.5, 0)  # 3.5, 2 and 3.5 images; the sum is 9
+    assert sorted(len(keys) for keys in used.values()) == [2, 3, 4]
+    used = sample(classes(9, 8), 0.3, 0)  # 2.7 and 2.4 images; the sum is 5.1
+    assert [len(keys) for keys in used.values()] == [3, 2]
+
+
+def test_which_images_train_stays_the_same_in_later_versions() -> None:
+    """A resumed run must find the split that it began with."""
+    assert split(classes(5, 5), 0.7, 0)[1] == {"class-0/2.jpg", "class-1/2.jpg", "class-1/3.jpg"}
+    assert split(classes(4), 0.5, 3)[0] == {"class-0/0.jpg", "class-0/2.jpg"}
+    assert sample(classes(7), 0.5, 0) == {
+        "class-0": ["class-0/0.jpg", "class-0/1.jpg", "class-0/3.jpg", "class-0/6.jpg"]
+    }
+
+
 def test_neither_the_order_of_keys_nor_that_of_classes_matters() -> None:
     by_class = classes(9, 30, 4, 1)
     shuffled = {name: random.Random(1).sample(keys, len(keys)) for name, keys in reversed(by_class.items())}

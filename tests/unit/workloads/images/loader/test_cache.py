@@ -147,7 +147,7 @@ def test_folder_that_can_t_be_written_is_told_once_and_does_not_matter(tmp_path:
         cache.put(URL, "a/0.jpg", "v1", IMAGE)
         assert cache.get(URL, "a/0.jpg", "v1") is None
     (text,) = told
-    assert text.startswith(f"images can't be kept in {tmp_path / 'cache'}, see params.cache.dir: ")
+    assert text.startswith(f"images can't be cached in {tmp_path / 'cache'}, see params.cache.dir: ")
 
 
 def test_look_that_fails_leaves_nothing_counted_as_being_written(

@@ -161,7 +161,7 @@ def test_what_comes_next_is_made_ahead_within_bounds(drawn: Path) -> None:
         assembler = fed._batcher
         slots = len(assembler._pixels)
         assert slots <= 8
-        assert sum(len(making.shown) for making in [*assembler._makings]) <= slots
+        assert sum(len(making.shown) for making in [*assembler._pending]) <= slots
         rest = [*batches]
         assert len(rest) == fed.steps(1) - 1
 
@@ -233,7 +233,7 @@ def test_folder_that_goes_away_ends_the_training_and_no_image_is_taken_for_a_bad
     said = str(caught.value)
     assert said.startswith(f"{images} is away: no request has succeeded since ") and "\n" not in said
     assert f"the last one: the folder {images} is not there on " in said
-    assert said.endswith("; once it is back, failure.max_restarts or --resume goes on from the newest checkpoint")
+    assert said.endswith("; when it is back, failure.max_restarts or --resume continues from the newest checkpoint")
 
 
 def test_class_without_any_good_image_is_an_error_that_names_it(images: Path) -> None:

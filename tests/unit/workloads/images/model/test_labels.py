@@ -134,7 +134,7 @@ def test_all_problems_are_told_at_once(imagenet: Labels) -> None:
     with pytest.raises(UsageError) as refused:
         match(["crane", "beagle", "horse", "n02088364-Beagle", "pug"], imagenet)
     lines = str(refused.value).splitlines()
-    assert lines[0] == "the labels of imagenet1000_clsidx_to_labels.txt leave it open which output each class is:"
+    assert lines[0] == "the labels of imagenet1000_clsidx_to_labels.txt do not determine the output of each class:"
     assert [line.strip().partition(":")[0] for line in lines[1:-1]] == ["crane", "horse", "beagle, n02088364-Beagle"]
     assert "all of them are 162 'beagle'" in lines[3]
     assert "put WordNet ids" in lines[-1]

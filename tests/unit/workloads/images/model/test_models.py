@@ -163,7 +163,7 @@ def test_head_that_the_label_map_does_not_fit_is_an_error() -> None:
 
 def test_weights_of_another_model_are_told_with_some_names() -> None:
     config = described("small_cnn")
-    with pytest.raises(BadWeights, match=r"not of small_cnn: missing: features.0.weight.* and \d+ more; not known"):
+    with pytest.raises(BadWeights, match=r"not of small_cnn: missing: features.0.weight.* and \d+ more; unknown"):
         load(build(config), {"fc.weight": torch.zeros(3, 4)}, config, "w", keep_head=False)
     bent = {**pretrained(3), "features.0.weight": torch.zeros(16, 1, 3, 3)}
     with pytest.raises(BadWeights, match=r"of another shape: features\.0\.weight"):

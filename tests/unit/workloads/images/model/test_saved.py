@@ -81,7 +81,7 @@ def test_a_description_that_is_none_is_refused(changes: dict[str, Any], message:
 
 @pytest.mark.parametrize("stored", [None, [], "resnet50", {}, {"architecture": "small_cnn"}])
 def test_anything_else_than_a_description_is_refused(stored: Any) -> None:
-    with pytest.raises(UsageError, match="the checkpoint holds no image classifier"):
+    with pytest.raises(UsageError, match="the checkpoint does not contain an image classifier"):
         SavedConfig.restored(stored)
 
 

@@ -73,12 +73,12 @@ def test_weights_of_another_model_are_told_with_names_shapes_and_what_to_do(
     save_file(pretrained() | {"features.0.weight": torch.zeros(16, 1, 3, 3)}, weights)
     assert preparing.refused(weights) == (
         f"the weights {weights} are not of small_cnn: of another shape: features.0.weight (16x1x3x3, not 16x3x3x3), "
-        "head.weight (7x64, not 3x64), head.bias (7, not 3); set params.architecture to what they are of, or "
+        "head.weight (7x64, not 3x64), head.bias (7, not 3); set params.architecture to that of the weights, or "
         "params.weights to others, or to null"
     )
     told = preparing.refused(weights, architecture="resnet18")
     assert told.startswith(f"the weights {weights} are not of resnet18: missing: conv1.weight, bn1.weight, ")
-    assert re.search(r" and \d+ more; not known to it: (features|head)\.", told)
+    assert re.search(r" and \d+ more; unknown to it: (features|head)\.", told)
 
 
 class Touching:
@@ -93,14 +93,14 @@ def test_weights_that_would_run_code_are_refused_and_nothing_is_run(tmp_path: Pa
     weights, touched = tmp_path / "w.pth", tmp_path / "touched"
     torch.save({"head.weight": Touching(touched)}, weights)
     told = preparing.refused(weights)
-    assert told.startswith(f"{weights} is not loaded, as it holds more than tensors, which may run code: ")
+    assert told.startswith(f"{weights} is not loaded, because it contains more than tensors, which may run code: ")
     assert not touched.exists()
 
 
 def test_file_that_is_whole_and_holds_other_things_is_refused(tmp_path: Path, preparing: Preparing) -> None:
     weights = tmp_path / "w.pth"
     torch.save({"epoch": 3}, weights)
-    assert preparing.refused(weights).startswith(f"{weights} holds no weights: expected a state dict")
+    assert preparing.refused(weights).startswith(f"{weights} contains no weights: expected a state dict")
 
 
 @pytest.mark.parametrize("form", ["safetensors", "state dict", "before torch 1.6", "file://"])
@@ -255,14 +255,16 @@ def test_page_instead_of_weights_is_told_and_not_used_again(web: Web, preparing:
 
 def test_url_at_which_there_is_nothing_is_told_without_its_secrets(web: Web, preparing: Preparing) -> None:
     told = preparing.refused(f"{web.url}/w.bin?X-Amz-Signature=s3cret")
-    assert told.startswith(f"the weights can't be had: can't fetch {web.url}/w.bin?")
+    assert told.startswith(f"the weights can't be fetched: can't fetch {web.url}/w.bin?")
     assert "the server answers 404 Not Found; fetch the file elsewhere" in told and "s3cret" not in told
 
 
 def test_url_that_this_machine_can_not_reach_is_left_to_the_ranks(web: Web, preparing: Preparing) -> None:
     preparing("http://127.0.0.1:9/w.bin")
     assert preparing.is_done
-    assert any("Connection refused" in line and "its ranks may get them" in line for line in preparing.said)
+    assert any(
+        "Connection refused" in line and "its ranks may be able to fetch them" in line for line in preparing.said
+    )
 
 
 def test_names_of_torchvisions_weights_are_not_looked_at(web: Web, preparing: Preparing) -> None:

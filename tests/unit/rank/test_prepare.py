@@ -1,0 +1,107 @@
+"""What ctx.prepare makes of a model: device, precision, compilation, memory format, DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddptrain.rank.prepare import prepared
+from tests.unit.rank.test_context import Rank
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+
+
+def bare(ready: nn.Module) -> nn.Module:
+    assert isinstance(ready, DistributedDataParallel)
+    inner: nn.Module = ready.module
+    return inner
+
+
+def test_plain_model_is_wrapped_and_unchanged() -> None:
+    ready, images = prepared(model(), CPU, {}), torch.ones(2, 3, 4, 4)
+    assert torch.equal(ready(images), model()(images))
+    assert bare(ready)[0].weight.is_contiguous()  # type: ignore[index]
+    assert bare(ready)._compiled_call_impl is None
+
+
+def test_channels_last_changes_the_memory_format_of_convolutions_and_no_value() -> None:
+    ready = prepared(model(), CPU, {"channels_last": True})
+    weight = bare(ready)[0].weight  # type: ignore[index]
+    assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    assert torch.equal(weight, model()[0].weight)
+    assert bare(prepared(model(), CPU, {"channels_last": False}))[0].weight.is_contiguous()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("compiles", "calls"), [(True, 1), (False, 0), (None, 0)])
+def test_compile_compiles_the_model_itself_once(
+    monkeypatch: pytest.MonkeyPatch, compiles: bool | None, calls: int
+) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))  # noqa: PLW0108  # binds self
+    mine = model()
+    assert bare(prepared(mine, CPU, {"compile": compiles})) is mine
+    assert compiled == [mine] * calls
+
+
+def test_bf16_computes_under_autocast_and_keeps_weights_and_their_names() -> None:
+    images = torch.ones(2, 3, 4, 4)
+    ready = prepared(model(), CPU, {"precision": "bf16"})
+    assert ready(images).dtype == torch.bfloat16
+    assert {value.dtype for value in bare(ready).state_dict().values()} == {torch.float32}
+    assert bare(ready).state_dict().keys() == model().state_dict().keys()
+    assert prepared(model(), CPU, {"precision": "fp32"})(images).dtype == torch.float32
+
+
+def test_unknown_precision_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="precision is 'fp8': choose one of fp32, bf16"):
+        prepared(model(), CPU, {"precision": "fp8"})
+
+
+def test_model_without_trainable_parameters_is_not_wrapped() -> None:
+    mine = model().requires_grad_(False)
+    assert prepared(mine, CPU, {}) is mine
+
+
+def test_arguments_of_ddp_are_passed_on() -> None:
+    ready = prepared(model(), CPU, {}, find_unused_parameters=True, gradient_as_bucket_view=True)
+    assert isinstance(ready, DistributedDataParallel)
+    assert (ready.find_unused_parameters, ready.gradient_as_bucket_view) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, (torch.bfloat16, True)),
+        ({"precision": "fp32"}, (torch.float32, True)),
+        ({"channels_last": False}, (torch.bfloat16, False)),
+        ({"precision": None, "channels_last": None}, (torch.bfloat16, True)),
+    ],
+)
+def test_arguments_of_ctx_prepare_come_before_the_configuration(
+    tmp_path: Path, said: dict[str, Any], expected: tuple[torch.dtype, bool]
+) -> None:
+    rank = Rank(tmp_path, prepare={"precision": "bf16", "channels_last": True})
+    ready = rank.context.prepare(model(), **said)
+    rank.context.close()
+    rank.file.close()
+    is_channels_last = not bare(ready)[0].weight.is_contiguous()  # type: ignore[index]
+    assert (ready(torch.ones(1, 3, 4, 4)).dtype, is_channels_last) == expected

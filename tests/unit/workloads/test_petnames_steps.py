@@ -1,0 +1,124 @@
+"""The steps of the pet-name workload, with known values: learning rate, loss, clipping, seeds of the dropout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from ddptrain.protocol import events
+from ddptrain.workloads.petnames import train as workload
+from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
+from tests.unit.rank.test_context import Rank
+
+NAMES = ["ada", "bo", "coco", "dina", "ella", "fido", "gus"]
+
+
+class Constant(CharacterModel):
+    """A model whose weights are 0: it finds each of the 31 symbols equally likely."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+
+
+class Run:
+    """A run of one rank in this process, and what was seen at each of its steps."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rates: list[float] = []
+        self.norms: list[float] = []
+        self.seeds: list[int] = []
+        self._rank = Rank(folder)
+        self._names = folder / "names.txt"
+        self._names.write_text("\n".join(NAMES))
+        step = AdamW.step
+
+        def seen(optimizer: AdamW, *args: Any) -> Any:
+            (group,) = optimizer.param_groups
+            self.rates.append(group["lr"])
+            self.norms.append(math.sqrt(sum(float(one.grad.square().sum()) for one in group["params"])))
+            self.seeds.append(torch.initial_seed())
+            return step(optimizer, *args)
+
+        monkeypatch.setattr(AdamW, "step", seen)
+
+    def train(self, **params: Any) -> dict[str, list[float]]:
+        """Train on the seven names, in batches of 4; the values that were logged or belong to checkpoints, by name."""
+        small = {"hidden_size": 4, "layers": 1, "context": "full", "batch_size": 4, "val_fraction": 0.0, "epochs": 2}
+        workload.train(self._rank.context, names=str(self._names), **{**small, **params})
+        found: dict[str, list[float]] = {}
+        for event in self._rank.events():
+            if isinstance(event, events.Metrics):
+                for name, value in event.values.items():
+                    found.setdefault(name, []).append(value)
+        return found
+
+    def close(self) -> None:
+        self._rank.file.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made = Run(tmp_path, monkeypatch)
+    yield made
+    made.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("cosine", [1.0, 0.853553, 0.5, 0.146447]),
+        ("one_cycle", [0.04, 0.04 + 0.96 * 0.933013, 0.811745, 0.283058]),
+    ],
+)
+def test_learning_rate_of_each_step(run: Run, schedule: str, shares: list[float]) -> None:
+    """Two epochs of two steps: the rates after 0, 1/4, 1/2 and 3/4 of the run."""
+    run.train(lr_schedule=schedule, learning_rate=0.02)
+    assert run.rates == pytest.approx([0.02 * share for share in shares], rel=1e-5)
+
+
+def test_losses_of_a_model_that_finds_all_symbols_equally_likely(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workload, "CharacterModel", Constant)
+    logged = run.train(learning_rate=1e-12, val_fraction=0.3)
+    assert logged["train/loss"] == pytest.approx([math.log(31)] * 2, rel=1e-5)
+    assert logged["val/loss"] == pytest.approx([math.log(31)] * 2, rel=1e-5)
+    assert logged["samples"] == [5, 10], "2 of 7 names are held out"
+    out = capsys.readouterr().out
+    assert "epoch 1/2: train/loss 3.4340, val/loss 3.4340, " in out and " names/s" in out
+    assert "on 5 names, 2 steps an epoch over 1 rank" in out
+
+
+@pytest.mark.parametrize("microbatch", ["auto", 1])
+def test_gradients_are_clipped_to_the_norm_that_was_asked_for(run: Run, microbatch: object) -> None:
+    run.train(grad_clip=0.01, loss_microbatch=microbatch)
+    assert run.norms == pytest.approx([0.01] * 4, rel=1e-3)
+
+
+def test_gradients_are_not_clipped_by_default(run: Run) -> None:
+    run.train()
+    assert min(run.norms) > 0.05
+
+
+def test_dropout_has_a_seed_for_each_epoch(run: Run) -> None:
+    run.train(seed=3)
+    expected = [hash((3, epoch, 0)) % 2**64 for epoch in (1, 1, 2, 2)]
+    assert run.seeds == expected
+
+
+def test_loss_that_is_no_number_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "summed_nll", lambda scores, targets: scores.sum() * float("nan"))
+    with pytest.raises(FloatingPointError, match=r"train/loss is nan in epoch 1: lower params\.learning_rate"):
+        run.train()
