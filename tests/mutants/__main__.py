@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.mutants.generate import Mutant, choose
 from tests.mutants.record import Record, up_to_date
-from tests.mutants.run import Outcome, Tree, outcome, tests_of
+from tests.mutants.run import Outcome, Tree, outcome, select_tests
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = 0.90
@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = up_to_date(tree.path, ROOT / ".mutants", options.jobs, options.tests)
     if options.list:
         for mutant in mutants:
-            print(f"{name(mutant)}  [{mutant.operator}; {len(tests_of(record, mutant, statement_of(mutant)))} tests]")
+            print(
+                f"{name(mutant)}  [{mutant.operator}; {len(select_tests(record, mutant, statement_of(mutant)))} tests]"
+            )
         return 0
     outcomes = run_all(mutants, record, options.jobs)
     print(report(outcomes))

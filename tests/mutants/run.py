@@ -8,7 +8,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +88,7 @@ class Tree:
             return status, output.read().decode(errors="replace")
 
 
-def tests_of(record: Record, mutant: Mutant, statement: tuple[int, int]) -> list[str]:
+def select_tests(record: Record, mutant: Mutant, statement: tuple[int, int]) -> list[str]:
     """The tests that execute the mutant's lines, or else its statement; the test files that take less time first.
 
     Lines that run when the module is imported belong to no test: then the tests that execute any line of the module.
@@ -114,7 +113,7 @@ def seconds_of(record: Record, tests: Sequence[str]) -> float:
 def outcome(tree: Tree, record: Record, mutant: Mutant, statement: tuple[int, int]) -> Outcome:
     """Run a mutant. A test that fails without it too, as it is unstable, proves nothing and is left out."""
     began = time.monotonic()
-    tests = tests_of(record, mutant, statement)
+    tests = select_tests(record, mutant, statement)
     source = (tree.path / mutant.path).read_bytes()
     while tests:
         tree.write(mutant.path, mutant.apply(source))
@@ -126,25 +125,17 @@ def outcome(tree: Tree, record: Record, mutant: Mutant, statement: tuple[int, in
             return Outcome(mutant, "timeout", time.monotonic() - began)
         if status == 0:
             return Outcome(mutant, "survived", time.monotonic() - began)
-        failed = failed_test(output)
-        if failed not in tests or tree.run([failed], _START_S + _SLOWER * seconds_of(record, [failed]))[0] == 0:
+        failed = failed_test(output, tests)
+        if not failed or tree.run([failed], _START_S + _SLOWER * seconds_of(record, [failed]))[0] == 0:
             return Outcome(mutant, "caught", time.monotonic() - began, failed or "import")
         tests.remove(failed)
     return Outcome(mutant, "not executed", time.monotonic() - began)
 
 
-def failed_test(output: str) -> str:
-    """The test that failed, by pytest's summary; "" where no test could be run."""
+def failed_test(output: str, tests: Sequence[str]) -> str:
+    """Which of `tests` failed, by pytest's summary; "" if no test could be run."""
     for line in output.splitlines():
-        for word in ("FAILED ", "ERROR "):
-            if line.startswith(word):
-                return line.removeprefix(word).partition(" - ")[0]
+        status, _, rest = line.partition(" ")
+        if status in {"FAILED", "ERROR"}:
+            return max((test for test in tests if f"{rest} - ".startswith(f"{test} - ")), key=len, default="")
     return ""
-
-
-def by_file(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Outcomes by the file that was changed."""
-    found: dict[str, list[Outcome]] = defaultdict(list)
-    for one in outcomes:
-        found[one.mutant.path].append(one)
-    return dict(found)

@@ -12,6 +12,7 @@ import pytest
 
 from ddptrain.storage.base import Location, NotFound, StoreUnreachable, Transient
 from ddptrain.workloads.images.loader.reader import ImageRef, Reader, ReadFailure, RetryPolicy
+from ddptrain.workloads.images.loader.store_health import StoreHealth
 
 S3 = Location("s3://bucket/dogs")
 REFUSED = "s3://bucket/dogs/a: no connection (Connection refused)"
@@ -198,3 +199,37 @@ def test_many_that_find_the_store_away_ask_for_it_together() -> None:
         thread.join()
     assert all(isinstance(fault, ReadFailure) and fault.away for fault in faults) and len(faults) == 16
     assert sum(asked.values()) - asked["a"] <= 8
+
+
+class TestProbe:
+    """StoreHealth by itself."""
+
+    def test_answer_that_is_newer_needs_no_probe(self, clock: Clock) -> None:
+        health, asked = StoreHealth(), []
+        clock.now_s = 5.0
+        health.record_answer("a")
+        assert (health.last_answer, health.has_read) == (5.0, True)
+        assert health.probe(5.0, asked.append) and health.probe(4.0, asked.append) and asked == []
+
+    def test_probe_asks_for_what_was_read_last(self, clock: Clock) -> None:
+        health, asked = StoreHealth(), []
+        health.probe(1.0, asked.append)
+        health.record_answer("a")
+        health.record_answer()
+        assert health.probe(1.0, asked.append)
+        assert asked == [".ddptrain-is-the-store-there", "a"]
+
+    def test_any_error_but_a_transient_one_is_an_answer(self, clock: Clock) -> None:
+        def fail(error: Exception) -> Callable[[str], object]:
+            def get(key: str) -> object:
+                raise error
+
+            return get
+
+        health = StoreHealth()
+        clock.now_s = 10.0
+        assert health.probe(5.0, fail(NotFound("x")))
+        assert not health.probe(6.0, fail(Transient("503")))
+        assert not health.probe(9.0, lambda key: pytest.fail("a newer probe had no answer"))
+        clock.now_s = 20.0
+        assert health.probe(15.0, lambda key: None)

@@ -78,7 +78,7 @@ def test_weights_of_another_model_are_told_with_names_shapes_and_what_to_do(
     )
     told = preparing.refused(weights, architecture="resnet18")
     assert told.startswith(f"the weights {weights} are not of resnet18: missing: conv1.weight, bn1.weight, ")
-    assert re.search(r" and \d+ more; unknown to it: (features|head)\.", told)
+    assert re.search(r" and \d+ more; unknown: (features|head)\.", told)
 
 
 class Touching:

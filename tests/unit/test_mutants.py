@@ -1,0 +1,92 @@
+"""The generator of `make mutants`: which changes it makes of a piece of code, and which code it leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.generate import choose, mutants_of
+from tests.mutants.record import FileRecord
+from tests.mutants.run import failed_test, select_tests
+
+
+def changes(folder: Path, code: str) -> list[str]:
+    (folder / "code.py").write_text(code)
+    return [mutant.describe(code.encode()) for mutant in mutants_of(folder, "code.py")]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("x = a < b", ["a < b -> (a <= b)"]),
+        ("x = time.monotonic() < b", ["time.monotonic() < b -> (time.monotonic() >= b)"]),
+        ("x = a is None", ["a is None -> (a is not None)"]),
+        ("x = a and b", ["a and b -> (a or b)"]),
+        ("x = not a", ["not a -> a"]),
+        ("x = a + b", ["a + b -> (a - b)"]),
+        ("x = a + 'text'", []),
+        ("x = 3", ["3 -> 4", "3 -> 2"]),
+        ("x = 0", ["0 -> 1"]),
+        ("x = True", ["True -> False"]),
+        ("x = min(a, b)", ["min(a, b) -> max(a, b)"]),
+        ("x = f(a, b)", ["f(a, b) -> f(b, a)"]),
+        ("x = f(a, key=b)", ["f(a, key=b) -> f(a)"]),
+        ("x = zip(a, strict=True)", []),
+        ("self.x = a", ["self.x = a -> pass"]),
+        ("x += a", ["x += a -> pass"]),
+        ("f(a)", ["f(a) -> pass"]),
+        ("print(a < b)", []),
+        ("def f():\n    return a", ["return a -> return None"]),
+        ("def f():\n    return", []),
+        ("def f():\n    raise ValueError(3)", ["raise ValueError(3) -> pass"]),
+        ("if a:\n    x = b", ["a -> (not a)"]),
+        ("if TYPE_CHECKING:\n    x = 3", []),
+        ("def f(a: Literal[3]) -> Literal[4]:\n    '''5'''\n    assert a == 3", []),
+        ("class P(Protocol):\n    x = 3", []),
+        ("x = f'{3}'", []),
+    ],
+)
+def test_changes_of_a_piece_of_code(tmp_path: Path, code: str, expected: list[str]) -> None:
+    assert changes(tmp_path, code) == expected
+
+
+def test_change_is_made_in_its_place_only(tmp_path: Path) -> None:
+    source = "# ü\nx = [1 < a, 'ä', b <\n     c]\n".encode()
+    (tmp_path / "code.py").write_bytes(source)
+    *_, last = mutants_of(tmp_path, "code.py")
+    assert last.apply(source).decode() == "# ü\nx = [1 < a, 'ä', (b <= c)]\n"
+    assert last.lines == (2, 3)
+
+
+def test_same_seed_chooses_the_same_mutants_in_turns_of_the_paths(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code.py").write_text("x = 10\ny = 20\nz = 30\n")
+    chosen = choose(tmp_path, 1, 4, ["a", "b"])
+    assert [mutant.path for mutant in chosen] == ["a/code.py", "b/code.py"] * 2
+    assert chosen == choose(tmp_path, 1, 4, ["a", "b"]) != choose(tmp_path, 2, 4, ["a", "b"])
+    assert len(choose(tmp_path, 1, 100, ["a"])) == 6
+
+
+def test_tests_that_execute_the_line_or_else_the_statement_or_else_the_module(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("x = f(\n    3,\n)\n")
+    (mutant, *_) = [one for one in mutants_of(tmp_path, "code.py") if one.operator == "boundary"]
+    outcomes = {f"t.py::test_{name}": (name != "red", 1.0) for name in ("a", "b", "red")}
+    assert mutant.lines == (2, 2)
+    for lines, expected in (
+        ({"t.py::test_a": [2], "t.py::test_b": [1], "t.py::test_red": [2]}, ["t.py::test_a"]),
+        ({"t.py::test_b": [1], "t.py::test_a": [9]}, ["t.py::test_b"]),
+        ({"t.py::test_a": [9]}, ["t.py::test_a"]),
+        ({"t.py": [2]}, ["t.py::test_a", "t.py::test_b"]),  # a fixture of the file executes it
+        ({}, []),
+    ):
+        record = {"t.py": FileRecord(tests=outcomes, lines={"code.py": lines})}
+        assert select_tests(record, mutant, (1, 3)) == expected
+
+
+def test_name_of_the_test_that_failed() -> None:
+    tests = ["t.py::test_a", "t.py::test_a[x]", "t.py::test_a[x - y]"]
+    assert failed_test("..F\nFAILED t.py::test_a[x - y] - assert 1 == 2\n", tests) == "t.py::test_a[x - y]"
+    assert failed_test("FAILED t.py::test_a - Failed: Timeout\n", tests) == "t.py::test_a"
+    assert failed_test("ERROR t.py - ImportError\n", tests) == failed_test("3 passed", tests) == ""
