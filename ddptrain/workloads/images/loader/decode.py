@@ -40,21 +40,16 @@ class CorruptImage(ValueError):
     """The bytes are no readable image, or one that is too large; the message has the reason."""
 
 
-def decode(data: bytes, size: int, augment: Augment | None, draw: random.Random) -> NDArray[uint8]:
-    """An image for training, upright, uint8 [3, size, size]; augment None crops the centre as `decode_eval` does.
-
-    Raises CorruptImage.
-    """
-    return _planes(decode_pixels(data, size, augment, draw), size)
-
-
 def decode_eval(data: bytes, size: int) -> NDArray[uint8]:
     """The centre of an image (224/256 of the shorter side), upright, uint8 [3, size, size]. Raises CorruptImage."""
-    return _planes(decode_pixels(data, size, None, random.Random()), size)
+    return to_planes(decode_pixels(data, size, None, random.Random()), size)
 
 
 def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.Random) -> bytes:
-    """As `decode`, but the bytes of [size, size, 3]: rows of RGB pixels. Raises CorruptImage."""
+    """An upright image as the bytes of [size, size, 3], rows of RGB pixels; augment None crops the centre.
+
+    Raises CorruptImage.
+    """
     if not data:
         raise CorruptImage("the file is empty")
     try:
@@ -129,7 +124,8 @@ def _random_box(width: int, height: int, draw: random.Random) -> Box:
     return x, y, x + widest, y + highest
 
 
-def _planes(pixels: bytes, size: int) -> NDArray[uint8]:
+def to_planes(pixels: bytes, size: int) -> NDArray[uint8]:
+    """Pixels [size, size, 3] as an array [3, size, size]."""
     import numpy as np
 
     return np.ascontiguousarray(np.frombuffer(pixels, np.uint8).reshape(size, size, 3).transpose(2, 0, 1))

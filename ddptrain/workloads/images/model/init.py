@@ -27,8 +27,9 @@ from ddptrain.workloads.images.model.preflight import (
     options_for,
     weights_path,
 )
-from ddptrain.workloads.images.model.weights import fit, load, named, read
+from ddptrain.workloads.images.model.weights import fit, named, read
 from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.saved import with_module_versions
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
@@ -96,7 +97,8 @@ def begin_with_weights(
     keep_head = settings.label_map is not None
     # Torchvision's weights have other classes even if their number is equal; a user's own weights may have the same.
     new_head = not keep_head and is_weights_name(settings.weights)
-    others = load(model, read(path), model_config, str(path), keep_head=keep_head, new_head=new_head)
+    fitting, others = fit(model, read(path), model_config, str(path), keep_head=keep_head, new_head=new_head)
+    model.load_state_dict(with_module_versions(model, fitting), strict=False)
     if ctx.rank == 0:
         print(f"weights: {path}{_replaced(others, model_config['n_outputs'])}", flush=True)
         _tell_size(settings, settings.weights)

@@ -99,19 +99,12 @@ class Match:
     remark: str = ""
 
 
-def match(classes: Sequence[str], labels: Labels) -> tuple[int, ...]:
-    """The model's output for each class, by WordNet id or else by name.
-
-    Raises UsageError, which lists all classes without a label, with several, or with that of another class.
-    """
-    return tuple(found.label.output for found in matches(classes, labels))
-
-
 def matches(classes: Sequence[str], labels: Labels) -> list[Match]:
-    """As `match`, with remarks for the user: names that differ in more than separators, and names that a looser
-    comparison also finds at another label.
+    """The output of each class, by WordNet id or else by name.
 
-    Raises UsageError as `match` does.
+    Remarks tell the user about names that differ in more than separators, and about names that a looser comparison
+    also finds at another label. Raises UsageError, which lists all classes without a label, with several, or with that
+    of another class.
     """
     found: list[Match] = []
     problems: list[str] = []

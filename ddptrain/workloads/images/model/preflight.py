@@ -13,7 +13,7 @@ from ddptrain.storage.base import fetch
 from ddptrain.storage.remote_folder import is_url
 from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
 from ddptrain.workloads.images.model.label_file import read_labels
-from ddptrain.workloads.images.model.labels import Labels, match
+from ddptrain.workloads.images.model.labels import Labels, matches
 from ddptrain.workloads.images.params import WEIGHTS_NAME
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def checked_labels(params: ImagesParams, classes: Sequence[str]) -> Labels | Non
     """The labels in params.label_map, if set, after a check that each class has one. Raises UsageError."""
     labels = labels_of(params)
     if labels is not None:
-        match(classes, labels)
+        matches(classes, labels)
     return labels
 
 

@@ -20,7 +20,6 @@ from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import one_line
 from ddptrain.workloads.images.model.models import outline
 from ddptrain.workloads.images.model.preflight import BadWeights, is_safetensors
-from ddptrain.workloads.saved import with_module_versions
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "state")
 _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
@@ -87,26 +86,6 @@ def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Ten
     return state
 
 
-def load(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    model_config: Mapping[str, Any],
-    source: str,
-    *,
-    keep_head: bool,
-    new_head: bool = False,
-) -> int | None:
-    """Loads weights into the model, without their head if it has another size, or with `new_head` in any case.
-
-    Returns the number of outputs of a head that was left out, else None. `keep_head` makes another size an error.
-
-    Raises BadWeights if the weights are of another model.
-    """
-    fitting, others = fit(model, state, model_config, source, keep_head=keep_head, new_head=new_head)
-    model.load_state_dict(with_module_versions(model, fitting), strict=False)
-    return others
-
-
 def fit(
     model: nn.Module,
     state: Mapping[str, Tensor],
@@ -116,9 +95,10 @@ def fit(
     keep_head: bool,
     new_head: bool = False,
 ) -> tuple[dict[str, Tensor], int | None]:
-    """The weights that `load` loads, and its result. It needs only names and shapes of the model.
+    """The weights to load into the model, and the number of outputs of their head if it is left out, else None.
 
-    Raises as `load` does.
+    A head of another size is left out, which `keep_head` makes an error; `new_head` leaves out any head. Only names and
+    shapes of the model are used. Raises BadWeights if the weights are of another model.
     """
     own = model.state_dict()
     state = _fitted(state, own, model_config)

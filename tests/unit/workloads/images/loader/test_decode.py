@@ -11,7 +11,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ddptrain.workloads.images.loader import decode as loader_decode
-from ddptrain.workloads.images.loader.decode import CorruptImage, decode, decode_eval, decode_pixels
+from ddptrain.workloads.images.loader.decode import CorruptImage, decode_eval, decode_pixels, to_planes
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -87,9 +87,11 @@ def test_centre_is_what_resizing_and_cropping_gives(width: int, height: int, siz
 
 def test_jpeg_decoded_at_a_fraction_looks_like_one_decoded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(photo(1600, 1200), "JPEG", quality=95)
-    fast = [decode(data, 64, augment, random.Random(3)).astype(int) for augment in (None, "crop")]
+    fast = [to_planes(decode_pixels(data, 64, augment, random.Random(3)), 64).astype(int) for augment in (None, "crop")]
     monkeypatch.setattr(Image.Image, "draft", lambda *_: None)
-    whole = [decode(data, 64, augment, random.Random(3)).astype(int) for augment in (None, "crop")]
+    whole = [
+        to_planes(decode_pixels(data, 64, augment, random.Random(3)), 64).astype(int) for augment in (None, "crop")
+    ]
     assert all(np.abs(one - other).mean() < 3 for one, other in zip(fast, whole, strict=True))
 
 
@@ -117,7 +119,7 @@ def test_augmentation_hangs_on_its_draw_alone() -> None:
     data = encoded(photo(100, 80), "JPEG")
 
     def drawn(augment: loader_decode.Augment, seed: int) -> bytes:
-        return decode(data, 32, augment, random.Random(seed)).tobytes()
+        return to_planes(decode_pixels(data, 32, augment, random.Random(seed)), 32).tobytes()
 
     assert drawn("crop", 1) == drawn("crop", 1)
     assert len({drawn("crop", seed) for seed in range(20)}) == 20

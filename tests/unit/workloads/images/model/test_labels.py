@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.model.label_file import MAX_BYTES, parse_labels, read_labels
-from ddptrain.workloads.images.model.labels import Label, Labels, match, matches
+from ddptrain.workloads.images.model.labels import Label, Labels, matches
 
 # The folders of Stanford Dogs: ImageNet's dogs, in the order of its outputs (without the dalmatian), then three more.
 _FOLDERS = """
@@ -69,6 +70,11 @@ def imagenet() -> Labels:
 
 def labels_of(*texts: str) -> Labels:
     return Labels("labels.txt", tuple(Label(output, text) for output, text in enumerate(texts)))
+
+
+def match(classes: Sequence[str], labels: Labels) -> tuple[int, ...]:
+    """The output of each class."""
+    return tuple(found.label.output for found in matches(classes, labels))
 
 
 def test_every_folder_of_stanford_dogs_finds_its_output(imagenet: Labels) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,25 @@ from ddptrain.errors import UsageError
 from ddptrain.workloads.images.model.init import built_model
 from ddptrain.workloads.images.model.models import MEAN, STD, PixelNormalizer, build, describe
 from ddptrain.workloads.images.model.preflight import BadWeights
-from ddptrain.workloads.images.model.weights import load, named, read
+from ddptrain.workloads.images.model.weights import fit, named, read
+from ddptrain.workloads.saved import with_module_versions
 
 CLASSES = ["cat", "dog", "owl"]
+
+
+def load(
+    model: torch.nn.Module,
+    state: Mapping[str, torch.Tensor],
+    config: dict[str, Any],
+    source: str,
+    *,
+    keep_head: bool,
+    new_head: bool = False,
+) -> int | None:
+    """Load the weights that fit, as a run does."""
+    fitting, others = fit(model, state, config, source, keep_head=keep_head, new_head=new_head)
+    model.load_state_dict(with_module_versions(model, fitting), strict=False)
+    return others
 
 
 def described(architecture: str = "resnet18", size: int = 64, classes: list[str] | None = None) -> dict[str, Any]:
