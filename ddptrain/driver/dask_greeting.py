@@ -14,7 +14,7 @@ from contextlib import suppress
 from ddptrain.config.wording import shown
 from ddptrain.errors import ClusterError
 
-SILENT = "something accepts the connection there and sends nothing"
+SILENT = "something accepts the connection there, and says nothing"
 _GREETING_S = 1.0
 _HTTP_S = 1.5
 _LONGEST_GREETING = 1 << 16  # bytes; Dask's has 66
