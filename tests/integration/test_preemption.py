@@ -179,7 +179,7 @@ def test_second_signal_stops_at_once_and_a_rank_that_never_saves_is_stopped_afte
     os.kill(running.popen.pid, signal.SIGTERM)
     running.wait_for("the ranks finish their step and save, within 3 s")
     ended = running.finish()
-    assert 3.0 <= time.monotonic() - began < 3.0 + PROMPT_S
+    assert 2.25 <= time.monotonic() - began < 3.0 + PROMPT_S  # a quarter of the grace period is left for SIGTERM
     assert ended.rc == 143
     assert on_warm.record("once")["status"] == "cancelled"
 
