@@ -1,8 +1,7 @@
-"""The wire contract: what a rank tells, one JSON object a line, on a descriptor of its own.
+"""Events from a rank to the driver: one JSON object on each line of the rank's events file.
 
-A rank appends these lines to its events file; its worker forwards the bytes; the driver decodes them. Times are
-nanoseconds of the host's wall clock. Unknown fields are ignored and unknown kinds refused, so that a newer rank
-never confuses an older driver silently.
+The rank's worker sends the bytes, and the driver decodes them. Times are nanoseconds of the host's wall clock. Unknown
+fields are ignored; unknown kinds are refused, so that a newer rank never confuses an older driver silently.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-MAX_LINE_BYTES = 1 << 20  # a longer line is a rank gone wrong: refused, never buffered
+MAX_LINE_BYTES = 1 << 20  # a longer line is refused, and never buffered
 
 
 class EventFormatError(ValueError):
-    """A line that is not an event of this contract."""
+    """The line is not a valid event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of all events; `time_ns` is when it happened in the rank."""
+    """Base of all events; `time_ns` is the time in the rank."""
 
     kind: ClassVar[str] = ""
     time_ns: int
@@ -42,7 +41,7 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True)
 class Entered(Event):
-    """The process group is up and the workload's function is being called, or a script begins, which has none yet."""
+    """The process group is up and the workload's function is called, or a script begins, which has no group yet."""
 
     kind: ClassVar[str] = "entered"
 
@@ -59,7 +58,7 @@ class Metrics(Event):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Event):
-    """How far the rank is: `done` of `total` (None: unknown), counted in `unit`."""
+    """The rank's progress: `done` of `total` (None: unknown), counted in `unit`."""
 
     kind: ClassVar[str] = "progress"
     done: float
@@ -69,7 +68,7 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """A file that the rank left in its staging folder for the driver to bring home."""
+    """A file in the rank's staging folder that the driver stores in the run directory."""
 
     name: str
     size_bytes: int
@@ -102,11 +101,11 @@ class FileSaved(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failure(Event):
-    """The exception that left the user's code, written before any clean-up ran.
+    """The exception that left the user's code, written before any clean-up.
 
-    `phase` is where: "setup" (before the process group), "rendezvous", "train". `exit_code` is set for sys.exit.
-    `lost_peer` marks the error of a rank that only lost its connection to another: a victim, not a cause. So does
-    `timed_out`: the rank has waited in a collective operation for one that did not come.
+    phase: "setup" (before the process group), "rendezvous" or "train". exit_code: of sys.exit. lost_peer: the rank has
+    only lost its connection to another rank, so it is a victim. timed_out: it is a victim that waited in a collective
+    operation for a rank that did not come.
     """
 
     kind: ClassVar[str] = "failure"
@@ -121,7 +120,7 @@ class Failure(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed(Event):
-    """A checkpoint could not be written: `failures` times in a row; `given_up` says that no further try follows."""
+    """A checkpoint could not be written, `failures` times in a row; `given_up`: no further try follows."""
 
     kind: ClassVar[str] = "checkpoint_failed"
     step: int
@@ -132,7 +131,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class ThreadFailure(Event):
-    """An exception has ended a thread of the user's; the rank goes on, and may wait for that thread for ever."""
+    """An exception has ended a thread of the user's code. The rank continues, and may wait for the thread for ever."""
 
     kind: ClassVar[str] = "thread_failure"
     thread: str
@@ -143,12 +142,12 @@ class ThreadFailure(Event):
 
 @dataclass(frozen=True, slots=True)
 class Stacks(Event):
-    """Where the rank's main thread is: `main` holds its frames as "file:line function", innermost first.
+    """The stack of the rank's main thread: `main` has its frames as "file:line function", innermost first.
 
-    `sequence` is how many collective operations it has begun in the default group, None where that is not known.
-    `state` is empty where the rank has answered itself, else what its worker says of it: "stopped" (SIGSTOP),
-    "uninterruptible" (in the kernel), or "busy" (in compiled code that does not let Python run). `calls` counts the
-    calls of ctx methods that all ranks must make; `waits` is the one in which the rank waits for others, at a step.
+    sequence: how many collective operations the rank has begun in the default group; None if that is not known. state:
+    "" if the rank has answered itself, else its state as its worker sees it: "stopped" (SIGSTOP), "uninterruptible"
+    (in the kernel) or "busy" (in compiled code that does not let Python run). calls: how often the rank has called each
+    ctx method that all ranks must call. waits: the method in which it waits for other ranks, at the step `waits_step`.
     """
 
     kind: ClassVar[str] = "stacks"
@@ -162,7 +161,7 @@ class Stacks(Event):
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Event):
-    """The rank has waited for others for some seconds in a ctx method that all ranks must call."""
+    """The rank has waited for other ranks for some seconds in a ctx method that all ranks must call."""
 
     kind: ClassVar[str] = "waiting"
     call: str
@@ -171,16 +170,16 @@ class Waiting(Event):
 
 @dataclass(frozen=True, slots=True)
 class Noticed(Event):
-    """The rank itself was sent SIGTERM: its host is about to go (a batch system, or a person, says so)."""
+    """The rank itself was sent SIGTERM, by a batch system or a user: its host is about to go."""
 
     kind: ClassVar[str] = "noticed"
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
-    """The rank has ended at the step that all ranks agreed on, with a checkpoint of it; written before clean-up.
+    """The rank has ended after the agreed step, of which there is a checkpoint; written before any clean-up.
 
-    Of a script (with step 0) it says that it has ended with exit code 75: it has seen to its state itself.
+    For a script (with step 0): it has ended with exit code 75, which says that it has saved its state itself.
     """
 
     kind: ClassVar[str] = "preempted"
@@ -189,7 +188,7 @@ class Preempted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Returned(Event):
-    """What rank 0's function returned, as JSON text of at most 64 kB; nothing is sent for None."""
+    """The return value of rank 0's function, as JSON text of at most 64 kB; not sent for None."""
 
     kind: ClassVar[str] = "returned"
     value: str
@@ -199,7 +198,7 @@ class Returned(Event):
 class Finished(Event):
     """The user's function returned, or the script ended: this rank has succeeded, whatever its clean-up does.
 
-    `calls` counts its calls of ctx methods that all ranks must make.
+    calls: how often the rank has called each ctx method that all ranks must call.
     """
 
     kind: ClassVar[str] = "finished"
@@ -208,7 +207,7 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Tracked(Event):
-    """What a tracker has made elsewhere, such as a run's url: for run.json."""
+    """What a tracker has created elsewhere, such as the URL of a run; run.json contains it."""
 
     kind: ClassVar[str] = "tracked"
     tracker: str
@@ -217,7 +216,7 @@ class Tracked(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrackerFailed(Event):
-    """A tracker has failed; where the configuration says `tracking.strict`, the run fails of it at its end."""
+    """A tracker has failed. If tracking.strict is true, the run fails at its end."""
 
     kind: ClassVar[str] = "tracker_failed"
     tracker: str
@@ -227,7 +226,7 @@ class TrackerFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finishing(Event):
-    """The workload is over, and the rank waits for its trackers: it is quiet for `timeout_s` at the most."""
+    """The workload is over, and the rank waits for its trackers, for `timeout_s` at most."""
 
     kind: ClassVar[str] = "finishing"
     timeout_s: float
@@ -235,7 +234,7 @@ class Finishing(Event):
 
 @dataclass(frozen=True, slots=True)
 class Note(Event):
-    """Something the person should know, of level "info" or "warning"."""
+    """A message for the user, of level "info" or "warning"."""
 
     kind: ClassVar[str] = "note"
     message: str
@@ -288,11 +287,13 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=True)  # made once: it costs as a call
+_ENCODER = json.JSONEncoder(
+    default=_plain, separators=(",", ":"), allow_nan=True
+)  # made once, because making it takes long
 
 
 def decode(line: bytes) -> Event:
-    """The event that a line holds. Raises EventFormatError for anything else: a rank is not trusted."""
+    """The event in a line. Raises EventFormatError for anything else: a rank is not trusted."""
     if len(line) > MAX_LINE_BYTES:
         raise EventFormatError(f"line of {len(line)} bytes, over {MAX_LINE_BYTES}")
     try:
@@ -314,7 +315,7 @@ def _checked(cls: type[Event], fields: dict[str, Any]) -> Event:
 
 
 def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Refuse fields whose JSON type is not the declared one."""
+    """The fields, if their JSON types are the declared ones. Raises TypeError otherwise."""
     for spec in dataclasses.fields(cls):
         if spec.name in fields and not _fits(str(spec.type), fields[spec.name]):
             raise TypeError(f"{spec.name} is {fields[spec.name]!r}, not {spec.type}")
