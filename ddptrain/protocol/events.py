@@ -287,9 +287,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-_ENCODER = json.JSONEncoder(
-    default=_plain, separators=(",", ":"), allow_nan=True
-)  # made once, because making it takes long
+_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=True)  # made once: making it is slow
 
 
 def decode(line: bytes) -> Event:

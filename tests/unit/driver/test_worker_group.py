@@ -136,7 +136,8 @@ def test_valid_notices_reach_the_inbox_and_others_are_counted(gang: Gang, inbox:
     notice = notices.Growth(1, 0, 10, 20)
     gang._on_notice((1.0, {**notices.encode(notice), "worker": "tcp://h0:1"}))
     assert inbox.get_nowait() == notice
-    for message in ({"rank": "x"}, None, "text", {"notice": "growth"}, {"notice": {}}, [1], {1: 2}):
+    wrong: list[object] = [{"rank": "x"}, None, "text", {"notice": "growth"}, {"notice": {}}, [1], {1: 2}]
+    for message in wrong:
         gang._on_notice((1.0, message))
     gang._on_notice((1.0, {"ping": ["not", "hashable"]}))
     assert inbox.empty() and gang.rejected == 7
