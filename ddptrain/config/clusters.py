@@ -1,4 +1,4 @@
-"""What each backend can be told: the sections of `cluster:` in the YAML file, one model a backend."""
+"""The sections of `cluster:` in the YAML file, one model for each backend."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SshTarget = Annotated[Line, AfterValidator(_no_option)]
 
 
 def slots_to_order(ranks: Literal["auto"] | int | Mapping[str, int], slots: int | None) -> int | None:
-    """How many slots a cluster is to have: `slots` of a command, else those of its setting `cluster.ranks`.
+    """Return the number of slots of a cluster: `slots` of the command, else the setting `cluster.ranks`.
 
-    A range asks for its maximum. None is "auto": as many as the hosts have.
+    A range stands for its maximum. None means "auto": as many as the hosts have.
     """
     if slots is not None:
         return slots
@@ -32,7 +32,7 @@ def slots_to_order(ranks: Literal["auto"] | int | Mapping[str, int], slots: int 
 
 
 class TlsSettings(Strict):
-    """The certificate by which a cluster of others knows its users."""
+    """The certificate for a foreign cluster."""
 
     ca_file: FilledText = Field(description="PEM file of the authority that signed the scheduler's certificate.")
     cert_file: FilledText = Field(description="PEM file of the certificate to show.")
@@ -60,7 +60,7 @@ class SshSettings(Strict):
 
 
 class SlurmSettings(Strict):
-    """A job of its own for scheduler and workers."""
+    """A Slurm job for scheduler and workers."""
 
     nodes: Ranks = Field(default=1, description="Nodes, one worker each.")
     ranks_per_node: Literal["auto"] | Ranks = Field(
@@ -86,7 +86,7 @@ class SlurmSettings(Strict):
 
 
 class SaturnSettings(Strict):
-    """Saturn Cloud, through dask-saturn; the token comes from SATURN_TOKEN alone."""
+    """Saturn Cloud, through dask-saturn; the token comes only from SATURN_TOKEN."""
 
     url: Line | None = Field(default=None, description="Where Saturn is; by default SATURN_BASE_URL.")
     workers: Ranks = Field(default=1, description="Machines for workers, where --ranks tells no other number.")
@@ -98,14 +98,14 @@ class SaturnSettings(Strict):
 
 
 class KubernetesResources(Strict):
-    """What a worker's container asks of its node: a quantity for each resource, as memory: 32Gi."""
+    """Resources of a worker's container: a quantity for each, as memory: 32Gi."""
 
-    requests: dict[str, str | int | float] = Field(default_factory=dict, description="What it is sure to get.")
-    limits: dict[str, str | int | float] = Field(default_factory=dict, description="What it gets at most.")
+    requests: dict[str, str | int | float] = Field(default_factory=dict, description="The guaranteed resources.")
+    limits: dict[str, str | int | float] = Field(default_factory=dict, description="The upper limits.")
 
 
 class KubernetesSettings(Strict):
-    """Pods that dask-kubernetes' operator makes."""
+    """Pods of the operator of dask-kubernetes."""
 
     image: Line = Field(description="Container image, with ddptrain installed.")
     namespace: Line | None = Field(default=None, description="Namespace; by default the context's own.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -30,21 +29,12 @@ from ddptrain.config.types import (
     SystemText,
     VariableName,
     Word,
+    default_name,
+    slug,
     wrong_field,
 )
 from ddptrain.config.wording import did_you_mean, seen
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
-
-
-def slug(text: str) -> str:
-    """Convert `text` to a valid run name; "" if no character remains."""
-    return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).lstrip("._-")[:64].rstrip("-")
-
-
-def default_name(workload: str, stem: str = "") -> str:
-    """Return the default name of a run: the built-in workload, the stem of the file, or the function."""
-    module, _, function = workload.rpartition(":")
-    return slug(stem if module and slug(stem) else function) or "run"
 
 
 class ScriptWorkload(Strict):
@@ -100,10 +90,10 @@ _REQUIRED = {"ssh": "hosts", "kubernetes": "image"}
 
 
 class RankRange(Strict):
-    """As many ranks as there is room for, within bounds."""
+    """The lowest and highest number of ranks."""
 
-    min: Ranks = Field(description="With fewer the run does not start, nor go on after a loss.")
-    max: Ranks = Field(description="More are not taken.")
+    min: Ranks = Field(description="With fewer the run does not start, nor continue after a loss.")
+    max: Ranks = Field(description="More are not used.")
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -167,12 +157,12 @@ class ClusterConfig(Strict):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the cluster is up already, and is left as it was found."""
+        """Whether the cluster runs already, and keeps running after the run."""
         return self.name is not None or self.backend == "address"
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the driver itself holds the cluster, for the length of the run."""
+        """Whether the cluster is part of the driver and ends with the run."""
         return self.name is None and self.backend == "local"
 
     @model_validator(mode="before")
@@ -248,7 +238,7 @@ class DistConfig(Strict):
 
 
 class CheckpointConfig(Strict):
-    """When checkpoints are written, and which are kept."""
+    """When checkpoints are saved, and which are kept."""
 
     every_epochs: Annotated[int, Field(ge=1)] | None = Field(
         default=1, description="Epochs from one checkpoint to the next; null saves none at the end of an epoch."
@@ -273,7 +263,7 @@ class CheckpointConfig(Strict):
 
 
 class PrepareConfig(Strict):
-    """What ctx.prepare does with a model, unless the call says otherwise."""
+    """Defaults of the arguments of ctx.prepare."""
 
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Of the forward pass; bf16 runs it under autocast."
@@ -322,13 +312,13 @@ class FailureConfig(Strict):
 
 
 class CodeConfig(Strict):
-    """The code that goes along to workers that don't see the project's folder."""
+    """The code that is sent to workers that do not see the project's folder."""
 
-    ship: bool = Field(default=True, description="Whether code goes along; else workers must have it themselves.")
+    ship: bool = Field(default=True, description="Whether code is sent; otherwise workers must have it.")
     folder: FilledText | None = Field(
         default=None, description="The project's folder; by default the git work tree, or the folder of this file."
     )
-    max_mb: Annotated[float, Field(gt=0)] = Field(default=200.0, description="Megabytes that may go along.")
+    max_mb: Annotated[float, Field(gt=0)] = Field(default=200.0, description="The largest size of the code in MB.")
 
 
 class ResultsConfig(Strict):
@@ -375,12 +365,12 @@ class RunConfig(Strict):
 
     @property
     def script(self) -> ScriptWorkload | None:
-        """The workload where it is a script, None where it is a function."""
+        """The workload if it is a script, else None."""
         return self.workload if isinstance(self.workload, ScriptWorkload) else None
 
     @property
     def workload_name(self) -> str:
-        """The workload as people call it: "petnames", "mine.train:main", "train.py", "-m package.module"."""
+        """The name of the workload: "petnames", "mine.train:main", "train.py", "-m package.module"."""
         return self.workload.words if isinstance(self.workload, ScriptWorkload) else self.workload
 
     @model_validator(mode="after")
@@ -403,6 +393,6 @@ class RunConfig(Strict):
 
 
 class ClusterFile(Strict):
-    """A file that describes a cluster and no run."""
+    """A file with only a `cluster` section."""
 
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run, and how many there are.")

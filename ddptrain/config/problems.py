@@ -10,8 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ddptrain.config.models import slug
-from ddptrain.config.types import MODULE_PATTERN, NAME_PATTERN
+from ddptrain.config.types import MODULE_PATTERN, NAME_PATTERN, slug
 from ddptrain.config.wording import PathKey, did_you_mean, dotted, nearest, seen
 from ddptrain.config.yaml import Located, Node, Place, scalar
 from ddptrain.errors import Problem

@@ -1,4 +1,4 @@
-"""The `tracking` section: where metrics go besides the run directory."""
+"""The `tracking` section: the trackers that get metrics besides the run directory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits n
 
 
 def _said(value: object) -> object:
-    """`mode: off` is false in YAML."""
+    """Convert false, which is `off` in YAML 1.1, to a mode."""
     return "off" if value is False else value
 
 
 def _section(value: object) -> object:
-    """A section may be true or false, for its defaults and for none of it."""
+    """Convert a section that is true (its defaults) or false (off)."""
     return {"mode": "rank0" if value else "off"} if isinstance(value, bool) else value
 
 

@@ -20,6 +20,17 @@ def wrong_field(field: str, message: str, hint: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_field", "{message}", {"field": field, "message": message, "hint": hint})
 
 
+def slug(text: str) -> str:
+    """Convert `text` to a valid run name; "" if no character remains."""
+    return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).lstrip("._-")[:64].rstrip("-")
+
+
+def default_name(workload: str, stem: str = "") -> str:
+    """Return the default name of a run: the built-in workload, the stem of the file, or the function."""
+    module, _, function = workload.rpartition(":")
+    return slug(stem if module and slug(stem) else function) or "run"
+
+
 def _without_nul(text: str) -> str:
     if "\0" in text:
         raise ValueError("holds a NUL character, which the system does not take")

@@ -12,8 +12,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
-from ddptrain.config.models import ClusterConfig, RunConfig, default_name, slug
+from ddptrain.config.models import ClusterConfig, RunConfig
 from ddptrain.config.schema import config_schema
+from ddptrain.config.types import default_name, slug
 
 
 def models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
