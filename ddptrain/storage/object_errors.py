@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ddptrain.errors import one_line
 from ddptrain.storage.base import (
     OBJECT_STORES,
     Location,
@@ -58,7 +59,7 @@ def store_error(location: Location, action: str, key: str, error: Exception, tim
 
 def first_line(text: str) -> str:
     """Return the first line of a message without addresses, whose query may hold a signature."""
-    line = text.strip().partition("\n")[0]
+    line = one_line(text)
     return re.sub(r"\b[a-z]+://\S+", "...", line)[:200]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ddptrain.errors import one_line
 from ddptrain.protocol import events
 from ddptrain.tracking.items import Checkpoint, Item, Model
 from ddptrain.tracking.protocol import Facts, State, Tracker
@@ -205,5 +206,5 @@ class TrackerThread:
 
 def describe(error: BaseException) -> str:
     """The type of an exception and its first line, in at most 1,000 characters."""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}"[:1_000] if first else type(error).__name__
+    first, kind = one_line(error), type(error).__name__
+    return kind if first == kind else f"{kind}: {first}"[:1_000]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ddptrain.errors import ExitCode
+from ddptrain.errors import ExitCode, one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.notices import RankExit
 from ddptrain.results.record import FailureRecord
@@ -73,7 +73,7 @@ class Fault:
     @property
     def line(self) -> str:
         """The fault in one line, without its rank."""
-        first = self.message.strip().splitlines()[0] if self.message.strip() else ""
+        first = one_line(self.message)
         text = f"{self.type}: {first}" if self.type and self.type != "SystemExit" else first
         return text + _PHASES.get(self.phase, "")
 
@@ -145,7 +145,7 @@ def after_thread(fault: Fault, ended: events.ThreadFailure | None) -> Fault:
 
 def thread_in_words(ended: events.ThreadFailure) -> str:
     """The exception that ended a thread, in one line."""
-    first_line = ended.message.strip().partition("\n")[0]
+    first_line = one_line(ended.message)
     return f"{ended.type}: {first_line}" if first_line else ended.type
 
 
