@@ -168,13 +168,10 @@ def _credentials(
         return None
     key, secret = options.get("key"), options.get("secret")
     if key and secret:
-        return static(
-            key, secret, options.get("token")
-        )  # not the token of the environment, which belongs to another key
+        return static(key, secret, options.get("token"))  # the environment's token belongs to another key
     if key or secret or options.get("token"):
-        raise UsageError(
-            f"{location.options_setting} needs both key and secret (a token goes with them), or none of them"
-        )
+        named = location.options_setting
+        raise UsageError(f"{named} needs both key and secret (a token goes with them), or none of them")
     return profile.credentials if profile else None
 
 
@@ -200,9 +197,8 @@ def region_of(bucket: str, timeout_s: float) -> str:
 
 def _asked_region(bucket: str, timeout_s: float) -> str:
     host = "s3.amazonaws.com"
-    url = (
-        f"https://{host}/{bucket}" if "." in bucket else f"https://{bucket}.{host}/"
-    )  # a wildcard certificate covers one label
+    # A wildcard certificate covers one label of the host name.
+    url = f"https://{host}/{bucket}" if "." in bucket else f"https://{bucket}.{host}/"
     try:
         request = urllib.request.Request(url, method="HEAD")
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
