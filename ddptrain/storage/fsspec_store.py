@@ -44,8 +44,10 @@ def open_fsspec_store(location: Location, limits: Limits) -> Store:
         client = dict(options.pop("client_kwargs", {}))
         client.setdefault("timeout", aiohttp.ClientTimeout(total=limits.timeout_s, connect=limits.connect_timeout_s))
         options["client_kwargs"] = client
+    if location.protocol in _HTTP or not location.options_setting:  # runs change while they are listed
+        options["use_listings_cache"] = False
     try:
-        fs, root = fsspec.core.url_to_fs(location.url, **{"use_listings_cache": False, **options})
+        fs, root = fsspec.core.url_to_fs(location.url, **options)
     except (ConnectionError, TimeoutError, socket.gaierror) as error:  # some connect here, for example ftp
         raise StoreUnreachable(f"{location.words} can't be opened: {_said(error)}: is it right, and up?") from None
     except ImportError as error:

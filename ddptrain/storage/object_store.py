@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _PAGE = 1000  # keys; S3 lists as many in one answer
 _PART_BYTES = 8 << 20  # of a large object: each part is a request with its own timeout
+_MOST_PARTS = 9000  # S3 allows 10,000
 _UPLOADS = 4  # parts that are uploaded at a time: they share the bandwidth, and each must end in time
 
 
@@ -136,7 +137,9 @@ class ObjectStore(Store):
     def put(self, key: str, data: bytes | Path) -> None:
         """See Store. A large file is uploaded in parts."""
         try:
-            self._store.put(key, data, chunk_size=_PART_BYTES, max_concurrency=_UPLOADS)
+            size_bytes = data.stat().st_size if isinstance(data, Path) else len(data)
+            part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
+            self._store.put(key, data, chunk_size=part_bytes, max_concurrency=_UPLOADS)
         except Exception as error:  # as above
             raise self._error("written", key, error) from None
 

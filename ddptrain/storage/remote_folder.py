@@ -28,7 +28,7 @@ from ddptrain.storage.base import (
 )
 
 SMALL_BYTES = 64 << 20  # records, manifests, locks, pointers: another user may have written a huge object instead
-LIMITS = Limits(timeout_s=120.0)  # an 8 MiB part in 120 s needs 70 kB/s
+LIMITS = Limits(timeout_s=120.0)  # four parts of 8 MiB that are uploaded at a time need 280 kB/s
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 _READERS = 16
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")

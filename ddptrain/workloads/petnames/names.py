@@ -20,12 +20,13 @@ from zipfile import BadZipFile
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.base import StoreError, fetch_chunks
+from ddptrain.storage.base import Limits, StoreError, fetch_chunks
 from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
 
 if TYPE_CHECKING:
     from ddptrain.workloads.petnames.params import PetnamesParams
 
+_LIMITS = Limits(timeout_s=300.0, retries=2)
 _DEADLINE_S = 600.0  # for the whole source; the limit of the store is for one request, and a large file takes many
 MAX_SOURCE_BYTES = 256 * 2**20  # lists of names are small: a larger file is the wrong one
 _FORMATS = {".json": "json", ".txt": "text", ".text": "text", ".csv": "csv"}
@@ -179,7 +180,7 @@ def _format_of(source: str, names_format: str) -> str:
 def _read(source: str, options: Mapping[str, Any]) -> str:
     """The text of a path or URL, decompressed according to its suffix. Raises UsageError."""
     try:
-        content = _unpacked(_limited(fetch_chunks(source, options, setting="params.names")), source)
+        content = _unpacked(_limited(fetch_chunks(source, options, setting="params.names", limits=_LIMITS)), source)
     except _TooSlow:
         raise UsageError(
             f"params.names {hide_credentials(source)!r} could not be read within {_DEADLINE_S:g} s: "

@@ -103,7 +103,7 @@ def test_newest_is_the_highest_step_not_the_last_name(writer: RunWriter, saved: 
 )
 def test_manifest_with_a_file_name_that_is_not_plain_is_none(name: object) -> None:
     entry = {"name": "a.bin", "size_bytes": 1, "sha256": "0" * 64}
-    manifest = {"step": 1, "epoch": None, "world_size": 1, "metrics": {}, "files": [entry]}
+    manifest: dict[str, object] = {"step": 1, "epoch": None, "world_size": 1, "metrics": {}, "files": [entry]}
     assert parse_manifest(json.dumps(manifest).encode()) == manifest
     assert parse_manifest(json.dumps({**manifest, "files": [{**entry, "name": name}]}).encode()) is None
     stored = {**manifest, "stored_as": {"a.bin": name}}
@@ -129,7 +129,7 @@ def test_manifest_with_a_file_name_that_is_not_plain_is_none(name: object) -> No
 )
 def test_manifest_with_a_field_of_another_type_is_none(changes: dict[str, object]) -> None:
     entry = {"name": "a.bin", "size_bytes": 1, "sha256": "0" * 64}
-    manifest = {"step": 1, "epoch": 0.5, "world_size": 1, "metrics": {}, "files": [entry]}
+    manifest: dict[str, object] = {"step": 1, "epoch": 0.5, "world_size": 1, "metrics": {}, "files": [entry]}
     assert parse_manifest(json.dumps({**manifest, **changes}).encode()) is None
 
 

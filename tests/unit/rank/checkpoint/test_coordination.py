@@ -80,7 +80,12 @@ def test_calls_that_are_not_due_cost_next_to_nothing() -> None:
 def test_other_ranks_ask_the_store_in_few_of_their_calls(gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     get = GangStore.get
-    monkeypatch.setattr(GangStore, "get", lambda store, key: (asked.append(key), get(store, key))[1])
+
+    def noted(store: GangStore, key: str) -> bytes:
+        asked.append(key)
+        return get(store, key)
+
+    monkeypatch.setattr(GangStore, "get", noted)
     leader, other = (
         Due(spec, GangStore(spec))
         for spec in (gang.spec(rank, 2, every_epochs=None, every_s=3600.0) for rank in (0, 1))
