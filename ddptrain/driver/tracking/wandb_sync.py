@@ -215,7 +215,7 @@ def _send(
         return "there was no time left for it", {}
     known = wandb_parts(view.layout, view.record)
     with tempfile.TemporaryDirectory(prefix="ddptrain-sync-") as scratch:
-        prepared: dict[RunPart, _PreparedLog] = {}
+        prepared: dict[RunPart, tuple[Path, int]] = {}
         problem = ""
         for number, part in enumerate(parts):
             if transaction_log.is_empty(part.log):
@@ -230,17 +230,17 @@ def _send(
             return problem, {}
         cwd = Path(scratch) / "cwd"
         cwd.mkdir()
-        output = sync_logs([each.log for each in prepared.values()], env, cwd, left_s)
-        for part, each in prepared.items():
-            state = each.log.with_suffix(SYNC_STATE)
-            if each.log != part.log and state.is_file() and not state.is_symlink():
+        output = sync_logs([log for log, _ in prepared.values()], env, cwd, left_s)
+        for part, (log, _) in prepared.items():
+            state = log.with_suffix(SYNC_STATE)
+            if log != part.log and state.is_file() and not state.is_symlink():
                 write_whole(part.folder / state.name, state.read_bytes())
-            if each.log.with_suffix(SYNCED).exists():
+            if log.with_suffix(SYNCED).exists():
                 _mark(part)
     if output.urls:  # for `results show`
         folder = view.layout.root / RECORDED
         write_whole(folder / LINKS, json.dumps({**links_in(folder), **output.urls}).encode())
-    return problem or output.error, {part: each.left_out for part, each in prepared.items()}
+    return problem or output.error, {part: left_out for part, (_, left_out) in prepared.items()}
 
 
 def _mark(part: RunPart) -> None:
@@ -250,19 +250,12 @@ def _mark(part: RunPart) -> None:
         (part.folder / UNSENT).unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _PreparedLog:
-    """A log to send; `left_out` counts checkpoints that the run no longer keeps."""
+def _prepare(part: RunPart, family: Sequence[RunPart], view: RunView, scratch: Path) -> tuple[Path, int]:
+    """The log to send, and how many checkpoints were left out because the run no longer keeps them.
 
-    log: Path
-    left_out: int = 0
-
-
-def _prepare(part: RunPart, family: Sequence[RunPart], view: RunView, scratch: Path) -> _PreparedLog:
-    """The log of a part, or a changed copy of it in `scratch`; `family` are all parts of the same W&B run.
-
-    A copy is needed if artifacts' files have moved (wandb would silently skip them); if a later part was sent before
-    (then this part must not set the run's final state); and for a part of a shared run (it becomes a run of its rank).
+    It is the log of the part, or a changed copy of it in `scratch`; `family` are all parts of the same W&B run. A copy
+    is needed if artifacts' files have moved (wandb would silently skip them); if a later part was sent before (then
+    this part must not set the run's final state); and for a part of a shared run (it becomes a run of its rank).
     Raises _NotSent.
     """
     located = {file: _locate(file, view) for file in transaction_log.staged_files(part.log)}
@@ -270,7 +263,7 @@ def _prepare(part: RunPart, family: Sequence[RunPart], view: RunView, scratch: P
     if link := _symlink_in(part):
         raise _NotSent(f"{link} is a link, and what it leads to is not of this run: take it away")
     if not overtaken and not part.rank and all(str(path) == file.path for file, path in located.items()):
-        return _PreparedLog(part.log)
+        return part.log, 0
     missing = [file for file, path in located.items() if path is None]
     if others := [file.path for file in missing if file.artifact_type != CHECKPOINT_TYPE]:
         raise _NotSent(f"{len(others)} files of artifacts are missing, as {others[0]}")
@@ -284,7 +277,7 @@ def _prepare(part: RunPart, family: Sequence[RunPart], view: RunView, scratch: P
     separate = SeparateRun(part.target, part.rank, view.run_id) if part.rank else None
     exit_code = view.record.exit_code if overtaken else None
     transaction_log.rewrite(part.log, new, located.get, exit_code, separate)
-    return _PreparedLog(new, left_out=len({Path(file.path).parent for file in missing}))
+    return new, len({Path(file.path).parent for file in missing})
 
 
 def _locate(file: StagedFile, view: RunView) -> Path | None:

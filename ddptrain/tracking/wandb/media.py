@@ -95,9 +95,9 @@ def shared_image_copies(table: items.Table, max_rows: int) -> Iterator[None]:
     yield
     with suppress(OSError):  # then they stay copies
         images = [value.path for row in table.rows[:max_rows] for value in row if isinstance(value, items.Image)]
-        known: dict[tuple[int, str], Path] = {_content(path): path for path in images}
+        known: dict[tuple[int, str], Path] = {hash_file(path): path for path in images}
         for copy in _entries(folder) - before:
-            if _is_complete(copy) and (content := _content(copy)) in known:
+            if _is_complete(copy) and (content := hash_file(copy)) in known:
                 known[content] = _replace_by_link(copy, known[content])
 
 
@@ -112,10 +112,6 @@ def _is_complete(copy: Path) -> bool:
     """Whether wandb has finished a copy: its last step is to make it read-only. Other ranks write there, too."""
     mode = copy.lstat().st_mode
     return stat.S_ISREG(mode) and stat.S_IMODE(mode) == stat.S_IRUSR
-
-
-def _content(path: Path) -> tuple[int, str]:
-    return hash_file(path)
 
 
 def _replace_by_link(copy: Path, original: Path) -> Path:

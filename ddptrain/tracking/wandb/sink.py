@@ -44,7 +44,7 @@ class WandbTracker:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self._run: wandb.Run | None = None
+        self._run: wandb.Run
         self._filter = RowFilter(int(options.get("log_every", 10)))
         self._bests = BestValues()
         self._row: Row | None = None
@@ -75,11 +75,11 @@ class WandbTracker:
         for position in (STEP, ATTEMPT):
             self._run.define_metric(f"{self._prefix}{position}", hidden=True)
         self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}{STEP}")
-        self._report_run(self._run)
+        self._report_run()
         threading.Thread(target=self._flush_rows, name="ddptrain-wandb-rows", daemon=True).start()
 
-    def _report_run(self, run: wandb.Run) -> None:
-        facts = self._facts
+    def _report_run(self) -> None:
+        facts, run = self._facts, self._run
         if self._offline_reason:
             text = f"{self._offline_reason}: training goes on, and is recorded offline; {self._sync} sends it later"
             if facts.rank == 0:
@@ -126,18 +126,12 @@ class WandbTracker:
             case items.Table() if self._options.get("tables", True):
                 self._log_table(item)
             case items.Checkpoint() if self._options.get("checkpoints"):
-                artifact = self._checkpoints.create(item, offline=self._opened.offline)
-                self._opened.log_artifact(artifact, aliases=["latest", f"step-{item.step}"])
+                artifact = self._checkpoints.create(item, offline=self._run.offline)
+                self._run.log_artifact(artifact, aliases=["latest", f"step-{item.step}"])
             case items.Model():
                 self._model = item.model
             case _:
                 pass
-
-    @property
-    def _opened(self) -> wandb.Run:
-        if self._run is None:
-            raise RuntimeError("the run is not open")
-        return self._run
 
     def _log_numbers(self, item: items.Numbers) -> None:
         values = dict(item.values)
@@ -165,13 +159,12 @@ class WandbTracker:
         row, self._row = self._row, None
         if row is None:
             return
-        run = self._opened
         for name, value in row.values.items():
             self._define(name)
             if isinstance(value, int | float) and (goal := self._goal(name)):
                 self._bests.add(f"{self._prefix}{name}", goal, float(value))
         try:
-            run.log(row.as_logged(self._prefix, self._facts.attempt) | self._histograms(row))
+            self._run.log(row.as_logged(self._prefix, self._facts.attempt) | self._histograms(row))
         except Exception as error:  # whatever wandb raises; log() raises it
             self._row_error = error
             raise
@@ -184,13 +177,13 @@ class WandbTracker:
             return
         self._next_disk_check_s = time.monotonic() + _DISK_CHECK_S
         with suppress(OSError):
-            status = os.statvfs(str(self._opened.settings.sync_dir))
+            status = os.statvfs(str(self._run.settings.sync_dir))
             if status.f_bavail * status.f_frsize < _DISK_FULL_BYTES:
                 self._report_full_disk()
 
     def _report_full_disk(self) -> None:
         if self._is_first("full disk"):
-            folder = self._opened.settings.sync_dir
+            folder = self._run.settings.sync_dir
             self._facts.tell(f"the disk of W&B's folder {folder} is full: training goes on, rows may be missing there")
 
     def _is_first(self, what: str) -> bool:
@@ -207,7 +200,7 @@ class WandbTracker:
         if self._is_first(f"metric {name}") and (goal := self._goal(name)):
             step = f"{self._prefix}{STEP}"
             with suppress(wandb.Error):  # a name that wandb refuses here, for example with a *: it keeps the last value
-                self._opened.define_metric(f"{self._prefix}{name}", step_metric=step, summary=f"{goal},last")
+                self._run.define_metric(f"{self._prefix}{name}", step_metric=step, summary=f"{goal},last")
 
     def _histograms(self, row: Row) -> dict[str, Any]:
         """Histograms of the model for every tenth row, but none for an old row: they show the model as it is now."""
@@ -229,11 +222,11 @@ class WandbTracker:
                 "(tracking.wandb.table_rows)"
             )
         suffix = f"_rank_{self._facts.rank}" if self._facts.rank else ""
-        with media.shared_image_copies(item, max_rows) if self._opened.offline else nullcontext():
+        with media.shared_image_copies(item, max_rows) if self._run.offline else nullcontext():
             artifact = media.to_table_artifact(item, max_rows, self._facts.run_id, suffix)
             self._add(item.step, {item.name: media.to_table(item, max_rows)}, None, item.time_ns / 1e9)
             self._flush()
-        self._opened.log_artifact(artifact)
+        self._run.log_artifact(artifact)
 
     def _flush_rows(self) -> None:
         """Logs a row 0.5 s after its first value. Runs in a thread until finish()."""
@@ -260,11 +253,10 @@ class WandbTracker:
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-            run = self._opened
             try:
-                self._log_rest(run)
+                self._log_rest()
             finally:
-                complete = wandb_run.finish(run, state, self._rank_run.wandb_timeout_s + _FINISH_MARGIN_S)
+                complete = wandb_run.finish(self._run, state, self._rank_run.wandb_timeout_s + _FINISH_MARGIN_S)
                 self._checkpoints.close()
         incomplete = ""
         if not complete:
@@ -275,12 +267,12 @@ class WandbTracker:
         if self._facts.told.get("strict") and (reason := self._offline_reason or lost or incomplete):
             raise WentOffline(reason)
 
-    def _log_rest(self, run: wandb.Run) -> None:
+    def _log_rest(self) -> None:
         self._flush()
         for step, held in self._filter.rest().items():
             for name, value in held.items():
                 self._add(step, {name: value.value}, value.epoch, value.time_s)
         self._flush()
         if self._facts.resumed and (bests := self._bests.summary()):
-            run.summary.update(bests)
+            self._run.summary.update(bests)
         self._check_disk(now=True)

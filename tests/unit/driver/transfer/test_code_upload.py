@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,8 +22,8 @@ class Cluster:
     """Stands for a worker group: answers what workers on these hosts would answer, and notes the calls."""
 
     def __init__(
-        self, hosts: dict[str, str], *, sees: set[str] = frozenset(), lacks: dict[str, list[str]] | None = None
-    ):  # type: ignore[assignment]
+        self, hosts: dict[str, str], *, sees: Sequence[str] = (), lacks: dict[str, list[str]] | None = None
+    ) -> None:
         self.run_id = "run-1"
         self.client = SimpleNamespace(run=self._run)
         self.calls: list[tuple[str, list[str]]] = []

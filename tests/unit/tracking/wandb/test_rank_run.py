@@ -57,6 +57,10 @@ class Opened:
         return self
 
 
+def opened_by(made: RankRun) -> tuple[object, str]:
+    return made.open()
+
+
 def of_rank(rank: int, folder: Path, environ: dict[str, str], mode: str = "shared") -> RankRun:
     told = {"mode": mode, "online": True, "id": "w1"}
     return RankRun({"init_timeout_s": 0.1}, Facts("r-1", "r", 1, rank, 2, rank, 0, 1, folder, told=told), environ)
@@ -69,7 +73,7 @@ def test_shared_run_is_opened_by_all_ranks(
     monkeypatch.setattr(rank_run, "open_run", opened)
     for rank in (0, 1):
         made = of_rank(rank, tmp_path, environ)
-        assert made.open() == (opened, "")
+        assert opened_by(made) == (opened, "")
         assert (made.mode, made.prefix) == ("shared", f"rank_{rank}/")
     assert opened.modes == [("shared", "w1")] * 2
 
@@ -81,8 +85,8 @@ def test_all_ranks_record_offline_in_runs_of_their_own_if_rank_0_cannot_open_the
     opened = Opened(error)
     monkeypatch.setattr(rank_run, "open_run", opened)
     first, second = of_rank(0, tmp_path, environ), of_rank(1, tmp_path, environ)
-    assert first.open() == (opened, f"W&B has opened no run online ({error})")
-    assert second.open() == (opened, "rank 0 has opened no W&B run online")
+    assert opened_by(first) == (opened, f"W&B has opened no run online ({error})")
+    assert opened_by(second) == (opened, "rank 0 has opened no W&B run online")
     assert (first.mode, second.mode, second.prefix) == ("process", "process", "")
     assert opened.modes == [("shared", "w1"), ("offline", "w1"), ("offline", "w1-1")]
 
