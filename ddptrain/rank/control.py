@@ -18,8 +18,8 @@ from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint.coordination import Calls
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.failure.stacks import StackReporter
 from ddptrain.rank.server import process_control
-from ddptrain.rank.stacks import StackReporter
 from ddptrain.rank.trackers import Tracked
 
 if TYPE_CHECKING:

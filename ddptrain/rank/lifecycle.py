@@ -21,15 +21,16 @@ from ddptrain.errors import one_line
 from ddptrain.protocol import error_file, events
 from ddptrain.protocol.commands import Orders
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
-from ddptrain.rank import current, faults, script
+from ddptrain.rank import current, script
 from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, Calls, GangStore, Preempted
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.control import CommandHandler
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.entrypoint import as_json, bind, load_function
+from ddptrain.rank.failure import faults
+from ddptrain.rank.failure.stacks import report_thread_failures
+from ddptrain.rank.failure.tracebacks import clipped, shortened, user_traceback
 from ddptrain.rank.server import process_control
-from ddptrain.rank.stacks import report_thread_failures
-from ddptrain.rank.tracebacks import clipped, shortened, user_traceback
 from ddptrain.rank.trackers import Tracked
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import cloudpickle
 
 from ddptrain.compat.dask_pytorch_ddp import failures
 from ddptrain.file_ops import write_atomic
-from ddptrain.rank import faults
-from ddptrain.rank.tracebacks import user_traceback
+from ddptrain.rank.failure import faults
+from ddptrain.rank.failure.tracebacks import user_traceback
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.rank import faults
 from ddptrain.rank.entrypoint import load_function
-from ddptrain.rank.tracebacks import user_traceback
+from ddptrain.rank.failure import faults
+from ddptrain.rank.failure.tracebacks import user_traceback
 
 
 def test_function_is_found_by_its_module_and_name() -> None:

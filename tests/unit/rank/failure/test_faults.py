@@ -6,7 +6,7 @@ import pytest
 from torch._utils import ExceptionWrapper
 
 from ddptrain.protocol import events
-from ddptrain.rank import faults
+from ddptrain.rank.failure import faults
 
 
 class Awkward(Exception):

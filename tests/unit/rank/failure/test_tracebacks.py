@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import ddptrain
-from ddptrain.rank.tracebacks import shortened
+from ddptrain.rank.failure import tracebacks
+from ddptrain.rank.failure.tracebacks import shortened, user_traceback
 
 TORCH = (
     '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 7, in _call_impl\n    return f()\n'
@@ -44,3 +48,22 @@ def test_frames_of_built_in_workloads_are_shown_and_others_of_ddptrain_are_not()
 
 def test_text_without_frames_is_unchanged() -> None:
     assert shortened("ValueError: boom\n") == "ValueError: boom\n"
+
+
+def test_traceback_starts_with_the_users_frame_and_not_with_the_launchers() -> None:
+    launcher = Path(ddptrain.__file__).parent / "rank" / "lifecycle.py"
+    scope: dict[str, Any] = {}
+    exec(compile("def launch(function):\n    function()\n", str(launcher), "exec"), scope)  # our own code
+
+    def user() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom") as raised:
+        scope["launch"](user)
+    text = user_traceback(raised.value)
+    assert "in user" in text and text.endswith("ValueError: boom\n")
+    assert "lifecycle.py" not in text
+
+
+def test_files_of_the_launcher_exist() -> None:
+    assert all((Path(ddptrain.__file__).parent / "rank" / name).is_file() for name in tracebacks._LAUNCHER_FILES)

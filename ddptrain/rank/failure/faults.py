@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable
 
 from ddptrain.protocol import events
-from ddptrain.rank.tracebacks import clipped, user_traceback
+from ddptrain.rank.failure.tracebacks import clipped, user_traceback
 
 # Parts of the messages of gloo, NCCL, the store and sockets in a rank that has lost its peer.
 _LOST_PEER_MESSAGES = (

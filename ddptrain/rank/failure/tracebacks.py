@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ddptrain.config.wording import counted
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _LAUNCHER_FILES = ("process.py", "lifecycle.py", "script.py", "entrypoint.py")
-_LAUNCHER = {str(Path(__file__).with_name(name)) for name in _LAUNCHER_FILES}
+_LAUNCHER = {str(_PACKAGE / "rank" / name) for name in _LAUNCHER_FILES}
 _FRAME = r'  File "[^"\n]*", line [^\n]*\n(?:    [^\n]*\n|  \[Previous line repeated[^\n]*\n)*'
 _FILE = re.compile(r'  File "([^"\n]*)"')
 _FRAMES = re.compile(f"(?:{_FRAME})+")

@@ -14,7 +14,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_SIGNAL
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.stacks import StackReporter, report_thread_failures
+from ddptrain.rank.failure.stacks import StackReporter, report_thread_failures
 from tests.unit.specs import make_spec
 
 
