@@ -1,1 +1,1 @@
-"""Where workers come from: an embedded local cluster, or one that is already up."""
+"""Clusters: starting, finding, watching and ending the Dask clusters that runs use."""

@@ -1,7 +1,7 @@
-"""Whether the scheduler and the workers of a cluster of others can run this: one table of what does not fit.
+"""Checks whether scheduler and workers of a cluster that ddptrain has not started can run a workload.
 
-They may lack ddptrain or run another Python, so nothing of ours is sent to them: the probe is text that their own
-`eval` reads, and JSON comes back.
+These processes may lack ddptrain or run another Python. So the probe is sent as source text for `eval`, and the answer
+is JSON. The result is one table of what does not fit.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _DEADLINE_S = 10.0
 _OLDEST_DASK = (2025, 7)
 _PACKAGES = ("ddptrain", "torch", "distributed", "dask-pytorch-ddp")
 _DRIVER, _SCHEDULER = "driver", "scheduler"
-_OF_RANKS = ("torch", "dask-pytorch-ddp", "workload")  # what a process without ranks may lack
+_OF_RANKS = ("torch", "dask-pytorch-ddp", "workload")  # the scheduler runs no ranks and may lack them
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run needs of every worker: the workload's module:attr, to be found in these folders or installed."""
+    """What a run needs on every worker: the workload as module:attr, installed or in one of these folders."""
 
     workload: str
     sys_path: tuple[str, ...]
@@ -44,16 +44,16 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What processes have told: by name, the value of each column (None: missing), or why nothing came."""
+    """The answer of each process, by its name: the value of each column (None: missing), or why there is no answer."""
 
     told: Mapping[str, Mapping[str, str | None]]
     failed: Mapping[str, str]
 
 
 def check_cluster(client: Client, workers: Sequence[str], needs: Needs) -> None:
-    """Ask the scheduler and these workers whether they can run this; one that has left meanwhile does not matter.
+    """Check the scheduler and these workers; a worker that has left meanwhile is ignored.
 
-    Raises: ClusterError with a table of all versions where they can't, or where one does not answer within 10 s.
+    Raises ClusterError with a table of all versions if one does not fit, or does not answer within 10 s.
     """
     arguments = (_PACKAGES, needs.module, needs.sys_path)
     driver = json.loads(compatibility_probe.look(*arguments))
@@ -64,14 +64,14 @@ def check_cluster(client: Client, workers: Sequence[str], needs: Needs) -> None:
 
 
 def _expression(*arguments: object) -> str:
-    """The probe as one expression for `eval`, which everyone has and pickle sends by name."""
+    """The probe as one expression for `eval`, which every Python has and pickle sends by name."""
     names = {"__name__": "ddptrain.probe"}
     source = inspect.getsource(compatibility_probe)
     return f"(lambda names: (exec({source!r}, names), names['look'](*{arguments!r}))[1])({names!r})"
 
 
 async def _ask(client: Client, workers: Sequence[str], expression: str) -> Answers:
-    """One question each: a process that is silent must not hold up the answers of the others."""
+    """Ask each process separately: a silent process must not delay the answers of the others."""
     asked = {_SCHEDULER: asyncio.ensure_future(client.run_on_scheduler(eval, expression))}
     for worker in workers:
         asked[worker] = asyncio.ensure_future(client.run(eval, expression, workers=[worker]))
@@ -93,7 +93,7 @@ async def _ask(client: Client, workers: Sequence[str], expression: str) -> Answe
 
 
 def judge(told: Mapping[str, Mapping[str, str | None]], driver: Mapping[str, str | None]) -> dict[str, frozenset[str]]:
-    """The columns in which a process does not fit, by process."""
+    """For each process, the columns that do not fit."""
     torch = _usual_torch([answer["torch"] for who, answer in told.items() if who != _SCHEDULER], driver["torch"])
     wrong = {}
     for who, answer in told.items():
@@ -110,13 +110,13 @@ def judge(told: Mapping[str, Mapping[str, str | None]], driver: Mapping[str, str
 
 
 def _usual_torch(of_workers: Sequence[str | None], of_driver: str | None) -> str | None:
-    """The version that all workers should have: the driver's where a worker has it, else that of the most."""
+    """The version that all workers should have: the driver's if a worker has it, else the most frequent one."""
     counts = Counter(version for version in of_workers if version is not None)
     return of_driver if of_driver in counts or not counts else counts.most_common(1)[0][0]
 
 
 def _numbers(version: str | None) -> tuple[int, ...]:
-    """The first two: Python's minor version, Dask's year and month."""
+    """The first two parts: the minor version of Python, year and month of Dask."""
     return tuple(int(part) for part in re.findall(r"\d+", version or "0")[:2])
 
 
@@ -132,7 +132,7 @@ def _message(
 
 
 def _cells(answer: Mapping[str, str | None], needs: Needs, optional: Sequence[str]) -> dict[str, str]:
-    """The values in words; the workload's column is left out where it would only repeat that of ddptrain."""
+    """The cells of the row; the workload column is left out if it would only repeat that of ddptrain."""
     missing = {column: "-" if column in optional else "missing" for column in answer}
     cells = {column: value or missing[column] for column, value in answer.items()}
     if needs.module.partition(".")[0] == "ddptrain":
@@ -141,7 +141,7 @@ def _cells(answer: Mapping[str, str | None], needs: Needs, optional: Sequence[st
 
 
 def _advice(answers: Answers, wrong: frozenset[str], driver: Mapping[str, str | None], needs: Needs) -> str:
-    """What to do about it."""
+    """The line that says what to do."""
     torch = _usual_torch(
         [answer["torch"] for who, answer in answers.told.items() if who != _SCHEDULER], driver["torch"]
     )

@@ -1,7 +1,7 @@
-"""What a process of a Dask cluster runs: this file's text is sent to processes of others, which may lack ddptrain.
+"""The probe that runs in the processes of a Dask cluster. Its source text is sent, since they may lack ddptrain.
 
-So it is for Python 3.9 and newer with the standard library alone, and neither torch nor the workload is imported: that
-would cost a Dask worker 640 MB.
+It uses only the standard library of Python 3.9 and newer. It imports neither torch nor the workload: that would cost a
+Dask worker 640 MB of memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import platform
 import sys
 
-# What runs inside the process itself: what it has imported counts, not what has been installed since.
+# For these the imported version counts, not one that was installed after the process started.
 _RUNS_HERE = ("ddptrain", "distributed")
 
 
@@ -34,12 +34,12 @@ def _version(name: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             if name not in _RUNS_HERE or importlib.util.find_spec(name) is None:
                 return None
-        loaded = importlib.import_module(name)  # it lies on the path without having been installed
+        loaded = importlib.import_module(name)  # it is on the path, but not installed
     return str(loaded.__version__)
 
 
 def _is_found(module: str, folders: tuple[str, ...]) -> bool:
-    """Whether the module's first part can be imported; a bare folder counts where there is more of the name."""
+    """Whether the top-level module can be imported; a folder without __init__.py counts if the name has more parts."""
     first, _, rest = module.partition(".")
     specs = (importlib.machinery.PathFinder.find_spec(first, list(folders)), _installed(first))
     return any(spec is not None and (spec.loader is not None or rest != "") for spec in specs)

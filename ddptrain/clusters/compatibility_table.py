@@ -1,4 +1,4 @@
-"""The table of a cluster's versions: processes with the same answers are one row, what does not fit is marked."""
+"""The table of versions in a cluster: processes with equal answers share a row, values that do not fit are marked."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 from ddptrain.config.wording import counted, shown
 
-_WIDTH = 90  # 100 with what the display puts before each line
+_WIDTH = 90  # 100 with the prefix that the display adds to each line
 _INDENT = "  "
 _GAP = "  "
 _MARK = " !"
 _VALUE_WIDTH = 12
-_NAMES_WIDTH = 26  # for the sake of which columns are left out in which everything fits
+_NAMES_WIDTH = 26  # if names need more, columns without errors are left out first
 _LEAST_NAMES_WIDTH = 12
 _MOST_OF_A_REASON = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one process told: its value in each column, or the `reason` why it told nothing; `wrong` are marked."""
+    """One process: its value in each column, or the `reason` for no answer; the columns in `wrong` are marked."""
 
     who: str
     cells: Mapping[str, str]
@@ -30,9 +30,9 @@ class Row:
 
 
 def table(title: str, rows: Sequence[Row], below: str) -> str:
-    """The rows, at most 90 characters wide where not every column is needed.
+    """The lines of the table, at most 90 characters wide unless every column is needed.
 
-    Addresses of workers that tell the same become one row.
+    Workers with equal values share a row.
     """
     alike: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -46,7 +46,7 @@ def table(title: str, rows: Sequence[Row], below: str) -> str:
 
 
 def _aligned(groups: Sequence[tuple[str, Row]], columns: Mapping[str, int]) -> list[str]:
-    """A name that is too long for its column stands above its values."""
+    """The lines of one row; a name that is too long for its column gets a line of its own."""
     room = _WIDTH - len(_INDENT) - sum(len(_GAP) + width for width in columns.values())
     names_width = min(max(len(name) for name, _ in groups), max(_LEAST_NAMES_WIDTH, room))
     lines = [" " * names_width + _GAP + _joined(columns, columns)]
@@ -73,7 +73,7 @@ def _cell(row: Row, column: str) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, int]:
-    """Columns with their widths; where all are too wide, those in which everything fits are left out, last first."""
+    """The columns with their widths. If the table is too wide, columns without errors are left out, last first."""
     told = [row for row in rows if row.cells]
     widths = {column: max(len(column), *(len(_cell(row, column)) for row in told)) for column in told[0].cells}
     fine = [column for column in widths if not any(column in row.wrong for row in rows)]
@@ -87,7 +87,7 @@ def _is_address(who: str) -> bool:
 
 
 def _names(groups: Sequence[Sequence[Row]]) -> list[str]:
-    """What to call each group: its hosts, or the addresses of workers whose host is in several groups."""
+    """The label of each group: its hosts, or worker addresses if a host is in several groups."""
     hosts = [{_host(row.who) for row in group if _is_address(row.who)} for group in groups]
     names = []
     for index, group in enumerate(groups):
@@ -109,7 +109,7 @@ def _host(address: str) -> str:
 
 
 def folded(names: Sequence[str]) -> list[str]:
-    """Names that differ in one number only become one: node-1, node-2, node-4 are node-[1-2,4]."""
+    """Combine names that differ in one number only: node-1, node-2, node-4 become node-[1-2,4]."""
     split = [re.split(r"(\d+)", name) for name in names]
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for parts in split:
@@ -118,7 +118,7 @@ def folded(names: Sequence[str]) -> list[str]:
 
 
 def _varying(group: Sequence[Sequence[str]]) -> int | None:
-    """The last number in which the names of a group differ."""
+    """The position of the last number in which the names of a group differ."""
     places = [place for place in range(1, len(group[0]), 2) if len({parts[place] for parts in group}) > 1]
     return places[-1] if places else None
 
@@ -133,7 +133,7 @@ def _folded_at(group: Sequence[Sequence[str]], place: int | None) -> list[str]:
 
 
 def _ranges(numbers: Sequence[str]) -> str:
-    """As [1-3,7], and a number alone without brackets."""
+    """The numbers as [1-3,7]; a single number has no brackets."""
     if len(numbers) == 1:
         return numbers[0]
     runs: list[list[str]] = []
@@ -146,5 +146,5 @@ def _ranges(numbers: Sequence[str]) -> str:
 
 
 def _is_next(number: str, following: str) -> bool:
-    """Whether both are written with the same zeros before them, so that a range tells them apart from others."""
+    """Whether both have the same zero padding, so that a range is unambiguous."""
     return len(number) == len(following) or not (number.startswith("0") or following.startswith("0"))

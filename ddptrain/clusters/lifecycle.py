@@ -28,13 +28,13 @@ _EXPOSED = (
     "can run programs as you on every host of this cluster, and read what driver and workers send each other"
 )
 _log = Log(__name__)
-_SURE_S = 10.0  # before a cluster is taken for dead, and what is left of it is ended
-_END_S = 60.0  # for another command that takes back a start that failed
+_SURE_S = 10.0  # a cluster that does not answer for that long is taken for dead and cleaned up
+_END_S = 60.0  # another command may need that long to clean up a failed start
 _NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s"})
 
 
 def default_name(config: ClusterConfig) -> str:
-    """The name of a cluster that was given none: its backend's."""
+    """The configured name or, without one, the name of the backend."""
     return config.name or config.backend
 
 
@@ -43,7 +43,7 @@ def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None)
 
     Raises:
         UsageError: it is up already, or the backend can't do what is asked.
-        ClusterError: it did not come up in time, and nothing of it is left; or another host has one of that name.
+        ClusterError: it did not come up in time, and nothing of it is left; or one of that name is on another host.
     """
     provider = _provider(config.backend)
     encrypts = _encrypts(provider, config.backend, tls)
@@ -60,7 +60,7 @@ def ensure_up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None 
 
     Raises:
         UsageError: it is up with other settings, or the backend can't do what is asked.
-        ClusterError: it did not come up in time, or has lost workers; or another host has one of that name.
+        ClusterError: it did not come up in time, or has lost workers; or a cluster of that name is on another host.
     """
     provider = _provider(config.backend)
     encrypts = _encrypts(provider, config.backend, tls)
@@ -75,7 +75,7 @@ def ensure_up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None 
 
 
 def _check_same(view: View, config: ClusterConfig, tls: bool | None) -> None:
-    """Raises UsageError where a cluster that is up has other settings; ClusterError where it has lost workers."""
+    """Raises UsageError if the running cluster has other settings, ClusterError if it has lost workers."""
     record, name = view.deployment.record, view.name
     changes = different_settings(record.settings, config.model_dump(mode="json"))
     if tls is not None and tls != (view.deployment.tls_dir is not None):
@@ -93,9 +93,9 @@ def _check_same(view: View, config: ClusterConfig, tls: bool | None) -> None:
 
 
 def different_settings(started: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """The names of the settings that a cluster was started without, or with another value, as cluster.ranks.
+    """The settings (as in cluster.ranks) that are missing or different in the running cluster.
 
-    What only says how to start it, or how to wait for it, does not count.
+    Settings that only say how to start it or how long to wait are ignored.
     """
     names = sorted({*started, *asked} - _NOT_OF_THE_CLUSTER)
     return [f"cluster.{name}" for name in names if started.get(name) != asked.get(name)]
@@ -114,11 +114,11 @@ def _start(config: ClusterConfig, name: str, provider: Provider, tell: Tell, *, 
 
 
 def scale(name: str, slots: int, tell: Tell) -> View:
-    """Give a cluster that many slots, and wait until it has them; slots that runs hold go when these end.
+    """Scale a cluster to that many slots and wait for them; slots in use are removed when their runs end.
 
     Raises: UsageError, ClusterError
     """
-    from ddptrain.clusters.wait_ready import Gathering
+    from ddptrain.clusters.wait_ready import ReadinessWait
 
     with _held(name) as deployment:
         provider = _provider(deployment.record.backend)
@@ -131,10 +131,10 @@ def scale(name: str, slots: int, tell: Tell) -> View:
         with deferred(breakable=True) as signals:
             provider.scale(deployment, slots, signals.checked(tell))
         timeout_s = float(deployment.record.settings["start_timeout_s"])
-        with Gathering(deployment, provider, tell, timeout_s, began) as gathering:
+        with ReadinessWait(deployment, provider, tell, timeout_s, began) as waiting:
             if slots >= before.slots:
-                return gathering.until_ready(slots)
-            view = gathering.until_shrunk(slots)
+                return waiting.until_ready(slots)
+            view = waiting.until_shrunk(slots)
     held = sum(worker.held for worker in view.workers)
     if held > slots:
         runs = ", ".join(run.run_id for run in view.runs)
@@ -143,7 +143,7 @@ def scale(name: str, slots: int, tell: Tell) -> View:
 
 
 def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
-    """The last lines of every process of a cluster, or of those of one source, by source; also of what has ended.
+    """The last log lines of each process of a cluster, or of one source, by source; also of ended processes.
 
     Raises: UsageError, ClusterError
     """
@@ -160,7 +160,7 @@ def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
 
 
 def last_words(name: str) -> str:
-    """What the processes of a cluster have logged last that have not joined it, to be put behind an error."""
+    """The last log lines of the processes that have not joined the cluster, for an error message."""
     from ddptrain.clusters import wait_ready
 
     try:
@@ -172,9 +172,9 @@ def last_words(name: str) -> str:
 
 
 def down(name: str, tell: Tell, *, now: bool = False) -> None:
-    """End a cluster and forget it; with runs on it only if it must be `now`.
+    """End a cluster and delete its record. With runs on it, this needs `now`.
 
-    Raises: UsageError where runs are on it; ClusterError where a part of it did not end.
+    Raises UsageError if runs are on it, ClusterError if a part of it did not end.
     """
     with _held(name) as deployment:
         runs = () if now else _runs(status.probe(deployment, _SURE_S))
@@ -204,10 +204,10 @@ def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider,
     began = time.monotonic()
     with deferred(breakable=True) as signals:
         provider.scale(deployment, None, signals.checked(tell))
-        from ddptrain.clusters.wait_ready import Gathering  # imports Dask: while what was ordered starts
+        from ddptrain.clusters.wait_ready import ReadinessWait  # imports Dask while the processes start
 
-    with Gathering(deployment, provider, tell, config.start_timeout_s, began) as gathering:
-        view = gathering.until_ready(config.ranks if isinstance(config.ranks, int) else None)
+    with ReadinessWait(deployment, provider, tell, config.start_timeout_s, began) as waiting:
+        view = waiting.until_ready(config.ranks if isinstance(config.ranks, int) else None)
     record = deployment.record
     deployment.update(address=record.address, dashboard=record.dashboard)
     took_s = time.monotonic() - began
@@ -218,9 +218,9 @@ def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider,
 
 
 def _look_or_clean_up(name: str, tell: Tell) -> View | None:
-    """The cluster of that name if it is up; else None, and what is left of it is ended.
+    """The cluster of that name if it is up. Otherwise the rest of it is ended, and None is returned.
 
-    Raises: UsageError where it may be up; ClusterError where another host has it.
+    Raises UsageError if it may be up, ClusterError if it is on another host.
     """
     try:
         deployment = state.find(name)
@@ -239,7 +239,7 @@ def _look_or_clean_up(name: str, tell: Tell) -> View | None:
 
 
 def _take_back(deployment: Deployment, provider: Provider, tell: Tell, error: BaseException) -> None:
-    """End what was started by half. Raises ClusterError where a part of it did not end."""
+    """End a partly started cluster. Raises ClusterError if a part of it did not end."""
     with deferred():
         tell("ending what was started")
         try:
@@ -257,7 +257,7 @@ def _end(deployment: Deployment, provider: Provider, tell: Tell) -> None:
 
 @contextlib.contextmanager
 def _held(name: str) -> Iterator[Deployment]:
-    """The cluster of that name, which no other command changes meanwhile."""
+    """The cluster of that name, locked against other commands."""
     state.find(name)
     with state.locked(name):
         deployment = state.find(name)
@@ -274,7 +274,7 @@ def _provider(backend: str) -> Provider:
 
 
 def _encrypts(provider: Provider, backend: str, wanted: bool | None) -> bool:
-    """Whether to make a certificate: as wanted, else as the backend has it; some see to it themselves."""
+    """Whether to make a certificate: as requested, else the default of the backend; some backends make their own."""
     usual: bool | None = getattr(provider, "tls", None)
     if usual is None and wanted is not None:
         raise UsageError(f"backend {backend} sees to encryption itself: leave --tls and --no-tls out")

@@ -3,7 +3,7 @@
     python -m ddptrain.clusters.processes start|end|alive|tail|read|describe < JSON
 
 reads the arguments of the function of that name as a JSON object, and prints {"result": ...} or {"error": "..."}. It
-imports little, for it is called on every host of a cluster.
+imports little, because it is called on every host of a cluster.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import Any
 import psutil
 
 from ddptrain import __version__
+from ddptrain.clusters.security import write_private
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import open_append
 from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
 
 FOLDER = "{folder}"
 _POLL_S = 0.02
-_KILLED_S = 20.0  # for the kernel to end what was killed, also on a host that is very busy
+_KILLED_S = 20.0  # the kernel may need that long after SIGKILL on a very busy host
 _TAIL_BYTES = 256 * 1024
 _PROC = Path("/proc")
 _ID = ".id"  # a file with the DaemonId, beside the log
@@ -41,8 +42,8 @@ _ID = ".id"  # a file with the DaemonId, beside the log
 class DaemonOrder:
     """A process to start: `python -P *argv`, with `env` added to our environment; it writes into <name>.log.
 
-    `folder` "" asks for one in the user's state directory that is named `label`; FOLDER in `argv` stands for it.
-    `files` are written into the folder first: name -> text. Files, folder and log are for this user only.
+    An empty `folder` means a folder in the user's state directory that is named `label`; FOLDER in `argv` is replaced
+    by its path. `files` (name -> text) are written into the folder first. Only this user can read them.
     """
 
     name: str
@@ -55,9 +56,10 @@ class DaemonOrder:
 
 @dataclass(frozen=True, slots=True)
 class DaemonId:
-    """A process that was started; `created` tells it from any other that gets its pid. 0 if it ended at once.
+    """A started process. `created` is its start time, which distinguishes it from later processes with this pid
+    (0: it ended at once).
 
-    `host` is where, and in which boot, the pid is valid.
+    `host` is the host and the boot in which the pid is valid.
     """
 
     name: str
@@ -76,7 +78,7 @@ def start(order: DaemonOrder) -> DaemonId:
     try:
         folder = _made(order)
         for name, text in order.files.items():
-            _write_private(folder / name, text.encode())
+            write_private(folder / name, text.encode())
         log = open_append(folder / f"{order.name}.log", create_mode=0o600)
         try:
             process = subprocess.Popen(
@@ -94,17 +96,17 @@ def start(order: DaemonOrder) -> DaemonId:
         raise ClusterError(
             f"the {order.name} could not be started in {order.folder or 'a new folder'}: {error}"
         ) from error
-    process.returncode = 0  # it is not this object's to wait for
+    process.returncode = 0  # this object must not wait for the process
     daemon = DaemonId(order.name, process.pid, _created(process.pid), str(folder), this_host())
-    if order.label:  # for `end`, should whoever has ordered it never get the answer
-        _write_private(folder / f"{order.name}{_ID}", json.dumps(dataclasses.asdict(daemon)).encode())
+    if order.label:  # for `end`, in case the caller never gets the answer
+        write_private(folder / f"{order.name}{_ID}", json.dumps(dataclasses.asdict(daemon)).encode())
     return daemon
 
 
 def alive(daemon: DaemonId) -> bool:
-    """Whether that very process runs; after a restart of its host it does not.
+    """Whether this process runs; False after a restart of its host.
 
-    Raises: ClusterError on another host, where this can't be known.
+    Raises ClusterError on another host, where this can't be known.
     """
     here = this_host()
     where = relation(daemon.host, here)
@@ -112,7 +114,7 @@ def alive(daemon: DaemonId) -> bool:
         raise ClusterError(f"the {daemon.name} (pid {daemon.pid}) runs on {where_to_run(daemon.host, here)}")
     if where == Relation.RESTARTED:
         return False
-    with suppress(ChildProcessError):  # one that we started ourselves and that has ended waits for us to see it
+    with suppress(ChildProcessError):  # reap a child of this process that has ended
         os.waitpid(daemon.pid, os.WNOHANG)
     try:
         is_zombie = psutil.Process(daemon.pid).status() == psutil.STATUS_ZOMBIE
@@ -124,8 +126,8 @@ def alive(daemon: DaemonId) -> bool:
 def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
     """End processes: SIGTERM, and after `timeout_s` SIGKILL to what is left of their groups.
 
-    Those that have ended already are fine. Raises ClusterError that names those which can't be ended; where one is of
-    another host, none is ended.
+    Processes that have ended already are ignored. Raises ClusterError with the names of those that can't be ended. If
+    one belongs to another host, none is ended.
     """
     ending = [daemon for daemon in daemons if alive(daemon)]
     for daemon in ending:
@@ -141,12 +143,12 @@ def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
 
 
 def end(label: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
-    """Stop what was started with that label, `known` or not, and remove its folder. Raises ClusterError."""
+    """Stop the processes with that label, `known` or not, and remove their folder. Raises ClusterError."""
     folder = _labelled(label)
     noted = [DaemonId(**json.loads(path.read_text())) for path in folder.glob(f"*{_ID}")]
     found = {*known, *noted}
     for daemon in found:
-        alive(daemon)  # the folder of another host's process stays
+        alive(daemon)  # raises for a process of another host, before its folder is removed
     try:
         stop(found, timeout_s)
     finally:
@@ -154,7 +156,7 @@ def end(label: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
 
 
 def tail(folder: str, name: str, lines: int) -> str:
-    """The last lines that a process has written, or "" where it never has."""
+    """The last lines of the log of a process, "" if there is none."""
     try:
         with Path(folder, f"{name}.log").open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -166,7 +168,7 @@ def tail(folder: str, name: str, lines: int) -> str:
 
 
 def read(folder: str, name: str, timeout_s: float) -> Any:
-    """The JSON that a process leaves in its folder, once it is there. Raises ClusterError, with what it has written."""
+    """Wait for a JSON file of a process and return its content. Raises ClusterError with the log after `timeout_s`."""
     path, deadline = Path(folder, name), time.monotonic() + timeout_s
     while True:
         with suppress(FileNotFoundError):
@@ -178,9 +180,9 @@ def read(folder: str, name: str, timeout_s: float) -> Any:
 
 
 def describe(names: Sequence[str]) -> dict[str, Any]:
-    """What this host is: {"version", "hostname", "addresses": {name: the address, if it is ours}, "reached_at"}.
+    """This host: {"version", "hostname", "addresses": {name: its address if it is one of this host}, "reached_at"}.
 
-    "reached_at" is the address of ours that the ssh connection came to.
+    "reached_at" is the local address of the ssh connection.
     """
     import socket
 
@@ -194,7 +196,7 @@ def describe(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _own_address(name: str) -> str:
-    """The address that the name stands for here, or "" where it is none of this host's."""
+    """The address that the name resolves to, or "" if it does not belong to this host."""
     import socket
 
     with suppress(OSError):
@@ -206,7 +208,7 @@ def _own_address(name: str) -> str:
 
 
 def _wait(daemons: list[DaemonId], timeout_s: float) -> list[DaemonId]:
-    """Those that still run after `timeout_s`, or none as soon as all have ended."""
+    """Wait for the end of processes; returns those that still run after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     left = [daemon for daemon in daemons if alive(daemon)]
     while left and time.monotonic() < deadline:
@@ -228,14 +230,8 @@ def _labelled(label: str) -> Path:
     return user_state_path("ddptrain", appauthor=False) / "hosts" / label
 
 
-def _write_private(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-
-
 def _created(pid: int) -> float:
-    """When a process was made, by a clock that nobody sets: seconds since boot on Linux; 0 where there is none."""
+    """The start time of a process by a clock that is never set: seconds since boot on Linux; 0 if it does not exist."""
     try:
         if _PROC.exists():  # psutil adds the time of boot, which moves whenever the clock is set
             words = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -246,7 +242,7 @@ def _created(pid: int) -> float:
 
 
 def _called(command: str, given: Mapping[str, Any]) -> Any:
-    """What the function of that name returns, as plain data."""
+    """Call the function of that name; returns its result as plain data."""
     calls: dict[str, Callable[[], Any]] = {
         "start": lambda: dataclasses.asdict(start(DaemonOrder(**given))),
         "end": lambda: end(given["label"], [DaemonId(**each) for each in given["daemons"]], given["timeout_s"]),
@@ -259,7 +255,7 @@ def _called(command: str, given: Mapping[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Serve one call: the name is the argument, JSON comes and goes."""
+    """Serve one call: the function name is the argument, its arguments are JSON on stdin."""
     try:
         answer = {"result": _called(sys.argv[1], json.load(sys.stdin))}
     except ClusterError as error:

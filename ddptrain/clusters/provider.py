@@ -1,4 +1,4 @@
-"""What the driver needs of a cluster, and what the commands need of whoever starts clusters that outlive them."""
+"""The interfaces of backends: `Cluster` for the driver, `Provider` for the commands `ddptrain cluster ...`."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ Tell = Callable[[str], None]
 
 
 class Cluster(Protocol):
-    """A Dask cluster with slots for ranks, for the length of a run."""
+    """A Dask cluster with slots for ranks, during one run."""
 
     @property
     def words(self) -> str:
-        """What it is, for messages."""
+        """The name of the cluster for messages."""
 
     def begin(self) -> None:
-        """Start what takes long, and return at once."""
+        """Start everything that takes long, without waiting for it."""
 
     def connect(self) -> Target:
-        """Where the scheduler answers. Raises ClusterError."""
+        """Start what is missing and return the scheduler's address. Raises ClusterError."""
 
     def worker_fault(self) -> str | None:
-        """What became of a worker that this object started, if it has ended."""
+        """Why a worker that this object has started has ended; None while all run."""
 
     def mend(self, *, leaving: bool) -> None:
-        """Start again what this object had started, and what has ended by itself, or is about to (`leaving`)."""
+        """Replace workers that this object has started and that have ended, or are about to end (`leaving`)."""
 
     def last_words(self) -> str:
-        """The last lines of the workers' logs, where they can be had: for the error that too few have come."""
+        """The last log lines of the workers, if available: for the error that too few workers have joined."""
 
     def close(self) -> None:
-        """End what this object has started; an attached cluster is left as it was found."""
+        """End everything that this object has started; an attached cluster stays as it was."""
 
 
 class Provider(Protocol):
-    """Starts, changes and ends the processes, jobs or pods of one cluster, which outlives the command."""
+    """Starts, scales and ends the processes, jobs or pods of a cluster that outlives the command."""
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Order what is missing for `slots` slots (None: what the settings say), or end what is too much.
+        """Start workers for `slots` slots (None: as configured), or end workers that are too many.
 
-        The scheduler comes first where there is none. Every process or job is saved in the deployment the moment it
-        exists. Does not wait for workers to join. Raises ClusterError, UsageError.
+        A missing scheduler is started first. Each process or job is saved in the deployment as soon as it exists. Does
+        not wait for workers to join. Raises ClusterError, UsageError.
         """
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """The last lines that each process has written, by source, also of those that have failed."""
+        """The last log lines of each process, by source, also of failed ones."""
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
-        """End all that `scale` has started, also by half, and return when it has ended. Raises ClusterError."""
+        """End everything that `scale` has started, even partly, and wait for its end. Raises ClusterError."""

@@ -1,4 +1,4 @@
-"""Which cluster a name, an address or a scheduler's file means."""
+"""Finds the scheduler for a cluster name, an address or a scheduler file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from ddptrain.config.clusters import TlsSettings
 
-_OUR_WORKERS = frozenset({"local", "ssh", "slurm"})  # backends whose workers are started by this very version
+_OUR_WORKERS = frozenset({"local", "ssh", "slurm"})  # backends whose workers run this version of ddptrain
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a scheduler answers; `name` is that of the user's own cluster, "" for any other.
+    """The address of a scheduler; `name` is the name of the user's own cluster, "" for any other cluster.
 
-    Without `security`, Dask's own configuration decides. The workers of a `foreign` cluster may lack what a run needs.
+    Without `security`, the configuration of Dask decides. The workers of a `foreign` cluster may lack packages.
     """
 
     address: str
@@ -36,7 +36,7 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.address.startswith("unix://"):
-            import ddptrain.protocol.unix_comm  # noqa: F401 - tells Dask how to connect there
+            import ddptrain.protocol.unix_comm  # noqa: F401 - registers the unix:// protocol in Dask
 
 
 def by_name(name: str) -> Target:
@@ -47,21 +47,21 @@ def by_name(name: str) -> Target:
 
 
 def reopen(deployment: state.Deployment) -> None:
-    """Open the way to a cluster's scheduler again where this machine has lost it, as after a restart.
+    """Restore the connection to a scheduler if this machine has lost it, for example after a restart.
 
-    Raises: ClusterError, also on another host than the cluster's
+    Raises ClusterError, also on another host than that of the cluster.
     """
     deployment.check_here()
-    again = getattr(registry.provider_class(deployment.record.backend), "reopen", None)  # few backends need one
+    again = getattr(registry.provider_class(deployment.record.backend), "reopen", None)  # only some backends have it
     if again is not None:
         again(deployment)
 
 
 def of_deployment(deployment: state.Deployment) -> Target:
-    """Where the scheduler of a cluster answers.
+    """The scheduler of one of the user's clusters.
 
-    Raises: ClusterError where it has no address, runs on another host, or was started before a restart of this one or
-    by another version of ddptrain.
+    Raises ClusterError if it has no address, runs on another host, or was started before a restart of this host or by
+    another version of ddptrain.
     """
     deployment.check_here()
     record = deployment.record
@@ -86,9 +86,9 @@ def of_deployment(deployment: state.Deployment) -> Target:
 
 
 def by_address(address: str, tls: TlsSettings | None) -> Target:
-    """The scheduler at an address; one of the user's own clusters is recognised, and its certificate used.
+    """The scheduler at an address. If it is one of the user's own clusters, its certificate is used.
 
-    Raises: ClusterError
+    Raises ClusterError if the certificate can't be used.
     """
     if tls is not None:
         files = (Path(name).expanduser() for name in (tls.ca_file, tls.cert_file, tls.key_file))
@@ -101,7 +101,7 @@ def by_address(address: str, tls: TlsSettings | None) -> Target:
 
 
 def by_scheduler_file(path: Path, tls: TlsSettings | None) -> Target:
-    """The scheduler that wrote a file. Raises ClusterError where the file tells no address."""
+    """The scheduler that wrote the file. Raises ClusterError if the file contains no address."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         address = str(told["address"])

@@ -1,13 +1,15 @@
-"""TLS for clusters: a Dask scheduler that anyone reaches runs anyone's code."""
+"""TLS for clusters: a Dask scheduler runs the code of everyone who can connect to it."""
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import write_atomic
 
 if TYPE_CHECKING:
     from distributed import Security
@@ -19,9 +21,9 @@ _CLOCK_SKEW = dt.timedelta(days=1)
 
 
 def make_tls(folder: Path) -> None:
-    """Write a fresh key and a certificate, which is its own authority, into `folder`, readable by this user only.
+    """Write a new key and a self-signed certificate into `folder`, readable by this user only.
 
-    Who has the key may use the cluster, and nobody else.
+    Only clients with the key can use the cluster.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -49,21 +51,26 @@ def make_tls(folder: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only this user may read, from its first byte on."""
+    """Write a file that is never readable by other users."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o600)
         file.write(data)
 
 
+def write_private_json(path: Path, data: object, indent: int | None = None) -> None:
+    """Write a JSON file that only this user can read. Readers see the old content or the new one, never a part."""
+    write_atomic(path, json.dumps(data, indent=indent).encode(), mode=0o600, durable=False)
+
+
 def own_security(folder: Path) -> Security:
-    """The Security of a cluster whose certificate and key lie in `folder`. Raises ClusterError."""
+    """The Security for a cluster with certificate and key in `folder`. Raises ClusterError."""
     certificate, key = folder / CERT_FILE, folder / KEY_FILE
     return security(certificate, certificate, key)
 
 
 def security(ca_file: Path, cert_file: Path, key_file: Path) -> Security:
-    """A Security that insists on TLS with these PEM files. Raises ClusterError where one can't be read."""
+    """A Security that requires TLS with these PEM files. Raises ClusterError if one can't be read."""
     from distributed import Security
 
     for path in (ca_file, cert_file, key_file):
@@ -85,9 +92,9 @@ def security(ca_file: Path, cert_file: Path, key_file: Path) -> Security:
 
 
 def keep(given: Security, folder: Path) -> None:
-    """Write what a client of another's cluster shows and trusts into `folder`, for `own_security`; nothing without TLS.
+    """Write the client certificate and key of a foreign cluster into `folder`, for `own_security`; nothing without TLS.
 
-    cert.pem is the client's certificate, followed by that of the authority, which both sides then trust.
+    cert.pem contains the client's certificate, followed by that of the authority, which both sides trust.
     """
     tls = given.get_tls_config_for_role("client")
     authority, certificate, key = tls["ca_file"], tls["cert"], tls["key"]
@@ -99,7 +106,7 @@ def keep(given: Security, folder: Path) -> None:
 
 
 def has_expired(folder: Path) -> bool:
-    """Whether the certificate in `folder` is one that nobody takes any more."""
+    """Whether the certificate in `folder` has expired."""
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate((folder / CERT_FILE).read_bytes())
@@ -107,5 +114,5 @@ def has_expired(folder: Path) -> bool:
 
 
 def _pem(value: str) -> str:
-    """A PEM text: Dask takes it, or the path of a file that holds it."""
+    """The PEM text of a Dask setting, which is either the text or the path of a file."""
     return value if "\n" in value else Path(value).read_text(encoding="ascii")

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while clusters start and end: nothing that was started may be forgotten."""
+"""Ctrl-C and SIGTERM while clusters start and end: everything that was started must be recorded or ended."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ddptrain.clusters.provider import Tell
 from ddptrain.errors import DdptrainError, Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ENOUGH = 3  # the person has asked that often: whatever we wait for, stop waiting
+_ENOUGH = 3  # the user has asked that often: stop waiting for anything
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """For the length of a command, a signal raises Interrupted; what the caller had ignored stays ignored.
+    """During the block, a signal raises Interrupted; ignored signals stay ignored.
 
-    So does what a library makes of it: it is raised at any place, also where a thread is just being started.
+    An exception that a library raises because of it becomes Interrupted as well: the signal may arrive anywhere, for
+    example while a thread is being started.
     """
     with _handled_by(_interrupt):
         try:
@@ -36,9 +37,9 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred(*, breakable: bool = False) -> Iterator[Deferral]:
-    """Within the block signals wait; when it ends they go to the handlers that were there before.
+    """Delay signals until the block ends; then the previous handlers get them.
 
-    If it is `breakable`, a second signal does not wait. The third one ends the process.
+    If it is `breakable`, a second signal is not delayed. The third signal ends the process.
     """
     deferral = Deferral(breakable)
     with _handled_by(deferral.take) as handlers:
@@ -50,7 +51,7 @@ def deferred(*, breakable: bool = False) -> Iterator[Deferral]:
 
 
 class Deferral:
-    """Signals that have come, and wait."""
+    """The delayed signals."""
 
     def __init__(self, breakable: bool) -> None:
         self.handlers: dict[int, Any] = {}
@@ -68,7 +69,7 @@ class Deferral:
             self.deliver()
 
     def deliver(self) -> None:
-        """Give what waits to the handlers that were there before, which may raise."""
+        """Pass the delayed signals to the previous handlers, which may raise."""
         while self._waiting:
             signum = self._waiting.pop(0)
             handler = self.handlers[signum]
@@ -79,7 +80,7 @@ class Deferral:
                 signal.raise_signal(signum)
 
     def checked(self, tell: Tell) -> Tell:
-        """`tell`, which also lets the signals through that wait."""
+        """A `tell` that also delivers the delayed signals."""
 
         def telling(text: str) -> None:
             tell(text)
@@ -89,7 +90,7 @@ class Deferral:
 
 
 def _beneath(error: BaseException) -> Interrupted | None:
-    """The Interrupted that another exception came of."""
+    """The Interrupted that caused another exception, or None."""
     seen: set[int] = set()
     below: BaseException | None = error
     while below is not None and id(below) not in seen:
@@ -106,7 +107,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _handled_by(handler: Any) -> Iterator[dict[int, Any]]:
-    """Until the block ends, signals go to `handler`; yields who had them before. Nothing changes outside of main."""
+    """During the block, signals go to `handler`; yields the previous handlers. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield {}
         return

@@ -1,4 +1,4 @@
-"""What this user's clusters are: a folder each in the user's state directory, readable by nobody else."""
+"""The records of this user's clusters: one private folder each in the user's state directory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddptrain import __version__
-from ddptrain.clusters.security import CERT_FILE
+from ddptrain.clusters.security import CERT_FILE, write_private_json
 from ddptrain.config.types import NAME_PATTERN
 from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.file_ops import try_lock, write_atomic
+from ddptrain.file_ops import try_lock
 from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
 
 _RECORD = "cluster.json"
 _SCHEDULER = "scheduler.json"
 _ENDED = "ended.json"
-_LOCK_PATIENCE_S = 1.0  # whoever asks `is_locked` holds the lock for a moment
+_LOCK_PATIENCE_S = 1.0  # `is_locked` in another process holds the lock for a moment
 
 
 class ClusterNotFound(UsageError):
@@ -35,11 +35,11 @@ class ClusterNotFound(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class ClusterRecord:
-    """One cluster: what it was asked to be (`settings`, the YAML's cluster section), and what it is made of.
+    """One cluster: its `settings` (the cluster section of the YAML file) and its parts.
 
-    `parts` is the provider's own: process ids, job ids, hosts. `workers` is how many are expected, `version` that of
-    the ddptrain that started it, `host` the host of its processes on this side, or of the command that started it.
-    `settings` may hold secrets: they are left out of repr.
+    `parts` belongs to the provider: process ids, job ids, hosts. `workers` is the expected number, `version` the
+    version of ddptrain that started it, `host` the host of its local processes or of the command that started it.
+    `settings` may contain secrets: they are left out of repr.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Deployment:
 
     @property
     def record(self) -> ClusterRecord:
-        """The record; the address and dashboard that a scheduler has told since it was written are filled in."""
+        """The record, with the address and dashboard from scheduler.json."""
         if not self._record.address and (told := _read(self.folder / _SCHEDULER)):
             return dataclasses.replace(
                 self._record, address=str(told.get("address", "")), dashboard=str(told.get("dashboard", ""))
@@ -82,19 +82,19 @@ class Deployment:
 
     @property
     def tls_dir(self) -> Path | None:
-        """The folder that holds the cluster's cert.pem and key.pem, or None for a cluster without TLS."""
+        """The folder with the cluster's cert.pem and key.pem, or None for a cluster without TLS."""
         return self.folder if (self.folder / CERT_FILE).exists() else None
 
     @property
     def ended(self) -> Mapping[str, Any]:
-        """What the scheduler left when it ended by itself: {"reason", "at"}; empty while it has not."""
+        """Why the scheduler has ended by itself: {"reason", "at"}; empty otherwise."""
         return _read(self.folder / _ENDED)
 
     @property
     def relation(self) -> Relation:
-        """How this host relates to the only one that can use the cluster; SAME if its scheduler listens on a network.
+        """Whether this host can use the cluster: SAME if its scheduler listens on a network.
 
-        The processes of a cluster that listens on a network are checked one by one: see `daemons.alive`.
+        The processes of a cluster that listens on a network are checked one by one: see `processes.alive`.
         """
         record, address = self.record, urlsplit(self.record.address)
         only_there = record.backend == "local" or address.scheme == "unix" or is_loopback(address.hostname or "")
@@ -102,7 +102,7 @@ class Deployment:
 
     @property
     def elsewhere(self) -> str:
-        """Where to run commands for this cluster, if not on this host; else ""."""
+        """The host on which to run commands for this cluster; "" for this host."""
         return where_to_run(self.record.host, this_host()) if self.relation == Relation.OTHER else ""
 
     def check_here(self, hint: str = "") -> None:
@@ -111,18 +111,18 @@ class Deployment:
             raise ClusterError(f"the cluster {self.name} runs on {where}{'; ' if hint else ''}{hint}")
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the record, on disk first."""
+        """Change fields of the record; the file is written first."""
         changed = dataclasses.replace(self._record, **changes)
         _write(self.folder / _RECORD, changed)
         self._record = changed
 
     def remove(self) -> None:
-        """Forget the cluster: its folder goes, and its keys with it."""
+        """Delete the folder of the cluster, with its keys."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def clusters_dir() -> Path:
-    """The folder of all clusters, 0700, made where it is missing. Raises ClusterError."""
+    """The folder of all clusters, created with mode 0700. Raises ClusterError."""
     from platformdirs import user_state_path
 
     folder = user_state_path("ddptrain", appauthor=False) / "clusters"
@@ -137,16 +137,16 @@ def clusters_dir() -> Path:
 
 
 def create(record: ClusterRecord) -> Deployment:
-    """Make the folder of a new cluster on this host, whose name is `locked`.
+    """Create the folder of a new cluster on this host. The caller holds the lock of the name.
 
-    Raises: UsageError where there is one of that name, or where no cluster can have it.
+    Raises UsageError if the name exists or is not allowed.
     """
     _check_name(record.name)
     record = dataclasses.replace(record, host=this_host())
     folder = clusters_dir() / record.name
     if _load(folder) is not None:
         raise UsageError(f"there is a cluster {record.name} already: ddptrain cluster down {record.name}")
-    shutil.rmtree(folder, ignore_errors=True)  # what was killed before it had written its record
+    shutil.rmtree(folder, ignore_errors=True)  # left by a command that was killed before it had written the record
     folder.mkdir(mode=0o700)
     _write(folder / _RECORD, record)
     return Deployment(folder, record)
@@ -159,7 +159,7 @@ def every() -> list[Deployment]:
 
 
 def find(name: str) -> Deployment:
-    """The cluster of that name. Raises ClusterNotFound, with the nearest name."""
+    """The cluster of that name. Raises ClusterNotFound, with the most similar name."""
     deployment = _load(clusters_dir() / name) if re.fullmatch(NAME_PATTERN, name) else None
     if deployment is None:
         known = [each.name for each in every()]
@@ -170,9 +170,9 @@ def find(name: str) -> Deployment:
 
 @contextlib.contextmanager
 def locked(name: str, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
-    """For as long as the block lasts, no other command starts, scales or ends a cluster of that name.
+    """During the block no other command starts, scales or ends the cluster of that name.
 
-    Raises: UsageError where another one still does so after `patience_s`, and where no cluster can have that name.
+    Raises UsageError if another command still does so after `patience_s`, or if the name is not allowed.
     """
     _check_name(name)
     descriptor = _open_lock(name)
@@ -224,4 +224,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, record: ClusterRecord) -> None:
-    write_atomic(path, json.dumps(dataclasses.asdict(record), indent=1).encode(), mode=0o600, durable=False)
+    write_private_json(path, dataclasses.asdict(record), indent=1)

@@ -1,4 +1,4 @@
-"""What a cluster is doing: whether its scheduler answers, which hosts it has, and which runs are on it."""
+"""The state of clusters: whether the scheduler answers, the hosts, and the runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddptrain.hosts import Relation
 
 LOOK_TIMEOUT_S = 2.0
 _LEAVE_S = 0.3
-_PATIENCE_S = 0.3  # most schedulers answer within it; only then is the port itself asked
+_PATIENCE_S = 0.3  # seconds; most schedulers answer within it, and the port is probed only after it
 
 
 class State(StrEnum):
@@ -28,12 +28,12 @@ class State(StrEnum):
     UP = "up"
     STARTING = "starting"
     GONE = "gone"
-    ELSEWHERE = "elsewhere"  # on another host: nothing is known of it here
+    ELSEWHERE = "elsewhere"  # on another host: its state is not known here
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker: its slots, how many of them have a GPU, how many are held; `warm` is None where it is not ours."""
+    """A worker: its slots, how many have a GPU, how many are in use; `warm` is None for foreign workers."""
 
     host: str
     name: str
@@ -51,7 +51,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run and the slots that it holds, or waits for (`asked` None: for all there are), so far for `waited_s`."""
+    """A run with the slots that it holds, or waits for (`asked`, None: all) since `waited_s` seconds."""
 
     run_id: str
     slots: int = 0
@@ -62,7 +62,7 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One look at a cluster. `reason` says why it is not up; `certain` is False where it may just be slow."""
+    """The state of a cluster at one moment. `reason`: why it is not up; `certain` is False if it may just be slow."""
 
     deployment: Deployment
     state: State
@@ -98,7 +98,7 @@ class View:
         return tuple(dict.fromkeys(worker.host for worker in self.workers))
 
     def as_dict(self) -> dict[str, Any]:
-        """The look as plain data, for --json."""
+        """The view as plain data, for --json."""
         record = self.deployment.record
         return {
             "name": self.name,
@@ -126,17 +126,17 @@ class View:
 
 
 def every() -> list[View]:
-    """All clusters of this user, looked at side by side: within LOOK_TIMEOUT_S, however many do not answer."""
+    """All clusters of this user, checked in parallel within LOOK_TIMEOUT_S."""
     return [_if_starting(view) for view in _probe(state.every(), LOOK_TIMEOUT_S)]
 
 
 def at(deployment: Deployment) -> View:
-    """One cluster, within LOOK_TIMEOUT_S."""
+    """One cluster, checked within LOOK_TIMEOUT_S."""
     return _if_starting(probe(deployment, LOOK_TIMEOUT_S))
 
 
 def probe(deployment: Deployment, timeout_s: float) -> View:
-    """One cluster as its scheduler tells it, for the command that holds its lock."""
+    """One cluster as its scheduler reports it, for the command that holds its lock."""
     return _probe([deployment], timeout_s)[0]
 
 
@@ -152,7 +152,7 @@ def _if_starting(view: View) -> View:
 
 
 def seen(deployment: Deployment, told: Mapping[str, Any]) -> View:
-    """The look at a cluster that is up, from what its scheduler has told (`slots.overview`)."""
+    """The view of a cluster that is up, from the answer of its scheduler (`slots.overview`)."""
     fields = [field.name for field in dataclasses.fields(WorkerView)]
     workers = [WorkerView(**{name: worker[name] for name in fields}) for worker in told["workers"]]
     runs = [RunView(run["run_id"], run["slots"], tuple(run["hosts"])) for run in told["runs"]]
@@ -164,7 +164,7 @@ def _probe(deployments: Sequence[Deployment], timeout_s: float) -> list[View]:
     if any(deployment.record.address for deployment in deployments):
         import distributed
 
-        # It tells of every connection that it tries again; what came of it stands in the view.
+        # Dask logs every retry of a connection; the view contains the result.
         logging.getLogger(distributed.__name__).setLevel(logging.CRITICAL)
 
     async def probed() -> list[View]:
@@ -192,7 +192,7 @@ async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
     for task in (asked, refused):
         task.cancel()
     await asyncio.wait((asked, refused), timeout=_LEAVE_S)
-    is_certain = refused in done  # also where Dask has given up meanwhile: it does not say for sure
+    is_certain = refused in done  # even if Dask has given up meanwhile: its error is not certain
     if asked in done and not (is_certain and asked.exception()):
         try:
             return seen(deployment, asked.result())
@@ -221,15 +221,15 @@ async def _ask(deployment: Deployment, timeout_s: float) -> Mapping[str, Any]:
         await client
         told: Mapping[str, Any] = await client.run_on_scheduler(slots.overview)
     finally:
-        await client.close()  # also one that has not connected: it would do so by itself, later
+        await client.close()  # also an unconnected client: it would connect later by itself
     return told
 
 
 async def _is_refused(address: str) -> None:
-    """Return once it is certain that nothing listens there; wait for ever where something does.
+    """Return once it is certain that nothing listens there; never return if something does.
 
-    Dask's own connection attempts go on until their time is out. Ours come late, for each leaves a line in the log of
-    a scheduler with TLS.
+    Dask itself tries to connect until its timeout. These attempts start late, because each leaves a line in the
+    log of a scheduler with TLS.
     """
     place = urlsplit(address)
     await asyncio.sleep(_PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Waiting for a cluster that has been ordered: until its workers have joined and their rank servers are warm."""
+"""Waits for a cluster that is starting: until its workers have joined and their rank servers are warm."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from distributed import Client
 
 _POLL_S = 0.02
-_WARM_ROUND_S = 1.0  # how long the workers may be silent before we look around again
-_FAULT_EVERY_S = 2.0  # asking a batch system or a remote host costs it something
-_LAST_LOOK_S = 1.0  # for workers that came while the last of them were still being ordered
+_WARM_ROUND_S = 1.0  # seconds that one check waits for the workers to become warm
+_FAULT_EVERY_S = 2.0  # seconds; each check costs a call to the batch system or the remote host
+_LAST_LOOK_S = 1.0  # for workers that joined while others were still being started
 _LOG_LINES = 12
 
 
-class Gathering:
+class ReadinessWait:
     """The wait for one cluster, which may take `timeout_s`, counted from `began` (monotonic seconds)."""
 
     def __init__(self, deployment: Deployment, provider: Provider, tell: Tell, timeout_s: float, began: float) -> None:
@@ -51,7 +51,7 @@ class Gathering:
             self._client.close(timeout=2.0)
 
     def view(self) -> View:
-        """The cluster as it is now. Raises ClusterError where its scheduler does not answer in time."""
+        """The cluster as it is now. Raises ClusterError if its scheduler does not answer in time."""
         try:
             if self._client is None:
                 self._client = self._connected()
@@ -59,7 +59,7 @@ class Gathering:
         except (OSError, TimeoutError) as error:
             address = self.deployment.record.address
             raise ClusterError(f"the scheduler at {address} does not answer: {error}{self._last_words()}") from error
-        except ImportError as error:  # what the scheduler's own process has raised
+        except ImportError as error:  # raised in the process of the scheduler
             raise ClusterError(
                 f"the scheduler at {self.deployment.record.address} can't be used ({error}): ddptrain must be "
                 "installed where it runs, and where its workers do"
@@ -67,9 +67,9 @@ class Gathering:
         return status.seen(self.deployment, told)
 
     def until_ready(self, asked: int | None) -> View:
-        """Wait for all workers that are expected, and for `asked` slots (None: whatever they have), all warm.
+        """Wait until all expected workers have joined with `asked` slots (None: any number), and are warm.
 
-        Raises: ClusterError, which says what came, from where, and what is written in the logs of the others.
+        Raises ClusterError with the workers that have joined, and the last log lines of the others.
         """
         while True:
             view = self.view()
@@ -87,7 +87,7 @@ class Gathering:
             self._go_on(lambda view=view: self._came(view, asked), view)
 
     def until_shrunk(self, asked: int) -> View:
-        """Wait until the cluster has no more than `asked` slots, but for those that runs hold. Raises ClusterError."""
+        """Wait until the cluster has at most `asked` slots, not counting slots in use. Raises ClusterError."""
         while True:
             view = self.view()
             if view.slots <= max(asked, sum(worker.held for worker in view.workers)):
@@ -95,10 +95,10 @@ class Gathering:
             self._go_on(lambda view=view: f"{counted(view.slots, 'slot')} still there, {asked} asked for,", view)
 
     def _connected(self) -> Client:
-        with deferred():  # a module whose import was interrupted stays broken, and the clean-up may need it
+        with deferred():  # an interrupted import leaves a broken module, which the clean-up may need
             from distributed import Client
 
-        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # we tell what happens
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors are reported here
         target = self._target()
         self.tell(f"scheduler at {target.address}")
         timeout_s = max(1.0, self.deadline - time.monotonic())
@@ -118,9 +118,9 @@ class Gathering:
         self._told = joined
 
     def _warm(self, view: View) -> View | None:
-        """The view once every worker's rank server is warm; None where one still is not, a second later.
+        """The view if the rank servers of all workers are warm within a second, else None.
 
-        Raises: ClusterError where one never will be.
+        Raises ClusterError if a worker can't be used.
         """
         assert self._client is not None
         answers: Mapping[str, Any] = self._client.run(tasks.await_warm, _WARM_ROUND_S, on_error="return")
@@ -130,7 +130,7 @@ class Gathering:
             if isinstance(answer, Exception) and not isinstance(answer, OSError):
                 raise ClusterError(f"the worker on {_place(worker)} can't be used: {answer!r}{self._last_words()}")
             if not isinstance(answer, Mapping):
-                return None  # it has just gone
+                return None  # the worker has just left
             if answer["fault"]:
                 raise ClusterError(f"the worker on {_place(worker)} can't be used: {answer['fault']}")
             if answer["ours"] and not answer["warm"]:
@@ -139,7 +139,7 @@ class Gathering:
         return dataclasses.replace(view, workers=tuple(workers))
 
     def _go_on(self, what: Any, view: View | None = None) -> None:
-        """Wait a moment. Raises ClusterError where it is of no use any more."""
+        """Sleep for one poll interval. Raises ClusterError if the time is over or a part of the cluster has failed."""
         now = time.monotonic()
         if now > self.deadline:
             raise ClusterError(f"{what()} within {self.timeout_s:g} s{self._last_words(view)}")
@@ -153,11 +153,11 @@ class Gathering:
         room: Counter[str] = Counter()
         for worker in view.workers:
             room[_place(worker)] += worker.slots
-        whence = f" ({', '.join(f'{count} from {place}' for place, count in room.items())})" if room else ""
+        sources = f" ({', '.join(f'{count} from {place}' for place, count in room.items())})" if room else ""
         if asked is not None:
-            return f"{counted(asked, 'slot')} asked for, {view.slots} came{whence}"
+            return f"{counted(asked, 'slot')} asked for, {view.slots} came{sources}"
         ordered = counted(max(1, self.deployment.record.workers), "worker")
-        return f"{ordered} ordered, {len(view.workers)} joined with {counted(view.slots, 'slot')}{whence}"
+        return f"{ordered} ordered, {len(view.workers)} joined with {counted(view.slots, 'slot')}{sources}"
 
     def _last_words(self, view: View | None = None) -> str:
         words = last_words(self.provider, self.deployment, view)
@@ -165,7 +165,7 @@ class Gathering:
 
 
 def last_words(provider: Provider, deployment: Deployment, view: View | None = None) -> str:
-    """What the processes of a cluster have written that have not joined; without a `view`, what all have."""
+    """The last log lines of the processes that have not joined; without a `view`, of all processes."""
     workers = view.workers if view is not None else ()
     joined = {name for worker in workers for name in (worker.host, worker.name)} | ({"scheduler"} if workers else set())
     quotes = [
@@ -177,7 +177,7 @@ def last_words(provider: Provider, deployment: Deployment, view: View | None = N
 
 
 def _fault(provider: Provider, deployment: Deployment) -> str | None:
-    ask = getattr(provider, "fault", None)  # not every provider can tell
+    ask = getattr(provider, "fault", None)  # optional for providers
     fault: str | None = ask(deployment) if ask is not None else None
     return fault
 

@@ -1,8 +1,8 @@
 """Spares the processes of tests the import of torch._dynamo: 2 s of CPU for each rank server, of its 5 s.
 
-Optimizers and DistributedDataParallel import it for torch.compile, which few tests use, and call four of its functions.
-The stand-in has these four; whatever else is asked for is answered by torch._dynamo itself, which is imported then.
-pytest puts this folder on PYTHONPATH; tests marked `real_start` run without it.
+Optimizers, DistributedDataParallel and init_process_group call four of its functions, for the sake of torch.compile,
+which few tests use. The stand-in has these four. Anything else imports torch._dynamo itself. pytest puts this folder on
+PYTHONPATH; tests marked `real_start` run without it.
 """
 
 import importlib
@@ -22,6 +22,7 @@ class _StandIn(types.ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.graph_break = lambda *_: None
+        self.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
         self.utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A Dask cluster that is already up: attached to, used, and left as it was found."""
+"""A Dask cluster that is already up. It is used and then left as it was."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class AttachedCluster:
         return f"the cluster {config.name}" if config.name else str(config.address or config.scheduler_file)
 
     def begin(self) -> None:
-        """Nothing to start."""
+        """Do nothing: the cluster is up."""
 
     def connect(self) -> Target:
-        """Where it should be: whether anyone is there, the driver's connection will tell. Raises ClusterError."""
+        """The address to connect to; the caller checks that a scheduler answers. Raises ClusterError."""
         if self.config.name is not None:
             return resolve.by_name(self.config.name)
         if self.config.address is not None:
@@ -33,14 +33,14 @@ class AttachedCluster:
         return resolve.by_scheduler_file(Path(str(self.config.scheduler_file)).expanduser(), self.config.tls)
 
     def worker_fault(self) -> str | None:
-        """Workers of a cluster that is up are watched through the scheduler alone."""
+        """None: the workers are watched through the scheduler only."""
         return None
 
     def mend(self, *, leaving: bool) -> None:
         """Nothing was started here."""
 
     def last_words(self) -> str:
-        """What the workers of a cluster of the user's own have logged; of others nothing is known."""
+        """The last log lines of the workers of the user's own cluster; empty for other clusters."""
         if self.config.name is None:
             return ""
         from ddptrain.clusters import lifecycle

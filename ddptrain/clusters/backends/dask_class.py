@@ -1,6 +1,6 @@
 """Clusters of any `distributed.deploy.Cluster` class: LocalCluster, FargateCluster, Coiled, LSFCluster, ...
 
-Such an object lives in a process: a detached one, the keeper, builds it, and closes it in the end.
+A detached process, the keeper, creates the cluster object, holds it, and closes it at the end.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ddptrain.errors import ClusterError, UsageError
 
 _KEEPER = "keeper"
 _POLL_S = 0.05
-_TELL_EVERY_S = 5.0  # whoever waits may want to stop waiting
-_ORDER_S = 60.0  # some classes return from scale() when all is done
-_STOP_S = 60.0  # what is in a cloud takes longer to end than a process
+_TELL_EVERY_S = 5.0  # seconds between progress messages: a user may want to interrupt the wait
+_ORDER_S = 60.0  # some classes return from scale() only when all workers are there
+_STOP_S = 60.0  # cloud machines take longer to end than a process
 _LOG_LINES = 8
 _LONGEST_PATH = 100  # of a socket, in bytes: the system's limit is 104 or 108
 
 
 class DeployProvider:
-    """Has a keeper build the class that the configuration names, with its arguments."""
+    """Starts a keeper, which creates an object of the configured class with the configured arguments."""
 
-    tls = None  # the class sees to it
+    tls = None  # the cluster class decides
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Start the keeper and wait until the class is built, or have it order other workers.
+        """Start the keeper and wait until its cluster is up, or request another number of workers.
 
         Raises: ClusterError, UsageError
         """
@@ -53,7 +53,7 @@ class DeployProvider:
             cluster.update(workers=_order(cluster, keeper, slots)["workers"])
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """What the keeper has written, and what Dask keeps of scheduler and workers."""
+        """The log of the keeper, and the logs that Dask keeps of the scheduler and the workers."""
         return {_KEEPER: processes.tail(str(cluster.folder), _KEEPER, lines), **dask_logs(cluster, lines)}
 
     def fault(self, cluster: Deployment) -> str | None:
@@ -64,9 +64,9 @@ class DeployProvider:
         return _words_of_end(cluster, keeper)
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
-        """Have the keeper close its Cluster. One that is still being built is closed after that.
+        """Make the keeper close its cluster. A cluster that is still being created is closed after its creation.
 
-        Raises: ClusterError where that takes too long, or where something may be left
+        Raises ClusterError if closing takes too long, or if resources of the cluster may still exist.
         """
         keeper = _keeper(cluster)
         if keeper is None:
@@ -79,7 +79,7 @@ class DeployProvider:
         elif not cluster.ended:
             tell(f"the keeper (pid {keeper.pid}) was killed: what {name} has started elsewhere may still be there")
         if cluster.ended.get("is_left"):
-            cluster.update(parts={})  # the next attempt has nothing more to end
+            cluster.update(parts={})  # a second `cluster down` has nothing left to end
             raise ClusterError(f"{cluster.ended['reason']}; ddptrain cluster down {cluster.name} forgets it")
 
 
@@ -99,7 +99,10 @@ def _start(cluster: Deployment, slots: int | None) -> None:
 
 
 def _await_card(cluster: Deployment, tell: Tell) -> Mapping[str, Any]:
-    """What the keeper tells once its Cluster is up. Raises ClusterError, UsageError."""
+    """The address, certificate and dashboard that the keeper writes once its cluster is up.
+
+    Raises ClusterError or UsageError if the keeper has ended or takes too long.
+    """
     keeper = _keeper(cluster)
     assert keeper is not None
     name, timeout_s = cluster.record.settings["class"], float(cluster.record.settings["start_timeout_s"])
@@ -129,7 +132,7 @@ def _await_end(cluster: Deployment, keeper: DaemonId, tell: Tell) -> None:
 
 
 def _waiting(tell: Tell, words: str) -> Iterator[float]:
-    """The seconds waited, again and again; now and then it tells what it waits for."""
+    """Yield the seconds waited so far, every poll; print what it waits for every few seconds."""
     began = told = time.monotonic()
     while True:
         now = time.monotonic()
@@ -141,7 +144,7 @@ def _waiting(tell: Tell, words: str) -> Iterator[float]:
 
 
 def _words_of_end(cluster: Deployment, keeper: DaemonId) -> str:
-    """One line of why the keeper has ended, and the end of its log where that does not say it all."""
+    """One line that says why the keeper has ended, and the end of its log if the line is not enough."""
     ended = cluster.ended
     if ended.get("is_usage"):
         return str(ended["reason"])
@@ -154,7 +157,7 @@ def _said(cluster: Deployment) -> str:
 
 
 def _order(cluster: Deployment, keeper: DaemonId, slots: int) -> Mapping[str, Any]:
-    """Ask the keeper for that many slots. Raises ClusterError."""
+    """Request that many slots from the keeper. Raises ClusterError if it refuses or does not answer."""
     processes.alive(keeper)  # raises on another host than the keeper's, where its socket leads nowhere
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ORDER_S)
@@ -174,7 +177,7 @@ def _order(cluster: Deployment, keeper: DaemonId, slots: int) -> Mapping[str, An
 
 
 def _connect(connection: socket.socket, folder: Path) -> None:
-    """Connect to the keeper, also where the path of its socket is longer than the system takes."""
+    """Connect to the keeper. A socket path that is too long for the system is shortened through /proc."""
     path = folder / SOCKET_FILE
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         connection.connect(str(path))

@@ -2,10 +2,10 @@
 
     python -P -m ddptrain.clusters.backends.dask_class_process --folder DIR
 
-DIR/order.json tells what to build. Once that is up its certificate lies in DIR, DIR/scheduler.json tells its address,
-and DIR/keeper.sock takes orders for other numbers of slots. SIGTERM closes the Cluster, if need be as soon as it has
-been built: a constructor that is broken off would leave behind what it has started. DIR/ended.json says why the keeper
-has ended where nobody told it to, and what it could not close.
+DIR/order.json names the class and its arguments. Once the cluster is up, DIR contains its certificate,
+DIR/scheduler.json contains its address, and DIR/keeper.sock accepts requests for other numbers of slots. SIGTERM closes
+the cluster. During the constructor the signal waits until the constructor returns: otherwise the resources that it has
+created so far would stay. DIR/ended.json says why the keeper ended by itself, and what it could not close.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ddptrain.clusters import security
-from ddptrain.clusters.backends.foreign_cluster import write_ended, write_json
 from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.scheduler.idle import IdleWatch
-from ddptrain.clusters.scheduler.process import SCHEDULER_FILE
+from ddptrain.clusters.scheduler.process import SCHEDULER_FILE, write_ended
 from ddptrain.config.wording import did_you_mean, shown
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE
 
@@ -46,7 +45,7 @@ _MOST_OF_AN_ERROR = 500
 
 @dataclass(frozen=True, slots=True)
 class KeeperOrder:
-    """What to build: a class as package.Cluster, its arguments, and how many slots (None: what these give)."""
+    """The class to create as package.Cluster, its arguments, and the number of slots (None: as the arguments give)."""
 
     cls: str
     kwargs: Mapping[str, Any] = field(repr=False)
@@ -55,12 +54,12 @@ class KeeperOrder:
     sys_path: Sequence[str] = ()
 
     def to_json(self) -> str:
-        """As it lies in the keeper's folder."""
+        """The content of order.json in the keeper's folder."""
         return json.dumps(dataclasses.asdict(self))
 
 
 class CannotKeep(Exception):
-    """The Cluster can't be built or used, in one line; `is_usage` where what the user has asked for can't be."""
+    """The cluster can't be created or used. The message has one line; `is_usage`: the configuration is wrong."""
 
     def __init__(self, words: str, *, is_usage: bool = False) -> None:
         self.is_usage = is_usage
@@ -68,10 +67,10 @@ class CannotKeep(Exception):
 
 
 class Kept:
-    """The Cluster, and what it is called in messages."""
+    """The cluster object, and its name for messages."""
 
     def __init__(self, order: KeeperOrder, folder: Path) -> None:
-        """Build it; a certificate that it gets from us lies in `folder`. Raises CannotKeep."""
+        """Create the cluster; a certificate made here is written to `folder`. Raises CannotKeep."""
         self.name = order.cls
         if order.kwargs.get("asynchronous"):
             raise CannotKeep("cluster.kwargs.asynchronous can't be true: leave it out", is_usage=True)
@@ -83,18 +82,18 @@ class Kept:
             raise CannotKeep(words, is_usage=True)
 
     def target(self) -> Target:
-        """Where its scheduler answers. Raises CannotKeep where other processes can't connect."""
+        """The scheduler's address and security. Raises CannotKeep if other processes can't connect to it."""
         address = str(self._cluster.scheduler_address)
         if address.partition("://")[0] not in _REACHABLE:
             raise CannotKeep(f"the scheduler of {self.name} is at {address}, where no other process can reach it")
         return Target(address, getattr(self._cluster, "security", None))
 
     def dashboard(self) -> str:
-        """Its dashboard's URL, "" where it has none."""
+        """The URL of the dashboard, or ""."""
         return str(getattr(self._cluster, "dashboard_link", None) or "")
 
     def resize(self, slots: int | None) -> int:
-        """Order that many slots (None: those that it has by itself, but a worker at least); returns its workers.
+        """Scale to that many slots (None: the present number, but at least one worker); returns the number of workers.
 
         Raises: CannotKeep
         """
@@ -124,7 +123,7 @@ class Kept:
 
     @contextlib.contextmanager
     def _telling(self, call: str) -> Iterator[None]:
-        """Make one line of what the foreign code raises; all of it goes to the log."""
+        """Turn an exception of the cluster class into a CannotKeep with one line; the traceback goes to the log."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -133,7 +132,7 @@ class Kept:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Hold the Cluster until a signal or too long an idle time ends it."""
+    """Hold the cluster until a signal arrives or the idle time is over."""
     parser = argparse.ArgumentParser(
         prog="python -m ddptrain.clusters.backends.dask_class_process", description="Holds a Dask Cluster."
     )
@@ -151,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _keep(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -> int:
-    """From the Cluster's start to its end."""
+    """Create the cluster, serve requests, and close it."""
     is_left = False
     try:
         reason = "" if told_to_end else _serve(kept, order, folder, told_to_end)
@@ -169,7 +168,7 @@ def _keep(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) ->
 
 
 def _serve(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -> str:
-    """Announce it and take orders until it is to end; returns why, "" if it was told to. Raises CannotKeep."""
+    """Write scheduler.json and answer requests until the end. Returns the reason for the end, "" after a signal."""
     target = kept.target()
     workers = kept.resize(order.slots)
     if target.security is not None and not (folder / security.CERT_FILE).exists():
@@ -179,7 +178,7 @@ def _serve(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -
         for source in (listener, told_to_end):
             selector.register(source, selectors.EVENT_READ)
         card = {"address": target.address, "dashboard": kept.dashboard(), "workers": workers}
-        write_json(folder / SCHEDULER_FILE, {**card, "pid": os.getpid(), "host": socket.gethostname()})
+        security.write_private_json(folder / SCHEDULER_FILE, {**card, "pid": os.getpid(), "host": socket.gethostname()})
         while True:
             ready = [key.fileobj for key, _ in selector.select(watch.pause_s)]
             if told_to_end:
@@ -194,7 +193,7 @@ def _serve(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -
 
 @contextlib.contextmanager
 def _listening(folder: Path) -> Iterator[socket.socket]:
-    """A socket in the folder, which only this user may enter; by a short name, for its path may be too long."""
+    """A listening socket in the private folder, bound by a relative name: the full path may be too long."""
     (folder / SOCKET_FILE).unlink(missing_ok=True)
     os.chdir(folder)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -204,10 +203,8 @@ def _listening(folder: Path) -> Iterator[socket.socket]:
 
 
 def _answer(listener: socket.socket, kept: Kept) -> None:
-    """Take one order, {"slots": N}: the answer is {"workers": N} or {"error": "..."}."""
-    with contextlib.suppress(
-        OSError, ValueError, KeyError, TypeError
-    ):  # of whoever has hung up, or speaks another language
+    """Answer one request, {"slots": N}, with {"workers": N} or {"error": "..."}."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the client hung up, or sent something else
         connection, _ = listener.accept()
         with connection, connection.makefile("rw") as stream:
             connection.settimeout(_ANSWER_S)
@@ -220,7 +217,7 @@ def _answer(listener: socket.socket, kept: Kept) -> None:
 
 
 class _Signal:
-    """SIGTERM: true once it has come, and a file that is readable then."""
+    """SIGTERM as a truth value, and as a file that becomes readable when the signal arrives."""
 
     def __init__(self) -> None:
         self._has_come = False
@@ -249,7 +246,7 @@ class _Signal:
 
 
 def _imported(name: str) -> Any:
-    """The class. Raises CannotKeep, with what to install."""
+    """Import the class. Raises CannotKeep, with the package to install."""
     module_name, _, attribute = name.rpartition(".")
     package = module_name.partition(".")[0]
     if not package:
@@ -274,11 +271,13 @@ def _imported(name: str) -> Any:
 
 
 def _security_of_ours(made: Any, kwargs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A certificate for a LocalCluster that was given none: any user of this machine could use it otherwise."""
+    """Make a certificate for a LocalCluster without one. Otherwise every user of this machine could use the cluster."""
     from distributed import LocalCluster
 
     is_local = isinstance(made, type) and issubclass(made, LocalCluster)
-    chosen = {"security", "protocol"} & kwargs.keys() or kwargs.get("processes") is False  # then nobody can connect
+    chosen = {"security", "protocol"} & kwargs.keys() or kwargs.get(
+        "processes"
+    ) is False  # no other process can connect to it
     if not is_local or chosen or not _takes(made, "security"):
         return {}
     security.make_tls(folder)
@@ -291,13 +290,13 @@ def _takes(made: Any, argument: str) -> bool:
 
 
 def _slots(worker: Mapping[str, Any]) -> int:
-    """A worker of others has one slot, unless it was started with the resource."""
+    """The slots of a worker: its Dask resource, or 1 if the worker isn't one of ddptrain's."""
     offered = int(worker.get("resources", {}).get(SLOT_RESOURCE, 1))
     return max(1, min(offered, int(worker.get("nthreads", offered))))
 
 
 def _one_line(error: BaseException) -> str:
-    """The error and what it came from: Dask's own "failed to start" alone says little."""
+    """The error and its causes on one line: "failed to start" from Dask alone says little."""
     words = [_words(error)]
     while (cause := error.__cause__) is not None:
         words.append(_words(cause))

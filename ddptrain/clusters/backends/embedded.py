@@ -1,4 +1,4 @@
-"""The embedded cluster: a scheduler in the driver's process and one light worker beside it, both for one run."""
+"""The embedded cluster: a scheduler in the driver's process and one worker process, both for one run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.scheduler.allowed-failures": 0,
-    "distributed.scheduler.worker-ttl": None,  # the driver sees its worker's process, and hears its ranks
+    "distributed.scheduler.worker-ttl": None,  # the driver watches the process of its worker
     "distributed.scheduler.http.routes": [],
     "distributed.scheduler.work-stealing": False,
     "distributed.admin.system-monitor.interval": "5s",
@@ -31,11 +31,11 @@ _SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.diagnostics.nvml": False,
 }
 _log = Log(__name__)
-_WORKER_END_S = 6.0  # the ranks' last grace and the worker's own clean-up
+_WORKER_END_S = 6.0  # the grace period of the ranks, and the worker's own clean-up
 
 
 class EmbeddedCluster:
-    """Slots on this machine: one per GPU in `gpus`, or `slots` on the CPU. Nothing of it outlives the driver."""
+    """Slots on this machine: one per GPU in `gpus`, or `slots` on the CPU. All of it ends with the driver."""
 
     def __init__(self, slots: int, gpus: tuple[str, ...], scratch: Path, environ: Mapping[str, str]) -> None:
         self.slots = slots
@@ -49,7 +49,7 @@ class EmbeddedCluster:
         self._stop: asyncio.Event | None = None
 
     def begin(self) -> None:
-        """Start the worker's process, which starts its rank server; both import while the driver goes on."""
+        """Start the worker process, which starts its rank server. Both import modules while the driver continues."""
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = [sys.executable, "-P", "-m", "ddptrain.worker", "--scheduler", "-", "--slots", str(self.slots)]
         command += ["--gpus", ",".join(self.gpus), "--scratch", str(self.scratch.resolve())]
@@ -71,7 +71,7 @@ class EmbeddedCluster:
 
     @property
     def worker_log(self) -> Path:
-        """What the worker itself says; nothing, as long as all is well."""
+        """The worker's own output; empty unless something goes wrong."""
         return self.scratch / "worker.log"
 
     def connect(self) -> Target:
@@ -90,7 +90,7 @@ class EmbeddedCluster:
             raise ClusterError(f"the local Dask worker has ended: {self.worker_fault() or error}") from error
 
     def worker_fault(self) -> str | None:
-        """What became of the worker, if it has ended; None while it runs."""
+        """Why the worker has ended; None while it runs."""
         assert self._worker is not None
         status = self._worker.poll()
         if status is None:
@@ -103,7 +103,7 @@ class EmbeddedCluster:
         )
 
     def mend(self, *, leaving: bool) -> None:
-        """Start another worker where the last one has ended; the scheduler is the same. Raises ClusterError."""
+        """Start another worker if the last one has ended; the scheduler stays. Raises ClusterError."""
         if leaving and self._worker is not None:
             self._end_worker(self._worker)
         if self.worker_fault() is not None:
@@ -111,7 +111,7 @@ class EmbeddedCluster:
             self._introduce()
 
     def last_words(self) -> str:
-        """Nothing but what `worker_fault` tells."""
+        """Empty: `worker_fault` says everything."""
         return ""
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class EmbeddedCluster:
     def _end_worker(self, worker: subprocess.Popen[bytes]) -> None:
         assert worker.stdin is not None
         try:
-            worker.stdin.close()  # its end is the worker's order to end its ranks and itself
+            worker.stdin.close()  # at the end of stdin the worker ends its ranks and itself
         except OSError:
             pass
         try:
@@ -174,7 +174,7 @@ async def _new_scheduler() -> Scheduler:
 
     from ddptrain.protocol import unix_comm
 
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver tells what happens
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver reports the errors itself
     folder = unix_comm.make_socket_dir()
     with dask.config.set(_SCHEDULER_CONFIG):
         scheduler: Scheduler = await Scheduler(

@@ -1,30 +1,24 @@
-"""What all clusters have in common whose workers somebody else's code starts: Cluster classes, Saturn."""
+"""What the backends share whose workers are not started by ddptrain: Dask cluster classes and Saturn."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from ddptrain.clusters import status
 from ddptrain.clusters.resolve import of_deployment
-from ddptrain.clusters.scheduler.process import ENDED_FILE
 from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
-from ddptrain.file_ops import write_atomic
 
 _ASK_S = 5.0
 _SURE_S = 15.0  # a scheduler on a busy machine answers late, and without its answer nothing can be scaled
 
 
 def spare_runs(cluster: Deployment, slots: int) -> None:
-    """Refuse to shrink a cluster that is in use: which workers go is not for us to choose.
+    """Refuse to shrink a cluster that is in use: the backend chooses which workers end.
 
-    Raises: UsageError; ClusterError where its scheduler does not tell
+    Raises UsageError if runs are on it, ClusterError if its scheduler does not answer.
     """
     view = status.probe(cluster, _SURE_S)
     if view.state != status.State.UP:
@@ -38,10 +32,10 @@ def spare_runs(cluster: Deployment, slots: int) -> None:
 
 
 def dask_logs(cluster: Deployment, lines: int) -> dict[str, str]:
-    """The last lines that Dask keeps of the scheduler and of each worker; nothing where they can't be asked."""
+    """The last log lines that Dask keeps of the scheduler and of each worker; empty if the scheduler can't be asked."""
     if not cluster.record.address or cluster.ended:
         return {}
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # of a scheduler that is gone we tell otherwise
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # an unreachable scheduler is reported by the caller
     try:
         return asyncio.run(asyncio.wait_for(_dask_logs(cluster, lines), _ASK_S))
     except (OSError, TimeoutError, DdptrainError):
@@ -63,17 +57,6 @@ async def _dask_logs(cluster: Deployment, lines: int) -> dict[str, str]:
 
 
 def _text(entries: Sequence[tuple[str, str]], lines: int) -> str:
-    """Of (level, message), the newest first."""
+    """The messages of (level, message) pairs, which come newest first, in the order of time."""
     written = "\n".join(message for _, message in reversed(entries)).splitlines()
     return "".join(f"{line}\n" for line in written[-lines:])
-
-
-def write_ended(folder: Path, reason: str, **more: bool) -> None:
-    """Leave word in a cluster's folder of why it has ended by itself."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(folder / ENDED_FILE, {"reason": reason, "at": now, **more})
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a file that only this user may read, at once."""
-    write_atomic(path, json.dumps(data).encode(), mode=0o600, durable=False)

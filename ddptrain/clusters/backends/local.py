@@ -26,9 +26,9 @@ _SCHEDULER, _WORKER = "scheduler", "worker"
 
 
 class LocalProvider:
-    """A slot per GPU of this machine, or as many on the CPU as are asked for."""
+    """One slot per GPU of this machine, or the requested number of slots on the CPU."""
 
-    tls = False  # nobody else can open its unix sockets
+    tls = False  # other users can't open its unix sockets
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
         """Start scheduler and worker, or change how many slots the worker offers. Raises ClusterError."""
@@ -44,7 +44,7 @@ class LocalProvider:
             _start(cluster, _SCHEDULER, _scheduler_arguments(cluster))
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """What scheduler and worker have written; nothing, as long as all is well."""
+        """The logs of scheduler and worker; empty unless something goes wrong."""
         return {_source(name): processes.tail(str(cluster.folder), name, lines) for name in (_SCHEDULER, _WORKER)}
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
@@ -53,10 +53,10 @@ class LocalProvider:
         if cluster.record.address.startswith("unix://"):
             from ddptrain.protocol.unix_comm import remove_socket_dir
 
-            remove_socket_dir(cluster.record.address)  # of a scheduler that was killed
+            remove_socket_dir(cluster.record.address)  # left by a scheduler that was killed
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Which of the two has ended."""
+        """Names the process that has ended, or None."""
         for name, daemon in _daemons(cluster).items():
             if not processes.alive(daemon):
                 return f"the {name} (pid {daemon.pid}) has ended"
@@ -94,7 +94,7 @@ def _resize(cluster: Deployment, slots: int) -> None:
 
 
 def _room(settings: Mapping[str, Any], slots: int | None) -> tuple[int, tuple[str, ...]]:
-    """How many slots the worker gets, and its GPUs. Raises ClusterError where there are not that many."""
+    """The number of slots of the worker, and its GPUs. Raises ClusterError if this machine has fewer GPUs."""
     present = () if settings["gpus"] == 0 else visible_gpus(os.environ)
     wanted = len(present) if settings["gpus"] == "auto" else int(settings["gpus"])
     if wanted > len(present):

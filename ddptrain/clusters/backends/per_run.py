@@ -1,4 +1,4 @@
-"""A cluster of any backend that comes for a run and goes with it."""
+"""A cluster of any backend that is started for one run and ended after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddptrain.clusters.resolve import Target
 from ddptrain.config.models import ClusterConfig
 from ddptrain.errors import ClusterError
 
-# A driver that is killed can't end its cluster: it ends by itself then.
+# If the driver is killed, the cluster ends by itself after this time.
 _IDLE_TIMEOUT_S = 300.0
 
 
@@ -30,28 +30,28 @@ class RunCluster:
         return f"a cluster of backend {self.config.backend}"
 
     def begin(self) -> None:
-        """Nothing that could be started without waiting for it."""
+        """Do nothing: `connect` starts the cluster."""
 
     def connect(self) -> Target:
-        """Bring it up. Raises ClusterError, UsageError; nothing of it is left then."""
+        """Start the cluster. Raises ClusterError or UsageError; nothing of the cluster is left then."""
         self._tell(f"starting {self.words}")
         view = lifecycle.up(self.config, self.name, self._tell)
         self._is_up = True
         return resolve.of_deployment(view.deployment)
 
     def worker_fault(self) -> str | None:
-        """Its workers are watched through the scheduler alone."""
+        """None: the workers are watched through the scheduler only."""
         return None
 
     def mend(self, *, leaving: bool) -> None:
-        """Nothing: what has come back, or comes within the wait for slots, is used."""
+        """Do nothing: workers that return within the wait for slots are used."""
 
     def last_words(self) -> str:
-        """What its processes have logged."""
+        """The last log lines of its processes."""
         return lifecycle.last_words(self.name)
 
     def close(self) -> None:
-        """End it, whatever may still be on it."""
+        """End the cluster, even with runs on it."""
         if not self._is_up:
             return
         try:

@@ -1,7 +1,7 @@
-"""Clusters in Saturn Cloud, through dask-saturn; they live there, and need no process here.
+"""Clusters in Saturn Cloud, through dask-saturn. They need no process on this machine.
 
-Saturn has one Dask cluster for each of its resources (the token tells which), and gives that to whoever asks. One that
-runs already is attached to, and `stop` leaves it as it is. The token is read from SATURN_TOKEN each time, kept nowhere.
+Saturn has one Dask cluster for each resource; the token identifies the resource. A cluster that runs already is used as
+it is, and `stop` leaves it running. The token is read from SATURN_TOKEN each time and is never stored.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ddptrain.errors import ClusterError, UsageError
 
 _WATCH = "idle-watch"
 _POLL_S = 1.0
-_TELL_EVERY_S = 5.0  # whoever waits may want to stop waiting
+_TELL_EVERY_S = 5.0  # seconds between progress messages: a user may want to interrupt the wait
 _STOP_S = 60.0  # machines take longer to end than processes
 
 
 class SaturnProvider:
-    """Orders, changes and closes the Dask cluster of a resource of Saturn's."""
+    """Starts, scales and closes the Dask cluster of a Saturn resource."""
 
-    tls = None  # Saturn signs a certificate for those who come from outside
+    tls = None  # Saturn signs certificates for clients outside of Saturn
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Order the cluster and wait until its scheduler is there, or order machines for that many slots.
+        """Start the cluster and wait for its scheduler, or scale it to machines for that many slots.
 
         Raises: ClusterError, UsageError
         """
@@ -55,11 +55,11 @@ class SaturnProvider:
             _start_watch(cluster)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """What Dask keeps of scheduler and workers; Saturn shows more on its pages."""
+        """The logs that Dask keeps of scheduler and workers; the pages of Saturn show more."""
         return dask_logs(cluster, lines)
 
     def fault(self, cluster: Deployment) -> str | None:
-        """What Saturn says of a cluster that has failed or ended. Raises ClusterError, UsageError."""
+        """Why the cluster has failed or ended in Saturn, or None. Raises ClusterError, UsageError."""
         if not cluster.record.parts.get("id"):
             return None
         status = _saturn(cluster).status(cluster.record.parts["id"])
@@ -67,19 +67,19 @@ class SaturnProvider:
 
     @staticmethod
     def reopen(cluster: Deployment) -> None:
-        """Have another certificate signed where that of this machine has expired. Raises ClusterError, UsageError."""
+        """Get a new certificate if that of this machine has expired. Raises ClusterError, UsageError."""
         if cluster.tls_dir is not None and security.has_expired(cluster.tls_dir):
             security.keep(_saturn(cluster).security(cluster.record.parts["id"]), cluster.folder)
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
-        """Have Saturn close the cluster; one that was only attached to stays. Raises ClusterError, UsageError."""
+        """Make Saturn close the cluster, unless it was running before `up`. Raises ClusterError, UsageError."""
         if watch := cluster.record.parts.get(_WATCH):
             processes.stop([DaemonId(**watch)])
         close(cluster, tell)
 
 
 def close(cluster: Deployment, tell: Tell) -> None:
-    """Have Saturn close the cluster, also one whose start was broken off. Raises ClusterError, UsageError."""
+    """Make Saturn close the cluster, also after an interrupted start. Raises ClusterError, UsageError."""
     parts = cluster.record.parts
     if not parts:
         return
@@ -104,7 +104,7 @@ def close(cluster: Deployment, tell: Tell) -> None:
 
 
 def _id_of_broken_start(cluster: Deployment, saturn: Saturn) -> str:
-    """Saturn tells it to whoever asks for the cluster once more; "" where there is nothing to close."""
+    """The id of a cluster whose start was interrupted: a second request returns it. "" if there is nothing to close."""
     answer = saturn.order(_order(_settings(cluster), 1))
     if not answer.get("id") and answer.get("status") != "error":
         raise ClusterError("Saturn starts the cluster, and has not told its id yet: try again, or end it on its pages")
@@ -112,7 +112,7 @@ def _id_of_broken_start(cluster: Deployment, saturn: Saturn) -> str:
 
 
 def _order(settings: SaturnSettings, machines: int) -> dict[str, Any]:
-    """What SaturnCluster would send: what is not set stays as it is in Saturn."""
+    """The request body that SaturnCluster would send. Settings that are not given keep their value in Saturn."""
     wanted = {
         "n_workers": machines,
         "worker_size": settings.worker_size,
@@ -125,7 +125,7 @@ def _order(settings: SaturnSettings, machines: int) -> dict[str, Any]:
 
 
 def _await_ready(cluster: Deployment, saturn: Saturn, order: Mapping[str, Any], tell: Tell) -> None:
-    """Ask until the cluster is ready. Raises ClusterError."""
+    """Poll Saturn until the cluster is ready. Raises ClusterError."""
     timeout_s = float(cluster.record.settings["start_timeout_s"])
     began = time.monotonic()
     status, told_at = _begin(cluster, saturn, order, tell), began
@@ -142,7 +142,7 @@ def _await_ready(cluster: Deployment, saturn: Saturn, order: Mapping[str, Any], 
 
 
 def _begin(cluster: Deployment, saturn: Saturn, order: Mapping[str, Any], tell: Tell) -> str:
-    """Ask for the first time; the cluster's status. Raises ClusterError, UsageError."""
+    """Send the first request; returns the status of the cluster. Raises ClusterError, UsageError."""
     cluster.update(parts={"url": saturn.url, "id": "", "attached": False})
     try:
         answer = saturn.order(order)
@@ -157,7 +157,7 @@ def _begin(cluster: Deployment, saturn: Saturn, order: Mapping[str, Any], tell: 
 
 
 def _asked(cluster: Deployment, answer: Mapping[str, Any]) -> str:
-    """The status in an answer, whose id is noted down. Raises ClusterError where Saturn has given up."""
+    """The status in an answer; its id is saved. Raises ClusterError if the start has failed in Saturn."""
     cluster_id = str(answer.get("id") or "")
     if cluster_id != cluster.record.parts["id"]:
         cluster.update(parts={**cluster.record.parts, "id": cluster_id})
@@ -167,7 +167,7 @@ def _asked(cluster: Deployment, answer: Mapping[str, Any]) -> str:
 
 
 def _reach(cluster: Deployment, saturn: Saturn, workers: int) -> None:
-    """Note down all that it takes to attach to the cluster from now on. Raises ClusterError."""
+    """Save the address and the certificate that later commands need to connect. Raises ClusterError."""
     parts = cluster.record.parts
     address, dashboard = saturn.scheduler(parts["id"])
     if saturn.is_external:
@@ -178,7 +178,7 @@ def _reach(cluster: Deployment, saturn: Saturn, workers: int) -> None:
 
 
 def _start_watch(cluster: Deployment) -> None:
-    """Saturn does not know what a run is: a process here ends the cluster when none has been on it for too long."""
+    """Start a process on this machine that closes the cluster after its idle time: Saturn does not know about runs."""
     arguments = ["-m", "ddptrain.clusters.backends.saturn_idle", "--name", cluster.name]
     started = processes.start(DaemonOrder(_WATCH, str(cluster.folder), arguments))
     cluster.update(parts={**cluster.record.parts, _WATCH: dataclasses.asdict(started)})

@@ -1,9 +1,9 @@
-"""Saturn Cloud by way of dask-saturn: the calls that a cluster's life takes, and their errors in one line each.
+"""Calls to Saturn Cloud through dask-saturn, with errors of one line each.
 
-SaturnCluster 0.4 is used without its constructor. That one tells a cluster's id only once it is ready, so that a start
-that is broken off could not be ended; it registers a worker plugin by a method that Dask no longer has; and Dask's
-destructor asks the server for the status of what was never opened here. Ranks need nothing of that plugin: it resolves
-the scheduler's name, and puts the working directory on the workers' sys.path.
+SaturnCluster 0.4 is used without its constructor, for three reasons. The constructor returns the id only when the
+cluster is ready, so an interrupted start could not be ended. It registers a worker plugin by a method that Dask no
+longer has. Dask's destructor requests the status of a cluster that was never opened here. Ranks don't need the plugin:
+it resolves the scheduler's name, and puts the working directory on the workers' sys.path.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _T = TypeVar("_T")
 
 
 class NotTaken(ClusterError):
-    """What was asked has not reached Saturn, or was refused: nothing has changed there."""
+    """The request has not reached Saturn or was refused: nothing has changed there."""
 
 
 class Saturn:
-    """One user at one Saturn installation."""
+    """The API of one Saturn installation for one user."""
 
     def __init__(self, url: str | None) -> None:
         """Raises UsageError where dask-saturn, the URL or the token is missing."""
-        # Else the import of dask_saturn sets up logging for the whole process, with lines for each step.
+        # Otherwise the import of dask_saturn configures logging for the whole process, with lines for each step.
         logging.getLogger("dask-saturn").setLevel(logging.WARNING)
         try:
             import dask_saturn  # noqa: F401
@@ -62,11 +62,11 @@ class Saturn:
 
     @property
     def is_external(self) -> bool:
-        """Whether this machine is outside of Saturn, where its clusters want TLS."""
+        """Whether this machine is outside of Saturn; its clusters require TLS then."""
         return bool(self._settings.is_external)
 
     def check_sizes(self, sizes: Sequence[str]) -> None:
-        """Refuse sizes of machines that Saturn does not have. Raises UsageError, ClusterError."""
+        """Raises UsageError for machine sizes that Saturn does not have, ClusterError if Saturn can't be asked."""
         if not sizes:
             return
         known = [str(size["name"]) for size in self._data("GET", "info")["server_options"]["size"]]
@@ -75,7 +75,7 @@ class Saturn:
                 raise UsageError(f'Saturn has no machines of size "{shown(size)}" ({did_you_mean(size, known)})')
 
     def order(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Ask for the cluster, which may be done again and again: its "status", its "id" as soon as it has one.
+        """Request the cluster; may be repeated. Returns its "status", and its "id" as soon as it has one.
 
         Raises: UsageError, NotTaken, ClusterError
         """
@@ -84,7 +84,7 @@ class Saturn:
         return answer
 
     def status(self, cluster_id: str) -> str:
-        """The cluster's status in Saturn's words, "" where it is gone. Raises UsageError, ClusterError."""
+        """The status as Saturn calls it, "" if the cluster does not exist. Raises UsageError, ClusterError."""
         for path in (f"{cluster_id}/status", cluster_id):
             response = self._response("GET", path)
             if response.ok:
@@ -103,7 +103,7 @@ class Saturn:
         return len(self._called("who has joined", lambda: self._cluster(cluster_id).scheduler_info)["workers"])
 
     def scale(self, cluster_id: str, machines: int) -> None:
-        """Have that many machines for workers. Raises ClusterError."""
+        """Scale to that many worker machines. Raises ClusterError."""
         self._called("to scale it", lambda: self._cluster(cluster_id).scale(machines))
 
     def close(self, cluster_id: str) -> None:
@@ -111,7 +111,7 @@ class Saturn:
         self._called("to close it", lambda: self._cluster(cluster_id).close())
 
     def security(self, cluster_id: str) -> Security:
-        """A key of this machine's, and a certificate that Saturn has signed for it. Raises ClusterError."""
+        """A new key, and a certificate for it that Saturn has signed. Raises ClusterError."""
         from dask_saturn.external import _security
 
         signed: Security = self._called("for a certificate", lambda: _security(self._settings, cluster_id))
@@ -151,7 +151,7 @@ class Saturn:
         return self._parsed(response)
 
     def _response(self, method: str, path: str, body: str | None = None) -> Response:
-        """The answer, whatever it is but a refused token. Raises UsageError, ClusterError."""
+        """Send a request; returns any answer except a refused token. Raises UsageError, ClusterError."""
         import requests
 
         url = urljoin(self.url, "api/dask_clusters") + (path if path.startswith("?") or not path else f"/{path}")
@@ -181,13 +181,13 @@ class Saturn:
 
     def _unreachable(self, error: BaseException) -> ClusterError:
         cause = _innermost(error)
-        if isinstance(cause, ConnectionResetError | BrokenPipeError):  # it may have been heard
+        if isinstance(cause, ConnectionResetError | BrokenPipeError):  # the request may have arrived
             return ClusterError(f"Saturn at {self._place} has hung up without an answer")
         return NotTaken(f"no Saturn can be reached at {self._place}: {cause.strerror or _line(str(error))}")
 
 
 def _settings(url: str, token: str) -> Any:
-    """dask-saturn's settings with a URL that need not stand in the environment."""
+    """Settings of dask-saturn with a URL that does not come from the environment."""
     from dask_saturn.settings import Settings
 
     class At(Settings):  # type: ignore[misc]  # it has no types
@@ -202,7 +202,7 @@ def _cluster_class() -> type[Any]:
     from dask_saturn import SaturnCluster
 
     class Attached(SaturnCluster):  # type: ignore[misc]  # it has no types
-        """A cluster that is there, by its URL; see the top of this file."""
+        """An existing cluster, identified by its URL; see the docstring of the module."""
 
         def __init__(self, settings: Any, cluster_url: str) -> None:
             self.settings = settings
@@ -210,13 +210,13 @@ def _cluster_class() -> type[Any]:
             self.periodic_callbacks: dict[str, Any] = {}
 
         def __del__(self) -> None:
-            """Nothing was opened."""
+            """Do nothing: nothing was opened."""
 
     return Attached
 
 
 def _said(response: Response) -> str:
-    """The message in an answer that is none."""
+    """The error message in an answer."""
     try:
         message = str(response.json()["message"])
     except (ValueError, KeyError, TypeError):
@@ -225,7 +225,7 @@ def _said(response: Response) -> str:
 
 
 def _innermost(error: BaseException) -> OSError:
-    """What the system has said, which requests wraps in several layers."""
+    """The error message of the operating system, which `requests` wraps in several exceptions."""
     found = OSError()
     layer: BaseException | None = error
     while layer is not None:

@@ -1,8 +1,8 @@
-"""`python -m ddptrain.clusters.backends.saturn_idle`: has Saturn close a cluster that no run has been on for too long.
+"""`python -m ddptrain.clusters.backends.saturn_idle`: closes a cluster in Saturn after its idle time.
 
     python -P -m ddptrain.clusters.backends.saturn_idle --name NAME
 
-It needs SATURN_TOKEN. DIR/ended.json says what it has done.
+It needs SATURN_TOKEN, and writes the result to ended.json in the cluster's folder.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 
 from ddptrain.clusters import state
 from ddptrain.clusters.backends import saturn
-from ddptrain.clusters.backends.foreign_cluster import write_ended
 from ddptrain.clusters.resolve import of_deployment
 from ddptrain.clusters.scheduler.idle import IdleWatch
+from ddptrain.clusters.scheduler.process import write_ended
 from ddptrain.errors import DdptrainError
 
 

@@ -1,4 +1,4 @@
-"""Clusters as jobs of Slurm: scheduler and workers in the cluster's first job, more workers in jobs of their own."""
+"""Clusters as Slurm jobs. The first job runs the scheduler and workers; further jobs run more workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OVER = re.compile(r"invalid job id|no such job", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One that squeue still lists: its state and, while it waits, why."""
+    """A job in the output of squeue: its state and, while it waits, the reason."""
 
     id: str
     state: str
@@ -42,18 +42,18 @@ class Job:
 
     @property
     def words(self) -> str:
-        """As Slurm says it: job 12 is PENDING (Resources)."""
+        """The state as in: job 12 is PENDING (Resources)."""
         why = f" ({self.reason})" if self.reason not in ("", "None") else ""
         return f"job {self.id} is {self.state}{why}"
 
 
 class SlurmProvider:
-    """A worker on each node of a job, with a slot per GPU of the allocation; the submitting shell may go."""
+    """Runs a worker on each node of a job, with one slot per allocated GPU. The jobs outlive the submitting shell."""
 
     tls = True
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Submit what is missing, or cancel and shrink what is too much. Raises ClusterError, UsageError."""
+        """Submit jobs for missing slots, or cancel jobs and shrink workers. Raises ClusterError, UsageError."""
         if not _jobs_of(cluster):
             _submit_first(cluster, slots, tell)
             return
@@ -61,7 +61,7 @@ class SlurmProvider:
             _resize(cluster, int(slots or 0), client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """What scheduler, workers and the jobs themselves have written; of a job that waits, why it does."""
+        """The logs of scheduler, workers and jobs; for a job that waits, the reason."""
         folder = _folder(cluster)
         found = {}
         for path in sorted(folder.glob("*.log")):
@@ -88,7 +88,7 @@ class SlurmProvider:
             _remove(folder)
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Which job has ended."""
+        """Names the job that has ended, or None."""
         ids = _jobs_of(cluster)
         there = {job.id for job in _listed(ids)}
         gone = [job for job in ids if job not in there]
@@ -141,7 +141,7 @@ def _plan(cluster: Deployment, folder: Path, nodes: int, per_node: int | None) -
 
 
 def _submit(cluster: Deployment, plan: JobPlan, lines: Sequence[str], tell: Tell, *, what: str) -> None:
-    """Hand a job in, and save its number. Raises ClusterError with what sbatch says."""
+    """Submit a job and save its number. Raises ClusterError with the message of sbatch."""
     path = plan.folder / f"job-{len(_jobs_of(cluster)) + 1}.sh"
     write_private(path, script(plan, lines).encode())
     answer = _call("sbatch", "--parsable", str(path), env=plan.slurm["env"])
@@ -180,7 +180,7 @@ def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> Non
 
 
 def _job_of(worker: str) -> str:
-    """The job that a worker is of: n1-17, or n1-17_3 in an array."""
+    """The job of a worker from its name: n1-17, or n1-17_3 in an array."""
     return worker.rpartition("-")[2].partition("_")[0]
 
 
@@ -195,7 +195,7 @@ def _connected(cluster: Deployment) -> Client:
 
 
 def _listed(ids: Sequence[str]) -> list[Job]:
-    """Those of the jobs that have not ended. Raises ClusterError where squeue can't tell."""
+    """The jobs that have not ended. Raises ClusterError if squeue fails."""
     if not ids:
         return []
     answer = _call("squeue", "--noheader", "--jobs", ",".join(ids), "--format", "%F|%T|%r", passes=_OVER)
@@ -206,7 +206,7 @@ def _listed(ids: Sequence[str]) -> list[Job]:
 def _call(
     program: str, *arguments: str, passes: re.Pattern[str] | None = None, env: Mapping[str, str] | None = None
 ) -> str:
-    """What a command of Slurm prints. Raises ClusterError with its last line, unless it `passes`."""
+    """The output of a Slurm command. Raises ClusterError with its last line on failure, unless it `passes`."""
     try:
         done = subprocess.run(
             [program, *arguments],
@@ -230,7 +230,7 @@ def _call(
 
 
 def _made_folder(cluster: Deployment) -> Path:
-    """Where the jobs find and leave their files; the cluster's own folder has links to what the scheduler tells."""
+    """The folder for files of the jobs, on the shared file system; the cluster's folder has links to them."""
     chosen = cluster.record.settings["slurm"]["folder"]
     if chosen is None:
         return cluster.folder

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The address of the interface that leads out of the node: the node's name often stands for 127.0.1.1.
+# The address of the interface with the default route: the node's name often resolves to 127.0.1.1.
 _ADDRESS = """import socket
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
     try:
@@ -22,7 +22,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """What a job is asked to be; `slots` None is what a worker finds, `array` how many elements, 0 for none."""
+    """What a job requests. `slots` None: one per GPU of the worker; `array`: number of elements, 0 for no array."""
 
     name: str
     folder: Path
@@ -36,16 +36,16 @@ class JobPlan:
     array: int = 0
 
     def of(self, nodes: int) -> JobPlan:
-        """The same on so many nodes."""
+        """The command to run it on that many nodes."""
         return dataclasses.replace(self, nodes=nodes)
 
     def as_array(self, elements: int) -> JobPlan:
-        """As an array of jobs with a node each."""
+        """The directive for an array of jobs with one node each."""
         return dataclasses.replace(self, nodes=1, array=elements)
 
 
 def script(plan: JobPlan, lines: Sequence[str]) -> str:
-    """The whole script; what the settings say is quoted, and can't be anything but what it is."""
+    """The complete script. All values from the settings are quoted."""
     return "\n".join(["#!/bin/bash", *_directives(plan), "", "umask 077", *plan.slurm["setup"], *lines, ""])
 
 
@@ -72,7 +72,7 @@ def _directives(plan: JobPlan) -> list[str]:
 
 
 def _quoted(value: object) -> str:
-    """For a directive, in which Slurm knows double quotes and backslashes."""
+    """Quote a value for an #SBATCH directive, where Slurm knows double quotes and backslashes."""
     text = str(value)
     return text if not set(text) & set(" \"'\\#") else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
@@ -90,14 +90,14 @@ def scheduler_lines(plan: JobPlan, idle_timeout_s: float, *, alone: bool = True)
 
 
 def worker_lines(plan: JobPlan) -> list[str]:
-    """Run a worker on each node of the job, until the scheduler goes or the job is cancelled."""
+    """Run a worker on each node of the job, until the scheduler ends or the job is cancelled."""
     folder = str(plan.folder)
     command = [plan.python, "-P", "-m", "ddptrain.worker", "--scheduler-file", f"{folder}/scheduler.json"]
     command += ["--timeout", f"{plan.start_timeout_s:g}", "--slots", str(plan.slots or 0)]
     command += ["--gpus", "auto" if plan.gpus else "none"]
     if plan.tls:
         command += ["--tls-dir", folder]
-    # Its name is the node's and the job's, so that nobody takes it for another.
+    # The name of the worker consists of node and job, so it is unique.
     name = 'name="$SLURMD_NODENAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"'
     log = f'{shlex.quote(f"{folder}/worker-")}"$name".log'
     inner = f'{name}; exec {shlex.join(command)} --name "$name" >>{log} 2>&1'

@@ -1,4 +1,4 @@
-"""Clusters on hosts that ssh reaches: the scheduler on the first of them, a worker on each."""
+"""Clusters on hosts that are reached by ssh: the scheduler on the first host, a worker on each host."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _A = TypeVar("_A")
 _B = TypeVar("_B")
 _SCHEDULER, _WORKER = "scheduler", "worker"
 _SCHEDULER_FILE = "scheduler.json"
-_AT_ONCE = 9  # hosts that are called side by side: the sshd of a jump host drops more than 10 logins under way
+_AT_ONCE = 9  # parallel ssh calls: the sshd of a jump host drops more than 10 simultaneous logins
 _START_S = 30.0  # for a scheduler to listen
 _END_S = 10.0  # from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A process on a host, which is saved before it is ordered: `daemon` is None as long as none has been told.
+    """A process on a host. It is saved before it is started: `daemon` is None until the host has answered.
 
-    `role` is "scheduler" or "worker", `name` the host's in the cluster, `host` its number in the settings, `label` the
-    name of the process's folder there.
+    `role` is "scheduler" or "worker", `name` the name of the host in the cluster, `host` its number in the settings,
+    `label` the name of the folder of the process on that host.
     """
 
     role: str
@@ -53,12 +53,12 @@ class Part:
 
     @property
     def daemons(self) -> list[dict[str, Any]]:
-        """The process as plain data, if it is known."""
+        """The process as plain data; empty if it is not known."""
         return [dataclasses.asdict(self.daemon)] if self.daemon else []
 
     @property
     def source(self) -> str:
-        """What its log is called."""
+        """The name of its log."""
         return self.role if self.role == _SCHEDULER else f"{self.role} {self.name}"
 
     @property
@@ -68,12 +68,12 @@ class Part:
 
 
 class SshProvider:
-    """A worker on each host, started by the user's own ssh, with the keys and options that its configuration has."""
+    """Runs a worker on each host, started by the user's ssh command with its configured keys and options."""
 
     tls = True
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Start scheduler and workers, or change how many slots there are on which host.
+        """Start scheduler and workers, or change the number of slots of the hosts.
 
         Raises: ClusterError with a line for each host that can't be used; UsageError.
         """
@@ -87,7 +87,7 @@ class SshProvider:
             _resize(cluster, hosts, wanted, client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """What each process has written; nothing, as long as all is well. An unreachable host says so."""
+        """The log of each process; empty unless something goes wrong. For an unreachable host, the error."""
         hosts = hosts_of(cluster.record.settings)
 
         def read(part: Part) -> str:
@@ -102,9 +102,9 @@ class SshProvider:
         return {part.source: text for part, text in zip(parts, _side_by_side(read, parts), strict=True)}
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
-        """End all processes, and remove their folders. Raises ClusterError, at the end, for hosts not to be reached."""
+        """End all processes and remove their folders. Raises ClusterError at the end if hosts could not be reached."""
         hosts = hosts_of(cluster.record.settings)
-        # The scheduler takes its workers along; each is ended on its own host all the same.
+        # The workers end with the scheduler; each is also ended on its own host.
         try:
             _end(cluster, [(part, hosts[part.host]) for part in _parts(cluster)])
         except ClusterError as error:
@@ -112,7 +112,7 @@ class SshProvider:
             raise ClusterError(f"{error}; if it is gone for good, forget the cluster: {forget}") from error
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Which process has ended, or can't be asked."""
+        """Names the process that has ended or whose host can't be reached, or None."""
         hosts = hosts_of(cluster.record.settings)
 
         def ask(part: Part) -> str | None:
@@ -136,7 +136,7 @@ def _start(cluster: Deployment, hosts: Sequence[Host], wanted: Sequence[int | No
 
 
 def _addresses(cluster: Deployment, hosts: Sequence[Host]) -> list[str]:
-    """Where each host's processes listen. Raises ClusterError with a line for each host that can't be used."""
+    """The address on which each host's processes listen. Raises ClusterError with a line for each unusable host."""
     of_first = cluster.record.settings["ssh"]["scheduler_host"]
 
     def ask(host: Host) -> str:
@@ -156,7 +156,7 @@ def _addresses(cluster: Deployment, hosts: Sequence[Host]) -> list[str]:
 
 
 def _address(host: Host) -> str:
-    """The address of the host that ssh comes to, or, where it comes through a tunnel, the one that its name stands for.
+    """The address at which ssh reached the host or, behind a tunnel, the address that its name resolves to.
 
     Raises: ClusterError
     """
@@ -184,7 +184,7 @@ def _start_scheduler(cluster: Deployment, host: Host, address: str) -> None:
 
 
 def _link(host: Host, address: str, dashboard: str) -> str:
-    """The dashboard's link; it listens on the host's loopback, for it has no password."""
+    """The link to the dashboard. It has no password, so it listens on the host's loopback only."""
     if not dashboard or is_loopback(address):
         return dashboard
     at = urlsplit(dashboard).netloc
@@ -215,7 +215,7 @@ def _worker_arguments(cluster: Deployment, host: Host, address: str, slots: int 
 
 
 def _ip(address: str) -> str:
-    """The address as a number, by which Dask tells hosts apart; as it is where this machine can't resolve it."""
+    """The numeric address, by which Dask distinguishes hosts; unchanged if this machine can't resolve it."""
     try:
         return socket.gethostbyname(address)
     except OSError:
@@ -237,7 +237,7 @@ def _order(cluster: Deployment, host: Host, part: Part, arguments: list[str]) ->
 def _resize(
     cluster: Deployment, hosts: Sequence[Host], wanted: Sequence[int | None], client: Client, tell: Tell
 ) -> None:
-    """Give each host its slots: change those of a worker that runs, start it where it is missing, end it at none."""
+    """Set the slots of each host: change a running worker, start a missing one, end a worker with 0 slots."""
     from ddptrain.clusters.scheduler import slots
     from ddptrain.worker import tasks
 
@@ -260,7 +260,7 @@ def _resize(
     if missing:
         absent = [host for host, _ in missing]
         addresses = _addresses(cluster, absent)
-        _end(cluster, _of_workers(cluster, absent))  # what is left of workers that have ended by themselves
+        _end(cluster, _of_workers(cluster, absent))  # remove the folders of workers that have ended by themselves
         _start_workers(cluster, [(host, at, count) for (host, count), at in zip(missing, addresses, strict=True)], tell)
 
 
@@ -271,7 +271,7 @@ def _of_workers(cluster: Deployment, hosts: Sequence[Host]) -> list[tuple[Part, 
 
 
 def _end(cluster: Deployment, parts: Sequence[tuple[Part, Host]]) -> None:
-    """End processes with all that they have started, and forget them. Raises ClusterError for those that may run."""
+    """End processes with their children, and remove them from the record. Raises ClusterError if some may still run."""
 
     def end(each: tuple[Part, Host]) -> str | None:
         part, host = each
@@ -289,7 +289,7 @@ def _end(cluster: Deployment, parts: Sequence[tuple[Part, Host]]) -> None:
 
 
 def _distribution(settings: Mapping[str, Any], hosts: int, slots: int | None) -> list[int | None]:
-    """How many slots each host gets; None is what it has room for. Raises UsageError where they don't fit."""
+    """The number of slots of each host; None means as many as fit. Raises UsageError if they don't fit."""
     each = settings["ssh"]["ranks_per_host"]
     if settings["gpus"] not in ("auto", 0):
         raise UsageError(
@@ -318,7 +318,7 @@ def _connected(cluster: Deployment) -> Client:
 
 
 def _all_or_faults(call: Callable[[_A], _B], given: Sequence[_A]) -> list[_B]:
-    """What each call returns, once all have ended. Raises ClusterError with a line for each that has failed."""
+    """The results of all calls, in order. Raises ClusterError with a line for each failed call."""
 
     def tried(argument: _A) -> tuple[list[_B], list[str]]:
         try:
@@ -351,6 +351,6 @@ def _parts(cluster: Deployment) -> list[Part]:
 
 
 def _keep(cluster: Deployment, parts: Sequence[Part]) -> None:
-    """Save what the cluster is made of; `cluster status` shows the "pid"."""
+    """Save the processes in the record; `cluster status` shows their "pid"."""
     pids = ({"pid": part.daemon.pid} if part.daemon else {} for part in parts)
     cluster.update(parts={part.source: dataclasses.asdict(part) | pid for part, pid in zip(parts, pids, strict=True)})

@@ -15,7 +15,7 @@ from ddptrain import __version__
 from ddptrain.errors import ClusterError
 
 _CALL_S = 60.0
-# What the user's configuration says for logins (a terminal, a command, forwarded ports) is not meant for our calls.
+# The user's settings for logins (a terminal, a command, forwarded ports) must not apply to our calls.
 _OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5"),
     *("-T", "-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes"),  # the user has set these for logins
@@ -26,7 +26,7 @@ _NOT_FOUND = (126, 127)
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host of the settings: `name` is unique in the cluster, `target` is what ssh is given, `number` its place."""
+    """A host of the settings: `name` is unique in the cluster, `target` is the argument of ssh, `number` the index."""
 
     name: str
     target: str
@@ -36,7 +36,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """What ssh connects to: HostName of the user's configuration. Raises ClusterError."""
+        """The name that ssh connects to: HostName of the user's configuration. Raises ClusterError."""
         answer = self._run([*self.ssh, "-G", self.target], "")
         for line in answer.stdout.splitlines():
             if line.startswith("hostname "):
@@ -47,7 +47,7 @@ class Host:
         """The result of a command of `ddptrain.clusters.processes` on the host. Raises ClusterError, one line."""
         remote = f"{_quoted(self.python)} -P -m ddptrain.clusters.processes {command}"
         answer = self._run([*self.ssh, *_OPTIONS, self.target, remote], json.dumps(given))
-        # A login script may print something of its own before.
+        # A login script may have printed something before.
         lines = [line for line in answer.stdout.splitlines() if line.startswith("{")]
         if answer.returncode or not lines:
             raise ClusterError(f"{self.name}: {self._reason(answer)}")
@@ -58,7 +58,7 @@ class Host:
 
     def _run(self, command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
         try:
-            # stderr is no pipe: a master that ssh leaves behind (ControlPersist) may hold it, and it would never end.
+            # stderr is a file, not a pipe: a master process of ssh (ControlPersist) may keep it open for ever.
             with tempfile.TemporaryFile() as said:
                 answer = subprocess.run(
                     command,
@@ -69,7 +69,7 @@ class Host:
                     errors="replace",
                     timeout=_CALL_S,
                     check=False,
-                    start_new_session=True,  # Ctrl-C is not for ssh: its answer tells what has been started
+                    start_new_session=True,  # Ctrl-C must not end ssh: its answer says what has been started
                 )
                 said.seek(0)
                 answer.stderr = said.read().decode("utf-8", "replace")
@@ -82,7 +82,7 @@ class Host:
             raise ClusterError(f"{self.name}: no answer over ssh within {_CALL_S:g} s") from error
 
     def _reason(self, answer: subprocess.CompletedProcess[str]) -> str:
-        """What went wrong, in a line."""
+        """The error in one line."""
         said = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
         last = said[-1] if said else f"exit code {answer.returncode}"
         if answer.returncode == _SSH_FAILED:
@@ -108,5 +108,5 @@ def hosts_of(settings: Mapping[str, Any]) -> list[Host]:
 
 
 def _quoted(python: str) -> str:
-    """For the shell there, which still expands a leading ~/."""
+    """Quote a path for the remote shell, which still expands a leading ~/."""
     return f"~/{shlex.quote(python[2:])}" if python.startswith("~/") else shlex.quote(python)

@@ -1,4 +1,4 @@
-"""Whether anyone has used a cluster lately, for processes beside a scheduler that is not ours."""
+"""Measures how long a cluster has been idle, for processes that watch a scheduler from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class IdleWatch:
-    """Counts the seconds without a run on the cluster; with `timeout_s` 0 they are never too many."""
+    """Measures the time without a run on the cluster. With `timeout_s` 0 the time is never over."""
 
     def __init__(self, target: Target, timeout_s: float) -> None:
         self.pause_s = min(_LOOK_S, timeout_s / 4) if timeout_s else _LOOK_S
@@ -29,22 +29,22 @@ class IdleWatch:
         self._told = ""
 
     def is_over(self) -> bool:
-        """Whether nobody has used the cluster for that long; to be asked every `pause_s` seconds."""
+        """Whether the cluster has been idle for `timeout_s`. Call it every `pause_s` seconds."""
         if not self._timeout_s:
             return False
-        asked_at = time.monotonic()  # a scheduler that is slow to answer has not been idle meanwhile
+        asked_at = time.monotonic()  # the time in which a slow scheduler answers does not count as idle
         if self._is_used():
             self._since = time.monotonic()
         return asked_at - self._since >= self._timeout_s
 
     def _is_used(self) -> bool:
-        """A scheduler that does not answer is not used; of one that can't be asked nobody knows."""
+        """Whether a run uses the cluster. False if the scheduler does not answer, True on any other error."""
         try:
             return asyncio.run(asyncio.wait_for(self._ask(), _ASK_S))
         except OSError as error:  # TimeoutError is one
             self._tell(f"the scheduler at {self._target.address} does not answer: {error!r}")
             return False
-        except Exception as error:
+        except Exception as error:  # of any kind, from the remote call: the cluster must not be ended by mistake
             self._tell(f"the scheduler can't be asked whether a run is on it, so it counts as used: {error!r}")
             return True
 

@@ -2,9 +2,9 @@
 
     python -m ddptrain.clusters.scheduler.process --folder DIR --host 10.0.0.5 --idle-timeout 3600
 
-It listens with TLS if DIR holds cert.pem and key.pem. Otherwise it listens on a unix socket that only this user can
+It listens with TLS if DIR contains cert.pem and key.pem. Otherwise it listens on a unix socket that only this user can
 open, or, if --host is given, without any protection on that address. Once it listens it writes DIR/scheduler.json,
-which it deletes at its end. If it ended by itself, DIR/ended.json says why. SIGTERM ends it, and its workers with it.
+which it deletes at its end. If it ended by itself, DIR/ended.json says why. SIGTERM ends it and its workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -25,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain import log
 from ddptrain.clusters.scheduler.worker_ttl import drop_the_silent
-from ddptrain.clusters.security import CERT_FILE, own_security
+from ddptrain.clusters.security import CERT_FILE, own_security, write_private_json
 from ddptrain.errors import UsageError
-from ddptrain.file_ops import write_atomic
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
 if TYPE_CHECKING:
@@ -35,19 +33,19 @@ if TYPE_CHECKING:
 
 SCHEDULER_FILE = "scheduler.json"
 ENDED_FILE = "ended.json"
-LOOKER = "ddptrain-look"  # name of a client that only looks: it does not keep a forgotten cluster alive
+LOOKER = "ddptrain-look"  # client name of status checks, which do not keep an idle cluster alive
 
 _CONFIG = {
     "distributed.scheduler.allowed-failures": 0,
-    "distributed.scheduler.worker-ttl": None,  # see lifewatch
+    "distributed.scheduler.worker-ttl": None,  # worker_ttl.py replaces it
     "distributed.scheduler.work-stealing": False,
     "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
     "distributed.admin.system-monitor.interval": "5s",
     "distributed.admin.tick.interval": "1s",
     "distributed.diagnostics.nvml": False,
 }
-_DASHBOARD_ADDRESS = "127.0.0.1:8787"  # HTTP without a password; Dask takes another port where this one is taken
-_NOWHERE = "127.0.0.1:0"  # Dask's HTTP server always listens, even when it serves nothing
+_DASHBOARD_ADDRESS = "127.0.0.1:8787"  # HTTP without a password; Dask uses another port if this one is taken
+_NOWHERE = "127.0.0.1:0"  # Dask's HTTP server always listens, even without routes
 _NEVER_A_RUN = frozenset({"fire-and-forget"})  # Dask's own entry among the clients
 _LOOK_S = 1.0
 
@@ -55,7 +53,7 @@ _log = log.Log("ddptrain.clusters.scheduler")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve until a signal or too long an idle time ends the scheduler."""
+    """Run the scheduler until a signal arrives or the idle time is over."""
     options = _parser().parse_args(argv)
     with contextlib.suppress(UsageError):  # `cluster up` has complained of a wrong DDPTRAIN_LOG
         log.to_stderr()
@@ -86,7 +84,7 @@ async def _serve(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     folder: Path = options.folder
     scheduler = await _started(options)
-    _write_json(folder / SCHEDULER_FILE, _card(scheduler))
+    write_private_json(folder / SCHEDULER_FILE, _card(scheduler))
     _log.info("scheduler listens", address=scheduler.address, idle_timeout_s=options.idle_timeout)
     ends = {
         asyncio.ensure_future(told.wait()): "",
@@ -99,7 +97,7 @@ async def _serve(options: argparse.Namespace) -> None:
     _log.info("scheduler ends", reason=reason or "told to end")
     (folder / SCHEDULER_FILE).unlink(missing_ok=True)
     if reason:
-        _write_json(folder / ENDED_FILE, {"reason": reason, "at": datetime.now(UTC).isoformat(timespec="seconds")})
+        write_ended(folder, reason)
     for end in ends:
         end.cancel()
     await scheduler.close(reason=reason or "told to end")
@@ -112,7 +110,7 @@ async def _started(options: argparse.Namespace) -> Scheduler:
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
     shows = _has_bokeh()
-    # Without the dashboard nobody needs its HTTP routes.
+    # The HTTP routes are needed by the dashboard only.
     routes = [*(dask.config.get("distributed.scheduler.http.routes") if shows else ()), *options.http_route]
     dask.config.set({**_CONFIG, "distributed.scheduler.http.routes": routes})
     scheduler: Scheduler = await Scheduler(
@@ -124,7 +122,7 @@ async def _started(options: argparse.Namespace) -> Scheduler:
 
 
 def _listening(options: argparse.Namespace) -> dict[str, Any]:
-    """Where and how the scheduler listens."""
+    """The arguments for Dask's Scheduler: address and security."""
     if (options.folder / CERT_FILE).exists():
         tls = own_security(options.folder)
         return {"protocol": "tls", "host": options.host or "127.0.0.1", "port": options.port, "security": tls}
@@ -142,7 +140,7 @@ def _has_bokeh() -> bool:
 
 
 def _card(scheduler: Scheduler) -> dict[str, Any]:
-    """What those who look for the scheduler need to know."""
+    """The content of scheduler.json."""
     return {
         "address": scheduler.address,
         "dashboard": _dashboard_link(scheduler) if _has_bokeh() else "",
@@ -161,7 +159,7 @@ def _dashboard_link(scheduler: Scheduler) -> str:
 
 
 async def _idle_for(scheduler: Scheduler, timeout_s: float) -> None:
-    """Return once nobody has used the scheduler for that long; never with 0."""
+    """Return once the scheduler has been idle for that long; never with 0."""
     since = time.monotonic()
     while not timeout_s or time.monotonic() - since < timeout_s:
         await asyncio.sleep(min(_LOOK_S, timeout_s / 4) if timeout_s else 3600.0)
@@ -170,23 +168,25 @@ async def _idle_for(scheduler: Scheduler, timeout_s: float) -> None:
 
 
 def _lost_after_s(scheduler: Scheduler) -> float:
-    """For how long a worker may be silent: as long as the runs on the cluster say."""
-    from ddptrain.clusters.scheduler.slots import PLUGIN_NAME, SlotBook
+    """Seconds that a worker may be silent: the longest `lost_after_s` of the runs on the cluster."""
+    from ddptrain.clusters.scheduler.slots import PLUGIN_NAME, SlotTable
 
-    book = scheduler.plugins.get(PLUGIN_NAME)
-    return (book.lost_after_s if isinstance(book, SlotBook) else None) or LOST_AFTER_S
+    table = scheduler.plugins.get(PLUGIN_NAME)
+    return (table.lost_after_s if isinstance(table, SlotTable) else None) or LOST_AFTER_S
 
 
 def is_used(scheduler: Scheduler) -> bool:
-    """Whether a run holds slots or waits for them, a task exists, or a client is connected that does not just look."""
+    """Whether a run holds or waits for slots, a task exists, or a client other than a status check is connected."""
     from ddptrain.clusters.scheduler.slots import is_busy
 
     users = (str(name) for name in scheduler.clients if name not in _NEVER_A_RUN)
     return bool(scheduler.tasks) or is_busy(scheduler) or any(LOOKER not in user for user in users)
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    write_atomic(path, json.dumps(data).encode(), mode=0o600, durable=False)
+def write_ended(folder: Path, reason: str, **more: bool) -> None:
+    """Write into the cluster's folder why it has ended by itself."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_private_json(folder / ENDED_FILE, {"reason": reason, "at": now, **more})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The scheduler's book of slots: a gang gets all the slots it asks for, or none, and waits in line for them.
+"""The slot table: a worker group gets all the slots that it requests, or none, and waits in a queue for them.
 
-A scheduler plugin, so that two drivers asking at once are answered one after the other, and so that the slots of a
-driver that dies are free again the moment the scheduler sees its connection end. It comes with the first run and goes
-with the last: a cluster of others is left as it was found.
+It is a scheduler plugin. So two drivers that ask at the same time are answered one after the other, and the slots of a
+driver that dies are free as soon as the scheduler sees its connection end. The plugin is added with the first run and
+removed with the last: a cluster that ddptrain has not started stays as it was.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ddptrain.worker.rank_task import topic
 from ddptrain.worker.tcp_timeouts import follow
 
 PLUGIN_NAME = "ddptrain-slots"
-_FORGET_WAITER_S = 30.0  # without a word from a driver that waits: it must not hold up the line
-_LAST_WORDS_S = 1.0
+_FORGET_WAITER_S = 30.0  # a waiting driver that does not ask again for that long leaves the queue
+_LAST_MESSAGES_S = 1.0
 
 _log = log.Log("ddptrain.clusters.scheduler")
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Room for one rank: a worker's address and host, and which of its slots; `gpu` says whether it has a device.
+    """Room for one rank: address and host of a worker, and the number of its slot; `gpu` says whether it has a GPU.
 
-    `counted` says that Dask counts it as well, as a resource of the worker.
+    `counted` means that it is also a Dask resource of the worker.
     """
 
     worker: str
@@ -45,10 +45,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a driver asks for: `count` slots (None: all there are), those with a device only if `gpus_only`.
+    """The request of a driver: `count` slots (None: all), with `gpus_only` only those with a GPU.
 
-    `without` are workers that it does not want; `lost_after_s` is for how long it survives a cut network (None: it
-    leaves the cluster's own limits alone).
+    `without` are addresses of workers to avoid. `lost_after_s` is how long the run survives a network cut (None: the
+    limits of the cluster stay).
     """
 
     client: str
@@ -59,13 +59,13 @@ class Request:
     lost_after_s: float | None = None
 
     def suits(self, slot: Slot) -> bool:
-        """Whether it would take that slot."""
+        """Whether the request accepts that slot."""
         return slot.worker not in self.without and (slot.gpu or not self.gpus_only)
 
 
 @dataclass(slots=True)
 class Waiter:
-    """A driver in the line; monotonic seconds."""
+    """A driver in the queue; times in monotonic seconds."""
 
     request: Request
     since: float
@@ -74,7 +74,7 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why there are no slots yet; `place` is 1 for the next in line, 0 for who does not stand in it."""
+    """Why there are no slots yet. `place` is the position in the queue: 1 is next, 0 is not in the queue."""
 
     asked: int
     free: int
@@ -84,25 +84,25 @@ class Refusal:
     hosts: Mapping[str, int] = field(default_factory=dict)
 
 
-class SlotBook(SchedulerPlugin):
-    """Who holds which slot of which worker, and who waits."""
+class SlotTable(SchedulerPlugin):
+    """Which run holds which slot, and which drivers wait."""
 
     name = PLUGIN_NAME
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.holders: dict[Slot, Request] = {}
-        self.used: dict[str, tuple[Request, set[str]]] = {}  # run -> the workers on which it has left something
-        self.line: list[Waiter] = []
-        self.offers: dict[str, tuple[int, int]] = {}  # workers of others -> slots, GPUs
-        self._errands: set[asyncio.Future[Any]] = set()
+        self.used: dict[str, tuple[Request, set[str]]] = {}  # run -> the workers that have its plugin
+        self.queue: list[Waiter] = []
+        self.offers: dict[str, tuple[int, int]] = {}  # foreign workers -> (slots, GPUs)
+        self._removals: set[asyncio.Future[Any]] = set()
 
     def all(self) -> list[Slot]:
-        """Every slot of every worker that is up and known."""
+        """All slots of all running workers whose offer is known."""
         return [slot for address in self._running() for slot in self._slots_of(address)]
 
     def unknown(self) -> list[str]:
-        """Workers of which nobody has told yet what they offer."""
+        """Addresses of workers whose offer is not known yet."""
         return [
             address
             for address, state in self._running().items()
@@ -110,32 +110,32 @@ class SlotBook(SchedulerPlugin):
         ]
 
     def free(self, request: Request, besides: Collection[Slot] = ()) -> list[Slot]:
-        """Free slots, hosts together, the emptiest hosts first so that a gang spreads over as few as possible."""
+        """Free slots, ordered by host, the hosts with most free slots first: a group uses as few hosts as possible."""
         taken = self.holders.keys() - set(besides)
         slots = [slot for address in self._running() for slot in self._free_of(address, taken) if request.suits(slot)]
         room = Counter(slot.host for slot in slots)
         return sorted(slots, key=lambda slot: (-room[slot.host], slot.host, slot.worker, slot.index))
 
     def _free_of(self, address: str, taken: Collection[Slot]) -> list[Slot]:
-        """A worker's free slots. One that was made smaller under a run has fewer than its indices tell."""
+        """The free slots of a worker. A worker that was shrunk during a run has fewer than the unused indices."""
         slots = self._slots_of(address)
         left = len(slots) - sum(slot.worker == address for slot in taken)
         return [slot for slot in slots if slot not in taken][: max(0, left)]
 
     def reserve(self, request: Request, *, in_line: bool) -> list[Slot] | Refusal:
-        """All the slots that are asked for, or a refusal; who asks for it then stands `in_line`.
+        """All requested slots, or a refusal; with `in_line` the driver is then in the queue.
 
-        A run that holds slots asks for others in their place: it passes those who wait, for it has waited already.
+        A run that holds slots requests others in their place. It does not queue again.
         """
         self._forget_the_silent()
         everything = [slot for slot in self.all() if request.suits(slot)]
         asked = request.count if request.count is not None else max(1, len(everything))
         mine = {slot for slot, holder in self.holders.items() if holder.run_id == request.run_id}
         free = self.free(request, besides=mine)
-        runs = [waiter.request.run_id for waiter in self.line]
+        runs = [waiter.request.run_id for waiter in self.queue]
         is_next = not runs or runs[0] == request.run_id or bool(mine)
         if is_next and len(free) >= asked:
-            self._leave_line(request.run_id)
+            self._leave_queue(request.run_id)
             self._grant(request, free[:asked], mine)
             _log.info(
                 "slots reserved", run=request.run_id, slots=[f"{slot.worker} {slot.index}" for slot in free[:asked]]
@@ -143,31 +143,31 @@ class SlotBook(SchedulerPlugin):
             return free[:asked]
         place = 0
         if asked > len(everything):
-            self._leave_line(request.run_id)  # it would hold up those for whom there is room
+            self._leave_queue(request.run_id)  # it would block requests that can be met
         elif in_line:
-            place = self._stand_in_line(request)
+            place = self._enqueue(request)
         _log.debug("slots refused", run=request.run_id, asked=asked, free=len(free), total=len(everything), place=place)
         hosts = Counter(slot.host for slot in everything)
         holders = sorted({holder.run_id for holder in self.holders.values()})
         return Refusal(asked, len(free), len(everything), place, tuple(holders), dict(hosts))
 
     def release(self, run_id: str) -> None:
-        """Give back what a run holds, and its place in the line."""
+        """Release the slots of a run, and its place in the queue."""
         self._drop(lambda request: request.run_id == run_id)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """The driver is gone: its slots are free."""
+        """Release the slots of a driver whose connection has ended."""
         self._drop(lambda request: request.client == client)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """The worker is gone, and its slots with it."""
+        """Forget the slots of a worker that has left."""
         self.offers.pop(worker, None)
         _log.info("worker left", worker=worker)
         self.holders = {slot: holder for slot, holder in self.holders.items() if slot.worker != worker}
 
     @property
     def lost_after_s(self) -> float | None:
-        """The longest cut that a run on the cluster wants to survive; None where no run says so."""
+        """The longest network cut in seconds that a run on the cluster wants to survive; None if no run sets it."""
         wanted = [request.lost_after_s for request, _ in self.used.values() if request.lost_after_s is not None]
         return max(wanted, default=None)
 
@@ -191,51 +191,51 @@ class SlotBook(SchedulerPlugin):
             count, gpus = self.offers.get(address, (0, 0))
         return [Slot(address, state.host, index, index < gpus, counted) for index in range(count)]
 
-    def _stand_in_line(self, request: Request) -> int:
+    def _enqueue(self, request: Request) -> int:
         now = time.monotonic()
-        for place, waiter in enumerate(self.line, 1):
+        for place, waiter in enumerate(self.queue, 1):
             if waiter.request.run_id == request.run_id:
                 waiter.heard_at = now
                 return place
-        self.line.append(Waiter(request, now, now))
-        return len(self.line)
+        self.queue.append(Waiter(request, now, now))
+        return len(self.queue)
 
-    def _leave_line(self, run_id: str) -> None:
-        self.line = [waiter for waiter in self.line if waiter.request.run_id != run_id]
+    def _leave_queue(self, run_id: str) -> None:
+        self.queue = [waiter for waiter in self.queue if waiter.request.run_id != run_id]
 
     def _forget_the_silent(self) -> None:
         limit = time.monotonic() - _FORGET_WAITER_S
-        self.line = [waiter for waiter in self.line if waiter.heard_at > limit]
+        self.queue = [waiter for waiter in self.queue if waiter.heard_at > limit]
 
     def _drop(self, leaves: Any) -> None:
         for run_id in [run_id for run_id, (request, _) in self.used.items() if leaves(request)]:
             _log.info("slots released", run=run_id)
             self._detach(run_id, self.used.pop(run_id)[1])
-        for waiter in self.line:
+        for waiter in self.queue:
             if leaves(waiter.request):
                 _forget_topic(self.scheduler, waiter.request.run_id)
         self.holders = {slot: holder for slot, holder in self.holders.items() if not leaves(holder)}
-        self.line = [waiter for waiter in self.line if not leaves(waiter.request)]
-        if not self.used and not self.line and self.scheduler.plugins.get(PLUGIN_NAME) is self:
+        self.queue = [waiter for waiter in self.queue if not leaves(waiter.request)]
+        if not self.used and not self.queue and self.scheduler.plugins.get(PLUGIN_NAME) is self:
             self.scheduler.remove_plugin(PLUGIN_NAME)
 
     def _detach(self, run_id: str, workers: set[str]) -> None:
-        """Take away what the run has put on its workers; that ends what is left of it there. Its topic goes, too."""
+        """Remove the run's plugin from its workers, which ends its remaining ranks, and delete its topic."""
         there = [address for address in workers if address in self.scheduler.workers]
         if not there:
             _forget_topic(self.scheduler, run_id)
             return
-        order = {"op": "plugin-remove", "name": attached_plugin(run_id)}
-        errand = asyncio.ensure_future(self.scheduler.broadcast(msg=order, workers=there, on_error="ignore"))
-        self._errands.add(errand)
-        errand.add_done_callback(self._errands.discard)
-        # Last words of the ranks come over other connections than the answers to this order.
+        message = {"op": "plugin-remove", "name": attached_plugin(run_id)}
+        removal = asyncio.ensure_future(self.scheduler.broadcast(msg=message, workers=there, on_error="ignore"))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+        # The last messages of the ranks arrive over other connections, maybe after the answers to this call.
         forget = partial(_forget_unheard_topic, self.scheduler, run_id)
-        errand.add_done_callback(lambda _: errand.get_loop().call_later(_LAST_WORDS_S, forget))
+        removal.add_done_callback(lambda _: removal.get_loop().call_later(_LAST_MESSAGES_S, forget))
 
 
 def _forget_topic(scheduler: Scheduler, run_id: str) -> None:
-    """The scheduler would keep the last thousand messages of a run for ever."""
+    """Delete the topic of a run: the scheduler would keep its last thousand messages for ever."""
     broker = getattr(scheduler, "_broker", None)
     if broker is not None:
         for name in (topic(run_id), log.topic(run_id)):
@@ -243,18 +243,18 @@ def _forget_topic(scheduler: Scheduler, run_id: str) -> None:
 
 
 def _forget_unheard_topic(scheduler: Scheduler, run_id: str) -> None:
-    """The same some time later, unless another driver has taken the run up in between, and listens."""
+    """Delete the topic of a run, unless another driver has resumed the run meanwhile and listens."""
     broker = getattr(scheduler, "_broker", None)
     found = broker._topics.get(topic(run_id)) if broker is not None else None  # noqa: SLF001
     if found is None or scheduler.clients.keys().isdisjoint(found.subscribers):
         _forget_topic(scheduler, run_id)
 
 
-def _book(scheduler: Scheduler) -> SlotBook:
-    """The scheduler's book; the first who asks brings it along."""
+def _table(scheduler: Scheduler) -> SlotTable:
+    """The scheduler's slot table, which the first call creates."""
     if PLUGIN_NAME not in scheduler.plugins:
-        scheduler.add_plugin(SlotBook(scheduler), name=PLUGIN_NAME)
-    return cast(SlotBook, scheduler.plugins[PLUGIN_NAME])
+        scheduler.add_plugin(SlotTable(scheduler), name=PLUGIN_NAME)
+    return cast(SlotTable, scheduler.plugins[PLUGIN_NAME])
 
 
 def reserve(
@@ -268,50 +268,50 @@ def reserve(
     without: Sequence[str] = (),
     lost_after_s: float | None = None,
 ) -> dict[str, Any]:
-    """For run_on_scheduler: slots for a run, or a place `in_line`; `count` None asks for every slot of the cluster.
+    """For run_on_scheduler: reserve slots for a run, or queue with `in_line`; `count` None requests all slots.
 
-    Returns {"unknown": addresses} where workers have not told what they offer (tell it with `learn`, ask again),
-    {"slots": [[worker, host, index, gpu, counted], ...]}, or a Refusal's fields under "refusal". With `lost_after_s`
-    the scheduler survives cuts of that length from now on; the longest of all runs is returned along with the slots.
+    Returns one of: {"unknown": addresses} of workers whose offer is not known (call `learn`, then call again),
+    {"slots": [[worker, host, index, gpu, counted], ...]}, or {"refusal": fields of Refusal}. With `lost_after_s` the
+    scheduler survives network cuts of that length from now on; the longest of all runs is returned with the slots.
     """
-    book = _book(dask_scheduler)
-    if unknown := book.unknown():
+    table = _table(dask_scheduler)
+    if unknown := table.unknown():
         return {"unknown": unknown}
-    answer = book.reserve(Request(client, run_id, count, gpus_only, frozenset(without), lost_after_s), in_line=in_line)
+    answer = table.reserve(Request(client, run_id, count, gpus_only, frozenset(without), lost_after_s), in_line=in_line)
     if isinstance(answer, Refusal):
         return {"refusal": {name: getattr(answer, name) for name in Refusal.__slots__}}
     found = [[slot.worker, slot.host, slot.index, slot.gpu, slot.counted] for slot in answer]
-    if book.lost_after_s is None:
+    if table.lost_after_s is None:
         return {"slots": found}
-    follow(dask_scheduler, book.lost_after_s)
-    return {"slots": found, "lost_after_s": book.lost_after_s}
+    follow(dask_scheduler, table.lost_after_s)
+    return {"slots": found, "lost_after_s": table.lost_after_s}
 
 
 def learn(offers: Mapping[str, tuple[int, int]], dask_scheduler: Scheduler) -> None:
-    """For run_on_scheduler: how many slots and GPUs workers of others offer, by address."""
-    _book(dask_scheduler).offers.update({worker: (int(slots), int(gpus)) for worker, (slots, gpus) in offers.items()})
+    """For run_on_scheduler: set the (slots, GPUs) that foreign workers offer, by address."""
+    _table(dask_scheduler).offers.update({worker: (int(slots), int(gpus)) for worker, (slots, gpus) in offers.items()})
 
 
 def release(run_id: str, dask_scheduler: Scheduler) -> None:
-    """For run_on_scheduler: give back what a run holds, and forget what it has said."""
+    """For run_on_scheduler: release the slots of a run, and delete its topic."""
     if PLUGIN_NAME in dask_scheduler.plugins:
-        _book(dask_scheduler).release(run_id)
+        _table(dask_scheduler).release(run_id)
     _forget_topic(dask_scheduler, run_id)
 
 
 def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
-    """For run_on_scheduler: who is there, who holds what, and who waits.
+    """For run_on_scheduler: all workers, runs with slots, and waiting runs.
 
     {"workers": [{"address", "name", "host", "slots", "gpus", "held", "last_seen_s", "warm"}],
-     "runs": [{"run_id", "slots", "hosts"}], "waiting": [{"run_id", "asked", "waited_s"}]}; `warm` is None for workers
-    that are not ours, their slots 1 until a run has asked them.
+     "runs": [{"run_id", "slots", "hosts"}], "waiting": [{"run_id", "asked", "waited_s"}]}; `warm` is None for foreign
+    workers; they count 1 slot until a run has asked for their offer.
     """
     found = dask_scheduler.plugins.get(PLUGIN_NAME)
-    book = cast(SlotBook, found) if found is not None else SlotBook(dask_scheduler)
-    held = Counter(slot.worker for slot in book.holders)
+    table = cast(SlotTable, found) if found is not None else SlotTable(dask_scheduler)
+    held = Counter(slot.worker for slot in table.holders)
     workers = []
     for address, state in dask_scheduler.workers.items():
-        slots = book._slots_of(address)  # noqa: SLF001  # the book's own module
+        slots = table._slots_of(address)  # noqa: SLF001  # within its own module
         metric = state.metrics.get(WORKER_METRIC)
         workers.append(
             {
@@ -326,7 +326,7 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
             }
         )
     by_run: dict[str, list[Slot]] = {}
-    for slot, holder in book.holders.items():
+    for slot, holder in table.holders.items():
         by_run.setdefault(holder.run_id, []).append(slot)
     now = time.monotonic()
     return {
@@ -337,7 +337,7 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
         ],
         "waiting": [
             {"run_id": waiter.request.run_id, "asked": waiter.request.count, "waited_s": round(now - waiter.since, 1)}
-            for waiter in book.line
+            for waiter in table.queue
         ],
     }
 
@@ -345,4 +345,4 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
 def is_busy(dask_scheduler: Scheduler) -> bool:
     """Whether a run is on the cluster, or waits for slots."""
     found = dask_scheduler.plugins.get(PLUGIN_NAME)
-    return found is not None and bool(cast(SlotBook, found).used or cast(SlotBook, found).line)
+    return found is not None and bool(cast(SlotTable, found).used or cast(SlotTable, found).queue)

@@ -1,6 +1,6 @@
-"""Which workers of a scheduler of ours have fallen silent, by a clock that nobody sets.
+"""Removes workers that send no heartbeat, by the monotonic clock.
 
-Dask's own `worker-ttl` compares times of the wall clock: where that jumps forward, it drops every worker.
+Dask's own `worker-ttl` compares times of the wall clock: if that jumps forward, Dask removes every worker.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 async def drop_the_silent(scheduler: Scheduler, limit_s: Callable[[], float]) -> None:
-    """Remove workers that have sent no heartbeat for `limit_s`, or for ten of their own intervals. Never returns.
+    """Remove workers that have sent no heartbeat for `limit_s` and for ten heartbeat intervals. Never returns.
 
-    Time in which this process itself stood still does not count: what it was sent then, it has not read yet.
+    Time in which this process itself was stopped does not count: it has not read the heartbeats of that time yet.
     """
     from distributed.scheduler import heartbeat_interval
 
-    heard: dict[str, tuple[float, float]] = {}  # address -> what Dask noted of its last heartbeat, and when we saw that
+    heard: dict[str, tuple[float, float]] = {}  # address -> Dask's time of the last heartbeat, and when we saw it
     now, looked = 0.0, time.monotonic()
     while True:
         ttl_s = limit_s()

@@ -1,8 +1,8 @@
-"""The calls to the API of Kubernetes that clusters take, and its errors in plain words.
+"""Calls to the Kubernetes API, with a time limit and readable errors.
 
-Of kr8s, which dask-kubernetes is built on, this uses what reads kubeconfigs and service accounts and runs credential
-plugins. Its objects, and so KubeCluster's methods, are left out: they know no context but the current one, wait without
-end for a pod whose image can't be pulled, and have no limit for a server that does not answer.
+kr8s, the client library of dask-kubernetes, provides the authentication: kubeconfigs, service accounts, credential
+plugins. Its object classes, and so the methods of KubeCluster, are not used: they support only the current context,
+wait for ever for a pod whose image can't be pulled, and have no time limit for a server that does not answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
 
 
 class Kubernetes:
-    """A namespace of an API server, for the length of a `with` block."""
+    """A connection to one namespace of an API server."""
 
     def __init__(self, session: httpx.AsyncClient, namespace: str, auth: KubeAuth) -> None:
         self.session = session
@@ -53,11 +53,11 @@ class Kubernetes:
 
     @property
     def extensions(self) -> dict[str, str]:
-        """What each request must say besides, where the kubeconfig gives the server's certificate another name."""
+        """Request options for a server whose certificate has another name (tls-server-name in the kubeconfig)."""
         return {"sni_hostname": self._auth.tls_server_name} if self._auth.tls_server_name else {}
 
     async def get(self, group: str, path: str, **query: str) -> dict[str, Any] | None:
-        """An object, or None where there is none. Raises ClusterError."""
+        """The object, or None if it does not exist. Raises ClusterError."""
         try:
             return await self._call("GET", group, path, params=query)
         except _NoSuchObject:
@@ -70,7 +70,7 @@ class Kubernetes:
         return list(found["items"])
 
     async def create(self, group: str, plural: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The object as it has been created. Raises ClusterError."""
+        """Create an object; returns it as the server has stored it. Raises ClusterError."""
         return await self._call("POST", group, plural, json=body)
 
     async def patch(self, group: str, path: str, change: Mapping[str, Any]) -> None:
@@ -78,12 +78,12 @@ class Kubernetes:
         await self._call("PATCH", group, path, content=json.dumps(change), headers=_MERGE_PATCH)
 
     async def delete(self, group: str, path: str) -> None:
-        """Delete an object and what belongs to it; one that is gone already is fine. Raises ClusterError."""
+        """Delete an object and its dependents; a missing object is no error. Raises ClusterError."""
         with contextlib.suppress(_NoSuchObject):
             await self._call("DELETE", group, path, json={"propagationPolicy": "Background"})
 
     async def log(self, pod: str, **query: str) -> str:
-        """What a pod has written; "" where it can't be had. Raises ClusterError where the server does not answer."""
+        """The log of a pod; "" if there is none. Raises ClusterError if the server does not answer."""
         answer = await self._request("GET", CORE, f"pods/{pod}/log", params=query)
         return "" if answer.is_error else answer.text
 
@@ -109,7 +109,7 @@ class Kubernetes:
 
 
 class _NoSuchObject(ClusterError):
-    """The API server knows the kind, and has no object of that name."""
+    """The kind exists, but no object of that name."""
 
 
 @contextlib.asynccontextmanager
@@ -146,7 +146,7 @@ def _auth_class() -> type[KubeAuth]:
 
 
 def _namespace(auth: KubeAuth) -> str:
-    """The namespace of the context, or of this pod; kr8s has that of another context, and none in a pod."""
+    """The namespace of the context or of this pod. The one in `auth` may be that of another context."""
     if auth.active_context:
         return str(auth.kubeconfig.get_context(auth.active_context).get("namespace") or "default")
     try:
@@ -156,7 +156,7 @@ def _namespace(auth: KubeAuth) -> str:
 
 
 def _discard_temporary_files(auth: KubeAuth, began: float) -> None:
-    """Delete what kr8s has written since `began`: it leaves keys that stand in a kubeconfig in temporary files."""
+    """Delete the temporary files that kr8s has written since `began`: it leaves the keys of a kubeconfig there."""
     for name in (auth.client_key_file, auth.client_cert_file, auth.server_ca_file):
         path = Path(str(name))
         is_temporary = str(path.parent) == tempfile.gettempdir() and path.name.startswith(tempfile.gettempprefix())
@@ -176,7 +176,7 @@ def _not_configured(error: Exception, context: str | None) -> DdptrainError:
 
 
 def _refused(answer: httpx.Response, told: Any, path: str) -> ClusterError:
-    """What the API server's refusal means."""
+    """The error for a refused request."""
     import httpx
 
     status = told if isinstance(told, dict) else {}
@@ -189,7 +189,7 @@ def _refused(answer: httpx.Response, told: Any, path: str) -> ClusterError:
         return ClusterError(f"Kubernetes refuses {path} ({answer.status_code}): {words}")
     if status:
         return _NoSuchObject(words)
-    # There is no such path at all, which is not told with a Status.
+    # Without a Status object the server does not know the kind: the operator is not installed.
     return ClusterError(
         "this Kubernetes has no DaskCluster: the operator of dask-kubernetes is not installed there; "
         f"its administrator installs it with {INSTALL_OPERATOR}"

@@ -2,8 +2,8 @@
 
     python -m ddptrain.clusters.backends.kubernetes.forward --service dev-scheduler --namespace ml --file F 0:8786
 
-It runs as long as the service exists. Each connection has a session of its own with the API server: kr8s' port-forward
-has one for all, and when a token runs out it ends that, and with it every connection, in the middle of a training.
+It runs as long as the service exists. Each connection has its own session with the API server. The port-forward of kr8s
+has one session for all connections: when a token expires, all of them end, in the middle of a training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -20,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters.backends.kubernetes.api import CORE, Kubernetes, connected
 from ddptrain.clusters.backends.kubernetes.pods import is_ready
+from ddptrain.clusters.security import write_private_json
 from ddptrain.errors import ClusterError
-from ddptrain.file_ops import write_atomic
 
 if TYPE_CHECKING:
     from httpx_ws import AsyncWebSocketSession
 
 _CHUNK = 32 * 1024  # the API server's own limit for a frame is larger
-_LOOK_S = 60.0  # each look may run the kubeconfig's credential plugin
+_LOOK_S = 60.0  # seconds; each check may run the credential plugin of the kubeconfig
 _DATA, _ERROR = 0, 1  # channels of a port, as the first byte of a frame
 
 
@@ -59,7 +58,7 @@ async def _serve(options: argparse.Namespace) -> None:
         for pair in options.ports:
             local, _, remote = pair.partition(":")
             ports.append(await servers.enter_async_context(forward.listening(int(local), int(remote))))
-        write_atomic(options.file, json.dumps(ports).encode(), mode=0o600, durable=False)
+        write_private_json(options.file, ports)
         while not stop.is_set() and not await forward.service_is_gone():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _LOOK_S)
@@ -67,11 +66,11 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 class _NobodyListens(ClusterError):
-    """The pod is there, and refuses the port."""
+    """The pod exists, but nothing listens on the port."""
 
 
 class _Forward:
-    """Connections to the pod of one service; `gone` is set once it is known to be deleted."""
+    """Connections to the pod of one service; `gone` is set when the service has been deleted."""
 
     def __init__(self, service: str, namespace: str, context: str, gone: asyncio.Event) -> None:
         self.service = service
@@ -90,8 +89,8 @@ class _Forward:
             self._running.add(task)
             try:
                 await self._carry(remote, reader, writer)
-            except Exception as error:  # the client sees its connection end, the log tells why
-                if not isinstance(cause := _cause(error), _NobodyListens):  # as where there is no dashboard
+            except Exception as error:  # any error ends only this connection; the log says why
+                if not isinstance(cause := _cause(error), _NobodyListens):  # expected if there is no dashboard
                     print(f"port {remote} of {self.service}: {type(cause).__name__}: {cause}", file=sys.stderr)
             finally:
                 self._running.discard(task)
@@ -104,7 +103,7 @@ class _Forward:
             server.close()
 
     async def service_is_gone(self) -> bool:
-        """Whether it has been deleted; an API server that does not answer says nothing about that."""
+        """Whether the service has been deleted; False if the API server does not answer."""
         try:
             async with connected(self.context, self.namespace) as api:
                 return await api.get(CORE, f"services/{self.service}") is None
@@ -112,7 +111,7 @@ class _Forward:
             return False
 
     def end(self) -> None:
-        """Break the connections."""
+        """Close all connections."""
         for task in self._running:
             task.cancel()
 
@@ -142,7 +141,7 @@ class _Forward:
                 yield stream
 
     async def _pod(self, api: Kubernetes) -> str:
-        """The pod behind the service. Raises ClusterError where none is ready."""
+        """The name of the ready pod behind the service. Raises ClusterError if there is none."""
         service = await api.get(CORE, f"services/{self.service}")
         if service is None:
             self.gone.set()
@@ -155,7 +154,7 @@ class _Forward:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What is inside of the groups that task groups make."""
+    """The first exception inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -177,7 +176,7 @@ async def _down(stream: AsyncWebSocketSession, writer: asyncio.StreamWriter) -> 
             return
         channel, data = frame[0], frame[1:]
         if channel not in opened:
-            opened.add(channel)  # the first frame of each channel tells the port again
+            opened.add(channel)  # the first frame of each channel repeats the port
         elif channel == _ERROR:
             raise _NobodyListens(data.decode(errors="replace"))
         else:

@@ -1,7 +1,7 @@
-"""A route of the scheduler's HTTP server: since when nobody has used the cluster.
+"""A route of the scheduler's HTTP server: the time since which the cluster is idle.
 
-dask-kubernetes' operator asks it, and deletes a cluster that is idle for too long. Dask's own answer to it comes with
-routes that let anyone end workers, and counts a cluster as idle while a run waits for slots.
+The operator of dask-kubernetes reads it, and deletes a cluster that is idle for too long. Dask's own route is not used:
+it comes with routes that let anyone end workers, and it counts a cluster as idle while a run waits for slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddptrain.clusters.scheduler.process import is_used
 class _Idle(RequestHandler):
     """Answers {"idle_since": Unix seconds}, 0 for a cluster in use."""
 
-    last_use = 0.0  # of the process's one scheduler, as far as anyone has asked
+    last_use = 0.0  # Unix seconds at which a request last found the cluster in use
 
     def get(self) -> None:
         """Answer the operator, which asks every few seconds."""

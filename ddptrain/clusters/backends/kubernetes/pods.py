@@ -1,4 +1,4 @@
-"""What pods tell of themselves: why one does not start, and what it has written."""
+"""The state of pods: why one does not start, and its log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ddptrain.clusters.backends.kubernetes.api import APPS, CORE, Kubernetes
 
-# What a pod waits for that will not come by itself; ErrImagePull is tried again once, and is then ImagePullBackOff.
+# Reasons that do not go away by waiting. ErrImagePull becomes ImagePullBackOff after a second try.
 _HOPELESS = frozenset(
     {
         "CrashLoopBackOff",
@@ -37,12 +37,12 @@ def cluster_labels(name: str, component: str = "") -> dict[str, str]:
 
 
 def is_ready(pod: Mapping[str, Any]) -> bool:
-    """Whether its containers run, and have passed their probes."""
+    """Whether the containers run and have passed their probes."""
     return any(each["type"] == "Ready" and each["status"] == "True" for each in _conditions(pod))
 
 
 def trouble_of(pod: Mapping[str, Any]) -> Trouble | None:
-    """What keeps a pod from running, if anything does."""
+    """Why the pod does not run, or None."""
     for container in pod.get("status", {}).get("containerStatuses", ()):
         waiting = container.get("state", {}).get("waiting", {})
         reason = waiting.get("reason", "")
@@ -57,7 +57,7 @@ def trouble_of(pod: Mapping[str, Any]) -> Trouble | None:
 
 
 async def why_there_is_no_pod(api: Kubernetes, name: str, component: str) -> str:
-    """What a deployment says that can't make its pods, as an exceeded quota; "" if none does. Raises ClusterError."""
+    """Why a deployment can't create its pods, for example an exceeded quota; "" if all can. Raises ClusterError."""
     for deployment in await api.items(APPS, "deployments", cluster_labels(name, component)):
         for condition in _conditions(deployment):
             if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
@@ -66,7 +66,7 @@ async def why_there_is_no_pod(api: Kubernetes, name: str, component: str) -> str
 
 
 async def log_of(api: Kubernetes, pod: Mapping[str, Any], lines: int) -> str:
-    """The last lines of a pod: of its earlier try, if it waits for another; and why it does not run."""
+    """The last log lines of a pod, or of its previous container; and why it does not run."""
     name = str(pod["metadata"]["name"])
     said = await api.log(name, tailLines=str(lines))
     if not said.strip() and _restarts(pod):
@@ -76,7 +76,7 @@ async def log_of(api: Kubernetes, pod: Mapping[str, Any], lines: int) -> str:
 
 
 async def logs_of(api: Kubernetes, name: str, lines: int) -> dict[str, str]:
-    """The last lines of each pod of a cluster, by what and which it is. Raises ClusterError."""
+    """The last log lines of each pod of a cluster, by component and name. Raises ClusterError."""
     told = {}
     for component in ("scheduler", "worker"):
         pods = await api.items(CORE, "pods", cluster_labels(name, component))
@@ -88,7 +88,7 @@ async def logs_of(api: Kubernetes, name: str, lines: int) -> dict[str, str]:
 
 
 def _source(component: str, pod: Mapping[str, Any]) -> str:
-    """The scheduler, or a worker by the name that Dask knows it by, which is that of its deployment."""
+    """The key for `logs_of`: "scheduler", or "worker" with the name that Dask uses (the name of its deployment)."""
     environment = pod["spec"]["containers"][0].get("env", ())
     names = [each.get("value", "") for each in environment if each["name"] == "DASK_WORKER_NAME"]
     return " ".join([component, *(names or [pod["metadata"]["name"]])]) if component == "worker" else component

@@ -1,6 +1,6 @@
 """Clusters in Kubernetes: DaskClusters, which dask-kubernetes' operator turns into a scheduler and worker pods.
 
-A name that the namespace has already is attached to, and left as it is by `stop`.
+If the namespace has a DaskCluster of that name, it is used as it is, and `stop` leaves it running.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from ddptrain.config.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, UsageError
 
 _POLL_S = 0.3
-_TELL_EVERY_S = 5.0  # whoever waits may want to stop waiting
-_STOP_S = 60.0  # the pods have 10 s, and the operator and the garbage collector take theirs
+_TELL_EVERY_S = 5.0  # seconds between progress messages: a user may want to interrupt the wait
+_STOP_S = 60.0  # the pods have 10 s; the operator and the garbage collector need some time as well
 _LOG_LINES = 5
-# All that a cluster is made of, owners first; its pods have its labels.
+# The kinds of objects of a cluster, owners first; all have its labels.
 _KINDS = {"daskclusters": DASK, "daskworkergroups": DASK, "deployments": APPS, "pods": CORE, "secrets": CORE}
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a cluster is made of: all that is needed to find and to end it.
+    """The objects of a cluster: everything that is needed to find and delete them.
 
-    `owner` stands in the labels of what is ours; `slots` is how many each worker pod has.
+    `owner` is the value of the label that marks our objects; `slots` is the number of slots of each worker pod.
     """
 
     context: str
@@ -54,12 +54,12 @@ class Parts:
 
     @classmethod
     def of(cls, cluster: Deployment) -> Parts | None:
-        """Those of a cluster, None before anything has been ordered."""
+        """The parts of a cluster; None before anything was created."""
         told = cluster.record.parts
         return cls(**{name: told[name] for name in cls.__slots__}) if "owner" in told else None
 
     def save(self, cluster: Deployment) -> None:
-        """Write them to the cluster's record."""
+        """Save them in the cluster's record."""
         values = {name: getattr(self, name) for name in self.__slots__}
         cluster.update(parts={**cluster.record.parts, **values})
 
@@ -67,12 +67,12 @@ class Parts:
 class KubernetesProvider:
     """Starts, changes and deletes clusters that live in Kubernetes."""
 
-    tls = None  # always for what is created here, and as it is for what is attached to
+    tls = None  # always for clusters that are created here; an existing cluster decides for itself
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Create the cluster, attach to it, or give it as many worker pods as `slots` take.
+        """Create the cluster, attach to it, or scale it to as many worker pods as `slots` need.
 
-        Returns when its scheduler can be reached. Raises ClusterError, UsageError.
+        Returns when the scheduler can be reached. Raises ClusterError, UsageError.
         """
         spec.checked_name(cluster.name)
         asyncio.run(_Order(cluster, tell).scale(slots))
@@ -82,12 +82,12 @@ class KubernetesProvider:
         return {**asyncio.run(_logs(cluster, lines)), **reach.log(cluster, lines)}
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Why a pod will never run, if one won't. Raises ClusterError."""
+        """Why a pod will never run, or None. Raises ClusterError."""
         return asyncio.run(_fault(cluster))
 
     @staticmethod
     def reopen(cluster: Deployment) -> None:
-        """Start the port-forward again that this machine has lost, as after a restart. Raises ClusterError."""
+        """Start the port-forward again if it has ended, for example after a restart. Raises ClusterError."""
         reach.reopen(cluster)
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
@@ -112,7 +112,7 @@ class _Order:
         self.deadline = time.monotonic() + self.timeout_s
 
     async def scale(self, slots: int | None) -> None:
-        """Order it all, and wait for the scheduler."""
+        """Create everything, and wait for the scheduler."""
         name, parts = self.cluster.name, Parts.of(self.cluster)
         place = parts or self.settings
         async with connected(place.context, place.namespace) as api:
@@ -129,7 +129,7 @@ class _Order:
             await reach.open_way(api, self.cluster, self.deadline)
 
     def _workers(self, slots_each: int, slots: int | None) -> int:
-        """How many pods that many slots take; None is what the settings say."""
+        """The number of worker pods for that many slots; None means as configured."""
         wanted = slots if slots is not None else self.ranks
         return math.ceil(wanted / slots_each) if isinstance(wanted, int) else self.settings.workers
 
@@ -149,7 +149,7 @@ class _Order:
         self.tell(f"creating the DaskCluster {name} in the namespace {api.namespace}")
         await api.create(CORE, "secrets", spec.secret_spec(name, parts.owner, self.cluster.folder))
         created = await api.create(DASK, "daskclusters", body)
-        # Whoever deletes the DaskCluster, with whatever tool, deletes the key.
+        # With this owner reference, the key is deleted together with the DaskCluster.
         owner = {
             "apiVersion": body["apiVersion"],
             "kind": body["kind"],
@@ -159,7 +159,7 @@ class _Order:
         await api.patch(CORE, f"secrets/{spec.secret_name(name)}", {"metadata": {"ownerReferences": [owner]}})
 
     async def _attach(self, api: Kubernetes, found: Mapping[str, Any]) -> None:
-        """Take a cluster as it is; its certificate, if it is one of ours, comes from its secret."""
+        """Use an existing cluster as it is. The certificate of one of ours is read from its secret."""
         name, labels = self.cluster.name, found["metadata"].get("labels", {})
         secret = await api.get(CORE, f"secrets/{spec.secret_name(name)}") if spec.OWNER_LABEL in labels else None
         for file, text in secret["data"].items() if secret else ():
@@ -171,7 +171,7 @@ class _Order:
         self.tell(f"the namespace {api.namespace} has a DaskCluster {name}: attached to it, as it is")
 
     async def _await_scheduler(self, api: Kubernetes) -> None:
-        """Return when the scheduler's pod is ready. Raises ClusterError where it won't be, or not in time."""
+        """Wait until the scheduler's pod is ready. Raises ClusterError if it never will be, or not in time."""
         told_at, told = 0.0, ""
         while True:
             pods = await api.items(CORE, "pods", cluster_labels(self.cluster.name, "scheduler"))
@@ -188,7 +188,7 @@ class _Order:
             await asyncio.sleep(_POLL_S)
 
     async def _why_not(self, api: Kubernetes, pods: Sequence[Mapping[str, Any]], words: str) -> str:
-        """What keeps the scheduler from being ready."""
+        """Why the scheduler is not ready."""
         name = self.cluster.name
         if pods:
             said = (await log_of(api, pods[0], _LOG_LINES)).splitlines()
@@ -246,7 +246,7 @@ async def _stop(cluster: Deployment, tell: Tell) -> None:
                     f"running? See kubectl --namespace {api.namespace} get {','.join(_KINDS)}"
                 )
             if not left[0].startswith("daskcluster "):
-                # The operator makes a worker group first and gives it its owner later, which may be gone by then.
+                # The operator sets the owner of a worker group after creating it; the owner may be deleted by then.
                 await _delete(api, "daskworkergroups", ours)
             await asyncio.sleep(_POLL_S)
 

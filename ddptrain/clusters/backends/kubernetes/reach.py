@@ -1,7 +1,7 @@
-"""How the scheduler of a cluster in Kubernetes is reached: by its service's name from a pod, or from outside.
+"""The connection to the scheduler of a cluster in Kubernetes.
 
-From outside through a load balancer where the service has one, else through the API server: a process on this machine
-holds a port-forward, and outlives the command.
+From a pod the scheduler is reached by the name of its service. From outside it is reached through the load balancer of
+the service, or, without one, through a port-forward: a process on this machine that outlives the command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOK_S = 2.0
 
 
 async def open_way(api: Kubernetes, cluster: Deployment, deadline: float) -> None:
-    """Write an address into the cluster's record where its scheduler answers; `deadline` in monotonic seconds.
+    """Save an address that reaches the scheduler in the cluster's record; `deadline` is in monotonic seconds.
 
     Raises: ClusterError
     """
@@ -53,12 +53,12 @@ async def open_way(api: Kubernetes, cluster: Deployment, deadline: float) -> Non
 
 
 def reopen(cluster: Deployment) -> None:
-    """Start the port-forward again that this machine has lost, as after a restart. Raises ClusterError."""
+    """Start the port-forward again if it has ended, for example after a restart. Raises ClusterError."""
     record = cluster.record
     if not record.parts.get("forward") or processes.alive(DaemonId(**record.parts["forward"])):
         return
     port, http_port = _forwarded(record.parts["context"], record.parts["namespace"], cluster)
-    if record.address:  # of a start that was completed
+    if record.address:  # the start was completed
         scheme = record.address.partition("://")[0]
         dashboard = f"http://127.0.0.1:{http_port}/status" if record.dashboard else ""
         cluster.update(address=f"{scheme}://127.0.0.1:{port}", dashboard=dashboard)
@@ -72,15 +72,15 @@ def close(cluster: Deployment) -> None:
 
 
 def log(cluster: Deployment, lines: int) -> Mapping[str, str]:
-    """What the port-forward has to say, if it has anything."""
+    """The log of the port-forward, if it has written anything."""
     said = processes.tail(str(cluster.folder), _FORWARD, lines)
     return {_FORWARD: said} if said.strip() else {}
 
 
 def _forwarded(context: str, namespace: str, cluster: Deployment) -> tuple[int, int]:
-    """The local ports of scheduler and dashboard; the process that forwards them is started where it does not run.
+    """The local ports of scheduler and dashboard. Starts the forwarding process if it does not run.
 
-    The ports stay what they were, unless another program has taken them.
+    The ports stay the same, unless another program uses them now.
     """
     parts = cluster.record.parts
     if parts.get("forward") and processes.alive(DaemonId(**parts["forward"])):
@@ -126,7 +126,7 @@ def _read(file: Path) -> list[int]:
 
 
 async def _service(api: Kubernetes, name: str, deadline: float) -> Mapping[str, Any]:
-    """The scheduler's service, which the operator may make after its pod is ready. Raises ClusterError."""
+    """The scheduler's service. The operator may create it after the pod is ready. Raises ClusterError."""
     while (service := await api.get(CORE, f"services/{name}")) is None:
         if time.monotonic() > deadline:
             raise ClusterError(
@@ -151,7 +151,7 @@ async def _balancer(api: Kubernetes, name: str, deadline: float) -> str:
 
 
 def _resolves(host: str) -> bool:
-    """Whether this is a pod of the cluster, which knows the service's name."""
+    """Whether this process runs in a pod that can resolve the service's name."""
     if "KUBERNETES_SERVICE_HOST" not in os.environ:
         return False
     try:

@@ -1,6 +1,6 @@
-"""What a cluster is made of in Kubernetes: a DaskCluster, which dask-kubernetes' operator turns into pods.
+"""The Kubernetes objects of a cluster: a DaskCluster, which the operator of dask-kubernetes turns into pods.
 
-The pods run what our own clusters run everywhere: our scheduler, with TLS, and one light worker with a slot per GPU.
+The pods run the same programs as clusters elsewhere: our scheduler, with TLS, and one worker with a slot per GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddptrain.errors import UsageError
 COMM_PORT = 8786
 HTTP_PORT = 8787
 MANAGED = {"app.kubernetes.io/managed-by": "ddptrain"}
-OWNER_LABEL = "ddptrain-owner"  # a random word for each cluster: which one is ours is beyond doubt
+OWNER_LABEL = "ddptrain-owner"  # a random value for each cluster, which identifies our objects
 SLOTS_LABEL = "ddptrain-slots"  # of each worker pod
 _GPU = "nvidia.com/gpu"
 _FOLDER = "/run/ddptrain"
@@ -29,7 +29,7 @@ _NAME = re.compile(r"(?=.{1,53}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def checked_name(name: str) -> str:
-    """The name itself. Raises UsageError where Kubernetes can't have it."""
+    """Returns the name. Raises UsageError if Kubernetes does not allow it."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f'"{name}" can\'t name a cluster in Kubernetes: lower-case letters, digits and dashes, at most 53'
@@ -38,32 +38,32 @@ def checked_name(name: str) -> str:
 
 
 def service_name(name: str) -> str:
-    """The scheduler's service, and its deployment."""
+    """The name of the scheduler's service and deployment."""
     return f"{name}-scheduler"
 
 
 def worker_group(name: str) -> str:
-    """The operator's name for the workers."""
+    """The name of the DaskWorkerGroup that the operator creates."""
     return f"{name}-default"
 
 
 def secret_name(name: str) -> str:
-    """The secret that holds the cluster's certificate and key."""
+    """The name of the secret with the cluster's certificate and key."""
     return f"{name}-ddptrain-tls"
 
 
 def slots_of(labels: Mapping[str, str]) -> int:
-    """Slots of each worker pod of a DaskCluster with these labels; 1 for one of others."""
+    """The slots of each worker pod of a DaskCluster with these labels; 1 if it is not one of ours."""
     return int(labels[SLOTS_LABEL]) if labels.get(SLOTS_LABEL, "").isdigit() else 1
 
 
 def slots_per_worker(settings: KubernetesSettings) -> int:
-    """One per GPU, or as many as the settings say."""
+    """The slots of each worker pod: one per GPU, or as configured."""
     return settings.gpus_per_worker or settings.ranks_per_worker
 
 
 def secret_spec(name: str, owner: str, folder: Path) -> dict[str, Any]:
-    """The secret that brings the certificate and key in `folder` into the pods."""
+    """The secret that mounts the certificate and key of `folder` in the pods."""
     files = {file: base64.b64encode((folder / file).read_bytes()).decode() for file in (CERT_FILE, KEY_FILE)}
     metadata = {"name": secret_name(name), "labels": {**MANAGED, OWNER_LABEL: owner}}
     return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": files}
@@ -101,14 +101,14 @@ def _fill_scheduler(part: dict[str, Any], name: str, settings: KubernetesSetting
         *("--dashboard-address", f"0.0.0.0:{HTTP_PORT}"),
         *(("--http-route", "ddptrain.clusters.backends.kubernetes.idleroute") if tells_idle else ()),
     ]
-    # There is a dashboard only if the image has bokeh, so no HTTP probe; the file goes when the scheduler ends.
+    # No HTTP probe: the dashboard exists only if the image has bokeh. The scheduler deletes the file when it ends.
     container["readinessProbe"] = {
         "exec": {"command": ["test", "-f", f"{_FOLDER}/scheduler.json"]},
         "periodSeconds": 1,
         "failureThreshold": 1,
     }
     del container["livenessProbe"]
-    # The scheduler keeps files of its own beside the certificate, and a secret's folder can't be written to.
+    # The scheduler writes files beside the certificate, and the mount of a secret is read-only.
     container["volumeMounts"] = [
         {"name": "ddptrain", "mountPath": _FOLDER},
         *(
@@ -118,7 +118,7 @@ def _fill_scheduler(part: dict[str, Any], name: str, settings: KubernetesSetting
     ]
     part["spec"]["volumes"] = [{"name": "ddptrain", "emptyDir": {}}]
     if settings.scheduler_service_type == "LoadBalancer":
-        # What an outer network can reach is the port with TLS alone.
+        # Only the port with TLS can be reached from outside.
         part["service"]["ports"] = [port for port in part["service"]["ports"] if port["port"] == COMM_PORT]
 
 
@@ -145,7 +145,7 @@ def _fill_worker(pod: dict[str, Any], scheduler_host: str, slots: int, settings:
 
 
 def _fill_pod(pod: dict[str, Any], name: str, settings: KubernetesSettings) -> None:
-    # Whatever user the image runs as must be able to read it.
+    # The user that the image runs as must be able to read it.
     secret = {"secretName": secret_name(name), "defaultMode": 0o444}
     pod["volumes"] = [{"name": "ddptrain-tls", "secret": secret}, *pod["volumes"]]
     pod["terminationGracePeriodSeconds"] = _GRACE_S
@@ -158,7 +158,7 @@ def _fill_pod(pod: dict[str, Any], name: str, settings: KubernetesSettings) -> N
 
 
 def _resources(settings: KubernetesSettings) -> dict[str, dict[str, str]]:
-    """Requests and limits, as the operator's schema has them: text."""
+    """Requests and limits; the schema of the operator wants strings."""
     requests, limits = settings.resources.requests, settings.resources.limits
     if settings.gpus_per_worker:
         limits = {_GPU: settings.gpus_per_worker, **limits}

@@ -1,4 +1,4 @@
-"""The worker pods of a cluster in Kubernetes: how many there are, and which of them go."""
+"""Scaling the worker pods of a cluster in Kubernetes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ASK_S = 15.0  # a scheduler on a busy machine answers late, and without its ans
 
 
 async def resize(api: Kubernetes, cluster: Deployment, wanted: int, slots_each: int, tell: Tell) -> None:
-    """Have `wanted` worker pods; those that runs are on stay, with as many slots as these hold.
+    """Scale to `wanted` worker pods. Pods in use stay, with as many slots as the runs hold.
 
-    Which pods go is decided here: the operator asks the scheduler without TLS, and where that fails takes any.
+    The pods to delete are chosen here: the operator would ask the scheduler without TLS, and if that fails delete any.
 
     Raises: ClusterError
     """
@@ -41,14 +41,14 @@ async def resize(api: Kubernetes, cluster: Deployment, wanted: int, slots_each: 
     slots = {joined[name].address: joined[name].held for name in staying if joined[name].warm is not None}
     slots |= {each.address: slots_each for name, each in joined.items() if name in rest and each.slots < slots_each}
     await asyncio.to_thread(_set_slots, cluster, slots)
-    # With as many pods as replicas, the operator has nothing to choose.
+    # The number of replicas equals the number of pods, so the operator deletes none.
     replicas = max(wanted, len(names) - len(leaving))
     await api.patch(DASK, f"daskworkergroups/{group}", {"spec": {"worker": {"replicas": replicas}}})
     cluster.update(workers=replicas)
 
 
 def _joined(cluster: Deployment) -> dict[str, status.WorkerView]:
-    """The workers by name, as the scheduler tells. Raises ClusterError."""
+    """The workers by name, as the scheduler reports them. Raises ClusterError."""
     view = status.probe(cluster, _ASK_S)
     if view.state != status.State.UP:
         raise ClusterError(f"which workers are free can't be told: {view.reason}")
@@ -56,7 +56,7 @@ def _joined(cluster: Deployment) -> dict[str, status.WorkerView]:
 
 
 def _set_slots(cluster: Deployment, slots: Mapping[str, int]) -> None:
-    """How many ranks fit on each of our own workers from now on, by address."""
+    """Set the number of slots of our own workers, by address."""
     if not slots:
         return
     from distributed import Client

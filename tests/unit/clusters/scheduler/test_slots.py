@@ -1,4 +1,4 @@
-"""The book of slots: all or none, never twice, and free again when the holder goes."""
+"""The table of slots: all or none, never twice, and free again when the holder goes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.clusters.scheduler import slots
-from ddptrain.clusters.scheduler.slots import SlotBook
+from ddptrain.clusters.scheduler.slots import SlotTable
 
 LOOP = asyncio.new_event_loop()  # of the scheduler, which sends orders to workers in it
 
@@ -40,8 +40,8 @@ class FakeScheduler:
         return answered
 
     @property
-    def book(self) -> SlotBook:
-        return cast(SlotBook, self.plugins[slots.PLUGIN_NAME])
+    def table(self) -> SlotTable:
+        return cast(SlotTable, self.plugins[slots.PLUGIN_NAME])
 
 
 def worker(name: str, count: int | None) -> Any:
@@ -101,7 +101,7 @@ def test_no_number_asks_for_every_slot() -> None:
 def test_slots_of_a_driver_that_died_are_free() -> None:
     there = scheduler(a=2)
     ask(there, "r1", 2)
-    there.book.remove_client(there, "client-r1")
+    there.table.remove_client(there, "client-r1")
     assert "slots" in ask(there, "r2", 2)
 
 
@@ -109,9 +109,9 @@ def test_slots_of_a_lost_worker_are_gone() -> None:
     there = scheduler(a=1, b=1)
     ask(there, "r1", 2)
     there.workers.pop("tcp://a")
-    there.book.remove_worker(there, "tcp://a")
+    there.table.remove_worker(there, "tcp://a")
     assert ask(there, "r2", 2)["refusal"]["total"] == 1
-    assert all(slot.worker == "tcp://b" for slot in there.book.holders)
+    assert all(slot.worker == "tcp://b" for slot in there.table.holders)
 
 
 def test_line_is_served_in_order() -> None:
@@ -143,7 +143,7 @@ def test_driver_that_died_leaves_the_line() -> None:
     ask(there, "r1", 1)
     ask(there, "r2", 1, in_line=True)
     assert ask(there, "r3", 1, in_line=True)["refusal"]["place"] == 2
-    there.book.remove_client(there, "client-r2")
+    there.table.remove_client(there, "client-r2")
     assert ask(there, "r3", 1, in_line=True)["refusal"]["place"] == 1
 
 
@@ -152,12 +152,12 @@ def test_driver_that_died_in_the_line_leaves_no_topic() -> None:
     there._broker = SimpleNamespace(_topics={"ddptrain/r1": [], "ddptrain/r2": []})
     ask(there, "r1", 1)
     ask(there, "r2", 1, in_line=True)
-    there.book.remove_client(there, "client-r2")
+    there.table.remove_client(there, "client-r2")
     assert set(there._broker._topics) == {"ddptrain/r1"}
 
 
 def test_topic_of_a_run_that_another_driver_has_taken_up_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_LAST_WORDS_S", 0.01)
+    monkeypatch.setattr(slots, "_LAST_MESSAGES_S", 0.01)
     there = scheduler(a=2)
     topics = {f"ddptrain/{run}": SimpleNamespace(subscribers={f"client-{run}"}) for run in ("r1", "r2")}
     there._broker = SimpleNamespace(_topics=topics)
@@ -165,9 +165,9 @@ def test_topic_of_a_run_that_another_driver_has_taken_up_stays(monkeypatch: pyte
     for run in ("r1", "r2"):
         ask(there, run, 1)
         there.clients.pop(f"client-{run}")
-    book = there.book
+    table = there.table
     for run in ("r1", "r2"):
-        book.remove_client(there, f"client-{run}")
+        table.remove_client(there, f"client-{run}")
     topics["ddptrain/r2"].subscribers.add("another")
     there.clients["another"] = None
     LOOP.run_until_complete(asyncio.sleep(0.05))
@@ -204,7 +204,7 @@ def test_last_run_takes_the_book_along() -> None:
     ask(there, "r2", 1)
     slots.release("r1", there)
     assert slots.is_busy(there)
-    there.book.remove_client(there, "client-r2")
+    there.table.remove_client(there, "client-r2")
     assert there.plugins == {} and not slots.is_busy(there)
 
 
@@ -213,9 +213,9 @@ def test_run_that_leaves_takes_its_plugin_from_its_workers(died: bool) -> None:
     there = scheduler(a=1, b=1)
     ask(there, "r1", 1)
 
-    worker_of_r1 = next(iter(there.book.holders)).worker
+    worker_of_r1 = next(iter(there.table.holders)).worker
     if died:
-        there.book.remove_client(there, "client-r1")
+        there.table.remove_client(there, "client-r1")
     else:
         slots.release("r1", there)
     assert there.orders == [("ddptrain-r1", [worker_of_r1])]
@@ -227,7 +227,7 @@ def test_run_that_asks_again_gets_other_slots_for_its_own_and_passes_the_line() 
     ask(there, "r2", 1, in_line=True)
     assert ask(there, "r1", 4)["slots"] == first
     there.workers.pop("tcp://a")
-    there.book.remove_worker(there, "tcp://a")
+    there.table.remove_worker(there, "tcp://a")
     assert ask(there, "r1", 4)["refusal"]["total"] == 2  # and keeps what it has
     assert [slot[0] for slot in ask(there, "r1", 2)["slots"]] == ["tcp://b", "tcp://b"]
     slots.release("r1", there)
@@ -267,8 +267,8 @@ def test_smaller_offer_of_a_worker_that_returns_counts() -> None:
     slots.learn({"tcp://a": (3, 2)}, there)
     assert len(ask(there, "r1", 3)["slots"]) == 3
     lost = there.workers.pop("tcp://a")
-    there.book.remove_worker(there, "tcp://a")
-    assert there.book.holders == {}
+    there.table.remove_worker(there, "tcp://a")
+    assert there.table.holders == {}
     there.workers["tcp://a"] = lost
     assert ask(there, "r1", 2)["unknown"] == ["tcp://a"], "its old offer does not count"
     slots.learn({"tcp://a": (1, 1)}, there)
@@ -295,9 +295,9 @@ def test_workers_that_a_run_does_not_want_are_left_to_others() -> None:
 def test_run_whose_workers_are_all_lost_is_still_known() -> None:
     there = scheduler(a=1)
     ask(there, "r1", 1)
-    there.book.remove_worker(there, "tcp://a")
+    there.table.remove_worker(there, "tcp://a")
     assert slots.is_busy(there)
-    there.book.remove_client(there, "client-r1")
+    there.table.remove_client(there, "client-r1")
     assert not slots.is_busy(there)
 
 
@@ -329,7 +329,7 @@ def test_no_order_of_requests_gives_a_slot_twice(requests: list[tuple[str, int, 
             slots.release(run, there)
             held.pop(run, None)
             continue
-        holders = there.book.holders if there.plugins else {}
+        holders = there.table.holders if there.plugins else {}
         others = {slot for slot, holder in holders.items() if holder.run_id != run}
         answer = ask(there, run, count, in_line=what == "wait")
         if "slots" in answer:
@@ -337,7 +337,7 @@ def test_no_order_of_requests_gives_a_slot_twice(requests: list[tuple[str, int, 
             assert len(got) == count and not got & others
             held[run] = count
     assert sum(held.values()) <= 7
-    assert (len(there.book.holders) if there.plugins else 0) == sum(held.values())
+    assert (len(there.table.holders) if there.plugins else 0) == sum(held.values())
 
 
 def test_scheduler_follows_the_longest_cut_that_a_run_on_it_wants_to_survive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +348,6 @@ def test_scheduler_follows_the_longest_cut_that_a_run_on_it_wants_to_survive(mon
     assert ask(there, "r1", lost_after_s=20.0)["lost_after_s"] == 20.0
     assert ask(there, "r2", lost_after_s=90.0)["lost_after_s"] == 90.0
     slots.release("r2", there)
-    assert there.book.lost_after_s == 20.0
+    assert there.table.lost_after_s == 20.0
     assert ask(there, "r3", lost_after_s=5.0)["lost_after_s"] == 20.0
     assert followed == [20.0, 90.0, 20.0]
