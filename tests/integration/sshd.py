@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MARK, PATIENCE_S
+from tests.conftest import PATIENCE_S
 from tests.integration.netns import Host
 from tests.integration.ports import free_ports
+from tests.leaks import MARK
 
 HOSTS = {"alpha": "127.0.0.1", "beta": "127.0.0.2"}
 
