@@ -1,7 +1,7 @@
-"""TensorBoard: event files below tracking/tensorboard, each event on the disk when log() returns.
+"""The tracker for TensorBoard: event files below tracking/tensorboard. Each event is on the disk when log() returns.
 
-Events are made with the package's own protocol buffers: all numbers of a call in one, and pictures as the PNG files
-that they are. torch.utils.tensorboard takes ten times as long for it, with another thread beside the one of training.
+Events are created with tensorboard's protocol buffers: one event for all numbers of a call, and images as PNG without
+encoding them again. torch.utils.tensorboard takes ten times as long, and adds another thread.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ddptrain.tracking.items import Image, Item, Numbers, Table
 from ddptrain.tracking.protocol import Facts, State
 
 FOLDER = "tensorboard"
-_VERSION = "brain.Event:2"  # of the files' format
-_MOST_ROWS = 100  # of a table: it is shown as text
-_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # of a PNG's kinds of colour
+_VERSION = "brain.Event:2"  # of the file format
+_MAX_ROWS = 100  # of a table, which TensorBoard shows as text
+_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # number of channels by the color type of a PNG
 
 
 class TensorBoardTracker:
-    """Writes an event file; in mode process each rank has a folder, and is a run of its own in TensorBoard."""
+    """Writes an event file. In mode `process` each rank has its own folder, and is a separate run in TensorBoard."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._each_rank = options.get("mode") == "process"
@@ -40,11 +40,11 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, facts: Facts) -> None:
-        """Open a further event file."""
+        """Opens a new event file; those of earlier attempts stay."""
         below = f"{FOLDER}/rank-{facts.rank}" if self._each_rank else FOLDER
         folder = facts.folder / below
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard takes files in the order of their names: by time. Two may begin in one millisecond.
+        # TensorBoard reads files in the order of their names. Nanoseconds: two files may be created in one millisecond.
         name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("xb")
         self._writer = RecordWriter(self._file)
@@ -56,15 +56,15 @@ class TensorBoardTracker:
         facts.found({"folder": f"tracking/{below}"})
 
     def log(self, item: Item) -> None:
-        """Write numbers, a picture, or a table as text."""
+        """Writes numbers, an image, or a table as text."""
         match item:
             case Numbers(values=values):
                 step = self._step(item.step, item.epoch, "")
                 numbers = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-                self._forget_from(item)
+                self._purge_repeated(item)
                 self._add(item.time_ns / 1e9, step, numbers)
             case Image():
-                self._add(item.time_ns / 1e9, self._step(item.step, None, item.name), [_picture(item)])
+                self._add(item.time_ns / 1e9, self._step(item.step, None, item.name), [_image(item)])
             case Table():
                 text = _text(item.name, _rows(item))
                 self._add(item.time_ns / 1e9, self._step(item.step, None, item.name), [text])
@@ -72,11 +72,11 @@ class TensorBoardTracker:
                 pass
 
     def finish(self, state: State) -> None:
-        """Close the file; it has no room for how a run ended."""
+        """Closes the file. The format has no field for the state of a run."""
         self._file.close()
 
     def _step(self, step: int | None, epoch: float | None, name: str) -> int:
-        """The step, or else the epoch, or how often it was called without either."""
+        """The step; else the epoch; else the number of earlier calls without either."""
         if step is not None:
             return step
         if epoch is not None:
@@ -87,8 +87,8 @@ class TensorBoardTracker:
     def _add(self, time_s: float, step: int, values: list[Any]) -> None:
         self._write(Event(wall_time=time_s, step=step, summary=Summary(value=values)))
 
-    def _forget_from(self, item: Numbers) -> None:
-        """What an attempt before has written after the checkpoint, and from this step on, comes again."""
+    def _purge_repeated(self, item: Numbers) -> None:
+        """Makes TensorBoard forget the steps of an earlier attempt that this attempt repeats after its checkpoint."""
         if self._purge and item.step is not None:
             self._purge = False
             start = SessionLog(status=SessionLog.START)
@@ -100,9 +100,9 @@ class TensorBoardTracker:
         self._file.flush()
 
 
-def _picture(image: Image) -> Any:
+def _image(image: Image) -> Any:
     data = image.path.read_bytes()
-    width, height, _, kind = struct.unpack(">IIBB", data[16:26])  # of the PNG's header
+    width, height, _, kind = struct.unpack(">IIBB", data[16:26])  # in the PNG header
     made = Summary.Image(width=width, height=height, colorspace=_CHANNELS.get(kind, 3), encoded_image_string=data)
     return Summary.Value(tag=image.name, image=made)
 
@@ -115,7 +115,7 @@ def _text(tag: str, text: str) -> Any:
 
 
 def _as_markdown(config: Mapping[str, Any], depth: int = 0) -> str:
-    """The configuration as nested lists."""
+    """The configuration as nested Markdown lists."""
     lines = []
     for key, value in config.items():
         nested = isinstance(value, Mapping) and value
@@ -126,10 +126,10 @@ def _as_markdown(config: Mapping[str, Any], depth: int = 0) -> str:
 
 
 def _rows(table: Table) -> str:
-    """The table as Markdown, its first rows only."""
+    """The first rows of a table as Markdown."""
     lines = [_row(table.columns), _row(["---"] * len(table.columns))]
-    lines += [_row(["(image)" if isinstance(cell, Image) else cell for cell in row]) for row in table.rows[:_MOST_ROWS]]
-    if len(table.rows) > _MOST_ROWS:
+    lines += [_row(["(image)" if isinstance(cell, Image) else cell for cell in row]) for row in table.rows[:_MAX_ROWS]]
+    if len(table.rows) > _MAX_ROWS:
         lines.append(f"\n{len(table.rows)} rows; the run directory has all of them")
     return "\n".join(lines)
 
