@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddptrain import __version__, log
+from ddptrain.file_ops import write_all
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import open_to_append, write_all
+from ddptrain.results.files import open_to_append
 
 MAX_BYTES = 8 << 20  # a larger file is renamed to driver.log.1, of which there is one
 
