@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -188,3 +189,16 @@ def test_weights_that_are_not_there_are_told(tmp_path: Path) -> None:
         weights_path("/nowhere/w.pth")
     with pytest.raises(BadWeights, match="is a folder: name the file in it"):
         weights_path(str(tmp_path))
+
+
+def test_file_of_a_store_is_downloaded_and_checked(tmp_path: Path) -> None:
+    fsspec.filesystem("memory").pipe_file("/weights/a.pt", CONTENT)
+    done: list[float] = []
+    path = tmp_path / f"a-{DIGEST}.pt"
+    fetch_file("memory://weights/a.pt", path, {}, progress=lambda mb, _: done.append(mb), tell=print, check_name=True)
+    assert path.read_bytes() == CONTENT and done[-1] == len(CONTENT) / 1e6
+    with pytest.raises(CannotFetch, match=r"can't fetch memory://weights/none\.pt: memory://weights/none\.pt does not"):
+        fetch_file("memory://weights/none.pt", tmp_path / "none", {}, progress=lambda *_: None, tell=print)
+    wrong = tmp_path / "a-00000000.pt"
+    with pytest.raises(CannotFetch, match="is damaged: its SHA-256"):
+        fetch_file("memory://weights/a.pt", wrong, {}, progress=lambda *_: None, tell=print, check_name=True)
