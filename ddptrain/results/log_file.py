@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddptrain import __version__, log
-from ddptrain.file_ops import write_all
+from ddptrain.file_ops import publish, write_all
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.files import open_to_append
 
@@ -89,7 +89,7 @@ class LogFile(logging.Handler):
 
     def _rotate(self) -> None:
         self._close_file()
-        os.rename(self._path, self._path.with_name(f"{self._path.name}.1"))  # a link is renamed, never followed
+        publish(self._path, self._path.with_name(f"{self._path.name}.1"))  # a link is renamed, never followed
         self._descriptor = open_to_append(self._path)
         self._size = os.fstat(self._descriptor).st_size
 
