@@ -171,15 +171,8 @@ class Gang:
                     gpu=gpus[slot.index] if slot.index < len(gpus) else "",
                 )
             )
-            _log.info(
-                "rank placed",
-                rank=rank,
-                host=places[-1].host,
-                worker=slot.worker,
-                slot=slot.index,
-                gpu=places[-1].gpu or None,
-                shares_files=places[-1].shared,
-            )
+            where = {"worker": slot.worker, "slot": slot.index, "gpu": places[-1].gpu or None}
+            _log.info("rank placed", rank=rank, host=places[-1].host, shares_files=places[-1].shared, **where)
             seen[slot.host] += 1
         return places
 
@@ -273,9 +266,7 @@ class Gang:
             pure=False,
             retries=0,
         )
-        _log.info(
-            "rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port or None
-        )
+        _log.info("rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port)
         self.futures[spec.rank] = future
         self._worker_of[spec.rank] = slot.worker
         future.add_done_callback(lambda done: self._on_done(spec, done))

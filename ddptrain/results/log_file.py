@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddptrain import __version__, log
-from ddptrain.file_ops import publish, write_all
+from ddptrain import __version__, file_ops, log
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.files import open_to_append
 
@@ -84,12 +83,12 @@ class LogFile(logging.Handler):
         super().close()
 
     def _append(self, data: bytes) -> None:
-        write_all(self._descriptor, data)
+        file_ops.write_all(self._descriptor, data)
         self._size += len(data)
 
     def _rotate(self) -> None:
         self._close_file()
-        publish(self._path, self._path.with_name(f"{self._path.name}.1"))  # a link is renamed, never followed
+        file_ops.publish(self._path, self._path.with_name(f"{self._path.name}.1"))  # a link is renamed, never followed
         self._descriptor = open_to_append(self._path)
         self._size = os.fstat(self._descriptor).st_size
 

@@ -70,7 +70,7 @@ def test_17_ranks_that_fail_in_a_pipe_are_grouped_and_the_log_says_what_was_deci
         "INFO driver .*attempt=1 rank=11 rank ordered worker=",
         "INFO worker .*attempt=1 rank=11 rank started .*pid=[0-9]+ start=forked",
         'INFO driver .*rank=11 fault kind=exception message="ValueError: wrong shape, token=<left out>" victim=False',
-        "INFO driver .*waiting for an earlier fault before the other ranks are stopped settle_s=",
+        "INFO driver .*attempt=1 deadline set deadline=settle in_s=",
         "INFO worker .*rank=11 rank ended .*status=1",
         "INFO driver .*attempt ended status=failed cause_rank=11",
         "INFO driver .*run ends status=failed exit_code=1",

@@ -78,7 +78,7 @@ def test_full_disk_ends_the_log_and_not_the_run(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     with driver_log(tmp_path / "driver.log", "toy-1", []):
-        monkeypatch.setattr("ddptrain.results.log_file.write_all", full)
+        monkeypatch.setattr("ddptrain.file_ops.write_all", full)
         LOG.info("lost")
         monkeypatch.undo()
         LOG.info("also lost: half a line may stand before it")
