@@ -32,8 +32,8 @@ def start_rank(
         why_cold = f"only a fresh program reads {', '.join(names)}"
     if not why_cold:
         kept = {log_fd, events_fd, commands_fd}
-        close = {*close, spec_fd} - kept
-        return _fork(lambda: process.run_rank(spec, log_fd, events_fd, commands_fd), close), "forked"
+        closed = {*close, spec_fd} - kept
+        return _fork(lambda: process.run_rank(spec, log_fd, events_fd, commands_fd), closed), "forked"
     os.lseek(spec_fd, 0, os.SEEK_SET)
     return _start_cold(spec.env, (spec_fd, log_fd, events_fd, commands_fd)), f"cold: {why_cold}"
 
