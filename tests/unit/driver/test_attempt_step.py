@@ -319,7 +319,7 @@ def test_rank_that_does_not_end_is_given_up_three_seconds_after_its_grace_period
     play.tick(0.15)
     play.exit(0, -9)
     play.tick(GRACE_S + 2.99)
-    assert play.state.running == 2
+    assert play.state.running == 1
     play.tick(0.02)
     assert play.state.over
     assert [(end.rank, end.ok, end.stopped) for _, end in play.all(actions.RecordRankEnd)] == [
