@@ -124,7 +124,7 @@ class _Step(Draft):
     def _start_others(self, port: int) -> None:
         """The store of rank 0 is open. While the group is stopping, ranks that were not submitted are over already."""
         for rank, watched in enumerate(self.state.ranks):
-            if not watched.submitted_at and not watched.over and not self.state.stopping:
+            if not watched.submitted_at and not watched.over:
                 self._submit(rank, port)
 
     def _submit(self, rank: int, port: int = 0) -> None:
