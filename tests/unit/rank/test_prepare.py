@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.rank.prepare import prepared
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -47,7 +48,7 @@ def test_channels_last_changes_the_memory_format_of_convolutions_and_no_value() 
     ready = prepared(model(), CPU, {"channels_last": True})
     weight = bare(ready)[0].weight  # type: ignore[index]
     assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
-    assert torch.equal(weight, model()[0].weight)
+    assert torch.equal(weight, model().state_dict()["0.weight"])
     assert bare(prepared(model(), CPU, {"channels_last": False}))[0].weight.is_contiguous()  # type: ignore[index]
 
 

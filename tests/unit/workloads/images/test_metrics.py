@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddptrain.workloads.images.metrics import Meter
 
@@ -27,7 +28,7 @@ class Context(SimpleNamespace):
 
 @pytest.fixture
 def ctx() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield Context()
     dist.destroy_process_group()
 

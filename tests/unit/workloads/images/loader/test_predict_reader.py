@@ -26,7 +26,7 @@ def picture(path: Path, red: int) -> Given:
 def test_images_and_reasons_come_in_the_order_of_the_inputs(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no image")
     os.mkfifo(tmp_path / "fifo.png")
-    inputs = [
+    inputs: list[Given | Trouble] = [
         picture(tmp_path / "one.png", 10),
         Trouble("missing", "no such file or folder"),
         Given("broken", str(tmp_path / "broken.png")),

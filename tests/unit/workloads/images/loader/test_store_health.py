@@ -205,14 +205,14 @@ class TestProbe:
     """StoreHealth by itself."""
 
     def test_answer_that_is_newer_needs_no_probe(self, clock: Clock) -> None:
-        health, asked = StoreHealth(), []
+        health, asked = StoreHealth(), list[str]()
         clock.now_s = 5.0
         health.record_answer("a")
         assert (health.last_answer, health.has_read) == (5.0, True)
         assert health.probe(5.0, asked.append) and health.probe(4.0, asked.append) and asked == []
 
     def test_probe_asks_for_what_was_read_last(self, clock: Clock) -> None:
-        health, asked = StoreHealth(), []
+        health, asked = StoreHealth(), list[str]()
         health.probe(1.0, asked.append)
         health.record_answer("a")
         health.record_answer()
