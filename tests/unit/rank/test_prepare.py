@@ -82,6 +82,12 @@ def test_model_without_trainable_parameters_is_not_wrapped() -> None:
     assert prepared(mine, CPU, {}) is mine
 
 
+def test_model_with_some_trainable_parameters_is_wrapped() -> None:
+    mine = model()
+    mine[0].requires_grad_(False)
+    assert bare(prepared(mine, CPU, {})) is mine
+
+
 def test_arguments_of_ddp_are_passed_on() -> None:
     ready = prepared(model(), CPU, {}, find_unused_parameters=True, gradient_as_bucket_view=True)
     assert isinstance(ready, DistributedDataParallel)

@@ -121,6 +121,12 @@ def test_order_is_the_permutation_of_seed_and_epoch_and_ranks_take_turns() -> No
     assert shares(24, 2) == [expected[::2], expected[1::2]]
 
 
+def test_seeds_of_any_size_are_reduced_to_63_bits() -> None:
+    seed = (10**18 * 1_000_003 + 1) % 2**63
+    expected = torch.randperm(24, generator=torch.Generator().manual_seed(seed)).tolist()
+    assert shares(24, 1, seed=10**18) == [expected]
+
+
 @pytest.mark.parametrize(
     ("drop_last", "expected"),
     [
