@@ -87,7 +87,7 @@ def _built_wheel_problems(version: str) -> list[str]:
         python = environment / "bin" / "python"
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
         site = next(path for path in sys.path if path.endswith("site-packages"))
-        command = [environment / "bin" / "ddptrain", "--version"]
+        command = [str(environment / "bin" / "ddptrain"), "--version"]
         shown = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": site}, cwd=folder)
         if shown.stdout.strip() != f"ddptrain {version}":
             problems.append(f"the installed wheel's `ddptrain --version` prints {shown.stdout + shown.stderr!r}")
