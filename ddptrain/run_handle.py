@@ -115,9 +115,9 @@ class Run:
         A line is {"time_s", "step", "epoch", "rank", "attempt", name: number, ...}.
         """
         from ddptrain.results.metrics import MetricsReader, counting
-        from ddptrain.results.run_store import Need
+        from ddptrain.results.run_store import NeededFiles
 
-        view = self._view(Need.METRICS)
+        view = self._view(NeededFiles.METRICS)
         lines = counting(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
         return [
             {
@@ -148,18 +148,18 @@ class Run:
         """The folder of the best checkpoint (the newest if there is no metric); None if there is none."""
         from ddptrain.errors import RunNotFound
         from ddptrain.results.lookup import find_checkpoint
-        from ddptrain.results.run_store import Need
+        from ddptrain.results.run_store import NeededFiles
 
         try:
-            return find_checkpoint(self._view(Need.MODEL).layout, "best")
+            return find_checkpoint(self._view(NeededFiles.MODEL).layout, "best")
         except RunNotFound:
             return None
 
     def logs(self, rank: int = 0) -> str:
         """Return the output of a rank so far."""
-        from ddptrain.results.run_store import Need
+        from ddptrain.results.run_store import NeededFiles
 
-        log = self._view(Need.LOGS, rank).layout.log(rank)
+        log = self._view(NeededFiles.LOGS, rank).layout.log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     # --- actions ---

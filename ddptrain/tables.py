@@ -14,7 +14,7 @@ def clean(text: str) -> str:
     return sanitized(text.replace("\t", "    "), mark="\N{REPLACEMENT CHARACTER}")
 
 
-def on_a_line(text: str) -> str:
+def clean_line(text: str) -> str:
     """Like `clean`, but also with a mark for line breaks, which file names may contain."""
     return clean(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 

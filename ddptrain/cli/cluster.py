@@ -194,11 +194,11 @@ def down(
 
 
 def _nothing_to_end(name: str, known: Sequence[str]) -> str:
-    from ddptrain.config.wording import nearest, shown
+    from ddptrain.config.wording import nearest, shorten
 
     near = nearest(name, known)
     return (
-        f'there is no cluster "{shown(name)}", so there is nothing to end{f" (did you mean {near}?)" if near else ""}'
+        f'there is no cluster "{shorten(name)}", so there is nothing to end{f" (did you mean {near}?)" if near else ""}'
     )
 
 

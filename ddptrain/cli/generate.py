@@ -28,11 +28,11 @@ def generate(
     import json
 
     from ddptrain.results.remote.runs import open_runs_dir, split_run
-    from ddptrain.results.run_store import Need
+    from ddptrain.results.run_store import NeededFiles
     from ddptrain.workloads.petnames.generate import generate_names
 
     place, name = split_run(run, runs_dir)
-    run_dir = open_runs_dir(place).find(name, Need.MODEL).layout.root
+    run_dir = open_runs_dir(place).find(name, NeededFiles.MODEL).layout.root
     made = generate_names(run_dir, count, prefix, temperature, seed, keep_known)
     if as_json:
         write([json.dumps({"run_id": run_dir.name, **dataclasses.asdict(made)})])

@@ -12,7 +12,7 @@ from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
-    from ddptrain.workloads.images.predict import Result
+    from ddptrain.workloads.images.predict import ImageResult
 
 _SOME_FAILED = 1
 _WIDEST_NAME = 40
@@ -58,16 +58,16 @@ def predict(
     Files that can't be read are reported, the others are classified; the exit code is then 1.
     """
     from ddptrain.results.remote.runs import open_runs_dir, split_run
-    from ddptrain.results.run_store import Need
-    from ddptrain.workloads.images.data.predict_inputs import images_of
+    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.workloads.images.data.predict_inputs import find_images
 
     if as_json and as_csv:
         raise typer.BadParameter("give --json or --csv, not both")
     options = _source_options(source_option or [])
     place, name = split_run(run, runs_dir)
     runs = open_runs_dir(place)
-    run_dir = runs.find(name, Need.MODEL).layout.root
-    given = images_of(images, options)  # before torch is imported: most errors are in the paths
+    run_dir = runs.find(name, NeededFiles.MODEL).layout.root
+    given = find_images(images, options)  # before torch is imported: most errors are in the paths
 
     from ddptrain.workloads.images.model.saved import load_model
     from ddptrain.workloads.images.predict import Classifier, choose_device, default_batch_size
@@ -94,7 +94,7 @@ class _Count:
         self.all = 0
         self.failed = 0
 
-    def of(self, results: Iterable[Result]) -> Iterator[Result]:
+    def of(self, results: Iterable[ImageResult]) -> Iterator[ImageResult]:
         for result in results:
             self.all += 1
             self.failed += bool(result.error)
@@ -115,7 +115,7 @@ def _source_options(given: Iterable[str]) -> dict[str, object]:
     return options
 
 
-def _json(head: dict[str, str], results: Iterable[Result]) -> Iterator[str]:
+def _json(head: dict[str, str], results: Iterable[ImageResult]) -> Iterator[str]:
     """Yield one JSON object line by line, so that not all results are in memory."""
     import json
 
@@ -130,7 +130,7 @@ def _json(head: dict[str, str], results: Iterable[Result]) -> Iterator[str]:
     yield f"{pending}]}}"
 
 
-def _csv(results: Iterable[Result], top: int) -> Iterator[str]:
+def _csv(results: Iterable[ImageResult], top: int) -> Iterator[str]:
     import csv
     import io
 
@@ -151,14 +151,14 @@ def _columns(place: int) -> tuple[str, str]:
     return ("class", "probability") if place == 1 else (f"class_{place}", f"probability_{place}")
 
 
-def _text(results: Iterable[Result], width: int) -> Iterator[str]:
+def _text(results: Iterable[ImageResult], width: int) -> Iterator[str]:
     """Yield one line with file and best class, then one for each other class; errors go to stderr."""
-    from ddptrain.tables import clean, on_a_line
+    from ddptrain.tables import clean, clean_line
 
     width = min(width, _WIDEST_NAME)
     for result in results:
         if result.error:
-            say(f"predict: {on_a_line(result.file)}: {clean(result.error)}")
+            say(f"predict: {clean_line(result.file)}: {clean(result.error)}")
         for place, one in enumerate(result.predictions):
-            cells = f"{100 * one.probability:5.1f} %  {on_a_line(one.name):{width}}"
-            yield f"{cells}    {on_a_line(result.file)}" if place == 0 else f"  {cells}".rstrip()
+            cells = f"{100 * one.probability:5.1f} %  {clean_line(one.name):{width}}"
+            yield f"{cells}    {clean_line(result.file)}" if place == 0 else f"  {cells}".rstrip()

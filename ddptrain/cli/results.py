@@ -78,11 +78,11 @@ def logs(
     runs_dir: RunsDir = None,
 ) -> None:
     """Print the logs of the ranks."""
-    from ddptrain.results.run_store import Need
+    from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.tail import follow_logs, show_logs
 
     runs, name = _place(ctx, runs_dir, run)
-    view = runs.find(name, Need.LOGS, rank)
+    view = runs.find(name, NeededFiles.LOGS, rank)
     try:
         if follow:
             running = runs.follow(view, rank)
@@ -114,12 +114,12 @@ def plot(
 ) -> None:
     """Draw the loss curves of a run, as a picture and in the terminal."""
     from ddptrain.results.files import is_own_folder
-    from ddptrain.results.run_store import Need
+    from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.curves import plot_data, plot_of
     from ddptrain.results.show.plot import save_picture, terminal_charts
 
     runs, name = _place(ctx, runs_dir, run)
-    view = runs.find(name, Need.METRICS)
+    view = runs.find(name, NeededFiles.METRICS)
     drawing = plot_of(view, metric or ())
     # The local copy of a run in a store is not a place for new files, nor is another user's directory.
     in_run = view.layout.is_original and is_own_folder(view.layout.root)
@@ -151,7 +151,7 @@ def sync(
     """
     from dataclasses import asdict
 
-    from ddptrain.driver.tracking.wandb_sync import Sent, sync_runs
+    from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_runs
     from ddptrain.errors import ExitCode, UsageError
     from ddptrain.results.remote.runs import open_runs_dir
 
@@ -161,9 +161,9 @@ def sync(
     if every:
         views = [view for view in reversed(views) if view.record.tracking.get("wandb")]
 
-    came: list[Sent] = []
+    came: list[SyncResult] = []
 
-    def tell(sent: Sent) -> None:
+    def tell(sent: SyncResult) -> None:
         came.append(sent)
         if not json and (not every or sent.sent or sent.problem or sent.passed_over):
             write([sent.summary])
@@ -214,9 +214,9 @@ def _view(ctx: typer.Context, runs_dir: str | None, run: str) -> RunView:
 def _print_json(data: object) -> None:
     import json
 
-    from ddptrain.results.record import plain
+    from ddptrain.results.record import as_json_data
 
-    write([json.dumps(plain(data), indent=2, allow_nan=False)])
+    write([json.dumps(as_json_data(data), indent=2, allow_nan=False)])
 
 
 def _wait_for_reader() -> Callable[[float], None]:

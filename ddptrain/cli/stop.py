@@ -35,7 +35,7 @@ def stop(
     import json
 
     from ddptrain.driver.control.stop import is_active, stop_run
-    from ddptrain.tables import on_a_line
+    from ddptrain.tables import clean_line
 
     target = _stop_target(runs_dir, run)
     was_active = is_active(target.look())
@@ -44,7 +44,7 @@ def stop(
         record = ended.record
         write([json.dumps({"run_id": ended.run_id, "status": str(ended.status), "exit_code": record.exit_code})])
     else:
-        write([on_a_line(_words(ended, was_active=was_active))])
+        write([clean_line(_words(ended, was_active=was_active))])
 
 
 def _stop_target(runs_dir: str, run: str) -> StopTarget:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddptrain.config.wording import counted, shown
+from ddptrain.config.wording import counted, shorten
 
 _WIDTH = 90  # 100 with the prefix that the display adds to each line
 _INDENT = "  "
@@ -60,7 +60,7 @@ def _aligned(groups: Sequence[tuple[str, Row]], columns: Mapping[str, int]) -> l
 
 def _values(row: Row, columns: Mapping[str, int], width: int) -> list[str]:
     if row.reason:
-        return textwrap.wrap(shown(row.reason, _MOST_OF_A_REASON), width)
+        return textwrap.wrap(shorten(row.reason, _MOST_OF_A_REASON), width)
     return [_joined((_cell(row, column) for column in columns), columns)]
 
 
@@ -69,7 +69,7 @@ def _joined(cells: Iterable[str], columns: Mapping[str, int]) -> str:
 
 
 def _cell(row: Row, column: str) -> str:
-    return shown(row.cells[column], _VALUE_WIDTH) + (_MARK if column in row.wrong else "")
+    return shorten(row.cells[column], _VALUE_WIDTH) + (_MARK if column in row.wrong else "")
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, int]:
@@ -98,7 +98,7 @@ def _names(groups: Sequence[Sequence[Row]]) -> list[str]:
         whose = dict.fromkeys(
             row.who.partition("://")[2] if _host(row.who) in elsewhere else _host(row.who) for row in group
         )
-        names.append(f"{', '.join(folded([shown(who) for who in whose]))} ({counted(len(group), 'worker')})")
+        names.append(f"{', '.join(folded([shorten(who) for who in whose]))} ({counted(len(group), 'worker')})")
     return names
 
 

@@ -16,7 +16,7 @@ from ddptrain.clusters.signals import deferred
 from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.clusters.status import State, View
 from ddptrain.config import registry
-from ddptrain.config.wording import counted, did_you_mean, shown
+from ddptrain.config.wording import counted, did_you_mean, shorten
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
 from ddptrain.log import Log
 
@@ -155,7 +155,7 @@ def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
     chosen = {each: text for each, text in found.items() if source == each or source in each.split()}
     if not chosen:
         hint = did_you_mean(source, list(found))
-        raise UsageError(f'the cluster {name} has no log "{shown(source)}" ({hint})')
+        raise UsageError(f'the cluster {name} has no log "{shorten(source)}" ({hint})')
     return chosen
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddptrain.clusters.status import RunView, State, View, WorkerView
 from ddptrain.config.wording import counted
-from ddptrain.tables import Section, clean, on_a_line
+from ddptrain.tables import Section, clean, clean_line
 
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
 
@@ -29,7 +29,7 @@ def row(view: View) -> tuple[str, ...]:
     runs = ", ".join(run.run_id for run in view.runs)
     where = record.address if is_up else view.reason
     cells = (view.name, str(view.state), record.backend, *slots, _time(record.started_at), where, runs)
-    return tuple(on_a_line(cell) for cell in cells)
+    return tuple(clean_line(cell) for cell in cells)
 
 
 def sections(view: View) -> list[Section]:

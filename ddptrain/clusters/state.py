@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from ddptrain import __version__
 from ddptrain.clusters.security import CERT_FILE, write_private_json
 from ddptrain.config.types import NAME_PATTERN
-from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import try_lock
 from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
@@ -163,8 +163,8 @@ def find(name: str) -> Deployment:
     deployment = _load(clusters_dir() / name) if re.fullmatch(NAME_PATTERN, name) else None
     if deployment is None:
         known = [each.name for each in every()]
-        hint = did_you_mean(name, known) or f"start it: ddptrain cluster up --name {shown(name)}"
-        raise ClusterNotFound(f'there is no cluster "{shown(name)}" ({hint})')
+        hint = did_you_mean(name, known) or f"start it: ddptrain cluster up --name {shorten(name)}"
+        raise ClusterNotFound(f'there is no cluster "{shorten(name)}" ({hint})')
     return deployment
 
 
@@ -199,7 +199,7 @@ def is_locked(name: str) -> bool:
 def _check_name(name: str) -> None:
     if not re.fullmatch(NAME_PATTERN, name):
         raise UsageError(
-            f'"{shown(name)}" can\'t name a cluster: lower-case letters, digits, dots, dashes and underscores'
+            f'"{shorten(name)}" can\'t name a cluster: lower-case letters, digits, dots, dashes and underscores'
         )
 
 

@@ -123,7 +123,7 @@ class ReadinessWait:
         Raises ClusterError if a worker can't be used.
         """
         assert self._client is not None
-        answers: Mapping[str, Any] = self._client.run(tasks.await_warm, _WARM_ROUND_S, on_error="return")
+        answers: Mapping[str, Any] = self._client.run(tasks.wait_until_warm, _WARM_ROUND_S, on_error="return")
         workers = []
         for worker in view.workers:
             answer = answers.get(worker.address)

@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-from ddptrain.config.wording import nearest, shown
+from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import ConfigError, Problem
 
 MAX_BYTES = 1 << 20
@@ -42,7 +42,7 @@ def find_config(source: Path | str) -> Path:
         return path
     if str(source) in shipped:
         return shipped[str(source)]
-    raise ConfigError([Problem(shown(str(path), 300), "", "there is no such file", _missing_hint(path, shipped))])
+    raise ConfigError([Problem(shorten(str(path), 300), "", "there is no such file", _missing_hint(path, shipped))])
 
 
 def _missing_hint(path: Path, shipped: dict[str, Path]) -> str:
@@ -51,7 +51,7 @@ def _missing_hint(path: Path, shipped: dict[str, Path]) -> str:
         names = (entry.name for entry in itertools.islice(entries, MAX_NEIGHBOURS))
         beside = {Path(name).stem: name for name in names if name.endswith((".yaml", ".yml"))}
     if match := nearest(path.stem, beside):
-        return f"did you mean {shown(str(path.parent / beside[match]), 300)}?"
+        return f"did you mean {shorten(str(path.parent / beside[match]), 300)}?"
     if match := nearest(path.stem, shipped):
         return f"did you mean {match}?"
     return f"shipped examples are: {', '.join(shipped)}" if shipped else ""
@@ -62,7 +62,7 @@ def read_text(path: Path) -> str:
 
     Raises ConfigError if the file can't be read, is not a regular file, is not UTF-8, or is larger than 1 MiB.
     """
-    where = shown(str(path), 300)
+    where = shorten(str(path), 300)
     try:
         # Checked before it is opened: opening a FIFO waits for a writer, and a device may react.
         _refuse_by_kind(os.stat(path), where)

@@ -20,7 +20,7 @@ from ddptrain.config.params_check import check_params
 from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
 from ddptrain.config.types import default_name
-from ddptrain.config.wording import dotted, nearest, seen, shown
+from ddptrain.config.wording import describe_value, dotted, nearest, shorten
 from ddptrain.config.yaml import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
 from ddptrain.errors import ConfigError, Problem
 from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
@@ -37,7 +37,7 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> ResolvedCo
     problems += _overridden(root, overrides)
     config = _validate(root, path, problems)
     if problems or config is None:
-        raise ConfigError(_in_order(problems, shown(str(path), 300)))
+        raise ConfigError(_in_order(problems, shorten(str(path), 300)))
     return resolve(config, path)
 
 
@@ -73,7 +73,7 @@ def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> Cl
     else:
         found = _validate_cluster(root, problems)
     if problems or found is None:
-        raise ConfigError(_in_order(problems, shown(str(path), 300)))
+        raise ConfigError(_in_order(problems, shorten(str(path), 300)))
     return found
 
 
@@ -82,7 +82,7 @@ def load_data(data: bytes, name: str) -> Any:
 
     Raises ConfigError if it is not YAML, or exceeds the limits of size, depth and number of values.
     """
-    where = shown(name, 300)
+    where = shorten(name, 300)
     root, problems = parse_yaml(decode(data, where), lambda line, column: Place(0, line, column, f"{where}:{line}"))
     if problems:
         raise ConfigError([problems[0].problem])
@@ -93,13 +93,13 @@ def _read(source: Path | str) -> tuple[Path, Node, list[Located]]:
     """Return the path of the file, its tree (a mapping) and the problems found so far."""
     path = find_config(source)
     text = read_text(path)
-    name = shown(str(path), 300)
+    name = shorten(str(path), 300)
     root, problems = parse_yaml(text, lambda line, column: Place(0, line, column, f"{name}:{line}"))
     if root is None or root.value is None:
         what = "holds only comments" if text.strip() else "is empty"
         raise ConfigError([Problem(name, "", what, "a configuration has at least a line as workload: petnames")])
     if not isinstance(root.value, dict):
-        got = f"expected a mapping, as workload: petnames, got {seen(root.value)}"
+        got = f"expected a mapping, as workload: petnames, got {describe_value(root.value)}"
         raise ConfigError([Problem(root.place.text, "", got)])
     return path, root, problems
 
@@ -155,11 +155,11 @@ def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]
     if os.path.isabs(script.script) and not config.cluster.is_embedded:
         return []
     place = place_of(root, ("workload", "script"))
-    message = f"there is no such file, got {seen(script.script)}"
+    message = f"there is no such file, got {describe_value(script.script)}"
     name = Path(script.script)
     beside = [found.name for found in _candidates(str(name.parent), path) for found in _files(found)]
     match = nearest(name.name, beside[:MAX_NEIGHBOURS])
-    looked = " and ".join(dict.fromkeys(shown(folder, 200) for folder in import_folders(path)))
+    looked = " and ".join(dict.fromkeys(shorten(folder, 200) for folder in import_folders(path)))
     hint = f"did you mean {name.parent / match}?" if match else f"looked for in {looked}"
     return [Located(place, Problem(place.text, "workload.script", message, hint))]
 
@@ -189,7 +189,7 @@ def _params_model(workload: str, path: Path, root: Node, problems: list[Located]
     except ConfigError as error:
         place = place_of(root, ("workload",))
         for problem in error.problems:
-            message = f"{problem.message}, got {seen(workload)}"
+            message = f"{problem.message}, got {describe_value(workload)}"
             problems.append(Located(place, Problem(place.text, "workload", message, problem.hint)))
         return None
 
@@ -203,7 +203,7 @@ def _model_of_function(workload: str, path: Path, root: Node, problems: list[Loc
     names = config_params.names_in(found)
     if names is not None and (first := name.partition(".")[0]) not in names:
         place = place_of(root, ("workload",))
-        message = f"{shown(str(found.path), 300)} has no {first}, got {seen(workload)}"
+        message = f"{shorten(str(found.path), 300)} has no {first}, got {describe_value(workload)}"
         match = nearest(first, names)
         hint = f"did you mean {module}:{match}?" if match else "name a function that it has"
         problems.append(Located(place, Problem(place.text, "workload", message, hint)))
@@ -235,7 +235,7 @@ def _override(root: Node, number: int, option: str) -> list[Located]:
             # A copy: an alias may share the mapping with another key.
             parent[part] = Node(child.place, dict(child.value))
         else:
-            what = f"{dotted(path[:depth])} is {seen(child.value, path)}, which has no keys"
+            what = f"{dotted(path[:depth])} is {describe_value(child.value, path)}, which has no keys"
             return [_malformed(place, key, what, f"set {dotted(path[:depth])} itself")]
         parent = parent[part].value
     node = found or Node(place, None)
@@ -245,9 +245,9 @@ def _override(root: Node, number: int, option: str) -> list[Located]:
 
 def _option_text(key: str, option: str) -> str:
     if holds_secret(tuple(key.split("."))):
-        return f"--set {shown(key)}={LEFT_OUT}"
-    return f"--set {shown(hide_credentials(option))}"
+        return f"--set {shorten(key)}={LEFT_OUT}"
+    return f"--set {shorten(hide_credentials(option))}"
 
 
 def _malformed(place: Place, key: str, message: str, hint: str) -> Located:
-    return Located(place, Problem(place.text, shown(key), message, hint))
+    return Located(place, Problem(place.text, shorten(key), message, hint))

@@ -33,7 +33,7 @@ from ddptrain.config.types import (
     slug,
     wrong_field,
 )
-from ddptrain.config.wording import did_you_mean, seen
+from ddptrain.config.wording import describe_value, did_you_mean
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
 
@@ -81,7 +81,7 @@ Workload = Annotated[
 def _known_backend(name: str) -> str:
     if name in registry.BACKENDS or name in (known := registry.backends()):
         return name
-    raise wrong_field("", f"there is no such cluster backend, got {seen(name)}", did_you_mean(name, known))
+    raise wrong_field("", f"there is no such cluster backend, got {describe_value(name)}", did_you_mean(name, known))
 
 
 _SECTIONS = ("ssh", "slurm", "saturn", "kubernetes")

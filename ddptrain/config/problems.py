@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ddptrain.config.types import MODULE_PATTERN, NAME_PATTERN, slug
-from ddptrain.config.wording import PathKey, did_you_mean, dotted, nearest, seen
+from ddptrain.config.wording import PathKey, describe_value, did_you_mean, dotted, nearest
 from ddptrain.config.yaml import Located, Node, Place, scalar
 from ddptrain.errors import Problem
 
@@ -167,10 +167,10 @@ def _problem(place: Place, path: PathKey, group: Sequence[ErrorDetails], schema:
         case "wrong_field":
             return Problem(place.text, key, str(context["message"]), str(context["hint"]))
         case "value_error" | "assertion_error":
-            return Problem(place.text, key, f"{context['error']}, got {seen(first['input'], path)}")
+            return Problem(place.text, key, f"{context['error']}, got {describe_value(first['input'], path)}")
     # Each member of a union reports what it accepts.
     expected = " or ".join(dict.fromkeys(_expected(details) for details in group))
-    message = f"expected {expected}, got {seen(first['input'], path)}"
+    message = f"expected {expected}, got {describe_value(first['input'], path)}"
     types = {each["type"] for each in group}
     choices = re.findall(r"'([^']*)'", expected) if types & {"literal_error", "enum"} else []
     return Problem(place.text, key, message, _value_hint(path, first["input"], types, choices))

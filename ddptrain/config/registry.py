@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ConfigError, Problem, UsageError
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def tracker_target(name: str) -> str:
     if name in installed:
         return installed[name]
     raise UsageError(
-        f"there is no tracker {shown(name)}: no package that is installed here has an entry point of that name in "
+        f"there is no tracker {shorten(name)}: no package that is installed here has an entry point of that name in "
         f"the group {TRACKER_GROUP}"
     )
 
@@ -183,7 +183,7 @@ def _installed(group: str) -> dict[str, str]:
 
 
 def _unknown(name: str, known: list[str]) -> Problem:
-    where = f'workload "{shown(name)}"'
+    where = f'workload "{shorten(name)}"'
     if ":" in name:
         return Problem(where, "", "is not of the form package.module:function", "as in mypackage.training:train")
     hint = did_you_mean(name, known)

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from ddptrain.config.registry import TRACKERS, known_tracker, trackers
 from ddptrain.config.types import FilledText, Seconds, Strict, wrong_field
-from ddptrain.config.wording import did_you_mean, seen
+from ddptrain.config.wording import describe_value, did_you_mean
 from ddptrain.protocol.rank_spec import TrackerSpec
 
 _FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits no longer."
@@ -33,7 +33,7 @@ def _tracker_name(name: str) -> str:
         raise wrong_field("", f"has a section of its own, tracking.{name}", f"write tracking.{name}.mode")
     if not known_tracker(name):
         hint = did_you_mean(name, trackers()) + " Your own is package.module:Class."
-        raise wrong_field("", f"there is no such tracker, got {seen(name)}", hint)
+        raise wrong_field("", f"there is no such tracker, got {describe_value(name)}", hint)
     return name
 
 

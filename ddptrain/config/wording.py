@@ -10,7 +10,7 @@ from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
 PathKey = tuple[str | int, ...]
 
 
-def shown(text: str, limit: int = 80) -> str:
+def shorten(text: str, limit: int = 80) -> str:
     """Return at most `limit` characters of the text; control characters and broken Unicode are escaped."""
     cut = text if len(text) <= limit else text[: limit - 3] + "..."
     return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in cut)
@@ -23,11 +23,11 @@ def dotted(path: Sequence[str | int]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += ("." if text else "") + shown(part, 60)
-    return shown(text, 200)
+            text += ("." if text else "") + shorten(part, 60)
+    return shorten(text, 200)
 
 
-def seen(value: object, path: Sequence[str | int] = ()) -> str:
+def describe_value(value: object, path: Sequence[str | int] = ()) -> str:
     """Describe the value as it is written in YAML; a secret is not shown."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "a mapping"
@@ -38,8 +38,8 @@ def seen(value: object, path: Sequence[str | int] = ()) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'the text "{shown(hide_credentials(value))}"'
-    return shown(str(value))
+        return f'the text "{shorten(hide_credentials(value))}"'
+    return shorten(str(value))
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

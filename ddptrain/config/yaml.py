@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from yaml.composer import Composer
 
-from ddptrain.config.wording import PathKey, dotted, shown
+from ddptrain.config.wording import PathKey, dotted, shorten
 from ddptrain.errors import ConfigError, Problem
 
 MAX_NODES = 100_000
@@ -149,7 +149,7 @@ def scalar(text: str) -> Any:
         return int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
     number = float(text)
     if number in (float("inf"), float("-inf")):
-        raise ValueError(f"{shown(text)} is too large for a number")
+        raise ValueError(f"{shorten(text)} is too large for a number")
     return number
 
 
@@ -228,10 +228,10 @@ class _Builder(Composer):
                 raise self._too_deep(node, path, "use fewer aliases")
             return built
         if node.tag in _BAD_ALIASES:
-            raise self._fatal(node, path, f"*{shown(node.value)} {node.tag}", "quote text that starts with *")
+            raise self._fatal(node, path, f"*{shorten(node.value)} {node.tag}", "quote text that starts with *")
         if node.tag not in (_PLAIN, _QUOTED):
             hint = "delete it; quotes make a value text"
-            self._report(node, path, f"the tag {shown(node.tag)} is not supported", hint)
+            self._report(node, path, f"the tag {shorten(node.tag)} is not supported", hint)
         self._built[node] = self._scalar(node, path) if isinstance(node, yaml.ScalarNode) else self._items(node, path)
         return self._built[node]
 
@@ -262,7 +262,7 @@ class _Builder(Composer):
         if node.tag == _PLAIN and node.value == "<<":
             self._report(node, path, "merge keys (<<) are not supported", "write the keys out")
         elif not isinstance(key, str):
-            kind = "a list or mapping" if isinstance(key, list | dict) else shown("null" if key is None else str(key))
+            kind = "a list or mapping" if isinstance(key, list | dict) else shorten("null" if key is None else str(key))
             self._report(node, path, f"a key must be text, not {kind}", "write it in quotes")
         elif key in before:
             lines = f"on line {before[key].place.line} and on line {self._place(node).line}"

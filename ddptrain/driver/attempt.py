@@ -16,11 +16,11 @@ from ddptrain.driver.attempt_state import AttemptState, Moment, new_state
 from ddptrain.driver.attempt_step import step
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.messages import Inbox, Message
-from ddptrain.driver.rank_state import AttemptEnd, RankWatch
-from ddptrain.driver.recorder import Telling
-from ddptrain.driver.transfer.artifacts import Porter
-from ddptrain.driver.transfer.log_mirror import SpoolMirror
-from ddptrain.driver.worker_group import Gang, Place
+from ddptrain.driver.rank_state import AttemptEnd, RankState
+from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.transfer.artifacts import ArtifactTransfer
+from ddptrain.driver.transfer.log_mirror import LogMirror
+from ddptrain.driver.worker_group import RankPlace, WorkerGroup
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.notices import RankExit
@@ -39,10 +39,10 @@ class Attempt:
 
     def __init__(
         self,
-        gang: Gang,
-        ranks: Sequence[tuple[RankSpec, Place, Path]],
-        porter: Porter,
-        recorder: Telling,
+        gang: WorkerGroup,
+        ranks: Sequence[tuple[RankSpec, RankPlace, Path]],
+        porter: ArtifactTransfer,
+        recorder: Recorder,
         inbox: Inbox,
         worker_fault: Callable[[], str | None],
         watchdog: Watchdog,
@@ -53,13 +53,13 @@ class Attempt:
         self.gang, self.porter, self.recorder, self.inbox = gang, porter, recorder, inbox
         self.worker_fault = worker_fault
         self.mirrors = [self._mirror(*rank) for rank in ranks]
-        watched = [RankWatch(spec, place) for spec, place, _ in ranks]
+        watched = [RankState(spec, place) for spec, place, _ in ranks]
         self.state = new_state(watched, watchdog, start_timeout_s, lost_after_s, _now())
         self._looked_at = 0.0
 
-    def _mirror(self, spec: RankSpec, place: Place, home_log: Path) -> SpoolMirror:
+    def _mirror(self, spec: RankSpec, place: RankPlace, home_log: Path) -> LogMirror:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
-        return SpoolMirror(spool, home_log, shared=place.shared, fetch=partial(self.gang.fetch, place.slot.worker))
+        return LogMirror(spool, home_log, shared=place.shared, fetch=partial(self.gang.fetch, place.slot.worker))
 
     def run(self) -> AttemptEnd:
         """Start rank 0, the others once its store is open, and watch until every rank is over."""
@@ -171,7 +171,7 @@ class Attempt:
             case actions.ShowStatus(text):
                 recorder.status(text)
 
-    def _read(self, rank: int, read: Callable[[SpoolMirror], None], *, ended: RankExit | None = None) -> None:
+    def _read(self, rank: int, read: Callable[[LogMirror], None], *, ended: RankExit | None = None) -> None:
         error = ""
         try:
             read(self.mirrors[rank])
@@ -200,7 +200,7 @@ class Attempt:
         else:
             self.porter.bring_file(rank, event, staging, fetch)
 
-    def _place(self, rank: int) -> Place:
+    def _place(self, rank: int) -> RankPlace:
         return self.state.ranks[rank].place
 
     def _specs(self, ranks: Sequence[int]) -> list[RankSpec]:

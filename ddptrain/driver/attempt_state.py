@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from ddptrain.driver.attempt_actions import Action
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
-from ddptrain.driver.failure.stack_collector import Inquiry
+from ddptrain.driver.failure.stack_collector import StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Watchdog
-from ddptrain.driver.failure.worker_heartbeat import Presence
-from ddptrain.driver.rank_state import AttemptEnd, RankWatch
+from ddptrain.driver.failure.worker_heartbeat import WorkerHeartbeat
+from ddptrain.driver.rank_state import AttemptEnd, RankState
 from ddptrain.errors import DdptrainError
 from ddptrain.protocol import events
 
@@ -35,11 +35,11 @@ class AttemptState(NamedTuple):
     files on their way into the run directory.
     """
 
-    ranks: tuple[RankWatch, ...]
+    ranks: tuple[RankState, ...]
     activities: tuple[Activity, ...]
     watchdog: Watchdog
-    presence: Presence
-    inquiry: Inquiry = Inquiry()
+    presence: WorkerHeartbeat
+    inquiry: StackCollector = StackCollector()
     faults: tuple[Fault, ...] = ()
     stacks: tuple[tuple[int, events.FileSaved], ...] = ()
     signum: int | None = None
@@ -72,16 +72,16 @@ class AttemptState(NamedTuple):
     def end(self) -> AttemptEnd:
         """How the attempt has ended, once it is over."""
         finished = [rank.spec.rank for rank in self.ranks if rank.finished]
-        fault = failure_fault.first_cause(self.faults, finished) if self.faults else None
+        fault = failure_fault.find_root_cause(self.faults, finished) if self.faults else None
         explained = self.inquiry.explained(fault) if fault is not None else None
         return AttemptEnd(self.ranks, explained, self.signum, self.notice, self.loss, self.leaving)
 
 
 def new_state(
-    ranks: Sequence[RankWatch], watchdog: Watchdog, start_timeout_s: float, lost_after_s: float, now: Moment
+    ranks: Sequence[RankState], watchdog: Watchdog, start_timeout_s: float, lost_after_s: float, now: Moment
 ) -> AttemptState:
     """The state before the first message."""
-    presence = Presence(start_timeout_s, lost_after_s, now.monotonic, now.monotonic)
+    presence = WorkerHeartbeat(start_timeout_s, lost_after_s, now.monotonic, now.monotonic)
     return AttemptState(tuple(ranks), (Activity(),) * len(ranks), watchdog, presence, running=len(ranks))
 
 
@@ -111,7 +111,7 @@ class Draft:
         """Replace fields of what is known of a rank."""
         self.put_rank(rank, self.state.ranks[rank]._replace(**changes))
 
-    def put_rank(self, rank: int, watched: RankWatch) -> None:
+    def put_rank(self, rank: int, watched: RankState) -> None:
         """Replace what is known of a rank."""
         ranks = self.state.ranks
         ended = watched.over and not ranks[rank].over

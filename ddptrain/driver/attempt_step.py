@@ -19,7 +19,7 @@ from ddptrain.driver.attempt_actions import Action
 from ddptrain.driver.attempt_state import AttemptState, Draft, Moment
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure import grace
-from ddptrain.driver.failure.fault import Fault, Kind, Loss
+from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
 from ddptrain.driver.failure.outcome import was_sent
 from ddptrain.driver.failure.watchdog import Activity, Hang, is_stacks_file
 from ddptrain.driver.messages import Message
@@ -59,30 +59,30 @@ class _Step(Draft):
                 self._on_task_failed(message)
             case messages.WorkerLost(address, reason):
                 self._on_worker_lost(address, reason)
-            case messages.Signalled(signum):
+            case messages.SignalReceived(signum):
                 self._on_signal(signum)
             case _:
                 self._on_transfer(message)
 
     def _on_task_failed(self, failed: messages.TaskFailed) -> None:
         if failed.attempt == self._attempt and failed.rank < len(self.state.ranks):
-            self._give_up(failed.rank, Loss(Kind.INFRASTRUCTURE, failed.message))
+            self._give_up(failed.rank, Loss(FaultKind.INFRASTRUCTURE, failed.message))
 
     def _on_transfer(self, message: Message) -> None:
         """What has become of a checkpoint or file on its way into the run directory."""
         match message:
-            case messages.Delayed(_, what, error, failures):
+            case messages.ArtifactRetried(_, what, error, failures):
                 self.do(actions.Warn(f"{what} could not be saved (failure {failures} in a row), trying again: {error}"))
             case messages.ResultsLost(lost):
                 self.change(loss=lost)
                 self._stop(self.grace_s)
-            case messages.BroughtHome(rank, what, path):
+            case messages.ArtifactStored(rank, what, path):
                 self.change(transfers=self.state.transfers - 1)
                 self.do(actions.RecordStored(rank, what, path))
-            case messages.NotBroughtHome(rank, what, failed, vital):
+            case messages.ArtifactFailed(rank, what, failed, vital):
                 self.change(transfers=self.state.transfers - 1)
                 if vital:
-                    kind = Kind.REFUSED if isinstance(failed, UnsafePath) else Kind.RESULTS
+                    kind = FaultKind.REFUSED if isinstance(failed, UnsafePath) else FaultKind.RESULTS
                     self._add_fault(Fault(rank, kind, self.time_ns, f"{what} could not be saved: {failed}"))
                 else:
                     self.do(actions.Warn(f"{what} of rank {rank} could not be saved: {failed}"))
@@ -169,7 +169,7 @@ class _Step(Draft):
     def _on_output_read(self, read: messages.OutputRead) -> None:
         rank = read.rank
         if read.error and not self.state.ranks[rank].over and not self.state.stopping:
-            self._lose(rank, Loss(Kind.INFRASTRUCTURE, f"its output could not be read: {read.error}"))
+            self._lose(rank, Loss(FaultKind.INFRASTRUCTURE, f"its output could not be read: {read.error}"))
         if read.ended is not None:
             self._on_exit(rank, read.ended)
         if read.loss is not None:
@@ -210,7 +210,7 @@ class _Step(Draft):
             if watched.worker == address:
                 host = watched.place.host
                 text = reason or f"the Dask worker {address} of host {host} was lost"
-                self._give_up(watched.spec.rank, Loss(Kind.WORKER_LOST, text))
+                self._give_up(watched.spec.rank, Loss(FaultKind.WORKER_LOST, text))
 
     def _give_up(self, rank: int, loss: Loss) -> None:
         """No notice will come from this rank any more. What its files still contain is read first."""
@@ -276,7 +276,7 @@ class _Step(Draft):
             self.change(activities=tuple(shifted))
         if tick.all_read:
             for watched, loss in presence.lost_ranks(self.state.ranks, self.state.activities, self.now):
-                if loss.kind is Kind.WORKER_LOST:
+                if loss.kind is FaultKind.WORKER_LOST:
                     self._on_worker_lost(watched.worker, loss.text)
                 else:
                     self._give_up(watched.spec.rank, loss)
@@ -331,7 +331,7 @@ class _Step(Draft):
             self._stop(self.grace_s)
         if self._is_due(self.state.stop_until):
             for rank in range(len(self.state.ranks)):
-                self._give_up(rank, Loss(Kind.INFRASTRUCTURE, "it did not end"))
+                self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, "it did not end"))
 
     def _stop(self, grace_s: float, *, spare_failed: bool = False) -> None:
         """Stop every rank that is not over. Ranks that were never submitted are over now."""

@@ -13,16 +13,16 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.control.signals import Signals
 from ddptrain.driver.display import Display
-from ddptrain.driver.failure.outcome import Verdict, judge_attempt
-from ddptrain.driver.failure.restart_policy import Again, Enough, Restarts
+from ddptrain.driver.failure.outcome import RunEnd, judge_attempt
+from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.rank_specs import RankSpecs
 from ddptrain.driver.rank_state import AttemptEnd
-from ddptrain.driver.recorder import Telling
-from ddptrain.driver.tracking.setup import Tracking
-from ddptrain.driver.transfer.artifacts import Porter
-from ddptrain.driver.transfer.inputs import Inputs
-from ddptrain.driver.worker_group import Gang, Place
+from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.tracking.setup import TrackingSetup
+from ddptrain.driver.transfer.artifacts import ArtifactTransfer
+from ddptrain.driver.transfer.inputs import RunInputs
+from ddptrain.driver.worker_group import RankPlace, WorkerGroup
 from ddptrain.log import Log, set_context
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.checkpoints import CheckpointPolicy
@@ -33,7 +33,7 @@ _log = Log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class RunContext:
     """What all attempts of a run share. full_traceback: the ranks' logs contain the frames of libraries, too."""
 
     resolved: ResolvedConfig
@@ -41,23 +41,23 @@ class Scene:
     display: Display
     signals: Signals
     cluster: Cluster
-    gang: Gang
-    reserve: Callable[[], list[Place]]
-    inputs: Inputs
+    gang: WorkerGroup
+    reserve: Callable[[], list[RankPlace]]
+    inputs: RunInputs
     full_traceback: bool = False
 
 
-class Series:
+class AttemptSeries:
     """Runs attempts; the first one starts from `checkpoint`, or from scratch."""
 
-    def __init__(self, scene: Scene, checkpoint: VerifiedCheckpoint | None) -> None:
+    def __init__(self, scene: RunContext, checkpoint: VerifiedCheckpoint | None) -> None:
         self.scene = scene
         self.config = scene.resolved.config
-        self.recorder = Telling(scene.writer, scene.display, self.config.checkpoint.metric)
+        self.recorder = Recorder(scene.writer, scene.display, self.config.checkpoint.metric)
         self.checkpoint = checkpoint
         settings = self.config.checkpoint
         self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
-        self.tracking = Tracking(scene.resolved, scene.writer, os.environ, self.recorder.notice)
+        self.tracking = TrackingSetup(scene.resolved, scene.writer, os.environ, self.recorder.notice)
         self.specs = RankSpecs(
             scene.resolved,
             scene.writer,
@@ -68,9 +68,9 @@ class Series:
             scene.full_traceback,
         )
 
-    def run(self) -> Verdict:
+    def run(self) -> RunEnd:
         """Run attempts until one ends the run; return how it ends."""
-        restarts = Restarts(self.config.failure)
+        restarts = RestartPolicy(self.config.failure)
         while True:
             end = self._attempt(self.scene.reserve())
             verdict = judge_attempt(end, self.scene.writer)
@@ -86,12 +86,12 @@ class Series:
                 then=decision,
             )
             match decision:
-                case Enough(reason):
+                case NoRestart(reason):
                     if reason:
                         self.recorder.warn(f"not started again: {reason}")
                     self._warn_of_rejected()
                     return verdict
-                case Again() as again:
+                case Restart() as again:
                     self.recorder.attempt_over(end.fault)
                     self._prepare_another(again, leaving=end.leaving)
 
@@ -107,7 +107,7 @@ class Series:
         step = end.ranks[rank].step
         return self.checkpoint.step if step is None and self.checkpoint else step
 
-    def _prepare_another(self, again: Again, *, leaving: bool) -> None:
+    def _prepare_another(self, again: Restart, *, leaving: bool) -> None:
         self.scene.gang.end_attempt()
         self.scene.writer.update(waiting=True)
         self.checkpoint = newest_verified(self.scene.writer.layout, self.recorder.warn)
@@ -117,7 +117,7 @@ class Series:
             time.sleep(again.pause_s)
         self.scene.cluster.mend(leaving=leaving)
 
-    def _attempt(self, places: Sequence[Place]) -> AttemptEnd:
+    def _attempt(self, places: Sequence[RankPlace]) -> AttemptEnd:
         scene = self.scene
         number = len(scene.writer.record.attempts) + 1
         set_context(attempt=number)
@@ -137,7 +137,7 @@ class Series:
         record = scene.writer.next_attempt(self.checkpoint, len(places))
         attempts = (*scene.writer.record.attempts, record)
         scene.writer.update(world_size=len(places), attempts=attempts, waiting=False)
-        porter = Porter(scene.writer, self.policy, scene.gang.inbox, self.config.checkpoint.max_failures)
+        porter = ArtifactTransfer(scene.writer, self.policy, scene.gang.inbox, self.config.checkpoint.max_failures)
         start_timeout_s = self.config.cluster.start_timeout_s
         fault = scene.cluster.worker_fault
         try:
@@ -148,7 +148,7 @@ class Series:
         finally:
             porter.close(_STORE_DEADLINE_S)
 
-    def _record_end(self, end: AttemptEnd, verdict: Verdict) -> None:
+    def _record_end(self, end: AttemptEnd, verdict: RunEnd) -> None:
         *others, last = self.scene.writer.record.attempts
         ranks = tuple(rank.record() for rank in end.ranks)
         ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(verdict.status), ranks=ranks)

@@ -14,12 +14,14 @@ _LOOK_S = 0.2
 Question = Coroutine[Any, Any, Any]  # what Client.run and its like return with asynchronous=True
 
 
-def answer(client: Client, question: Question, patience_s: Callable[[], float], heard: Callable[[], int]) -> Any:
+def wait_for_answer(
+    client: Client, question: Question, patience_s: Callable[[], float], heard: Callable[[], int]
+) -> Any:
     """Wait for the answer until `heard` (a growing count) has not changed for `patience_s` (0: end at once).
 
     Raises TimeoutError, and whatever the question itself raises.
     """
-    asked = order(client, question)
+    asked = send(client, question)
     last, silent_s = heard(), 0.0
     while not concurrent.futures.wait([asked], _LOOK_S).done:
         # The time is counted, not read from a clock, because this process may have been suspended itself.
@@ -30,7 +32,7 @@ def answer(client: Client, question: Question, patience_s: Callable[[], float], 
     return asked.result()
 
 
-def order(client: Client, question: Question) -> concurrent.futures.Future[Any]:
+def send(client: Client, question: Question) -> concurrent.futures.Future[Any]:
     """Send the question without waiting for the answer."""
     loop: Any = client.loop  # tornado's, around asyncio's
     return asyncio.run_coroutine_threadsafe(question, loop.asyncio_loop)

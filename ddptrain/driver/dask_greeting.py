@@ -11,7 +11,7 @@ import struct
 import time
 from contextlib import suppress
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.errors import ClusterError
 
 SILENT = "something accepts the connection there, and says nothing"
@@ -78,5 +78,5 @@ def _quoted(greeting: bytes) -> str:
     """The first line of a text, or the first bytes of something else."""
     line = greeting.splitlines()[0].decode("utf-8", "replace")
     if line and line.isprintable() and "\N{REPLACEMENT CHARACTER}" not in line:
-        return f'says "{shown(line, _QUOTED)}"'
+        return f'says "{shorten(line, _QUOTED)}"'
     return f"sends other bytes ({greeting[:8].hex(' ')} ...)"

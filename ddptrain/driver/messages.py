@@ -32,14 +32,14 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Signalled:
+class SignalReceived:
     """The driver received SIGINT, SIGTERM or SIGHUP."""
 
     signum: int
 
 
 @dataclass(frozen=True, slots=True)
-class BroughtHome:
+class ArtifactStored:
     """A checkpoint or a file of a rank is in the run directory."""
 
     rank: int
@@ -48,7 +48,7 @@ class BroughtHome:
 
 
 @dataclass(frozen=True, slots=True)
-class NotBroughtHome:
+class ArtifactFailed:
     """A checkpoint or a file of a rank could not be stored, for `error`. The run fails if it is `vital`."""
 
     rank: int
@@ -58,7 +58,7 @@ class NotBroughtHome:
 
 
 @dataclass(frozen=True, slots=True)
-class Delayed:
+class ArtifactRetried:
     """A checkpoint or a file could not be stored `failures` times in a row; another try follows."""
 
     rank: int
@@ -113,6 +113,8 @@ class OutputRead:
     error: str = ""
 
 
-InboxMessage = Notice | TaskFailed | WorkerLost | Signalled | BroughtHome | NotBroughtHome | Delayed | ResultsLost
+InboxMessage = (
+    Notice | TaskFailed | WorkerLost | SignalReceived | ArtifactStored | ArtifactFailed | ArtifactRetried | ResultsLost
+)
 Message = InboxMessage | Begin | Tick | RankEvent | OutputRead
 Inbox = queue.SimpleQueue[InboxMessage]

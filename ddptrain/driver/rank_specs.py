@@ -12,12 +12,12 @@ from ddptrain.config.models import RunConfig
 from ddptrain.config.registry import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.failure.watchdog import alive_s
-from ddptrain.driver.tracking.setup import Tracking
+from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import pack, project_of
-from ddptrain.driver.transfer.code_upload import check_imports, ship
-from ddptrain.driver.transfer.inputs import Inputs
-from ddptrain.driver.worker_group import Gang, Place
-from ddptrain.protocol.code_digest import moved
+from ddptrain.driver.transfer.code_upload import check_imports, upload_code
+from ddptrain.driver.transfer.inputs import RunInputs
+from ddptrain.driver.worker_group import RankPlace, WorkerGroup
+from ddptrain.protocol.code_digest import move_path
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,
     Checkpointing,
@@ -39,13 +39,13 @@ class RankSpecs:
 
     resolved: ResolvedConfig
     writer: RunWriter
-    gang: Gang
-    inputs: Inputs
-    tracking: Tracking
+    gang: WorkerGroup
+    inputs: RunInputs
+    tracking: TrackingSetup
     tell: Callable[[str], None]
     full_traceback: bool
 
-    def build(self, attempt: int, places: Sequence[Place], checkpoint: VerifiedCheckpoint | None) -> list[RankSpec]:
+    def build(self, attempt: int, places: Sequence[RankPlace], checkpoint: VerifiedCheckpoint | None) -> list[RankSpec]:
         """Return the specs in the order of `places`, with secrets encrypted for the rank's worker."""
         folders = [""] * len(places)
         if checkpoint is not None:
@@ -59,7 +59,9 @@ class RankSpecs:
             specs = self._with_code(specs, places)
         return self.gang.sealed(specs, places)
 
-    def _spec(self, attempt: int, place: Place, places: Sequence[Place], resume_from: str, inputs: str) -> RankSpec:
+    def _spec(
+        self, attempt: int, place: RankPlace, places: Sequence[RankPlace], resume_from: str, inputs: str
+    ) -> RankSpec:
         config = self.resolved.config
         return RankSpec(
             run_id=self.writer.run_id,
@@ -75,13 +77,13 @@ class RankSpecs:
             env={**self.tracking.env, **config.env},
         )
 
-    def _with_code(self, specs: list[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
+    def _with_code(self, specs: list[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
         """Copy the project to workers that do not see its folder; return the specs with the paths of the copies."""
         project = project_of(self.resolved)
         if project is None:
             return specs
         package = pack(project.folder, [self.writer.layout.root.parent])
-        shipped = ship(self.gang, places, package, project.file, self.resolved.config.code.max_mb, self.tell)
+        shipped = upload_code(self.gang, places, package, project.file, self.resolved.config.code.max_mb, self.tell)
         if not any(shipped.roots):
             return specs
         size = len(package.names), package.size_bytes
@@ -94,7 +96,7 @@ class RankSpecs:
         return moved_specs
 
 
-def placement(place: Place, places: Sequence[Place], *, use_gpu: bool) -> Placement:
+def placement(place: RankPlace, places: Sequence[RankPlace], *, use_gpu: bool) -> Placement:
     """Return where a rank runs among all ranks of the run."""
     return Placement(
         world_size=len(places),
@@ -109,13 +111,13 @@ def placement(place: Place, places: Sequence[Place], *, use_gpu: bool) -> Placem
     )
 
 
-def _gpus_of_host(place: Place, places: Sequence[Place]) -> tuple[str, ...]:
+def _gpus_of_host(place: RankPlace, places: Sequence[RankPlace]) -> tuple[str, ...]:
     """The devices of all ranks on this host in the order of their local ranks; empty if a rank has none."""
     ranks = sorted((other for other in places if other.slot.host == place.slot.host), key=lambda each: each.local_rank)
     return tuple(each.gpu for each in ranks) if all(each.gpu for each in ranks) else ()
 
 
-def process_group(config: RunConfig, places: Sequence[Place]) -> ProcessGroup:
+def process_group(config: RunConfig, places: Sequence[RankPlace]) -> ProcessGroup:
     """Return the backend (nccl if every rank has a GPU, unless the configuration names one), time limit and address."""
     backend = str(config.dist.backend)
     if backend == "auto":
@@ -171,7 +173,7 @@ def move_code(code: Code, project: Path, root: str, content_hash: str) -> Code:
     return dataclasses.replace(
         code,
         content_hash=content_hash,
-        workdir=moved(code.workdir, project, root),
-        script=moved(code.script, project, root) if os.path.isabs(code.script) else code.script,
-        sys_path=tuple(moved(entry, project, root) for entry in code.sys_path),
+        workdir=move_path(code.workdir, project, root),
+        script=move_path(code.script, project, root) if os.path.isabs(code.script) else code.script,
+        sys_path=tuple(move_path(entry, project, root) for entry in code.sys_path),
     )

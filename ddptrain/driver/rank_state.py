@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
-from ddptrain.driver.worker_group import Place
+from ddptrain.driver.worker_group import RankPlace
 from ddptrain.errors import DdptrainError
 from ddptrain.protocol import events
 from ddptrain.protocol.notices import RankExit
@@ -16,7 +16,7 @@ from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.record import RankRecord
 
 
-class RankWatch(NamedTuple):
+class RankState(NamedTuple):
     """What the driver knows of one rank. A named tuple, because it is replaced for each step that a rank logs.
 
     preempted: the rank has saved, and has ended at the agreed step. tracker_fault counts only if the run would succeed
@@ -25,7 +25,7 @@ class RankWatch(NamedTuple):
     """
 
     spec: RankSpec
-    place: Place
+    place: RankPlace
     started: events.Started | None = None
     entered: bool = False
     finished: bool = False
@@ -38,7 +38,7 @@ class RankWatch(NamedTuple):
     step: int | None = None
     calls: Mapping[str, float] | None = None
 
-    def after(self, event: events.Event) -> RankWatch:
+    def after(self, event: events.Event) -> RankState:
         """The state after an event of the rank. Faults that end the attempt are the caller's concern."""
         match event:
             case events.Metrics(step=int(step)):
@@ -91,7 +91,7 @@ class AttemptEnd:
     a worker is about to end.
     """
 
-    ranks: Sequence[RankWatch]
+    ranks: Sequence[RankState]
     fault: Fault | None
     signum: int | None
     notice: str | None = None

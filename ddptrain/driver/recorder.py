@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ddptrain.config.models import CheckpointConfig
-from ddptrain.config.wording import nearest, shown
+from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display import Display
-from ddptrain.driver.failure.fault import Fault, Kind, thread_in_words
+from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread
 from ddptrain.log import Log
 from ddptrain.protocol import events
-from ddptrain.results.record import EnvironmentValue, RankRecord, plain
+from ddptrain.results.record import EnvironmentValue, RankRecord, as_json_data
 from ddptrain.results.writer import RunWriter
 
 _MOST_RETURNED = 1 << 16  # characters
@@ -26,7 +26,7 @@ _log = Log(__name__)
 _NOT_FOUND = frozenset({"base_url"})  # only the driver sets it: `results sync` sends the key to that server
 
 
-class Telling:
+class Recorder:
     """One method for each kind of fact; each goes to all places where it belongs."""
 
     def __init__(self, writer: RunWriter, display: Display, metric: str | None = None) -> None:
@@ -118,7 +118,7 @@ class Telling:
                 self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
             case events.ThreadFailure():
                 self.event("thread_failure", rank=rank, **_fields(event))
-                text = f"rank {rank}: thread {event.thread} has ended with {thread_in_words(event)}; the rank continues"
+                text = f"rank {rank}: thread {event.thread} has ended with {describe_thread(event)}; the rank continues"
                 self.display.notice(text, level="warning")
             case _:
                 pass
@@ -131,7 +131,7 @@ class Telling:
         except (ValueError, RecursionError):
             return  # not JSON: a rank is not trusted
         self.writer.update(result=result)
-        self._recorded("returned", {"rank": rank, "result": plain(result)})
+        self._recorded("returned", {"rank": rank, "result": as_json_data(result)})
 
     def _tracked(self, rank: int, event: events.Tracked) -> None:
         """Record what a rank's tracker has created; that of rank 0 under the tracker's name alone."""
@@ -179,7 +179,7 @@ class Telling:
     def _show_once(self, fault: Fault) -> None:
         if fault.line not in self._shown:
             self._shown.add(fault.line)  # a mistake that fails on every rank is shown once
-            what = "hung" if fault.kind is Kind.HANG else "failed"
+            what = "hung" if fault.kind is FaultKind.HANG else "failed"
             self.display.notice(f"rank {fault.rank} {what}: {fault.line}", level="error")
 
     def brought_home(self, rank: int, what: str, path: str) -> None:
@@ -199,17 +199,17 @@ def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Co
     if not saved.metrics and (in_mid_epoch or (metric == _DEFAULT_METRIC and metric not in logged)):
         return ""
     match = nearest(metric, saved.metrics)
-    name = shown(metric)
+    name = shorten(metric)
     return (
         f"checkpoint.metric is {name}, and the checkpoint of step {saved.step} has no such metric: no checkpoint is "
         f"the best so far. Given to ctx.checkpoint: {_names(saved.metrics)}; logged with ctx.log: {_names(logged)}. "
-        + (f"Did you mean {shown(match)}? " if match else "")
+        + (f"Did you mean {shorten(match)}? " if match else "")
         + f'Call ctx.checkpoint(..., metrics={{"{name}": ...}}), or set checkpoint.metric to one of these, or to null'
     )
 
 
 def _names(names: Collection[str]) -> str:
-    listed = ", ".join(shown(name, 60) for name in sorted(names)[:_MOST_NAMES])
+    listed = ", ".join(shorten(name, 60) for name in sorted(names)[:_MOST_NAMES])
     return (listed + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")) or "none"
 
 

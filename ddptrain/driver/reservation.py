@@ -13,7 +13,7 @@ _QUIET_S = 1.0  # of waiting before it is shown
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SlotRequest:
     """The slots that a run requests, and how long it waits for them.
 
     ranks: None requests every slot. start_timeout_s: for workers to appear. wait_s: for slots that other runs hold; 0:
@@ -29,7 +29,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Watchers:
+class WaitHooks:
     """The functions that are called while a run waits for its slots.
 
     check: raises ClusterError if foreign workers with these addresses, or the scheduler, cannot run this. worker_fault:
@@ -44,10 +44,10 @@ class Watchers:
     cluster: str
 
 
-class Queue:
+class SlotQueue:
     """The wait for slots: shows what it waits for, and ends it in time."""
 
-    def __init__(self, wish: Wish, watchers: Watchers) -> None:
+    def __init__(self, wish: SlotRequest, watchers: WaitHooks) -> None:
         self.wish, self.watchers = wish, watchers
         self.started = time.monotonic()
         self.told = ""

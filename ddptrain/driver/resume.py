@@ -9,7 +9,7 @@ from typing import Any
 
 from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.errors import ConfigError, RunLocked, UsageError, one_line
 from ddptrain.results.files import is_own_folder, read_bytes
 from ddptrain.results.layout import RunLayout
@@ -17,7 +17,7 @@ from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 from ddptrain.results.ownership import lock
 from ddptrain.results.record import DriverRecord, RunStatus
 from ddptrain.results.remote.local_copy import where_of
-from ddptrain.results.tracking.record import to_type
+from ddptrain.results.tracking.record import run_argument
 
 AUTO = "auto"
 _COMPARED = ("workload", "params")
@@ -124,7 +124,7 @@ def _require_ended(view: RunView) -> None:
         who = lock.holder(view.layout.lock_file) or driver.words
         raise RunLocked(
             f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
-            f"ddptrain stop {to_type(view.layout)}"
+            f"ddptrain stop {run_argument(view.layout)}"
         )
     if view.status == RunStatus.UNKNOWN:
         raise RunLocked(
@@ -140,7 +140,7 @@ def _how_it_ended(view: RunView) -> str:
         RunStatus.SUCCEEDED: "succeeded",
     }
     failure = view.record.failure
-    why = f" ({shown(one_line(failure.message), 60)})" if failure and failure.message else ""
+    why = f" ({shorten(one_line(failure.message), 60)})" if failure and failure.message else ""
     return f"{words.get(RunStatus(view.status), 'failed') if view.status in set(RunStatus) else view.status}{why}"
 
 
@@ -156,7 +156,7 @@ def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
     for key in [*flat_now, *(key for key in flat_before if key not in flat_now)]:
         old, new = flat_before.get(key), flat_now.get(key)
         if old != new:
-            yield f"{key} {shown(str(old), 40)} (now {shown(str(new), 40)})"
+            yield f"{key} {shorten(str(old), 40)} (now {shorten(str(new), 40)})"
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

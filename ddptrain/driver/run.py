@@ -27,9 +27,9 @@ from ddptrain.driver.failure import outcome as verdicts
 from ddptrain.driver.failure import summary
 from ddptrain.driver.local_resources import LocalResources, local_resources
 from ddptrain.driver.messages import Inbox, ResultsLost
-from ddptrain.driver.recorder import Telling
+from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import check_trackers
-from ddptrain.driver.transfer.inputs import Inputs
+from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.log import Log
 from ddptrain.protocol.exec_env import without_working_directory
@@ -39,16 +39,16 @@ from ddptrain.results.log_file import driver_log
 from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.record import DriverRecord, RunStatus
 from ddptrain.results.remote.runs import RunsDir, open_runs_dir
-from ddptrain.results.run_store import Keeping, LocalRuns
+from ddptrain.results.run_store import LocalRuns, RunUpload
 from ddptrain.results.writer import RunWriter
 
 if TYPE_CHECKING:
     from distributed import Client
 
     from ddptrain.clusters.resolve import Target
-    from ddptrain.driver.reservation import Watchers, Wish
+    from ddptrain.driver.reservation import SlotRequest, WaitHooks
     from ddptrain.driver.resume import Choice
-    from ddptrain.driver.worker_group import Gang, Place
+    from ddptrain.driver.worker_group import RankPlace, WorkerGroup
     from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
     from ddptrain.results.lookup import RunView
 
@@ -96,7 +96,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         keeping.begin()
         if options.ready_fd is not None:
             tell_begun(options.ready_fd, writer.layout, choice.reason if choice else "")
-        inputs = Inputs(prepared_by, writer.layout.inputs_dir)
+        inputs = RunInputs(prepared_by, writer.layout.inputs_dir)
         return _Run(resolved, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
 
 
@@ -116,7 +116,7 @@ def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
     if options.ready_fd is not None:
         tell_done(options.ready_fd, view.layout, reason)
     if options.output == "json":
-        print(json.dumps(summary.event_of(view)), flush=True)
+        print(json.dumps(summary.past_run_event(view)), flush=True)
     else:
         print(f"ddptrain: {reason}", file=sys.stderr, flush=True)
     return ExitCode.SUCCEEDED
@@ -125,7 +125,7 @@ def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
 @contextmanager
 def _kept(
     config: RunConfig, options: LaunchOptions, choice: Choice | None, runs: RunsDir
-) -> Iterator[tuple[Path, Keeping]]:
+) -> Iterator[tuple[Path, RunUpload]]:
     """Yield the folder of the run, and the object that uploads it if it belongs in a store, holding its lock."""
     if options.run_id is not None:
         check_run_id(options.run_id)  # before it becomes part of a path
@@ -172,8 +172,8 @@ class _Run:
         signals: Signals,
         machine: LocalResources | None,
         choice: Choice | None,
-        keeping: Keeping,
-        inputs: Inputs,
+        keeping: RunUpload,
+        inputs: RunInputs,
     ) -> None:
         self.resolved, self.options, self.writer, self.inbox, self.signals = resolved, options, writer, inbox, signals
         self.config: RunConfig = resolved.config
@@ -186,7 +186,7 @@ class _Run:
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
         self.inputs = inputs
-        keeping.listen(Telling(writer, self.display).warn, self._lose)
+        keeping.listen(Recorder(writer, self.display).warn, self._lose)
         writer.keep_heartbeat(self._lose)
 
     def _lose(self, error: DdptrainError) -> None:
@@ -209,14 +209,14 @@ class _Run:
         try:
             verdict = self._train()
         except BaseException as error:  # run.json must contain the end in every case
-            verdict = self._end(verdicts.of_error(error, self.writer))
+            verdict = self._end(verdicts.judge_error(error, self.writer))
             if not isinstance(error, DdptrainError):
                 raise
         else:
             verdict = self._end(verdict)
         return int(verdict.exit_code)
 
-    def _train(self) -> verdicts.Verdict:
+    def _train(self) -> verdicts.RunEnd:
         with ExitStack() as stack:
             stack.callback(self.cluster.close)
             stack.callback(self.inputs.close)
@@ -224,9 +224,9 @@ class _Run:
             self.inputs.begin(self.config.params, without_working_directory({**os.environ, **self.config.env}))
             self._greet()
             # Imports Dask: before the block that signals may interrupt.
-            from ddptrain.driver.attempts import Scene, Series
+            from ddptrain.driver.attempts import AttemptSeries, RunContext
             from ddptrain.driver.connect import connected
-            from ddptrain.driver.worker_group import Gang
+            from ddptrain.driver.worker_group import WorkerGroup
 
             with self.signals.interrupting():
                 if self.machine is None:
@@ -237,12 +237,12 @@ class _Run:
                     connected(target, self.config.cluster.start_timeout_s, self.display.status, lost_after_s)
                 )
                 gang = stack.enter_context(
-                    Gang(client, self.writer.run_id, self.inbox, lost_after_s, foreign=target.foreign)
+                    WorkerGroup(client, self.writer.run_id, self.inbox, lost_after_s, foreign=target.foreign)
                 )
                 gang.subscribe()
                 self.inputs.wait(self.display.notice)
             watchers = self._watchers(client, target)
-            scene = Scene(
+            scene = RunContext(
                 self.resolved,
                 self.writer,
                 self.display,
@@ -253,7 +253,7 @@ class _Run:
                 self.inputs,
                 self.options.full_traceback,
             )
-            return Series(scene, self._checkpoint()).run()
+            return AttemptSeries(scene, self._checkpoint()).run()
 
     def _checkpoint(self) -> VerifiedCheckpoint | None:
         """The checkpoint that a resumed run starts from, which the user is told; None if there is none."""
@@ -266,7 +266,7 @@ class _Run:
         self.display.notice(f"resuming {start}")
         return found
 
-    def _reserved(self, gang: Gang, watchers: Watchers) -> list[Place]:
+    def _reserved(self, gang: WorkerGroup, watchers: WaitHooks) -> list[RankPlace]:
         with self.signals.interrupting():
             places = gang.reserve(self._wish(), watchers)
         self.display.expect(len(places), self.log_sizes)
@@ -274,24 +274,24 @@ class _Run:
             self.display.status(f"starting {len(places)} ranks on {self.cluster.words}")
         return places
 
-    def _wish(self) -> Wish:
-        from ddptrain.driver.reservation import Wish
+    def _wish(self) -> SlotRequest:
+        from ddptrain.driver.reservation import SlotRequest
 
         cluster = self.config.cluster
         most = cluster.ranks.max if isinstance(cluster.ranks, RankRange) else cluster.ranks
         ranks = None if most == "auto" else most
         gpus = 0 if cluster.gpus == "auto" else int(cluster.gpus)
         if self.machine is not None:
-            return Wish(self.machine.ranks, False, cluster.start_timeout_s, cluster.wait_s)
+            return SlotRequest(self.machine.ranks, False, cluster.start_timeout_s, cluster.wait_s)
         least = cluster.ranks.min if isinstance(cluster.ranks, RankRange) else None
         gather_s = self.config.failure.rejoin_wait_s if least is not None else 0.0
         asked = ranks or gpus or None
-        return Wish(asked, gpus > 0, cluster.start_timeout_s, cluster.wait_s, least, gather_s)
+        return SlotRequest(asked, gpus > 0, cluster.start_timeout_s, cluster.wait_s, least, gather_s)
 
-    def _watchers(self, client: Client, target: Target) -> Watchers:
-        from ddptrain.driver.reservation import Watchers
+    def _watchers(self, client: Client, target: Target) -> WaitHooks:
+        from ddptrain.driver.reservation import WaitHooks
 
-        return Watchers(
+        return WaitHooks(
             check=self._check_of(client) if target.foreign else None,
             worker_fault=self.cluster.worker_fault,
             last_words=self.cluster.last_words,
@@ -319,12 +319,12 @@ class _Run:
         else:
             self.display.status(f"connecting to {self.cluster.words}")
 
-    def _end(self, verdict: verdicts.Verdict) -> verdicts.Verdict:
+    def _end(self, verdict: verdicts.RunEnd) -> verdicts.RunEnd:
         """Write the end to run.json, then show it: when the last line appears, the file is complete.
 
         Returns another verdict if a run that succeeded could not be stored.
         """
-        verdict = self._flushed(verdicts.asked(verdict) if self.signals.asked else verdict)
+        verdict = self._flushed(verdicts.name_stop_command(verdict) if self.signals.asked else verdict)
         _log.info("run ends", status=verdict.status, exit_code=int(verdict.exit_code), cause=verdict.cause or None)
         last_event = self._finish(verdict)
         if (kept := self._flushed(verdict)) is not verdict:
@@ -334,17 +334,17 @@ class _Run:
         if verdict.cause:
             display.notice(f"run {self.writer.run_id} {verdict.status}: {verdict.cause}", level="error")
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
-        display.close(sizes, summary.lines(self.writer, verdict, duration_s), last_event)
+        display.close(sizes, summary.summary_lines(self.writer, verdict, duration_s), last_event)
         return verdict
 
-    def _finish(self, verdict: verdicts.Verdict) -> dict[str, Any]:
+    def _finish(self, verdict: verdicts.RunEnd) -> dict[str, Any]:
         """Write the end of the run; return the last event."""
         self.writer.finish(verdict.status, verdict.exit_code, verdict.failure)
         last_event = summary.last_event(self.writer, verdict, self.writer.record.duration_s or 0.0)
         self.writer.event(last_event)
         return last_event
 
-    def _flushed(self, verdict: verdicts.Verdict) -> verdicts.Verdict:
+    def _flushed(self, verdict: verdicts.RunEnd) -> verdicts.RunEnd:
         """Finish the uploads; return the verdict, or a failure if a run that succeeded could not be stored."""
         asked_to_go = bool(self.signals.taken) or verdict.status == RunStatus.PREEMPTED
         deadline_s = self.config.failure.grace_s if asked_to_go else _KEEP_S
@@ -354,12 +354,12 @@ class _Run:
         except Interrupted:
             problem = self.keeping.flush(0.0)
         if not problem and self.writer.loss is not None and verdict.exit_code == ExitCode.SUCCEEDED:
-            return verdicts.of_error(self.writer.loss, self.writer)
+            return verdicts.judge_error(self.writer.loss, self.writer)
         if not problem:
             return verdict
         told, self.warned = self.warned, True
         if verdict.exit_code == ExitCode.SUCCEEDED:
-            return verdicts.of_error(ResultsError(problem), self.writer)
+            return verdicts.judge_error(ResultsError(problem), self.writer)
         if not told:
             self.display.notice(problem, level="warning")
         return verdict

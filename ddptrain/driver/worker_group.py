@@ -19,11 +19,11 @@ from ddptrain.clusters.scheduler import slots
 from ddptrain.driver import dask_call
 from ddptrain.driver.folder_copy import copy_folder
 from ddptrain.driver.messages import Inbox, TaskFailed, WorkerLost
-from ddptrain.driver.reservation import Queue, Watchers, Wish
+from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import notices
 from ddptrain.protocol.commands import Command
-from ddptrain.protocol.encryption import has_secrets, seal_spec
+from ddptrain.protocol.encryption import encrypt_spec, has_secrets
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import rank_task, tasks
 
@@ -39,7 +39,7 @@ _RELEASE_S = 3.0  # for the scheduler to take the slots back
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where one rank runs.
 
     scratch: the worker's folder. shared: whether the driver sees that folder, too. gpu: the slot's device, as an entry
@@ -63,7 +63,7 @@ class Place:
         return self.hostname if known in {self.hostname, "127.0.0.1", "::1"} else f"{self.hostname} ({known})"
 
 
-class Gang:
+class WorkerGroup:
     """The ranks of a run on a cluster. Closing it frees the slots and ends what still runs.
 
     rejected: how many messages of workers were not valid; first_rejected: the reason for the first of them.
@@ -102,12 +102,12 @@ class Gang:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def reserve(self, wish: Wish, watchers: Watchers) -> list[Place]:
+    def reserve(self, wish: SlotRequest, watchers: WaitHooks) -> list[RankPlace]:
         """Reserve slots for all ranks. Raises ClusterError after the longest allowed wait."""
         checked = list(self.client.nthreads())
         if watchers.check is not None:
             watchers.check(checked)
-        queue = Queue(wish, watchers)
+        queue = SlotQueue(wish, watchers)
         count = wish.ranks
         while True:
             answer = self._ask_for_slots(wish, count)
@@ -123,7 +123,7 @@ class Gang:
                 _log.debug("no slots yet", **answer["refusal"])
                 count = queue.wait(slots.Refusal(**answer["refusal"]))
 
-    def _ask_for_slots(self, wish: Wish, count: int | None) -> dict[str, Any]:
+    def _ask_for_slots(self, wish: SlotRequest, count: int | None) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = self.client.run_on_scheduler(
                 slots.reserve,
@@ -142,12 +142,12 @@ class Gang:
 
     def _learn(self, workers: list[str]) -> None:
         """Ask workers that ddptrain did not start how many slots they have, and report that to the scheduler."""
-        about = self.client.run(tasks.offer, workers=workers, on_error="ignore")
+        about = self.client.run(tasks.describe_offer, workers=workers, on_error="ignore")
         offers = dict.fromkeys(workers, (0, 0))  # a worker that does not answer offers nothing
         offers |= {worker: (offer["slots"], offer["gpus"]) for worker, offer in about.items()}
         self.client.run_on_scheduler(slots.learn, offers)
 
-    def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[Place]:
+    def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[RankPlace]:
         hosts = list(dict.fromkeys(slot.host for slot in chosen))
         size = Counter(slot.host for slot in chosen)
         self._workers = {slot.worker for slot in chosen}
@@ -159,7 +159,7 @@ class Gang:
             scratch = Path(of_worker["scratch"])
             gpus = of_worker["gpus"].split(",")
             places.append(
-                Place(
+                RankPlace(
                     rank=rank,
                     local_rank=seen[slot.host],
                     local_world_size=size[slot.host],
@@ -237,7 +237,7 @@ class Gang:
             self.forget(str(message.get("worker")))  # at once: threads that wait for its answer must not wait longer
             self.inbox.put(WorkerLost(str(message.get("worker"))))
 
-    def sealed(self, specs: Sequence[RankSpec], places: Sequence[Place]) -> list[RankSpec]:
+    def sealed(self, specs: Sequence[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
         """The specs with their secrets encrypted for their workers: the scheduler shows tasks to all of its clients.
 
         Raises ClusterError if a worker does not answer.
@@ -246,11 +246,11 @@ class Gang:
         if not workers:
             return list(specs)
         try:
-            keys = self.client.run(tasks.sealing_key, self.run_id, workers=workers)
+            keys = self.client.run(tasks.encryption_key, self.run_id, workers=workers)
         except Exception as error:  # a worker's own exception arrives as it was raised there
             raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
         return [
-            seal_spec(spec, keys[place.slot.worker]) if has_secrets(spec) else spec
+            encrypt_spec(spec, keys[place.slot.worker]) if has_secrets(spec) else spec
             for spec, place in zip(specs, places, strict=True)
         ]
 
@@ -316,13 +316,13 @@ class Gang:
         workers = sorted(self._workers)
         with contextlib.suppress(Exception):  # a lost worker has no ranks; a closing client raises any type
             run = self.client.run(function, self.run_id, keys, what, workers=workers, asynchronous=True)
-            dask_call.order(self.client, run)
+            dask_call.send(self.client, run)
 
     def tell(self, specs: Iterable[RankSpec], command: Command) -> None:
         """Send these ranks a command. Does not wait."""
         specs = list(specs)
         _log.info("command to ranks", command=str(command), ranks=[spec.rank for spec in specs])
-        self._order(tasks.tell_ranks, [spec.key for spec in specs], str(command))
+        self._order(tasks.send_command, [spec.key for spec in specs], str(command))
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
         """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError if they cannot be read.
@@ -343,7 +343,7 @@ class Gang:
         while True:
             run = self.client.run(function, *arguments, workers=[worker], asynchronous=True)
             try:
-                answer = dask_call.answer(
+                answer = dask_call.wait_for_answer(
                     self.client, run, lambda: self._patience_s(worker), lambda: self._heard[worker]
                 )
                 return bytes(answer[worker])
@@ -381,7 +381,7 @@ class Gang:
             self._release_futures()
         with contextlib.suppress(Exception):  # as above
             asked = self.client.run_on_scheduler(slots.release, self.run_id, asynchronous=True)
-            dask_call.answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
+            dask_call.wait_for_answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
 
     def end_attempt(self) -> None:
         """Release the tasks of an attempt, which ends whatever still runs. The slots stay for the next attempt."""
@@ -393,7 +393,9 @@ class Gang:
         self.futures.clear()
         self.client.cancel(futures, force=True)
 
-    def place(self, places: Iterable[Place], folder: Path, files: Sequence[str], manifest: str, what: str) -> list[str]:
+    def place(
+        self, places: Iterable[RankPlace], folder: Path, files: Sequence[str], manifest: str, what: str
+    ) -> list[str]:
         """The path of a folder for each place's worker: the driver's own path, or that of a copy that is made there.
 
         A worker sees the driver's folder if the file `manifest` has the same text there. `what` names the folder's

@@ -10,7 +10,7 @@ from pathlib import Path
 from ddptrain.file_ops import hash_file, sha256
 
 
-def line_of(kind: str, name: str, digest: str) -> bytes:
+def hash_line(kind: str, name: str, digest: str) -> bytes:
     """Return the line of a file in the hashed text; `kind` is "file", "program" or "link"."""
     return f"{kind} {digest} {name}\n".encode("utf-8", "surrogateescape")
 
@@ -27,9 +27,9 @@ def content_hash(folder: Path, names: Iterable[str]) -> str:
         path = f"{folder}/{name}"  # a Path for each costs as much as reading a small file
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
-            whole.update(line_of("link", name, sha256(os.fsencode(link_target(Path(path)))).hexdigest()))
+            whole.update(hash_line("link", name, sha256(os.fsencode(link_target(Path(path)))).hexdigest()))
         else:
-            whole.update(line_of(kind_of(mode), name, hash_file(path)[1]))
+            whole.update(hash_line(kind_of(mode), name, hash_file(path)[1]))
     return whole.hexdigest()
 
 
@@ -39,7 +39,7 @@ def link_target(path: Path) -> str:
     return os.path.relpath(target, path.parent) if os.path.isabs(target) else target
 
 
-def identity(folder: Path, names: Iterable[str]) -> str:
+def inode_digest(folder: Path, names: Iterable[str]) -> str:
     """Return a digest of the files' inodes, which is equal on all hosts that see the same folder; "" if one is missing.
 
     Sizes and times are not part of it: a log in the folder may grow meanwhile.
@@ -53,7 +53,7 @@ def identity(folder: Path, names: Iterable[str]) -> str:
     return whole.hexdigest()
 
 
-def looks(folder: Path, names: Iterable[str]) -> str:
+def change_digest(folder: Path, names: Iterable[str]) -> str:
     """Return a digest of sizes and modification times, which shows changes; "" if a file is missing."""
     whole = sha256()
     try:
@@ -65,7 +65,7 @@ def looks(folder: Path, names: Iterable[str]) -> str:
     return whole.hexdigest()
 
 
-def moved(path: str, folder: Path, root: str) -> str:
+def move_path(path: str, folder: Path, root: str) -> str:
     """Return a path below `folder` as a path below `root`; other paths, or without a root, are not changed."""
     if not root or not Path(path).is_relative_to(folder):
         return path

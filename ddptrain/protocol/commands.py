@@ -40,7 +40,7 @@ def decode(text: str) -> Command:
     return command
 
 
-class Orders:
+class CommandReader:
     """Reads commands from `fd` and calls their handlers in a thread, which ends when the other end of `fd` is closed.
 
     `rejected` counts lines that are no commands.

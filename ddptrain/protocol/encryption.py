@@ -29,7 +29,7 @@ _KEY_BYTES = 32
 _NONCE = bytes(12)  # each key is used once
 
 
-class Opener:
+class WorkerKey:
     """The key of a worker, made on first use: its `public` half encrypts, and only this process can decrypt."""
 
     def __init__(self) -> None:
@@ -119,14 +119,14 @@ def _with_parts(spec: RankSpec, parts: Mapping[str, Any]) -> RankSpec:
     return dataclasses.replace(spec, **changes)
 
 
-def seal_spec(spec: RankSpec, public: str) -> RankSpec:
+def encrypt_spec(spec: RankSpec, public: str) -> RankSpec:
     """Encrypt the environment and the parts with secrets, so that only the owner of `public` can read them."""
     parts, hidden = _parts(spec), _hidden_parts(spec)
     env = {**spec.env, **{_FIELD + name: json.dumps(parts[name]) for name in hidden}}
     return dataclasses.replace(_with_parts(spec, hidden), env=seal(env, public, spec.key))
 
 
-def open_spec(spec: RankSpec, opener: Opener) -> RankSpec:
+def decrypt_spec(spec: RankSpec, opener: WorkerKey) -> RankSpec:
     """Return the spec as it was before seal_spec. Raises ClusterError if it was encrypted for another worker."""
     env = opener.open(spec.env, spec.key)
     parts = {name: json.loads(env.pop(_FIELD + name)) for name in _PARTS if _FIELD + name in env}

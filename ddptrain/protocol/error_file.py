@@ -14,7 +14,7 @@ _MOST = 100_000  # characters of a traceback
 _TYPE = re.compile(r"(?P<type>[^\W\d][\w.]*): (?P<message>.*)", re.DOTALL)
 
 
-def take(path: Path) -> events.Failure | None:
+def read_error_file(path: Path) -> events.Failure | None:
     """Read and delete the error file; return its failure with the time of the file, None if there is no file.
 
     Content in another format becomes the message.

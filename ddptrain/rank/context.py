@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint import random_state
-from ddptrain.rank.checkpoint.coordination import Calls, Due, GangStore, Preempted
+from ddptrain.rank.checkpoint.coordination import CheckpointCalls, Preempted, SaveSchedule, WorkerGroupStore
 from ddptrain.rank.checkpoint.load import Resumed, loaded
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, plain_bytes
-from ddptrain.rank.checkpoint.writer import Save, Saver, done_key, state_key
+from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.files import Files
+from ddptrain.rank.files import ArtifactFiles
 from ddptrain.rank.plain_numbers import numbers, optional, whole
-from ddptrain.rank.trackers import Tracked
+from ddptrain.rank.trackers import RankTrackers
 
 if TYPE_CHECKING:
     import torch
     import torch.utils.data
 
     from ddptrain.rank.collective.values import CollectiveValues
-    from ddptrain.rank.data.loader import GangLoader
-    from ddptrain.rank.media.log import Showing
+    from ddptrain.rank.data.loader import RankLoader
+    from ddptrain.rank.media.log import MediaLog
 
 __all__ = ["Preempted", "RankContext", "Resumed"]
 
@@ -55,8 +55,8 @@ class RankContext:
         spec: RankSpec,
         emitter: Emitter,
         device: torch.device,
-        calls: Calls | None = None,
-        tracked: Tracked | None = None,
+        calls: CheckpointCalls | None = None,
+        tracked: RankTrackers | None = None,
         collective_calls: CollectiveCalls | None = None,
     ) -> None:
         """`calls` counts the calls of checkpoint, `collective_calls` those of all methods that every rank must call.
@@ -65,16 +65,16 @@ class RankContext:
         """
         self._spec = spec
         self._emitter = emitter
-        self._files = Files(spec, emitter)
-        self._tracked = tracked or Tracked(spec, emitter)
-        self._calls = calls or Calls(spec, GangStore(spec))
+        self._files = ArtifactFiles(spec, emitter)
+        self._tracked = tracked or RankTrackers(spec, emitter)
+        self._calls = calls or CheckpointCalls(spec, WorkerGroupStore(spec))
         self._store = self._calls.store
         self._collective_calls = collective_calls or CollectiveCalls(spec, emitter)
-        self._due = Due(spec, self._store)
+        self._due = SaveSchedule(spec, self._store)
         self._buffers = HostBuffers()
-        self._saver = Saver(spec, emitter, self._store, self._tracked.checkpoint)
+        self._saver = CheckpointWriter(spec, emitter, self._store, self._tracked.checkpoint)
         self._saves = 0
-        self._loaders: list[GangLoader] = []
+        self._loaders: list[RankLoader] = []
         self._loader_states: list[dict[str, int]] = []  # from the checkpoint that was resumed
         self._first_epoch = 1
         self.device = device
@@ -184,10 +184,10 @@ class RankContext:
         self._media.table(name, columns, rows, whole("step", step), format)
 
     @cached_property
-    def _media(self) -> Showing:
-        from ddptrain.rank.media.log import Showing
+    def _media(self) -> MediaLog:
+        from ddptrain.rank.media.log import MediaLog
 
-        return Showing(self.rank, self._files, self._tracked)
+        return MediaLog(self.rank, self._files, self._tracked)
 
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
         """Report this rank's progress in `unit`. Cheap enough for every step: at most 10 events per second are sent."""
@@ -207,14 +207,14 @@ class RankContext:
         All ranks must call it. `precision` is "fp32", or "bf16" for a forward pass under autocast; `ddp` are arguments
         of DistributedDataParallel. The weights keep their names. Raises ValueError for another precision.
         """
-        from ddptrain.rank.prepare import prepared
+        from ddptrain.rank.prepare import prepare_model
 
         options = {"precision": precision, "compile": compile, "channels_last": channels_last}
         given = {name: value for name, value in options.items() if value is not None}
         self._tracked.model(model)
         self._collective_calls.enter("prepare")
         with self._collective_calls.waiting("prepare"):
-            return prepared(model, self.device, {**self._spec.prepare, **given}, **ddp)
+            return prepare_model(model, self.device, {**self._spec.prepare, **given}, **ddp)
 
     def loader(
         self,
@@ -225,7 +225,7 @@ class RankContext:
         seed: int = 0,
         drop_last: bool = False,
         **more: Any,
-    ) -> GangLoader:
+    ) -> RankLoader:
         """A DataLoader over this rank's part of the data, shuffled in each epoch, in the same way in each run.
 
         `batch_size` is the number of samples per rank; `more` are arguments of DataLoader, such as num_workers. len()
@@ -233,10 +233,10 @@ class RankContext:
         the epoch, and a resumed run continues there, also with another number of ranks; several loaders are identified
         by their order of creation. Raises TypeError for data without a length.
         """
-        from ddptrain.rank.data.loader import gang_loader
+        from ddptrain.rank.data.loader import make_loader
 
         options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
-        loader = gang_loader(dataset, batch_size, self.rank, self.world_size, self.device, **options)
+        loader = make_loader(dataset, batch_size, self.rank, self.world_size, self.device, **options)
         if len(self._loaders) < len(self._loader_states):
             loader.load_state_dict(self._loader_states[len(self._loaders)])
         self._loaders.append(loader)
@@ -358,7 +358,7 @@ class RankContext:
         state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
         copied = self._buffers.take(given.model, given.optimizer, state)
         folder = self._files.new_staging("checkpoint")
-        self._saver.start(Save(self._saves, given.step, epoch, metrics, folder, copied, own))
+        self._saver.start(PendingCheckpoint(self._saves, given.step, epoch, metrics, folder, copied, own))
         self._due.saved()
 
     def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddptrain.protocol import events
-from ddptrain.protocol.commands import Command, Orders
+from ddptrain.protocol.commands import Command, CommandReader
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.checkpoint.coordination import Calls
+from ddptrain.rank.checkpoint.coordination import CheckpointCalls
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.failure.stacks import StackReporter
 from ddptrain.rank.server import process_control
-from ddptrain.rank.trackers import Tracked
+from ddptrain.rank.trackers import RankTrackers
 
 if TYPE_CHECKING:
     from ddptrain.tracking.protocol import State
@@ -35,10 +35,10 @@ class CommandHandler:
 
     spec: RankSpec
     emitter: Emitter
-    orders: Orders
-    calls: Calls
+    orders: CommandReader
+    calls: CheckpointCalls
     collective_calls: CollectiveCalls
-    tracked: Tracked
+    tracked: RankTrackers
     state: Callable[[], State]
     complete_saves: Callable[[], None]
 

@@ -20,7 +20,7 @@ def stays_below(path: str) -> bool:
     return bool(parts) and ".." not in parts and not path.startswith("/")
 
 
-class Files:
+class ArtifactFiles:
     """Stages files of this rank and announces them to the driver."""
 
     def __init__(self, spec: RankSpec, emitter: Emitter) -> None:

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import error_file, events
-from ddptrain.protocol.commands import Orders
+from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current, script
-from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, Calls, GangStore, Preempted
+from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, CheckpointCalls, Preempted, WorkerGroupStore
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.control import CommandHandler
 from ddptrain.rank.emitter import Emitter
@@ -31,7 +31,7 @@ from ddptrain.rank.failure import faults
 from ddptrain.rank.failure.stacks import report_thread_failures
 from ddptrain.rank.failure.tracebacks import clipped, shortened, user_traceback
 from ddptrain.rank.server import process_control
-from ddptrain.rank.trackers import Tracked
+from ddptrain.rank.trackers import RankTrackers
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class RankLifecycle:
     """Runs a rank through its phases: setup, rendezvous, train."""
 
-    def __init__(self, spec: RankSpec, emitter: Emitter, orders: Orders) -> None:
+    def __init__(self, spec: RankSpec, emitter: Emitter, orders: CommandReader) -> None:
         self.spec = spec
         self.emitter = emitter
         self.orders = orders
@@ -51,9 +51,9 @@ class RankLifecycle:
         self.finished = False
         self.failed = False
         self.preempted = False
-        self.calls = Calls(spec, GangStore(spec))
+        self.calls = CheckpointCalls(spec, WorkerGroupStore(spec))
         self.collective_calls = CollectiveCalls(spec, emitter)
-        self.tracked = Tracked(spec, emitter)
+        self.tracked = RankTrackers(spec, emitter)
         self.context: RankContext | None = None
 
     def run(self) -> int:
@@ -286,7 +286,9 @@ class RankLifecycle:
 
     def _recorded(self) -> events.Failure | None:
         """The error that a script has written to its error file, as torch elastic's record() does."""
-        return error_file.take(Path(self.spec.host.staging) / ERROR_FILE) if self.spec.code.is_script else None
+        return (
+            error_file.read_error_file(Path(self.spec.host.staging) / ERROR_FILE) if self.spec.code.is_script else None
+        )
 
     def _fail(self, failure: events.Failure) -> None:
         self.failed = True

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 
 
-def prepared(model: nn.Module, device: torch.device, settings: Mapping[str, Any], **ddp: Any) -> nn.Module:
+def prepare_model(model: nn.Module, device: torch.device, settings: Mapping[str, Any], **ddp: Any) -> nn.Module:
     """Moves the model to the device, applies `settings` (precision, compile, channels_last), and wraps it in DDP.
 
     `ddp` are arguments of DistributedDataParallel, which does not accept a model without trainable parameters: such a

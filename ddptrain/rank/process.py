@@ -14,7 +14,7 @@ import time
 import traceback
 
 from ddptrain.protocol import events
-from ddptrain.protocol.commands import Orders
+from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.exec_env import names_working_directory
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.emitter import Emitter
@@ -45,7 +45,7 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, c
     if cold and spec.rank == 0:
         emitter.emit(events.Note(time.time_ns(), _COLD_START))
     _enter_environment(spec)
-    rank = RankLifecycle(spec, emitter, Orders(commands_fd))
+    rank = RankLifecycle(spec, emitter, CommandReader(commands_fd))
     try:
         code = rank.run()
         rank.tracked.bound_exit(code)

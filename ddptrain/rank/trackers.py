@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.files import Files
+from ddptrain.rank.files import ArtifactFiles
 from ddptrain.tracking.items import Checkpoint, Image, Item, Model, Numbers, Table
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ _EXIT_HANDLERS_S = 5.0  # a tracker that has not ended may have exit handlers th
 _NOTE_AFTER_S = 3.0  # then the user is told what the rank waits for
 
 
-class Tracked:
+class RankTrackers:
     """Passes what the rank logs to its trackers, between begin() and finish()."""
 
     def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
         self._spec = spec
         self._emitter = emitter
-        self._files = Files(spec, emitter)
+        self._files = ArtifactFiles(spec, emitter)
         self._grace_until: float | None = None
         self._finishing = threading.Lock()
         self._saved = False

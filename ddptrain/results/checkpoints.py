@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.file_ops import publish, sync_folder
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoint_verification import is_plain_name
 from ddptrain.results.errors import CheckpointDamaged, naming
-from ddptrain.results.files import write_whole
+from ddptrain.results.files import write_file
 from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name
-from ddptrain.results.record import BestRecord, plain
-from ddptrain.results.staging import Parcel, bring_home
+from ddptrain.results.record import BestRecord, as_json_data
+from ddptrain.results.staging import Parcel, move_in
 
 _MANIFEST_SCHEMA = 1
 _OLD = ".old-"
@@ -75,8 +75,8 @@ class CheckpointShelf:
             with naming(incoming):
                 incoming.mkdir(parents=True)
             parcels = [Parcel(source / f.name, incoming / f.name, f.size_bytes, f.sha256) for f in event.files]
-            bring_home(parcels, CheckpointDamaged)
-            write_whole(incoming / MANIFEST, _manifest(event, world_size, versions))
+            move_in(parcels, CheckpointDamaged)
+            write_file(incoming / MANIFEST, _manifest(event, world_size, versions))
             with naming(final):
                 sync_folder(incoming)
                 _publish(incoming, final)
@@ -110,7 +110,7 @@ class CheckpointShelf:
         for name, step in steps.items():
             pointer = self._folder / name
             if step is not None:
-                write_whole(pointer, f"{step_name(step)}\n".encode())
+                write_file(pointer, f"{step_name(step)}\n".encode())
             else:
                 with naming(pointer):
                     pointer.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def _check_names(event: CheckpointSaved, source: Path) -> None:
     for name in names:
         if not is_plain_name(name):
             raise CheckpointDamaged(
-                f'the checkpoint of step {event.step} lists "{shown(name)}", which is no plain file name'
+                f'the checkpoint of step {event.step} lists "{shorten(name)}", which is no plain file name'
             )
     if not names or len(set(names)) < len(names):
         raise CheckpointDamaged(f"the checkpoint of step {event.step} lists {'a file twice' if names else 'no files'}")
@@ -153,7 +153,7 @@ def _check_names(event: CheckpointSaved, source: Path) -> None:
     except OSError as error:
         raise CheckpointDamaged(f"cannot read the staging folder {source}: {error.strerror}") from error
     if odd:
-        raise CheckpointDamaged(f'the staging folder {source} holds "{shown(odd[0])}", which is no plain file')
+        raise CheckpointDamaged(f'the staging folder {source} holds "{shorten(odd[0])}", which is no plain file')
 
 
 def _manifest(event: CheckpointSaved, world_size: int, versions: Mapping[str, str]) -> bytes:
@@ -166,7 +166,7 @@ def _manifest(event: CheckpointSaved, world_size: int, versions: Mapping[str, st
         "versions": versions,
         "files": [asdict(file) for file in event.files],
     }
-    return (json.dumps(plain(manifest), indent=2, allow_nan=False) + "\n").encode()
+    return (json.dumps(as_json_data(manifest), indent=2, allow_nan=False) + "\n").encode()
 
 
 def _publish(incoming: Path, final: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ddptrain import file_ops
 from ddptrain.results.errors import ResultsError, naming
-from ddptrain.results.record import plain
+from ddptrain.results.record import as_json_data
 
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _LARGEST_BYTES = 64 << 20  # of a file that is read into memory at once: another user may have written it
@@ -39,7 +39,7 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     """Replace a file's content in one step; readers and crashes leave the old or the new one. Raises ResultsError."""
     with naming(path):
         file_ops.write_atomic(path, data)
@@ -208,7 +208,7 @@ class JsonLines:
 
     def append(self, record: Mapping[str, object]) -> None:
         """Append one line completely, or nothing if a write fails. Raises ResultsError."""
-        line = json.dumps(plain(record), allow_nan=False, separators=(",", ":")) + "\n"
+        line = json.dumps(as_json_data(record), allow_nan=False, separators=(",", ":")) + "\n"
         data = (b"\n" if self._is_torn else b"") + line.encode()
         with naming(self._path):
             try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.remote.local_copy import origin_of, where_of
 
@@ -83,7 +83,9 @@ class RunLayout:
     def area(self, name: str) -> Path:
         """Return the folder of that name if ranks may save files in it. Raises UnsafePath otherwise."""
         if name not in (ARTIFACTS, TRACKING):
-            raise UnsafePath(f'a rank asked for a file in "{shown(name)}": it may write to {ARTIFACTS} and {TRACKING}')
+            raise UnsafePath(
+                f'a rank asked for a file in "{shorten(name)}": it may write to {ARTIFACTS} and {TRACKING}'
+            )
         return self.root / name
 
     def log(self, rank: int) -> Path:
@@ -169,7 +171,7 @@ def safe_relative(path: str) -> PurePosixPath:
         problem = problem or "names no file"
     if problem:
         raise UnsafePath(
-            f'cannot save a file as "{shown(path)}": the path {problem}; give one like "samples/names.json"'
+            f'cannot save a file as "{shorten(path)}": the path {problem}; give one like "samples/names.json"'
         )
     return PurePosixPath(*parts)
 
@@ -192,7 +194,7 @@ def _part_problem(part: str) -> str:
     if len(part.encode(errors="replace")) > _LONGEST_COMPONENT_BYTES:
         return "holds a name that is too long"
     if _DEVICE.fullmatch(part) or part.startswith(INCOMING):
-        return f'holds the reserved name "{shown(part)}"'
+        return f'holds the reserved name "{shorten(part)}"'
     if part != part.rstrip(". "):
         return "holds a name that ends in a dot or a space"
     return ""

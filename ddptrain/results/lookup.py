@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.wording import nearest, shown
+from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.files import read_bytes
 from ddptrain.results.layout import LATEST, MANIFEST, RunLayout, step_name, step_of
@@ -18,7 +18,7 @@ from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.record import FailureRecord, RecordError, RunRecord, RunStatus
 from ddptrain.results.remote.local_copy import origin_of, where_of
-from ddptrain.results.tracking.record import made_by_trackers
+from ddptrain.results.tracking.record import tracker_outputs
 
 DRIVER_GONE = "the driver is gone (killed?)"
 _MOST_LISTED = 10
@@ -69,7 +69,7 @@ class RunView:
         duration_s = self.duration_s
         return {
             **self.record.as_dict(),
-            "tracking": made_by_trackers(self.layout, self.record),
+            "tracking": tracker_outputs(self.layout, self.record),
             "duration_s": None if duration_s is None else round(duration_s, 3),
             "run_dir": self.layout.where,
             "problem": self.problem or None,
@@ -112,7 +112,7 @@ def find_run(runs_dir: Path, run: str) -> Path:
         if len(matches) == 1:
             return runs_dir / matches[0]
         if matches:
-            raise RunNotFound(f'"{shown(run)}" fits {len(matches)} runs: {_some(matches)}; give more of the name')
+            raise RunNotFound(f'"{shorten(run)}" fits {len(matches)} runs: {_some(matches)}; give more of the name')
     if run and _is_run(Path(run)):
         return Path(os.path.abspath(run))
     raise RunNotFound(_nothing_found(runs_dir, run))
@@ -129,9 +129,9 @@ def _latest(runs_dir: Path) -> Path:
 
 def _nothing_found(runs_dir: Path, run: str) -> str:
     names = _names(runs_dir)
-    what = f'no run "{shown(run)}" in {where_of(runs_dir)}'
+    what = f'no run "{shorten(run)}" in {where_of(runs_dir)}'
     if os.path.isdir(run):
-        what += f', and the folder "{shown(run)}" holds no run.json'
+        what += f', and the folder "{shorten(run)}" holds no run.json'
     if not names:
         return f"{what}, which has no runs; say where they are with --runs-dir"
     match = nearest(run, names)

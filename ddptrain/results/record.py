@@ -14,7 +14,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.hosts import boot_id
 
 SCHEMA = 1
@@ -182,7 +182,7 @@ class RunRecord(_Part):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as JSON data; a number that is not finite becomes null."""
-        return cast(dict[str, Any], plain(dataclasses.asdict(self)))
+        return cast(dict[str, Any], as_json_data(dataclasses.asdict(self)))
 
     def to_json(self) -> str:
         """Return the text of run.json."""
@@ -196,14 +196,14 @@ class RunRecord(_Part):
         except (ValueError, RecursionError) as error:
             raise RecordError(f"not JSON: {error}") from error
         if not isinstance(raw, dict):
-            raise RecordError(f"not a JSON object but {shown(repr(raw))}")
+            raise RecordError(f"not a JSON object but {shorten(repr(raw))}")
         record = cls.parse(raw)
         if not record.run_id or not isinstance(raw.get("status"), str):
             raise RecordError("run_id or status is missing")
         return record
 
 
-def plain(value: object) -> object:
+def as_json_data(value: object) -> object:
     """Return the value as strict JSON data: NaN and infinities become null, other objects become text."""
     if isinstance(value, bool | int | None):
         return value
@@ -212,11 +212,11 @@ def plain(value: object) -> object:
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): as_json_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
+        return [as_json_data(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(dataclasses.asdict(value))
+        return as_json_data(dataclasses.asdict(value))
     return str(value)
 
 

@@ -13,7 +13,7 @@ from ddptrain.errors import DdptrainError
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 
 
-class Need(Enum):
+class NeededFiles(Enum):
     """The files that a command reads besides run.json."""
 
     NOTHING = "nothing"
@@ -22,7 +22,7 @@ class Need(Enum):
     MODEL = "model"  # the best checkpoint, and the JSON files of artifacts/
 
 
-class Keeping(Protocol):
+class RunUpload(Protocol):
     """Uploads the files that a driver writes, while the run is running."""
 
     def begin(self) -> None:
@@ -35,7 +35,7 @@ class Keeping(Protocol):
         """Upload everything as it is now. Returns "", or one line about the problem if the deadline was reached."""
 
 
-class KeptHere:
+class NoUpload:
     """The upload of a run in a folder of this machine: nothing to do."""
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class LocalRuns:
         """Return every run, newest first."""
         return list_runs(self.folder)
 
-    def find(self, run: str, need: Need = Need.NOTHING, rank: int | None = None) -> RunView:
+    def find(self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None) -> RunView:
         """Return the run of that name. Raises RunNotFound."""
         return load_run(find_run(self.folder, run))
 
@@ -72,6 +72,6 @@ class LocalRuns:
         return self.folder
 
     @contextmanager
-    def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[Keeping]:
+    def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[RunUpload]:
         """Yield the upload of the run, which does nothing."""
-        yield KeptHere()
+        yield NoUpload()

@@ -50,7 +50,7 @@ def adopt_file(area: Path, event: FileSaved, source: Path) -> Path:
         raise UnsafePath(f'cannot save a file as "{event.path}": {area.name}/{relative} is a folder')
     incoming = folder / f"{INCOMING}{secrets.token_hex(8)}"
     try:
-        bring_home([Parcel(source, incoming, event.size_bytes, event.sha256)], FileDamaged)
+        move_in([Parcel(source, incoming, event.size_bytes, event.sha256)], FileDamaged)
         with naming(final):
             publish(incoming, final)
             sync_folder(folder)
@@ -76,7 +76,7 @@ def _folder(area: Path, parts: tuple[str, ...]) -> Path:
     return folder
 
 
-def bring_home(parcels: Sequence[Parcel], damaged: type[ResultsError]) -> None:
+def move_in(parcels: Sequence[Parcel], damaged: type[ResultsError]) -> None:
     """Link or copy every file to its target, durably. The caller deletes the staged files.
 
     Raises `damaged` if a staged file does not match its event; ResultsError if a target can't be written.

@@ -22,11 +22,11 @@ from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_whole
+from ddptrain.results.files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
 from ddptrain.results.latest_metrics import LatestMetrics
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.metrics import AllSeries, read_series
-from ddptrain.results.ownership.claim import claim, take_up
+from ddptrain.results.ownership.claim import claim, continue_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
 from ddptrain.results.record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus
@@ -97,7 +97,7 @@ class RunWriter:
             driver=DriverRecord.of_this_process(),
         )
         try:
-            write_whole(layout.config_yaml, config_text.encode())
+            write_file(layout.config_yaml, config_text.encode())
             return cls(layout, record, descriptor)
         except BaseException:
             shutil.rmtree(layout.root, ignore_errors=True)  # it was empty when it was claimed
@@ -114,7 +114,7 @@ class RunWriter:
             RunLocked: another process runs it, or has run it since it was chosen.
             ResultsError, UsageError: its run.json can't be read, or the directory can't be written.
         """
-        view, descriptor = take_up(folder.absolute(), seen)
+        view, descriptor = continue_run(folder.absolute(), seen)
         layout = view.layout
         try:
             record = dataclasses.replace(
@@ -133,7 +133,7 @@ class RunWriter:
                 driver=DriverRecord.of_this_process(),
                 attempts=tuple(_ended(attempt, view.record.ended_at) for attempt in view.record.attempts),
             )
-            write_whole(layout.config_yaml, config_text.encode())
+            write_file(layout.config_yaml, config_text.encode())
             writer = cls(layout, record, descriptor)
             writer._settle(view.record.driver)
             writer._latest.begin_attempt(record.last_metrics)
@@ -325,7 +325,7 @@ class RunWriter:
         if self.loss is not None:
             return
         self._folder.check()
-        write_whole(self.layout.run_json, self.record.to_json().encode())
+        write_file(self.layout.run_json, self.record.to_json().encode())
 
 
 def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:

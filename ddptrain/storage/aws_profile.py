@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 
 Credentials = dict[str, Any]  # as obstore's S3Credential
@@ -44,7 +44,7 @@ def read_profile(name: str | None) -> Profile | None:
     if found is None and asked:
         hint = did_you_mean(asked, list(sections))
         raise UsageError(
-            f'AWS has no profile "{shown(asked)}" in ~/.aws/credentials or ~/.aws/config{": " if hint else ""}{hint}'
+            f'AWS has no profile "{shorten(asked)}" in ~/.aws/credentials or ~/.aws/config{": " if hint else ""}{hint}'
         )
     if found is None:
         return None
@@ -85,11 +85,11 @@ def _renewed(name: str) -> Callable[[], Credentials]:
         import botocore.session  # type: ignore[import-untyped]
     except ImportError:
         raise UsageError(
-            f'the AWS profile "{shown(name)}" needs botocore to get its credentials: pip install "ddptrain[s3]"'
+            f'the AWS profile "{shorten(name)}" needs botocore to get its credentials: pip install "ddptrain[s3]"'
         ) from None
     source = botocore.session.Session(profile=name).get_credentials()
     if source is None:
-        raise UsageError(f'botocore finds no credentials for the AWS profile "{shown(name)}"')
+        raise UsageError(f'botocore finds no credentials for the AWS profile "{shorten(name)}"')
 
     def renew() -> Credentials:
         now = source.get_frozen_credentials()

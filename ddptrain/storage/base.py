@@ -32,7 +32,7 @@ class StoreError(DdptrainError):
     ├── NotFound          4  this key does not exist
     ├── TooLarge          4  the object is larger than the reader accepts
     ├── WriteConflict     4  the condition of a write was not met: another process has written the object
-    └── Unconditional     4  the store has no conditional writes
+    └── NoConditionalWrites     4  the store has no conditional writes
     """
 
     exit_code = ExitCode.CLUSTER
@@ -74,7 +74,7 @@ class WriteConflict(StoreError):
     """The condition of a write was not met: another process has written the object."""
 
 
-class Unconditional(StoreError):
+class NoConditionalWrites(StoreError):
     """The store has no conditional writes; the message says why."""
 
 
@@ -230,24 +230,24 @@ class Store(ABC):
         raise self._read_only()
 
     def get_versioned(self, key: str) -> Versioned | None:
-        """Return an object for a conditional write; None if it does not exist. Raises Unconditional."""
-        raise Unconditional(f"{self.location.protocol} has none")
+        """Return an object for a conditional write; None if it does not exist. Raises NoConditionalWrites."""
+        raise NoConditionalWrites(f"{self.location.protocol} has none")
 
     def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
         """Write an object that is unchanged since `before`, or with None does not exist yet.
 
-        Raises WriteConflict if it has changed; Unconditional.
+        Raises WriteConflict if it has changed; NoConditionalWrites.
         """
-        raise Unconditional(f"{self.location.protocol} has none")
+        raise NoConditionalWrites(f"{self.location.protocol} has none")
 
     def test_conditions(self, probe: str) -> float:
         """Return the store's time in seconds since 1970, after a test that it keeps the conditions of writes.
 
         probe: the key of an object that no other process uses; it is written and deleted.
 
-        Raises Unconditional if the store ignores conditions, or has no such writes.
+        Raises NoConditionalWrites if the store ignores conditions, or has no such writes.
         """
-        raise Unconditional(f"{self.location.protocol} has none")
+        raise NoConditionalWrites(f"{self.location.protocol} has none")
 
     def _read_only(self) -> StoreError:
         return StoreError(f"{self.location.words} can't be written: {self.location.protocol} is only read")

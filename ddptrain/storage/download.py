@@ -36,11 +36,11 @@ _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.")
 Progress = Callable[[float, float | None], None]  # megabytes done, and the total if it is known
 
 
-class CannotFetch(UsageError):
+class DownloadFailed(UsageError):
     """A file can't be downloaded from its URL."""
 
 
-class NotReached(CannotFetch):
+class ServerUnreachable(DownloadFailed):
     """The server did not answer: from another host, or later, the file may be available."""
 
 
@@ -58,7 +58,7 @@ def fetch_file(
     Of several processes of the host one downloads, the others wait. `progress` is called all the while.
     check_name: the content's SHA-256 must begin as the name says, as in resnet50-11ad3fa6.pth.
 
-    Raises CannotFetch, NotReached.
+    Raises DownloadFailed, ServerUnreachable.
     """
     if path.exists():
         return path
@@ -70,7 +70,7 @@ def fetch_file(
                 tell(f"fetching {hide_credentials(url)} to {path}")
                 _download(url, path, options, progress, _digest_in(path.name) if check_name else "")
     except (OSError, http.client.HTTPException) as error:
-        kind = CannotFetch if _is_final(error) else NotReached
+        kind = DownloadFailed if _is_final(error) else ServerUnreachable
         raise kind(f"can't fetch {hide_credentials(url)} to {path}: {_reason(error)}") from None
     return path
 
@@ -102,7 +102,7 @@ def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progre
                 _log.info("download failed, trying again", url=url, attempt=attempt, error=error)
                 time.sleep(attempt * _PAUSE_S)
         if not found.startswith(digest):
-            raise CannotFetch(f"{hide_credentials(url)} is damaged: its SHA-256 is {found[:16]}..., not {digest}...")
+            raise DownloadFailed(f"{hide_credentials(url)} is damaged: its SHA-256 is {found[:16]}..., not {digest}...")
         file_ops.publish(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -128,7 +128,7 @@ def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progres
             _refuse_too_large(url, done)
             progress(done / 1e6, total / 1e6 if total else None)
             if time.monotonic() > deadline:
-                raise NotReached(
+                raise ServerUnreachable(
                     f"can't fetch {hide_credentials(url)}: after {_DEADLINE_S:g} s there are {done:,} bytes of "
                     f"{f'{total:,}' if total else 'an unknown number'}: is the server too slow?"
                 )
@@ -155,7 +155,7 @@ def _announced(length: str | None) -> int:
 
 def _refuse_too_large(url: str, size_bytes: int) -> None:
     if size_bytes > _MOST_BYTES:
-        raise CannotFetch(
+        raise DownloadFailed(
             f"can't fetch {hide_credentials(url)}: it has more than {_MOST_BYTES:,} bytes; is it the right file?"
         )
 
@@ -168,7 +168,7 @@ def _store_chunks(url: str, options: Mapping[str, Any]) -> Iterator[tuple[bytes,
         raise ConnectionError(str(error)) from None
     except (StoreError, UsageError) as error:
         why = str(error).removeprefix("params.source ")  # the store is that of the weights
-        raise CannotFetch(f"can't fetch {hide_credentials(url)}: {why}") from None
+        raise DownloadFailed(f"can't fetch {hide_credentials(url)}: {why}") from None
 
 
 def _digest_in(name: str) -> str:

@@ -14,12 +14,12 @@ from ddptrain.storage.base import (
     Limits,
     Listed,
     Location,
+    NoConditionalWrites,
     NotFound,
     Store,
     StoreMissing,
     TooLarge,
     Transient,
-    Unconditional,
     Versioned,
     WriteConflict,
 )
@@ -171,7 +171,7 @@ class ObjectStore(Store):
         except (AlreadyExistsError, PreconditionError, FileNotFoundError) as error:
             raise WriteConflict(f"{self.location.words}/{key} was written by another process") from error
         except (NotSupportedError, NotImplementedError) as error:
-            raise Unconditional(first_line(str(error))) from error
+            raise NoConditionalWrites(first_line(str(error))) from error
         except Exception as error:  # as above
             raise self._error("written", key, error) from None
 
@@ -182,10 +182,10 @@ class ObjectStore(Store):
             for before in (None, Versioned(b"", {"e_tag": '"0"', "version": "0"})):
                 with suppress(WriteConflict):
                     self.put_versioned(probe, b"", before)
-                    raise Unconditional("the store does not keep their conditions")
+                    raise NoConditionalWrites("the store does not keep their conditions")
             found = self.get_versioned(probe)
             if found is None or found.written_s is None:
-                raise Unconditional("the store does not tell the time")
+                raise NoConditionalWrites("the store does not tell the time")
             return found.written_s
         finally:
             with suppress(Exception):  # an object that stays disturbs nothing

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.secret_rules import is_secret_name
 from ddptrain.storage.aws_profile import Credentials, Profile, read_profile, static
@@ -93,7 +93,7 @@ def _check_value(location: Location, name: str, value: object) -> None:
     if name == "verify" and not isinstance(value, bool | str):
         raise _wrong(location, name, "must be true, false, or the path of a file of certificates")
     if name not in {*_FLAGS, "verify"} and not isinstance(value, str):
-        kept = "" if is_secret_name(name) else f", not {shown(repr(value), 40)}"
+        kept = "" if is_secret_name(name) else f", not {shorten(repr(value), 40)}"
         raise _wrong(location, name, f"must be text{kept}; put it in quotes")
 
 
@@ -102,7 +102,7 @@ def _wrong(location: Location, name: str, what: str) -> UsageError:
 
 
 def _unknown(key: str, name: str, known: list[str], location: Location) -> UsageError:
-    said = f"{location.options_setting}.{shown(key)} is no option of {location.protocol}://"
+    said = f"{location.options_setting}.{shorten(key)} is no option of {location.protocol}://"
     hint = did_you_mean(name, known)
     return UsageError(f"{said}: {hint}" if hint else f"{said}; known are {', '.join(known)}")
 

@@ -18,7 +18,7 @@ import platformdirs
 
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import publish, try_lock, wait_for_lock
-from ddptrain.protocol.code_digest import content_hash, looks
+from ddptrain.protocol.code_digest import change_digest, content_hash
 
 LIMIT_BYTES = 2_000_000_000
 _INCOMING = ".incoming-"
@@ -62,7 +62,7 @@ class CodeCache:
                 file.extractall(incoming, filter="data")
             if content_hash(incoming, names := list(names)) != code:
                 raise ClusterError(f"the code was changed while it was packed, or is damaged: its hash is not {code}")
-            record = {"looks": looks(incoming, names), "names": names}
+            record = {"looks": change_digest(incoming, names), "names": names}
             (incoming / _RECORD).write_text(json.dumps(record), encoding="utf-8")
             _make_read_only(incoming)
             self._hold(run_id, code)  # before another process can delete it
@@ -131,7 +131,7 @@ def _is_intact(folder: Path) -> bool:
     """Whether the files have the sizes and times that they had when their hash was verified."""
     try:
         record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        return bool(record["looks"] == looks(folder, record["names"]))
+        return bool(record["looks"] == change_digest(folder, record["names"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -100,7 +100,7 @@ def announce_flight_record(spool: RankSpool, spec: RankSpec) -> None:
 
 def report_error_file(spool: RankSpool, status: int) -> None:
     """Report the error that a failed script has written into its error file before it ended without an event."""
-    if status != 0 and (failure := error_file.take(spool.staging / ERROR_FILE)) is not None:
+    if status != 0 and (failure := error_file.read_error_file(spool.staging / ERROR_FILE)) is not None:
         _emit(spool, dataclasses.replace(failure, exit_code=status if status > 0 else None))
 
 

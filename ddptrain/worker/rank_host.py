@@ -16,7 +16,7 @@ from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.encryption import Opener
+from ddptrain.protocol.encryption import WorkerKey
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
 from ddptrain.worker import environment
 from ddptrain.worker.rank_server_client import RankServerClient
@@ -76,7 +76,7 @@ class RankHost(WorkerPlugin):
         # Task key -> its children (a rank, and possibly a store) -> grace period of each child in seconds
         self._children: dict[str, dict[str, float]] = {}
         self.leaving = False
-        self.opener = Opener()
+        self.opener = WorkerKey()
         self._lock = threading.Lock()
         self._replace_lock = threading.Lock()
 

@@ -14,7 +14,7 @@ from distributed import Worker, get_worker
 from ddptrain import log
 from ddptrain.file_ops import open_append
 from ddptrain.protocol import notices
-from ddptrain.protocol.encryption import open_spec
+from ddptrain.protocol.encryption import decrypt_spec
 from ddptrain.protocol.notices import RankExit
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import diagnostics, environment, spool
@@ -46,7 +46,7 @@ def run_rank(spec_json: str) -> str:
     spec = RankSpec.from_json(spec_json)
     worker = get_worker()
     host = rank_host(worker, spec.run_id)
-    return _RankTask(worker, host, open_spec(spec, host.opener)).run()
+    return _RankTask(worker, host, decrypt_spec(spec, host.opener)).run()
 
 
 class _RankTask:

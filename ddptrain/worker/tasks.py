@@ -20,7 +20,7 @@ from distributed import Worker
 
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import commands
-from ddptrain.protocol.code_digest import identity
+from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, key_prefix
 from ddptrain.worker import diagnostics, spool
@@ -28,7 +28,7 @@ from ddptrain.worker.code_cache import CodeCache
 from ddptrain.worker.foreign_worker import attach, offered_slots, rank_host
 from ddptrain.worker.rank_host import own_host, slot_resources
 from ddptrain.worker.rank_server_client import RankServerLost
-from ddptrain.worker.tcp_timeouts import follow
+from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
 
 _WARM_POLL_S = 0.02
 
@@ -42,7 +42,7 @@ async def describe_host(run_id: str, dask_worker: Worker, lost_after_s: float | 
     """
     host = await attach(dask_worker, run_id)
     if lost_after_s is not None:
-        follow(dask_worker, lost_after_s)
+        apply_tcp_timeout(dask_worker, lost_after_s)
     return {
         "scratch": str(host.scratch),
         "token": host.token,
@@ -61,7 +61,7 @@ async def stop_ranks(run_id: str, keys: list[str], grace_s: float | None, dask_w
             host.stop(key, grace_s)
 
 
-async def tell_ranks(run_id: str, keys: list[str], order: str, dask_worker: Worker) -> None:
+async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Worker) -> None:
     """Send a command to the ranks of these keys that run on this worker. Raises CommandError."""
     command = commands.decode(order)
     with contextlib.suppress(RankServerLost):  # then there are no ranks any more
@@ -119,20 +119,20 @@ def _write_below(folder: Path, path: str, offset: int, data: bytes) -> str:
     return str(real)
 
 
-async def sealing_key(run_id: str, dask_worker: Worker) -> str:
+async def encryption_key(run_id: str, dask_worker: Worker) -> str:
     """The public key with which the driver encrypts the secrets of ranks on this worker."""
     opener = rank_host(dask_worker, run_id).opener
     return await asyncio.to_thread(lambda: opener.public)
 
 
-async def offer(dask_worker: Worker) -> dict[str, Any]:
+async def describe_offer(dask_worker: Worker) -> dict[str, Any]:
     """What this worker offers: {"slots", "gpus", "hostname", "ours"}, with the number of GPUs."""
     slots, gpus = await asyncio.to_thread(offered_slots, dask_worker)
     ours = own_host(dask_worker) is not None
     return {"slots": slots, "gpus": len(gpus), "hostname": socket.gethostname(), "ours": ours}
 
 
-async def await_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:
+async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:
     """Wait until ranks start warm on this worker, or until it is known that they cannot, at most `timeout_s`.
 
     Returns {"ours", "warm", "slots", "gpus", "hostname", "fault"}. A foreign worker answers at once: it has no rank
@@ -170,7 +170,7 @@ async def set_slots(n: int, dask_worker: Worker) -> dict[str, int]:
 
 async def sees_code(folder: str, names: list[str], expected: str) -> bool:
     """Whether this worker sees the same files in a folder as the driver, and not a copy of them."""
-    return await asyncio.to_thread(identity, Path(folder), names) == expected
+    return await asyncio.to_thread(inode_digest, Path(folder), names) == expected
 
 
 async def use_code(run_id: str, code: str) -> str:

@@ -23,7 +23,7 @@ def tcp_timeout(lost_after_s: float) -> dict[str, str]:
     return {"distributed.comm.timeouts.tcp": f"{max(_MIN_S, math.ceil(lost_after_s))}s"}
 
 
-def follow(server: Scheduler | Worker, lost_after_s: float) -> None:
+def apply_tcp_timeout(server: Scheduler | Worker, lost_after_s: float) -> None:
     """Set the time-out of all connections, present and new ones, of a scheduler or worker that ddptrain has started."""
     dask.config.set(tcp_timeout(lost_after_s))
     for comm in _comms(server):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -37,7 +37,8 @@ def load_saved(run_dir: Path, workload: str, command: str, build: Callable[[Any]
         raise
     except Exception as error:  # damaged files raise arbitrary errors
         raise UsageError(
-            f"can't read the checkpoint {folder}: {type(error).__name__}: {shown(' '.join(str(error).split()), 300)}; "
+            f"can't read the checkpoint {folder}: {type(error).__name__}: "
+            f"{shorten(' '.join(str(error).split()), 300)}; "
             f"is it a complete checkpoint of a run of {workload}?"
         ) from error
     return model.eval(), folder.name

@@ -174,8 +174,8 @@ def test_foreign_worker_offers_one_slot_or_those_of_its_resource(dask: DaskBench
     dask.foreign("--resources", "slot=3", "--nthreads", "8", name="slots")
     dask.foreign("--resources", "slot=3", name="few-threads")
     with dask.driver(workers=3) as driver:
-        offers = {name: driver.call(tasks.offer, worker=name) for name in driver.workers}
-        warm = driver.call(tasks.await_warm, 30.0, worker="plain")
+        offers = {name: driver.call(tasks.describe_offer, worker=name) for name in driver.workers}
+        warm = driver.call(tasks.wait_until_warm, 30.0, worker="plain")
     assert {name: (offer["slots"], offer["gpus"], offer["ours"]) for name, offer in offers.items()} == {
         "plain": (1, 0, False),
         "slots": (3, 0, False),

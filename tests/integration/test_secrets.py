@@ -81,16 +81,16 @@ def _arguments() -> list[str]:
 SPY = """
 import sys
 from ddptrain.cli.main import main
-from ddptrain.driver.worker_group import Gang
+from ddptrain.driver.worker_group import WorkerGroup
 
-submit = Gang.submit
+submit = WorkerGroup.submit
 
 def spied(self, spec, slot):
     with open("orders.txt", "a") as file:
         file.write(spec.to_json() + chr(10))
     submit(self, spec, slot)
 
-Gang.submit = spied
+WorkerGroup.submit = spied
 sys.exit(main(sys.argv[1:]))
 """
 FAILING = """

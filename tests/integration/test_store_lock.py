@@ -19,8 +19,8 @@ from s3fs import S3FileSystem
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results.remote import lock as remote_lock
 from ddptrain.results.remote.lock import LOCK, Claim, StoreLock, claim_from
-from ddptrain.results.remote.upload import Uploads
-from ddptrain.storage.base import Unconditional
+from ddptrain.results.remote.upload import StoreUpload
+from ddptrain.storage.base import NoConditionalWrites
 from ddptrain.storage.remote_folder import RemoteFolder
 from tests.integration.s3server import s3_server
 from tests.integration.seaweed import seaweed
@@ -156,7 +156,7 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
     root.mkdir()
     (root / "notes").write_text("first")
     (root / "run.json").write_text("{}")
-    uploads = Uploads(replace(store, guard=owner.assure), root)
+    uploads = StoreUpload(replace(store, guard=owner.assure), root)
     uploads.listen(lambda text: None, lost.append)
     owner.keep(uploads.lose)
     with uploads:
@@ -202,7 +202,7 @@ def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         store = RemoteFolder.open("s3://bucket/run")
-        with pytest.raises(Unconditional, match="does not keep their conditions"):
+        with pytest.raises(NoConditionalWrites, match="does not keep their conditions"):
             store.test_conditions("probe")
         lock = StoreLock(store, settle_s=0.0)
         lock.take(contested=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
+from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.results.lookup import load_run
 from ddptrain.results.record import RunStatus
 from ddptrain.results.writer import RunWriter
@@ -72,7 +72,7 @@ def user(home: Path, **environ: str) -> dict[str, str]:
     }
 
 
-def sync(run: Path, environ: dict[str, str]) -> Sent:
+def sync(run: Path, environ: dict[str, str]) -> SyncResult:
     return sync_run(load_run(run), environ, time.monotonic() + 60)
 
 

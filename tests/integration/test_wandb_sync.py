@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
+from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, UNSENT, RunPart, parts_below, waiting
 from ddptrain.results.lookup import load_run
@@ -108,7 +108,7 @@ def backend() -> Iterator[Backend]:
         yield made
 
 
-def sync(run: Path, environ: Mapping[str, str], timeout_s: float = 60.0) -> Sent:
+def sync(run: Path, environ: Mapping[str, str], timeout_s: float = 60.0) -> SyncResult:
     return sync_run(load_run(run), {**_outside(), **environ}, time.monotonic() + timeout_s)
 
 

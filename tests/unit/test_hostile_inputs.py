@@ -26,7 +26,7 @@ from ddptrain.config.models import RunConfig
 from ddptrain.driver.transfer.artifacts import _file_name
 from ddptrain.errors import ConfigError
 from ddptrain.protocol import events
-from ddptrain.protocol.commands import Command, Orders
+from ddptrain.protocol.commands import Command, CommandReader
 from ddptrain.results.checkpoint_verification import newest_verified, read_manifest, verify
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
@@ -337,7 +337,7 @@ def test_path_stays_below_its_folder_or_is_refused(folder: Path, path: str) -> N
 def test_orders_are_heard_after_whatever_came_before(before: bytes, pieces: int) -> None:
     read_fd, write_fd = os.pipe()
     heard: list[str] = []
-    orders = Orders(read_fd)
+    orders = CommandReader(read_fd)
     try:
         orders.on(Command.PREEMPT, lambda: heard.append("preempt"))
         os.write(write_fd, before + b"\n")

@@ -32,7 +32,7 @@ from ddptrain.clusters import security
 from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.scheduler.idle import IdleWatch
 from ddptrain.clusters.scheduler.process import SCHEDULER_FILE, write_ended
-from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE
 
 ORDER_FILE = "order.json"
@@ -301,7 +301,7 @@ def _one_line(error: BaseException) -> str:
     while (cause := error.__cause__) is not None:
         words.append(_words(cause))
         error = cause
-    return shown(", from ".join(dict.fromkeys(words)), _MOST_OF_AN_ERROR)
+    return shorten(", from ".join(dict.fromkeys(words)), _MOST_OF_AN_ERROR)
 
 
 def _words(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
-from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.redact import hide_credentials
 
@@ -52,13 +52,13 @@ class Saturn:
             ) from error
         self.url = url or os.environ.get("SATURN_BASE_URL", "")
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc:
-            got = f', got "{shown(hide_credentials(self.url))}"' if self.url else ""
+            got = f', got "{shorten(hide_credentials(self.url))}"' if self.url else ""
             raise UsageError(f"SATURN_BASE_URL or cluster.saturn.url must tell where Saturn is, as https://...{got}")
         token = os.environ.get("SATURN_TOKEN", "")
         if not token:
             raise UsageError("SATURN_TOKEN is not set: it must hold a token of Saturn's (its user settings show it)")
         self._settings = _settings(self.url, token)
-        self._place = shown(hide_credentials(self.url))
+        self._place = shorten(hide_credentials(self.url))
 
     @property
     def is_external(self) -> bool:
@@ -72,7 +72,7 @@ class Saturn:
         known = [str(size["name"]) for size in self._data("GET", "info")["server_options"]["size"]]
         for size in sizes:
             if size not in known:
-                raise UsageError(f'Saturn has no machines of size "{shown(size)}" ({did_you_mean(size, known)})')
+                raise UsageError(f'Saturn has no machines of size "{shorten(size)}" ({did_you_mean(size, known)})')
 
     def order(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Request the cluster; may be repeated. Returns its "status", and its "id" as soon as it has one.
@@ -236,4 +236,4 @@ def _innermost(error: BaseException) -> OSError:
 
 
 def _line(text: str) -> str:
-    return shown(" ".join(text.split()), _MOST_OF_A_MESSAGE)
+    return shorten(" ".join(text.split()), _MOST_OF_A_MESSAGE)

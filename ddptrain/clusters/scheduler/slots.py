@@ -20,7 +20,7 @@ from distributed import Scheduler, SchedulerPlugin
 from ddptrain import log
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, WORKER_METRIC, attached_plugin
 from ddptrain.worker.rank_task import topic
-from ddptrain.worker.tcp_timeouts import follow
+from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
 
 PLUGIN_NAME = "ddptrain-slots"
 _FORGET_WAITER_S = 30.0  # a waiting driver that does not ask again for that long leaves the queue
@@ -283,7 +283,7 @@ def reserve(
     found = [[slot.worker, slot.host, slot.index, slot.gpu, slot.counted] for slot in answer]
     if table.lost_after_s is None:
         return {"slots": found}
-    follow(dask_scheduler, table.lost_after_s)
+    apply_tcp_timeout(dask_scheduler, table.lost_after_s)
     return {"slots": found, "lost_after_s": table.lost_after_s}
 
 

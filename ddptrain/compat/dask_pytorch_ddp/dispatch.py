@@ -16,8 +16,8 @@ from distributed import Client, Future
 from ddptrain.clusters.compatibility import Needs, check_cluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.compat.dask_pytorch_ddp import group_watch, rank_task
-from ddptrain.driver.reservation import Watchers, Wish
-from ddptrain.driver.worker_group import Gang, Place
+from ddptrain.driver.reservation import SlotRequest, WaitHooks
+from ddptrain.driver.worker_group import RankPlace, WorkerGroup
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,
@@ -65,9 +65,9 @@ def run(
     if client.asynchronous:
         raise UsageError("dispatch.run needs a client that was not made with asynchronous=True")
     pickled = _pickled(pytorch_function, args, kwargs)
-    gang = Gang(client, new_run_id("dispatch"), queue.SimpleQueue())
+    gang = WorkerGroup(client, new_run_id("dispatch"), queue.SimpleQueue())
     try:
-        places = gang.reserve(Wish(None, False, _START_S, _WAIT_S), _watchers(client))
+        places = gang.reserve(SlotRequest(None, False, _START_S, _WAIT_S), _watchers(client))
         specs = _specs(gang.run_id, places, backend)
         port = _store_port(client, specs[0], places[0])
         futures = []
@@ -82,7 +82,7 @@ def run(
     return futures
 
 
-def _device(place: Place) -> int:
+def _device(place: RankPlace) -> int:
     """The local rank for the choice of a device: a rank sees only its own GPU, which is number 0."""
     return 0 if place.slot.gpu else place.local_rank
 
@@ -103,9 +103,9 @@ def _futures_in(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, 
     return places | {name: value for name, value in kwargs.items() if isinstance(value, Future)}
 
 
-def _watchers(client: Client) -> Watchers:
+def _watchers(client: Client) -> WaitHooks:
     needs = Needs(_WORKLOAD, ())
-    return Watchers(
+    return WaitHooks(
         check=lambda workers: check_cluster(client, workers, needs),
         worker_fault=lambda: None,
         last_words=lambda: "",
@@ -114,7 +114,7 @@ def _watchers(client: Client) -> Watchers:
     )
 
 
-def _specs(run_id: str, places: Sequence[Place], backend: str | None) -> list[RankSpec]:
+def _specs(run_id: str, places: Sequence[RankPlace], backend: str | None) -> list[RankSpec]:
     chosen = backend or ("nccl" if all(place.slot.gpu for place in places) else "gloo")
     return [
         RankSpec(
@@ -139,7 +139,7 @@ def _search_path() -> tuple[str, ...]:
     return tuple(dict.fromkeys((first, os.getcwd())))
 
 
-def _store_port(client: Client, first: RankSpec, place: Place) -> int:
+def _store_port(client: Client, first: RankSpec, place: RankPlace) -> int:
     worker = place.slot.worker
     try:
         ports = client.run(rank_task.open_store, first.run_id, first.key, first.group.master_addr, workers=[worker])
@@ -149,7 +149,7 @@ def _store_port(client: Client, first: RankSpec, place: Place) -> int:
 
 
 def _submit(
-    client: Client, spec: RankSpec, port: int, place: Place, pickled: bytes, given: dict[int | str, Any]
+    client: Client, spec: RankSpec, port: int, place: RankPlace, pickled: bytes, given: dict[int | str, Any]
 ) -> Future[Any]:
     return client.submit(
         rank_task.run_job,

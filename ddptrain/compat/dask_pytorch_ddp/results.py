@@ -168,7 +168,7 @@ class _Collector:
     ) -> dict[str, Any]:
         question = self.client.run(function, *args, workers=workers, on_error=on_error, asynchronous=True)
         try:
-            answer: dict[str, Any] = dask_call.answer(self.client, question, lambda: _ANSWER_S, lambda: 0)
+            answer: dict[str, Any] = dask_call.wait_for_answer(self.client, question, lambda: _ANSWER_S, lambda: 0)
         except (OSError, TimeoutError) as error:
             raise ClusterError(f"could not get results from the workers: {error}") from error
         return answer

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-from ddptrain.driver.messages import Inbox, Signalled
+from ddptrain.driver.messages import Inbox, SignalReceived
 from ddptrain.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -28,7 +28,7 @@ class Signals:
         self.taken.append(signum)
         if len(self.taken) > 2:  # the third signal: end at once
             os._exit(128 + signum)
-        self.inbox.put(Signalled(signum))
+        self.inbox.put(SignalReceived(signum))
         if self._interrupts:
             self._interrupts = False
             raise Interrupted(signum)

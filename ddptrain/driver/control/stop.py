@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, ConfigError
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import read_bytes, require_own_folder, write_whole
+from ddptrain.results.files import read_bytes, require_own_folder, write_file
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.ownership import lock
@@ -167,7 +167,7 @@ def _is_leaving(view: RunView) -> bool:
 def _ask(desk: RunLayout, request: StopRequest) -> None:
     try:
         require_own_folder(desk.root)
-        write_whole(desk.stop_json, request.to_json().encode())
+        write_file(desk.stop_json, request.to_json().encode())
     except ResultsError as error:
         instead = "SIGINT twice" if request.now else "SIGTERM"
         driver = DriverRecord(request.pid, request.host)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ddptrain.driver.display.lines import Line
-from ddptrain.driver.failure.fault import ranks_in_words
+from ddptrain.driver.failure.fault import format_ranks
 
 MIN_RANKS = 17  # the smallest run whose ranks are shown as a group
 HOLD_S = 0.4  # how long a line waits for the same line of other ranks; the display adds at most 0.1 s
@@ -94,7 +94,7 @@ def label(ranks: Sequence[int]) -> str:
     """The prefix of a line: "[rank 3]", "[ranks 0-63]" or, where the numbers are too many, "[32 ranks: 0, 2, ...]"."""
     if len(ranks) == 1:
         return f"[rank {ranks[0]}]"
-    words = ranks_in_words(ranks)
+    words = format_ranks(ranks)
     if len(words) <= _MAX_LABEL_CHARS:
         return f"[ranks {words}]"
     shown = words[: _MAX_LABEL_CHARS - len("...")].rpartition(", ")[0]

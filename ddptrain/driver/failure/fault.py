@@ -13,7 +13,7 @@ from ddptrain.protocol.notices import RankExit
 from ddptrain.results.record import FailureRecord
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     """What ended a rank; run.json contains it."""
 
     EXCEPTION = "exception"  # an exception left the user's code
@@ -28,12 +28,12 @@ class Kind(StrEnum):
 
 
 _EXIT_CODES = {
-    Kind.WORKER_LOST: ExitCode.CLUSTER,
-    Kind.INFRASTRUCTURE: ExitCode.CLUSTER,
-    Kind.RESULTS: ExitCode.CLUSTER,
-    Kind.HANG: ExitCode.HANG,
+    FaultKind.WORKER_LOST: ExitCode.CLUSTER,
+    FaultKind.INFRASTRUCTURE: ExitCode.CLUSTER,
+    FaultKind.RESULTS: ExitCode.CLUSTER,
+    FaultKind.HANG: ExitCode.HANG,
 }
-_OF_PLACE = frozenset({Kind.WORKER_LOST, Kind.INFRASTRUCTURE})
+_OF_PLACE = frozenset({FaultKind.WORKER_LOST, FaultKind.INFRASTRUCTURE})
 _PHASES = {"setup": " before the process group was up", "rendezvous": " while the process group came up"}
 
 
@@ -41,7 +41,7 @@ _PHASES = {"setup": " before the process group was up", "rendezvous": " while th
 class Loss:
     """Why no more messages will come from a rank: with its worker (WORKER_LOST), or alone."""
 
-    kind: Kind
+    kind: FaultKind
     text: str
 
 
@@ -55,7 +55,7 @@ class Fault:
     """
 
     rank: int
-    kind: Kind
+    kind: FaultKind
     time_ns: int
     message: str
     type: str = ""
@@ -86,7 +86,7 @@ def from_failure(rank: int, failure: events.Failure) -> Fault:
     """The fault that a rank reported itself."""
     return Fault(
         rank=rank,
-        kind=Kind.EXIT if failure.exit_code is not None else Kind.EXCEPTION,
+        kind=FaultKind.EXIT if failure.exit_code is not None else FaultKind.EXCEPTION,
         time_ns=failure.time_ns,
         message=failure.message,
         type=failure.type,
@@ -100,19 +100,19 @@ def from_failure(rank: int, failure: events.Failure) -> Fault:
 
 def from_tracker(rank: int, failed: events.TrackerFailed) -> Fault:
     """The fault of a rank that has done its work, but one of its trackers has failed."""
-    return Fault(rank, Kind.TRACKER, failed.time_ns, f"tracker {failed.tracker} {failed.message}")
+    return Fault(rank, FaultKind.TRACKER, failed.time_ns, f"tracker {failed.tracker} {failed.message}")
 
 
 def from_exit(ended: RankExit) -> Fault:
     """The fault of a rank that ended without reporting a failure: it was killed, or it called os._exit."""
     if ended.status < 0:
         victim = ended.timed_out
-        return Fault(ended.rank, Kind.SIGNAL, ended.time_ns, ended.text, victim=victim, timed_out=victim)
+        return Fault(ended.rank, FaultKind.SIGNAL, ended.time_ns, ended.text, victim=victim, timed_out=victim)
     text = f"the process ended with {ended.text} in the middle of the workload"
-    return Fault(ended.rank, Kind.EXIT, ended.time_ns, text, status=ended.status)
+    return Fault(ended.rank, FaultKind.EXIT, ended.time_ns, text, status=ended.status)
 
 
-def first_cause(faults: Sequence[Fault], finished: Sequence[int] = ()) -> Fault:
+def find_root_cause(faults: Sequence[Fault], finished: Sequence[int] = ()) -> Fault:
     """The root cause: the earliest fault that is not a victim's; the lowest rank among faults of the same time.
 
     If all faults are victims' and some ranks have `finished`, the first of those has left while others needed it. If
@@ -129,27 +129,27 @@ def first_cause(faults: Sequence[Fault], finished: Sequence[int] = ()) -> Fault:
 
 def returned_early(rank: int, waiting: Sequence[int], time_ns: int) -> Fault:
     """The fault of a rank that has done its work while others still wait for it."""
-    text = f"returned from the workload while rank {ranks_in_words(waiting)} waited for it in a collective operation"
-    return Fault(rank, Kind.EXIT, time_ns, text)
+    text = f"returned from the workload while rank {format_ranks(waiting)} waited for it in a collective operation"
+    return Fault(rank, FaultKind.EXIT, time_ns, text)
 
 
-def after_thread(fault: Fault, ended: events.ThreadFailure | None) -> Fault:
+def add_thread_failure(fault: Fault, ended: events.ThreadFailure | None) -> Fault:
     """The fault of a rank with the exception that ended one of its threads before, which may be the reason."""
-    if ended is None or fault.kind is Kind.HANG or ended.time_ns > fault.time_ns:
+    if ended is None or fault.kind is FaultKind.HANG or ended.time_ns > fault.time_ns:
         return fault
     first, line_end, rest = fault.message.partition("\n")
-    message = f"{first} (its thread {ended.thread} had ended with {thread_in_words(ended)}){line_end}{rest}"
+    message = f"{first} (its thread {ended.thread} had ended with {describe_thread(ended)}){line_end}{rest}"
     trace = f"{fault.traceback}\nBefore, in thread {ended.thread}:\n\n{ended.traceback}"
     return dataclasses.replace(fault, message=message, traceback=trace)
 
 
-def thread_in_words(ended: events.ThreadFailure) -> str:
+def describe_thread(ended: events.ThreadFailure) -> str:
     """The exception that ended a thread, in one line."""
     first_line = one_line(ended.message)
     return f"{ended.type}: {first_line}" if first_line else ended.type
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """0, 1, 2, 5 as "0-2, 5": a worker group may have hundreds of ranks."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddptrain.driver.failure.fault import Fault, Kind, ranks_in_words, returned_early, thread_in_words
+from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks, returned_early
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
@@ -24,7 +24,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """What is known of one rank of a worker group that has stopped.
 
     stacks: None if neither the rank nor its worker has answered. timed_out: the rank has ended its wait by itself.
@@ -107,21 +107,21 @@ def _is_library(file: str) -> bool:
 
 
 def judge(
-    reports: Sequence[Report], limit_s: float | None, before: Mapping[int, events.Stacks], time_ns: int
+    reports: Sequence[RankReport], limit_s: float | None, before: Mapping[int, events.Stacks], time_ns: int
 ) -> Fault | None:
     """The fault of a worker group that may hang; None if the rank that the others wait for is at work.
 
     `before` are the stacks of the inquiry before this one, which found the rank at work. CPU use in a collective
     operation may be a busy wait: it counts as work only in the first inquiry, or if another operation has begun since.
     """
-    fault = missing(reports, limit_s, time_ns)
+    fault = find_missing_rank(reports, limit_s, time_ns)
     found = next(report for report in reports if report.rank == fault.rank)
-    if limit_s is None or fault.kind is not Kind.HANG or not found.works or _waits_since(found, before):
+    if limit_s is None or fault.kind is not FaultKind.HANG or not found.works or _waits_since(found, before):
         return fault
     return None
 
 
-def _waits_since(report: Report, before: Mapping[int, events.Stacks]) -> bool:
+def _waits_since(report: RankReport, before: Mapping[int, events.Stacks]) -> bool:
     """Whether a rank is stopped, or still in the collective operation of the inquiry before."""
     stacks, last = report.stacks, before.get(report.rank)
     if stacks is None or stacks.state in _STATES:
@@ -130,7 +130,7 @@ def _waits_since(report: Report, before: Mapping[int, events.Stacks]) -> bool:
     return bool(report.operation) and same and last is not None and waits_in(last.main) == report.operation
 
 
-def missing(reports: Sequence[Report], limit_s: float | None, time_ns: int) -> Fault:
+def find_missing_rank(reports: Sequence[RankReport], limit_s: float | None, time_ns: int) -> Fault:
     """The fault of a worker group that has stopped: of the rank that is missing from the collective operation.
 
     `limit_s` is for how long it was silent; None if a rank has ended its wait by itself.
@@ -146,16 +146,16 @@ def missing(reports: Sequence[Report], limit_s: float | None, time_ns: int) -> F
     trace = first.thread.traceback if first.thread is not None else ""
     checked = f"{first.checked}; " if first.checked and limit_s is not None else ""
     text = f"{message} ({checked}stacks: artifacts/{STACKS_FOLDER}/)"
-    return Fault(first.rank, Kind.HANG, time_ns, text, traceback=trace)
+    return Fault(first.rank, FaultKind.HANG, time_ns, text, traceback=trace)
 
 
-def _first(alive: list[Report]) -> Report:
+def _first(alive: list[RankReport]) -> RankReport:
     """The rank that the others wait for: the strongest sign decides; among equals, the longest idle time."""
     known = [report.stacks.sequence for report in alive if report.stacks and report.stacks.sequence is not None]
     least = min(known, default=0)
     behind = least < max(known, default=0)
 
-    def signs(report: Report) -> tuple[bool, ...]:
+    def signs(report: RankReport) -> tuple[bool, ...]:
         stacks = report.stacks
         return (
             not (stacks is not None and stacks.state in _STATES),
@@ -168,7 +168,7 @@ def _first(alive: list[Report]) -> Report:
     return min(alive, key=lambda report: (signs(report), -report.idle_s))
 
 
-def _since(first: Report, limit_s: float | None) -> str:
+def _since(first: RankReport, limit_s: float | None) -> str:
     if limit_s is None:
         return "a collective operation timed out"
     if not first.started:
@@ -178,17 +178,17 @@ def _since(first: Report, limit_s: float | None) -> str:
     return f"no progress for {limit_s:g} s" + (", after the end of its work" if first.finished else "")
 
 
-def _those_that_wait(others: Sequence[Report]) -> str:
+def _those_that_wait(others: Sequence[RankReport]) -> str:
     waiting = [report for report in others if report.operation]
     if not waiting:
         return ""
     verb = "waits" if len(waiting) == 1 else "wait"
     operations = {report.operation for report in waiting} - {"a collective operation"}
     operation = operations.pop() if len(operations) == 1 else "a collective operation"
-    return f" while rank {ranks_in_words([report.rank for report in waiting])} {verb} for it in {operation}"
+    return f" while rank {format_ranks([report.rank for report in waiting])} {verb} for it in {operation}"
 
 
-def _of_thread(first: Report) -> str:
+def _of_thread(first: RankReport) -> str:
     if first.thread is None:
         return ""
-    return f"; its thread {first.thread.thread} has ended with {thread_in_words(first.thread)}"
+    return f"; its thread {first.thread.thread} has ended with {describe_thread(first.thread)}"

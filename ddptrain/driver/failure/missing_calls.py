@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddptrain.driver.failure.fault import Fault, Kind, ranks_in_words
-from ddptrain.driver.failure.hang_diagnosis import Report
+from ddptrain.driver.failure.fault import Fault, FaultKind, format_ranks
+from ddptrain.driver.failure.hang_diagnosis import RankReport
 from ddptrain.protocol import events
 
 
-def uncalled(reports: Sequence[Report], before: Mapping[int, events.Stacks], time_ns: int) -> Fault | None:
+def find_uncalled(reports: Sequence[RankReport], before: Mapping[int, events.Stacks], time_ns: int) -> Fault | None:
     """The fault of a worker group in which a rank waits in a ctx method for ranks that will never call it, or None.
 
     `before` are the stacks of an earlier inquiry: a rank with the same stack waits, even if no frame shows that.
@@ -33,19 +33,19 @@ def _fault(rank: int, stacks: events.Stacks, absent: Sequence[int], time_ns: int
     at = f" at step {stacks.waits_step}" if stacks.waits_step is not None else ""
     has = "has" if len(absent) == 1 else "have"
     text = (
-        f"rank {rank} is in ctx.{stacks.waits}{at}, which rank {ranks_in_words(absent)} {has} not called; "
+        f"rank {rank} is in ctx.{stacks.waits}{at}, which rank {format_ranks(absent)} {has} not called; "
         "all ranks must call it"
     )
-    return Fault(rank, Kind.EXCEPTION, time_ns, text)
+    return Fault(rank, FaultKind.EXCEPTION, time_ns, text)
 
 
-def _lacks(other: Report, waiting: events.Stacks) -> bool:
+def _lacks(other: RankReport, waiting: events.Stacks) -> bool:
     """Whether a rank is known to have called the method less often than the rank that waits in it."""
     calls = other.calls
     return calls is not None and calls.get(waiting.waits, 0) < waiting.calls.get(waiting.waits, 0)
 
 
-def _can_not_come(other: Report, waiting: events.Stacks, before: events.Stacks | None) -> bool:
+def _can_not_come(other: RankReport, waiting: events.Stacks, before: events.Stacks | None) -> bool:
     """Whether a rank that lacks the call has ended, or waits in an operation that the waiting rank has not begun."""
     if other.finished:
         return True

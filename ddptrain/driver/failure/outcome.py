@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ddptrain.driver.failure.fault import Kind, ranks_in_words
+from ddptrain.driver.failure.fault import FaultKind, format_ranks
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.results.record import FailureRecord, RunStatus
 
 if TYPE_CHECKING:
     from ddptrain.driver.failure.fault import Fault
-    from ddptrain.driver.rank_state import AttemptEnd, RankWatch
+    from ddptrain.driver.rank_state import AttemptEnd, RankState
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.writer import RunWriter
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunEnd:
     """How a run ends; `cause` is the one line that names what failed first, empty for a success."""
 
     status: RunStatus
@@ -29,15 +29,15 @@ class Verdict:
     failure: FailureRecord | None = None
 
 
-def judge_attempt(end: AttemptEnd, writer: RunWriter) -> Verdict:
+def judge_attempt(end: AttemptEnd, writer: RunWriter) -> RunEnd:
     """The end of a run whose last attempt ended in this way."""
     if end.finished and not end.fault:
         failed = [rank.tracker_fault for rank in end.ranks if rank.tracker_fault is not None]
         if failed:
             return _tracker_failed(end, min(failed, key=lambda fault: (fault.time_ns, fault.rank)), writer.layout)
-        return Verdict(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
+        return RunEnd(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
     if end.loss is not None:
-        return of_error(end.loss, writer)
+        return judge_error(end.loss, writer)
     if end.notice is not None and writer.record.checkpoints:
         return _preempted(end.notice, writer)
     if end.saved_itself and end.signum in (None, signal.SIGTERM) and end.fault is None:
@@ -49,53 +49,53 @@ def judge_attempt(end: AttemptEnd, writer: RunWriter) -> Verdict:
     return _failed(end, end.fault, writer.layout)
 
 
-def _preempted(notice: str, writer: RunWriter) -> Verdict:
+def _preempted(notice: str, writer: RunWriter) -> RunEnd:
     """The run was told to end, and can continue from its newest checkpoint."""
     newest = writer.record.checkpoints[0]
     failure = FailureRecord(kind="preempted", message=notice)
     cause = f"{notice}; checkpoint {newest} is saved, go on with --resume {writer.run_id}"
-    return Verdict(RunStatus.PREEMPTED, ExitCode.PREEMPTED, cause, failure)
+    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, cause, failure)
 
 
-def _saved_itself(notice: str) -> Verdict:
+def _saved_itself(notice: str) -> RunEnd:
     failure = FailureRecord(kind="preempted", message=notice)
-    return Verdict(RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; it has saved, run it again to go on", failure)
+    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; it has saved, run it again to go on", failure)
 
 
-def _gone(notice: str) -> Verdict:
+def _gone(notice: str) -> RunEnd:
     failure = FailureRecord(kind="worker_lost", message=notice)
-    return Verdict(RunStatus.FAILED, ExitCode.CLUSTER, f"{notice}; there is no checkpoint to go on from", failure)
+    return RunEnd(RunStatus.FAILED, ExitCode.CLUSTER, f"{notice}; there is no checkpoint to go on from", failure)
 
 
-def _tracker_failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> Verdict:
+def _tracker_failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
     """The training has succeeded, but a tracker has failed, and tracking.strict is true."""
     cause = f"the training has succeeded, but on rank {fault.rank} {fault.line} (tracking.strict is true)"
-    return Verdict(RunStatus.FAILED, fault.exit_code, cause, _record(end, fault, layout))
+    return RunEnd(RunStatus.FAILED, fault.exit_code, cause, _record(end, fault, layout))
 
 
-def _failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> Verdict:
+def _failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
     failure = _record(end, fault, layout)
-    what = "hung" if fault.kind is Kind.HANG else "failed first"
+    what = "hung" if fault.kind is FaultKind.HANG else "failed first"
     cause = f"rank {fault.rank} on {failure.host} {what}: {fault.line}{_others(end.ranks, fault.rank)}"
-    return Verdict(RunStatus.FAILED, fault.exit_code, f"{cause}; log: {failure.log}", failure)
+    return RunEnd(RunStatus.FAILED, fault.exit_code, f"{cause}; log: {failure.log}", failure)
 
 
 def _record(end: AttemptEnd, fault: Fault, layout: RunLayout) -> FailureRecord:
     return fault.record(end.ranks[fault.rank].record().host, layout.told(layout.log(fault.rank)))
 
 
-def _others(ranks: Sequence[RankWatch], first: int) -> str:
+def _others(ranks: Sequence[RankState], first: int) -> str:
     """The ranks that failed in the same way by themselves (one mistake fails on every rank), and the victims."""
     first_fault = ranks[first].fault
     others = [(rank.spec.rank, rank.fault) for rank in ranks if rank.spec.rank != first and rank.fault is not None]
     victims = [rank for rank, fault in others if fault.victim]
     same = [rank for rank, fault in others if not fault.victim and first_fault and fault.line == first_fault.line]
-    parts = [f"likewise rank {ranks_in_words(same)}"] if same else []
-    parts += [f"only victims: rank {ranks_in_words(victims)}"] if victims else []
+    parts = [f"likewise rank {format_ranks(same)}"] if same else []
+    parts += [f"only victims: rank {format_ranks(victims)}"] if victims else []
     return f" ({'; '.join(parts)})" if parts else ""
 
 
-def of_error(error: BaseException, writer: RunWriter) -> Verdict:
+def judge_error(error: BaseException, writer: RunWriter) -> RunEnd:
     """The end of a run that an error of the driver or the cluster ended."""
     if isinstance(error, Interrupted):
         if error.signum == signal.SIGTERM and writer.record.checkpoints:
@@ -104,10 +104,10 @@ def of_error(error: BaseException, writer: RunWriter) -> Verdict:
     kind, text = type(error).__name__, str(error)
     if isinstance(error, DdptrainError):
         failure = FailureRecord(kind="infrastructure", type=kind, message=text)
-        return Verdict(RunStatus.FAILED, error.exit_code, text, failure)
+        return RunEnd(RunStatus.FAILED, error.exit_code, text, failure)
     trace = "".join(traceback.format_exception(error))
     failure = FailureRecord(kind="driver", type=kind, message=text, traceback=trace)
-    return Verdict(RunStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}", failure)
+    return RunEnd(RunStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}", failure)
 
 
 def was_sent(signum: int) -> str:
@@ -115,7 +115,7 @@ def was_sent(signum: int) -> str:
     return f"the driver was sent {signal.Signals(signum).name}"
 
 
-def asked(verdict: Verdict) -> Verdict:
+def name_stop_command(verdict: RunEnd) -> RunEnd:
     """The end of a run that `ddptrain stop` has ended: it names the command instead of the signal."""
     failure = verdict.failure
     if failure is None or failure.message not in (was_sent(signal.SIGINT), was_sent(signal.SIGTERM)):
@@ -125,7 +125,7 @@ def asked(verdict: Verdict) -> Verdict:
     return replace(verdict, cause=cause, failure=replace(failure, message=by_command))
 
 
-def _interrupted(signum: int) -> Verdict:
+def _interrupted(signum: int) -> RunEnd:
     name = signal.Signals(signum).name
     failure = FailureRecord(kind="interrupted", type=name, message=was_sent(signum))
-    return Verdict(RunStatus.CANCELLED, 128 + signum, f"interrupted by {name}", failure)
+    return RunEnd(RunStatus.CANCELLED, 128 + signum, f"interrupted by {name}", failure)

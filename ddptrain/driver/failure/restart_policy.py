@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddptrain.config.models import FailureConfig
-from ddptrain.driver.failure.fault import Fault, Kind
+from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.rank_state import AttemptEnd
 
 _LONGEST_BACKOFF_S = 60.0
 # Another attempt would end the same way.
-_FINAL = frozenset({Kind.REFUSED, Kind.RESULTS})
-_LOSSES = frozenset({Kind.WORKER_LOST, Kind.INFRASTRUCTURE})
+_FINAL = frozenset({FaultKind.REFUSED, FaultKind.RESULTS})
+_LOSSES = frozenset({FaultKind.WORKER_LOST, FaultKind.INFRASTRUCTURE})
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Restart:
     """Another attempt follows after `pause_s`; `count` is the number of this one and of those allowed, as text."""
 
     pause_s: float
@@ -23,13 +23,13 @@ class Again:
 
 
 @dataclass(frozen=True, slots=True)
-class Enough:
+class NoRestart:
     """No other attempt follows, for `reason`; "" if the user needs no reason."""
 
     reason: str = ""
 
 
-class Restarts:
+class RestartPolicy:
     """Counts the attempts of one command against failure.max_restarts and failure.max_losses."""
 
     def __init__(self, settings: FailureConfig) -> None:
@@ -37,17 +37,17 @@ class Restarts:
         self._restarts = self._losses = 0
         self._before: tuple[Fault, int | None] | None = None
 
-    def after(self, end: AttemptEnd, step: int | None, *, scheduler_is_there: bool) -> Again | Enough:
+    def after(self, end: AttemptEnd, step: int | None, *, scheduler_is_there: bool) -> Restart | NoRestart:
         """What follows an attempt; `step` is the last one that the failed rank logged."""
         if end.signum is not None or end.loss is not None or (end.fault is None and end.notice is None):
-            return Enough()
+            return NoRestart()
         if self._exhausted(lost := _lost(end)):
-            return Enough()
+            return NoRestart()
         if not scheduler_is_there:
-            return Enough("the Dask scheduler is gone")
+            return NoRestart("the Dask scheduler is gone")
         if end.fault is not None and not lost:
             if reason := self._useless(end.fault, step):
-                return Enough(reason)
+                return NoRestart(reason)
             self._before = (end.fault, step)
         return self._again(lost)
 
@@ -66,14 +66,14 @@ class Restarts:
         same = (fault.line, fault.traceback, step) == (before.line, before.traceback, step_before)
         return "the same failure at the same step twice in a row is a mistake in the code" if same else ""
 
-    def _again(self, lost: bool) -> Again:
+    def _again(self, lost: bool) -> Restart:
         settings = self.settings
         pause_s = min(_LONGEST_BACKOFF_S, settings.backoff_s * 2 ** min(32, self._restarts + self._losses))
         if lost and self._losses < settings.max_losses:
             self._losses += 1
-            return Again(pause_s, f"loss {self._losses} of {settings.max_losses}")
+            return Restart(pause_s, f"loss {self._losses} of {settings.max_losses}")
         self._restarts += 1
-        return Again(pause_s, f"restart {self._restarts} of {settings.max_restarts}")
+        return Restart(pause_s, f"restart {self._restarts} of {settings.max_restarts}")
 
 
 def _lost(end: AttemptEnd) -> bool:

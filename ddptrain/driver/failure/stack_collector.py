@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
-from ddptrain.driver.failure.hang_diagnosis import Report, judge
-from ddptrain.driver.failure.missing_calls import uncalled
+from ddptrain.driver.failure.hang_diagnosis import RankReport, judge
+from ddptrain.driver.failure.missing_calls import find_uncalled
 from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
-from ddptrain.driver.rank_state import RankWatch
+from ddptrain.driver.rank_state import RankState
 from ddptrain.protocol import events
 
 ANSWERS_S = 5.0  # for every rank to answer, or for its worker to answer in its place
@@ -20,7 +20,7 @@ _AGAIN = 0.5  # of the limit, between an inquiry that found the ranks at work an
 
 @dataclass(frozen=True, slots=True)
 class _Signs:
-    """What the watchdog knew of a rank when the ranks were asked; see Report."""
+    """What the watchdog knew of a rank when the ranks were asked; see RankReport."""
 
     idle_s: float = 0.0
     works: bool = False
@@ -28,7 +28,7 @@ class _Signs:
 
 
 @dataclass(frozen=True, slots=True)
-class Inquiry:
+class StackCollector:
     """The state of one inquiry: whether the ranks were asked, and what they have answered.
 
     until: when it ends (monotonic seconds), None before it has begun. limit_s: of the hang that is suspected; None if a
@@ -65,13 +65,13 @@ class Inquiry:
     def begin(
         self,
         hang: Hang | None,
-        ranks: Sequence[RankWatch],
+        ranks: Sequence[RankState],
         activities: Sequence[Activity],
         watchdog: Watchdog,
         now: float,
         *,
         for_wait: bool = False,
-    ) -> Inquiry:
+    ) -> StackCollector:
         """The inquiry once the ranks have been asked; `hang` None: a rank has ended its wait by itself, or waits."""
         signs = {
             rank.spec.rank: _Signs(
@@ -84,7 +84,7 @@ class Inquiry:
         limit_s = hang.limit_s if hang is not None else None
         return dataclasses.replace(self, until=now + ANSWERS_S, limit_s=limit_s, signs=signs, for_wait=for_wait)
 
-    def after(self, rank: int, event: events.Event) -> Inquiry:
+    def after(self, rank: int, event: events.Event) -> StackCollector:
         """The inquiry after an event of a rank. A late answer of the rank replaces that of its worker."""
         if isinstance(event, events.Stacks) and (rank not in self.stacks or not event.state):
             return dataclasses.replace(self, stacks={**self.stacks, rank: event})
@@ -94,7 +94,7 @@ class Inquiry:
             return dataclasses.replace(self, threads={**self.threads, rank: event})
         return self
 
-    def result(self, ranks: Sequence[RankWatch], now: float, time_ns: int) -> tuple[Inquiry, Fault | None]:
+    def result(self, ranks: Sequence[RankState], now: float, time_ns: int) -> tuple[StackCollector, Fault | None]:
         """The fault, once every rank has answered or the time is over; None before and after that.
 
         If the rank that the others wait for is at work there is no fault, and another inquiry may begin later.
@@ -105,29 +105,29 @@ class Inquiry:
         if now < self.until and any(not rank.over and rank.spec.rank not in self.answered for rank in ranks):
             return self, None
         reports = [self._report(rank) for rank in ranks]
-        fault = uncalled(reports, self.waited, time_ns)
+        fault = find_uncalled(reports, self.waited, time_ns)
         if fault is None and (not self.for_wait or any(report.timed_out for report in reports)):
             fault = judge(reports, self.limit_s, self.before, time_ns)
         if fault is not None:
             return dataclasses.replace(self, closed=True), fault
         return self._reset(now), None
 
-    def _reset(self, now: float) -> Inquiry:
+    def _reset(self, now: float) -> StackCollector:
         """No inquiry, with the stacks of this one for the next."""
-        kept = Inquiry(threads=self.threads, not_before=self.not_before, before=self.before, waited=self.waited)
+        kept = StackCollector(threads=self.threads, not_before=self.not_before, before=self.before, waited=self.waited)
         if self.for_wait:
             return dataclasses.replace(kept, waited=self.stacks)
         return dataclasses.replace(kept, not_before=now + _AGAIN * (self.limit_s or 0.0), before=self.stacks)
 
     def explained(self, fault: Fault) -> Fault:
         """The fault with the exception that ended a thread of its rank before."""
-        return failure_fault.after_thread(fault, self.threads.get(fault.rank))
+        return failure_fault.add_thread_failure(fault, self.threads.get(fault.rank))
 
-    def _report(self, rank: RankWatch) -> Report:
+    def _report(self, rank: RankState) -> RankReport:
         number = rank.spec.rank
         signs = self.signs.get(number, _Signs())
         timed_out = rank.fault is not None and rank.fault.timed_out
-        return Report(
+        return RankReport(
             number,
             signs.idle_s,
             self.stacks.get(number),

@@ -6,22 +6,22 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.wording import counted
-from ddptrain.results.record import plain
+from ddptrain.results.record import as_json_data
 from ddptrain.results.writer import RunWriter
 
 if TYPE_CHECKING:
-    from ddptrain.driver.failure.outcome import Verdict
+    from ddptrain.driver.failure.outcome import RunEnd
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import RunView
     from ddptrain.results.record import FailureRecord
 
 
-def last_event(writer: RunWriter, verdict: Verdict, duration_s: float) -> dict[str, Any]:
+def last_event(writer: RunWriter, verdict: RunEnd, duration_s: float) -> dict[str, Any]:
     """The last line of --output json and of events.jsonl, as an object."""
     return _finished(writer.layout, verdict.status, verdict.exit_code, duration_s, verdict.failure)
 
 
-def event_of(view: RunView) -> dict[str, Any]:
+def past_run_event(view: RunView) -> dict[str, Any]:
     """The same object for a run that ended earlier."""
     record = view.record
     return _finished(view.layout, record.status, record.exit_code or 0, view.duration_s or 0.0, record.failure)
@@ -37,11 +37,11 @@ def _finished(
         "status": str(status),
         "exit_code": int(exit_code),
         "duration_s": round(duration_s, 3),
-        "failure": plain(dataclasses.asdict(failure)) if failure is not None else None,
+        "failure": as_json_data(dataclasses.asdict(failure)) if failure is not None else None,
     }
 
 
-def lines(writer: RunWriter, verdict: Verdict, duration_s: float) -> list[str]:
+def summary_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list[str]:
     """The lines of the summary: status, metrics, best checkpoint, run directory."""
     record = writer.record
     ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: no rank was started

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ddptrain.driver.rank_state import RankWatch
+from ddptrain.driver.rank_state import RankState
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
@@ -153,18 +153,18 @@ class Watchdog:
             return activity._replace(newest_cpu_s=seconds, cpu_s=seconds, cpu_at=now)
         return activity._replace(newest_cpu_s=seconds, cpu_s=used_s)
 
-    def idle_s(self, rank: RankWatch, activity: Activity, now: float) -> float:
+    def idle_s(self, rank: RankState, activity: Activity, now: float) -> float:
         """For how long a rank has shown no activity of any kind since it was submitted."""
         return min(_silent_s(rank, activity, now), now - max(activity.cpu_at, activity.gpu_at))
 
-    def works(self, rank: RankWatch, activity: Activity, now: float) -> bool:
+    def works(self, rank: RankState, activity: Activity, now: float) -> bool:
         """Whether the CPU or GPU use of a rank still counts as progress."""
         if self.timeout_s is None:
             return True
         within = _silent_s(rank, activity, now) <= BUSY_LIMIT * self.timeout_s
         return self.idle_s(rank, activity, now) <= self.timeout_s and (within or not activity.reports)
 
-    def checked(self, rank: RankWatch, activity: Activity, now: float) -> str:
+    def checked(self, rank: RankState, activity: Activity, now: float) -> str:
         """The kinds of activity that were checked for a rank, and the result, as text."""
         silent_s = _silent_s(rank, activity, now)
         cpu_s, gpu_s = (now - max(rank.submitted_at, at) for at in (activity.cpu_at, activity.gpu_at))
@@ -173,7 +173,7 @@ class Watchdog:
         over = self.timeout_s is not None and silent_s > BUSY_LIMIT * self.timeout_s
         return text + (f"; CPU or GPU use alone counts for {BUSY_LIMIT} x hang_timeout_s" if over else "")
 
-    def overdue(self, ranks: Sequence[RankWatch], activities: Sequence[Activity], now: float) -> Hang | None:
+    def overdue(self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float) -> Hang | None:
         """The hang that the worker group may be in; None while the worker of a rank is cut off."""
         if self.timeout_s is None:
             return None
@@ -191,17 +191,17 @@ class Watchdog:
         idle = sorted(((self.idle_s(*pair, now), pair[0].spec.rank) for pair in late), key=lambda item: -item[0])
         return Hang(stage, tuple(rank for _, rank in idle), limit_s, idle[0][0])
 
-    def _is_late(self, rank: RankWatch, activity: Activity, now: float, limit_s: float) -> bool:
+    def _is_late(self, rank: RankState, activity: Activity, now: float, limit_s: float) -> bool:
         silent = _silent_s(rank, activity, now) > limit_s
         return silent and (bool(activity.reports) or self.idle_s(rank, activity, now) > limit_s)
 
 
-def _silent_s(rank: RankWatch, activity: Activity, now: float) -> float:
+def _silent_s(rank: RankState, activity: Activity, now: float) -> float:
     """For how long a rank has sent no event and no line."""
     return now - max(rank.submitted_at, activity.spoke_at, activity.excused_until)
 
 
-def _stage(alive: Sequence[RankWatch]) -> Stage:
+def _stage(alive: Sequence[RankState]) -> Stage:
     if all(rank.finished for rank in alive):
         return Stage.END
     return Stage.TRAIN if all(rank.entered for rank in alive) else Stage.START

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddptrain.driver.failure.fault import Kind, Loss
+from ddptrain.driver.failure.fault import FaultKind, Loss
 from ddptrain.driver.failure.watchdog import Activity
-from ddptrain.driver.rank_state import RankWatch
+from ddptrain.driver.rank_state import RankState
 
 _SCHEDULER_LOST_S = 3.0  # without a connection to the scheduler, until the attempt is ended
 _SUSPENDED_S = 3.0  # between two ticks: this process was suspended itself, and has heard nobody
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class WorkerHeartbeat:
     """The limits in seconds, and when the driver last looked (monotonic seconds).
 
     A worker without a notice for `lost_after_s` is lost or cut off. connected_at: when the scheduler was last there.
@@ -26,7 +26,7 @@ class Presence:
     connected_at: float
     looked_at: float
 
-    def looked(self, now: float, *, connected: bool) -> tuple[Presence, float]:
+    def looked(self, now: float, *, connected: bool) -> tuple[WorkerHeartbeat, float]:
         """The next state, and for how many seconds this process was suspended (0.0: it was not)."""
         slept_s = now - self.looked_at
         next_state = dataclasses.replace(self, looked_at=now, connected_at=now if connected else self.connected_at)
@@ -35,20 +35,20 @@ class Presence:
     def lost_cluster(self, now: float, worker_fault: str | None) -> Loss | None:
         """The loss of all ranks: the worker that the driver started has ended, or the scheduler is gone."""
         if worker_fault is not None:
-            return Loss(Kind.WORKER_LOST, worker_fault)
+            return Loss(FaultKind.WORKER_LOST, worker_fault)
         if now - self.connected_at > _SCHEDULER_LOST_S:
-            return Loss(Kind.WORKER_LOST, "the Dask scheduler is gone")
+            return Loss(FaultKind.WORKER_LOST, "the Dask scheduler is gone")
         return None
 
     def lost_ranks(
-        self, ranks: Sequence[RankWatch], activities: Sequence[Activity], now: float
-    ) -> Iterator[tuple[RankWatch, Loss]]:
+        self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float
+    ) -> Iterator[tuple[RankState, Loss]]:
         """Ranks to be given up, once all messages have been read."""
         waiting = [pair for pair in zip(ranks, activities, strict=True) if pair[0].submitted_at and not pair[0].over]
         yield from self._silent([pair for pair in waiting if pair[1].notice_at], now)
         yield from self._not_begun([rank for rank, activity in waiting if not activity.notice_at], now)
 
-    def _silent(self, running: Sequence[tuple[RankWatch, Activity]], now: float) -> Iterator[tuple[RankWatch, Loss]]:
+    def _silent(self, running: Sequence[tuple[RankState, Activity]], now: float) -> Iterator[tuple[RankState, Loss]]:
         """Workers that have sent nothing for too long: a cut network closes no connection."""
         silent = [rank for rank, activity in running if now - activity.notice_at > self.lost_after_s]
         if not silent:
@@ -57,9 +57,9 @@ class Presence:
         for rank in silent:
             host = f"host {rank.place.host}" if alone else "the cluster"
             text = f"nothing was heard from {host} for {self.lost_after_s:g} s: is it down, or the network to it?"
-            yield rank, Loss(Kind.WORKER_LOST, text)
+            yield rank, Loss(FaultKind.WORKER_LOST, text)
 
-    def _not_begun(self, submitted: Sequence[RankWatch], now: float) -> Iterator[tuple[RankWatch, Loss]]:
+    def _not_begun(self, submitted: Sequence[RankState], now: float) -> Iterator[tuple[RankState, Loss]]:
         """Ranks that their worker has not started: a foreign worker can be busy with other tasks for ever."""
         for rank in submitted:
             if now - rank.submitted_at > self.start_timeout_s:
@@ -67,4 +67,4 @@ class Presence:
                     f"the Dask worker {rank.worker} of host {rank.place.host} has not begun with it within "
                     f"{self.start_timeout_s:g} s: is it busy with other tasks?"
                 )
-                yield rank, Loss(Kind.INFRASTRUCTURE, text)
+                yield rank, Loss(FaultKind.INFRASTRUCTURE, text)

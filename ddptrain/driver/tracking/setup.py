@@ -17,12 +17,12 @@ from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
 from ddptrain.results.metrics import AllSeries
-from ddptrain.results.tracking.record import WANDB, to_type
+from ddptrain.results.tracking.record import WANDB, run_argument
 from ddptrain.results.writer import RunWriter
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, find_access
 
 if TYPE_CHECKING:
-    from ddptrain.driver.worker_group import Place
+    from ddptrain.driver.worker_group import RankPlace
 
 _OFFLINE = frozenset({"offline", "dryrun"})
 # These belong to the driver's own process and file system, so they are not passed to ranks on other hosts.
@@ -44,7 +44,7 @@ def check_trackers(config: RunConfig) -> None:
             )
 
 
-class Tracking:
+class TrackingSetup:
     """The trackers of a run's ranks. `env` holds the variables that they need, including the W&B API key."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Tracking:
         self._resumed_from = checkpoint.step if checkpoint else None
         self._series = series
 
-    def of(self, place: Place) -> TrackingSpec | None:
+    def of(self, place: RankPlace) -> TrackingSpec | None:
         """The `tracking` field of the spec of the rank at a place; None if it has no tracker."""
         told = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
         chosen = [each for each in self._config.for_rank(place.rank) if each.name != WANDB or self._wandb]
@@ -113,7 +113,7 @@ class Tracking:
 
     @property
     def _sync_command(self) -> str:
-        return f"ddptrain results sync {to_type(self._writer.layout)}"
+        return f"ddptrain results sync {run_argument(self._writer.layout)}"
 
     def _wandb_id(self, online: bool, base_url: str) -> str:
         """The id of the W&B run: created once, recorded in run.json, and kept when the run is resumed."""

@@ -11,7 +11,7 @@ from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, LINKS, STATE_FILES, R
 from ddptrain.results.errors import naming
 from ddptrain.results.layout import RunLayout, step_of
 from ddptrain.results.remote import restore
-from ddptrain.results.tracking.record import OF_NO_USE, RECORDED
+from ddptrain.results.tracking.record import RECORDED, TEMPORARY
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain
 from ddptrain.tracking.wandb import transaction_log
 
@@ -33,7 +33,7 @@ class StoredWandbRun:
     def refresh(self) -> None:
         """Creates the folder again from the current content of the store. Raises ResultsError."""
         files = self.store.files(RECORDED)
-        self._paths = [path for path in files if is_plain(path) and not path.startswith(OF_NO_USE)]
+        self._paths = [path for path in files if is_plain(path) and not path.startswith(TEMPORARY)]
         self._states = self.store.read_all([path for path in self._paths if _is_state(path)])
         with naming(self.layout.root):
             shutil.rmtree(self.layout.root, ignore_errors=True)
@@ -58,7 +58,7 @@ class StoredWandbRun:
         steps = {step for name in step_folders if (step := step_of(name)) is not None}
         if steps:
             _check(until)
-            restore.bring_checkpoints(self.store, self.layout.root, steps)
+            restore.download_checkpoints(self.store, self.layout.root, steps)
 
     def _fetch(self, paths: Iterable[str], until: float) -> None:
         for path in paths:

@@ -23,7 +23,7 @@ from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, LINKS, SYNC_STATE, SYNCED, UNSENT, RunPart, links_in, waiting
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import append, is_own_folder, make_folder, write_whole
+from ddptrain.results.files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.ownership import lock
@@ -44,7 +44,7 @@ _DATA = "data"  # that folder, below a run's tracking/wandb
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SyncResult:
     """The result for one run: how many parts were sent, how many still wait, and why.
 
     `problem` is "" if nothing went wrong. `passed_over` is the reason if the run was skipped. `left_out` counts
@@ -78,7 +78,7 @@ class _NotSent(Exception):
     """Something prevents sending the run."""
 
 
-def sync_runs(views: Sequence[RunView], timeout_s: float, tell: Callable[[Sent], None]) -> bool:
+def sync_runs(views: Sequence[RunView], timeout_s: float, tell: Callable[[SyncResult], None]) -> bool:
     """Sends all runs, within `timeout_s` together. Returns whether everything that should be sent was sent."""
     deadline = time.monotonic() + timeout_s
     all_well = True
@@ -89,7 +89,7 @@ def sync_runs(views: Sequence[RunView], timeout_s: float, tell: Callable[[Sent],
     return all_well
 
 
-def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent:
+def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> SyncResult:
     """Sends what the server lacks of a run, until `deadline` (monotonic). Raises UsageError if there is no API key."""
     if view.layout.is_original:
         return _result(view, lambda: _sync_local(view, environ, deadline))
@@ -99,20 +99,20 @@ def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent
         return _result(here, lambda: _sync_stored(view, here, stored, environ, deadline))
 
 
-def _result(view: RunView, sync: Callable[[], Sent]) -> Sent:
+def _result(view: RunView, sync: Callable[[], SyncResult]) -> SyncResult:
     try:
         return sync()
     except _Skipped as reason:
-        return Sent(view.run_id, passed_over=str(reason))
+        return SyncResult(view.run_id, passed_over=str(reason))
     except RunLocked:
-        return Sent(view.run_id, passed_over="another process is sending it")
+        return SyncResult(view.run_id, passed_over="another process is sending it")
     except (_NotSent, ResultsError, StoreError) as error:
-        return Sent(view.run_id, waiting=len(_waiting(view)), problem=str(error))
+        return SyncResult(view.run_id, waiting=len(_waiting(view)), problem=str(error))
 
 
-def _sync_local(view: RunView, environ: Mapping[str, str], deadline: float) -> Sent:
+def _sync_local(view: RunView, environ: Mapping[str, str], deadline: float) -> SyncResult:
     if not _waiting(view):
-        return Sent(view.run_id)
+        return SyncResult(view.run_id)
     if not is_own_folder(view.layout.root):
         raise _Skipped("it belongs to another user")
     view = load_run(view.layout.root.absolute(), watch_s=WATCH_S)  # absolute: wandb's command runs in another folder
@@ -127,11 +127,11 @@ def _sync_local(view: RunView, environ: Mapping[str, str], deadline: float) -> S
 
 def _sync_stored(
     view: RunView, here: RunView, stored: StoredWandbRun, environ: Mapping[str, str], deadline: float
-) -> Sent:
+) -> SyncResult:
     """Sends a run of an object store, whose files are fetched to `here`."""
     stored.refresh()
     if not _waiting(here):
-        return Sent(view.run_id)
+        return SyncResult(view.run_id)
     _check_ended(view)
     env = _environment(here, environ)
     lock_file = StoreLock(stored.store.below(RECORDED))
@@ -190,7 +190,7 @@ def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
     return sync_environment(environ) | chosen
 
 
-def _send_all(view: RunView, env: Mapping[str, str], deadline: float) -> Sent:
+def _send_all(view: RunView, env: Mapping[str, str], deadline: float) -> SyncResult:
     """Sends the parts in rounds: in each, the earliest waiting part of each W&B run; later parts continue it."""
     sent, left_out, problem = 0, 0, ""
     stuck: set[str] = set()
@@ -203,7 +203,7 @@ def _send_all(view: RunView, env: Mapping[str, str], deadline: float) -> Sent:
         if len(done) < len(first):
             stuck |= {part.target for part in first} - {part.target for part in done}
             problem = problem or error or "W&B has not taken it"
-    return Sent(view.run_id, sent, len(_waiting(view)), left_out, problem)
+    return SyncResult(view.run_id, sent, len(_waiting(view)), left_out, problem)
 
 
 def _send(
@@ -234,12 +234,12 @@ def _send(
         for part, (log, _) in prepared.items():
             state = log.with_suffix(SYNC_STATE)
             if log != part.log and state.is_file() and not state.is_symlink():
-                write_whole(part.folder / state.name, state.read_bytes())
+                write_file(part.folder / state.name, state.read_bytes())
             if log.with_suffix(SYNCED).exists():
                 _mark(part)
     if output.urls:  # for `results show`
         folder = view.layout.root / RECORDED
-        write_whole(folder / LINKS, json.dumps({**links_in(folder), **output.urls}).encode())
+        write_file(folder / LINKS, json.dumps({**links_in(folder), **output.urls}).encode())
     return problem or output.error, {part: left_out for part, (_, left_out) in prepared.items()}
 
 

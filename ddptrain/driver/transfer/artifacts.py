@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.driver.messages import BroughtHome, Delayed, Inbox, NotBroughtHome
+from ddptrain.driver.messages import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
 from ddptrain.driver.transfer.log_mirror import Fetch
 from ddptrain.log import Log
 from ddptrain.protocol import events
@@ -42,7 +42,7 @@ class _Transfer:
     vital: bool = True  # whether a failure ends the run
 
 
-class Porter:
+class ArtifactTransfer:
     """Does one transfer after the other. Each ends with a message in the inbox."""
 
     def __init__(self, writer: RunWriter, policy: CheckpointPolicy, inbox: Inbox, max_failures: int = 5) -> None:
@@ -96,9 +96,9 @@ class Porter:
                 path = self._with_retries(transfer)
             except Exception as error:  # any failure is reported; the thread must continue with the next transfer
                 cause = error.__cause__ if isinstance(error, _Unreachable) else None
-                self.inbox.put(NotBroughtHome(transfer.rank, transfer.what, cause or error, transfer.vital))
+                self.inbox.put(ArtifactFailed(transfer.rank, transfer.what, cause or error, transfer.vital))
             else:
-                self.inbox.put(BroughtHome(transfer.rank, transfer.what, str(path)))
+                self.inbox.put(ArtifactStored(transfer.rank, transfer.what, str(path)))
 
     def _with_retries(self, transfer: _Transfer) -> Path:
         """Tries again after pauses of 1, 2, 4, ... 60 s if the run directory cannot be written."""
@@ -113,7 +113,7 @@ class Porter:
                 if failures >= self._max_failures:
                     raise
                 _log.info("transfer failed", rank=transfer.rank, what=transfer.what, failures=failures, error=error)
-                self.inbox.put(Delayed(transfer.rank, transfer.what, error, failures))
+                self.inbox.put(ArtifactRetried(transfer.rank, transfer.what, error, failures))
                 if self._closed.wait(min(2.0 ** (failures - 1), _MAX_PAUSE_S)):
                     raise
 

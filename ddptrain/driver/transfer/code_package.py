@@ -23,7 +23,7 @@ from ddptrain.config.registry import workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import sha256
-from ddptrain.protocol.code_digest import content_hash, kind_of, line_of, link_target
+from ddptrain.protocol.code_digest import content_hash, hash_line, kind_of, link_target
 from ddptrain.secret_rules import is_secret_file
 
 IGNORE_FILE = ".ddptrainignore"
@@ -57,7 +57,7 @@ class Project:
 
 
 @dataclass(frozen=True)
-class Package:
+class CodePackage:
     """The files to upload: size in bytes, by path below the project folder."""
 
     folder: Path
@@ -142,7 +142,7 @@ class Package:
         info.uname = info.gname = ""
         info.mode = 0o755 if kind == "program" else 0o644
         archive.addfile(info, None if is_link else io.BytesIO(data))
-        return line_of(kind, name, sha256(data).hexdigest())
+        return hash_line(kind, name, sha256(data).hexdigest())
 
 
 @contextmanager
@@ -193,12 +193,12 @@ def project_folder(beside: Path, chosen: str | None) -> Path | None:
     return None if folder in (Path.home(), Path(folder.anchor)) else folder
 
 
-def pack(folder: Path, besides: Sequence[Path]) -> Package:
+def pack(folder: Path, besides: Sequence[Path]) -> CodePackage:
     """Selects the files of a project: what git tracks or would track, without ignored and secret files.
 
     `besides` are folders, such as that of results, that are left out.
     """
-    return Package(folder, dict(_files(folder, besides)))
+    return CodePackage(folder, dict(_files(folder, besides)))
 
 
 def _files(folder: Path, besides: Sequence[Path]) -> Iterator[tuple[str, int]]:

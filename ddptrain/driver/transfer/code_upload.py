@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.driver.transfer.code_package import Package
-from ddptrain.driver.worker_group import Gang, Place
+from ddptrain.driver.transfer.code_package import CodePackage
+from ddptrain.driver.worker_group import RankPlace, WorkerGroup
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.code_digest import identity
+from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.worker import tasks
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class UploadedCode:
     """`code` is the hash of the uploaded code, "" if none was needed.
 
     `roots` has, for each place, the folder of the code on its worker; "" if the worker sees the project folder.
@@ -27,9 +27,14 @@ class Shipped:
     roots: list[str]
 
 
-def ship(
-    gang: Gang, places: Sequence[Place], package: Package, needed: Path, max_mb: float, tell: Callable[[str], None]
-) -> Shipped:
+def upload_code(
+    gang: WorkerGroup,
+    places: Sequence[RankPlace],
+    package: CodePackage,
+    needed: Path,
+    max_mb: float,
+    tell: Callable[[str], None],
+) -> UploadedCode:
     """Makes the project's code available to the worker of each place: in its own folder, or in a cache of the host.
 
     Raises:
@@ -37,7 +42,7 @@ def ship(
         UsageError: the code has more than `max_mb` megabytes, or lacks the file `needed`.
     """
     host_of = {place.slot.worker: place.hostname for place in places}
-    arguments = (str(package.folder), package.sample, identity(package.folder, package.sample))
+    arguments = (str(package.folder), package.sample, inode_digest(package.folder, package.sample))
     # An empty sample cannot identify the folder.
     seen = _run_on(gang, [*host_of], tasks.sees_code, *arguments) if package.sample else {}
     without = [worker for worker in host_of if not seen.get(worker)]
@@ -55,10 +60,10 @@ def ship(
             if not found[worker]:
                 tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
                 found[worker] = _send(gang, worker, package.names, code, archive)
-    return Shipped(code, [found[place.slot.worker] for place in places])
+    return UploadedCode(code, [found[place.slot.worker] for place in places])
 
 
-def check_imports(gang: Gang, places: Sequence[Place], file: Path, paths: Sequence[Sequence[str]]) -> None:
+def check_imports(gang: WorkerGroup, places: Sequence[RankPlace], file: Path, paths: Sequence[Sequence[str]]) -> None:
     """Checks that the workers have the modules that a workload's file imports; `paths` are their search paths.
 
     Raises ClusterError with the missing modules and their hosts.
@@ -91,7 +96,7 @@ def _imported(file: Path) -> set[str]:
     return found
 
 
-def _send(gang: Gang, worker: str, names: list[str], code: str, archive: bytes) -> str:
+def _send(gang: WorkerGroup, worker: str, names: list[str], code: str, archive: bytes) -> str:
     """Sends the archive in chunks, and returns the folder in which the worker has unpacked it."""
     name = f"code-{code}.tar.gz"
     for offset in range(0, len(archive), READ_LIMIT_BYTES):
@@ -100,7 +105,7 @@ def _send(gang: Gang, worker: str, names: list[str], code: str, archive: bytes) 
     return str(_run_on(gang, [worker], tasks.unpack_code, gang.run_id, code, name, names)[worker])
 
 
-def _run_on(gang: Gang, workers: list[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:
+def _run_on(gang: WorkerGroup, workers: list[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:
     """Runs a function on these workers; returns the results by worker. Raises ClusterError."""
     try:
         return dict(gang.client.run(function, *arguments, workers=workers))

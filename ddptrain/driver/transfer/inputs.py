@@ -14,16 +14,16 @@ from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
 from ddptrain.file_ops import hash_file
 from ddptrain.protocol.notices import describe_status
 from ddptrain.results.errors import naming
-from ddptrain.results.files import make_folder, write_whole
+from ddptrain.results.files import make_folder, write_file
 
 if TYPE_CHECKING:
-    from ddptrain.driver.worker_group import Gang, Place
+    from ddptrain.driver.worker_group import RankPlace, WorkerGroup
 
 CONTENTS = "contents.json"  # names and hashes of the files; a worker that sees the same file sees the same folder
 _END_S = 5.0
 
 
-class Inputs:
+class RunInputs:
     """The inputs/ folder of a run. There is none if the workload prepares nothing, or writes no file.
 
     The process may use threads and libraries that must not be in the driver, has the run's own environment, and can be
@@ -90,9 +90,9 @@ class Inputs:
                 if not path.name.startswith(".")
             }
         self._files = (*listed, CONTENTS)
-        write_whole(self._folder / CONTENTS, (json.dumps({"files": listed}, indent=2) + "\n").encode())
+        write_file(self._folder / CONTENTS, (json.dumps({"files": listed}, indent=2) + "\n").encode())
 
-    def place(self, gang: Gang, places: Sequence[Place]) -> list[str]:
+    def place(self, gang: WorkerGroup, places: Sequence[RankPlace]) -> list[str]:
         """For each place, the folder of the inputs on its worker: this one, or a copy; "" if there are no inputs.
 
         Raises ClusterError.

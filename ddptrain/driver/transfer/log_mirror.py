@@ -48,7 +48,7 @@ class _GrowingFile:
             self.have += len(data)
 
 
-class SpoolMirror:
+class LogMirror:
     """The log and the events of a rank. `refused` counts lines of the events file that are not valid events."""
 
     def __init__(self, spool: RankSpool, home_log: Path, *, shared: bool, fetch: Fetch) -> None:

@@ -30,7 +30,7 @@ class Preempted(SystemExit):
         super().__init__(EXIT_PREEMPTED)
 
 
-class GangStore:
+class WorkerGroupStore:
     """The worker group's store (TCPStore) for one rank: keys of this attempt.
 
     Every thread has its own connection, because a connection is busy while it waits for a key. All calls raise
@@ -75,14 +75,14 @@ class GangStore:
         return store
 
 
-class Calls:
+class CheckpointCalls:
     """Counts the calls of ctx.checkpoint, and agrees with the other ranks on the last call of a preemption.
 
     When a rank receives the notice, it publishes at once how many calls it has entered. All ranks end with the call
     after the largest of these numbers, which no rank has entered yet.
     """
 
-    def __init__(self, spec: RankSpec, store: GangStore) -> None:
+    def __init__(self, spec: RankSpec, store: WorkerGroupStore) -> None:
         self._spec = spec
         self.store = store
         self._lock = threading.Lock()
@@ -146,12 +146,14 @@ class Calls:
             return math.inf
 
 
-class Due:
+class SaveSchedule:
     """Decides which calls of ctx.checkpoint save; the result is the same in every rank."""
 
-    def __init__(self, spec: RankSpec, store: GangStore) -> None:
+    def __init__(self, spec: RankSpec, store: WorkerGroupStore) -> None:
         self._every_epochs, self._every_steps = spec.checkpointing.every_epochs, spec.checkpointing.every_steps
-        self._pace = Pace(spec, store, spec.checkpointing.every_s) if spec.checkpointing.every_s is not None else None
+        self._pace = (
+            SaveInterval(spec, store, spec.checkpointing.every_s) if spec.checkpointing.every_s is not None else None
+        )
         self._always = spec.checkpointing.every_steps is None and spec.checkpointing.every_s is None
         self.step = 0
 
@@ -173,14 +175,14 @@ class Due:
             self._pace.restart()
 
 
-class Pace:
+class SaveInterval:
     """Decides by rank 0's clock whether `every_s` seconds have passed since the last checkpoint.
 
     All ranks compare in the same calls. In each of them rank 0 chooses the next one: after half of the calls that fit
     into the remaining time, but not more calls than before, because the first calls say little about later ones.
     """
 
-    def __init__(self, spec: RankSpec, store: GangStore, every_s: float) -> None:
+    def __init__(self, spec: RankSpec, store: WorkerGroupStore, every_s: float) -> None:
         self._leads, self._alone = spec.rank == 0, spec.placement.world_size == 1
         self._store = store
         self._every_s = every_s

@@ -16,7 +16,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint import files as checkpoint_files
 from ddptrain.rank.checkpoint import snapshot
-from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.checkpoint.snapshot import Snapshot
 from ddptrain.rank.emitter import Emitter
 
@@ -31,7 +31,7 @@ class _Dropped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class PendingCheckpoint:
     """A checkpoint to write, the `number`-th of this attempt; `own` is the state of rank 0."""
 
     number: int
@@ -53,14 +53,14 @@ def done_key(rank: int) -> str:
     return f"done/{rank}"
 
 
-class Saver:
+class CheckpointWriter:
     """Writes the checkpoints of a worker group; rank 0 has it. At most one checkpoint is being written."""
 
     def __init__(
         self,
         spec: RankSpec,
         emitter: Emitter,
-        store: GangStore,
+        store: WorkerGroupStore,
         written: Callable[[int, Path, Mapping[str, float]], None] = lambda step, folder, metrics: None,
     ) -> None:
         """`written` is called with each complete checkpoint, before the driver may move it."""
@@ -74,7 +74,7 @@ class Saver:
         self.error: BaseException | None = None
         self.gathers = False  # whether it waits for the states of other ranks
 
-    def start(self, save: Save) -> None:
+    def start(self, save: PendingCheckpoint) -> None:
         """Start to write a checkpoint; no other one may be in progress."""
         self._thread = threading.Thread(target=self._run, args=(save,), name="ddptrain-saver", daemon=True)
         self._thread.start()
@@ -104,7 +104,7 @@ class Saver:
         if error is not None:
             raise error
 
-    def _run(self, save: Save) -> None:
+    def _run(self, save: PendingCheckpoint) -> None:
         if self._spec.checkpointing.asynchronous:
             with suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux: of this thread
@@ -115,7 +115,7 @@ class Saver:
         except BaseException as error:
             self.error = error
 
-    def _write(self, save: Save, ranks: list[Any]) -> None:
+    def _write(self, save: PendingCheckpoint, ranks: list[Any]) -> None:
         failures = 0
         while True:
             try:
@@ -136,12 +136,12 @@ class Saver:
                 if given_up or self._hurry.wait(pause_s):
                     raise
 
-    def _report_failure(self, save: Save, error: OSError, failures: int, given_up: bool) -> None:
+    def _report_failure(self, save: PendingCheckpoint, error: OSError, failures: int, given_up: bool) -> None:
         message = f"{error.strerror or error}"
         with suppress(OSError):  # the disk of the events may be full, too
             self._emitter.emit(events.CheckpointFailed(time.time_ns(), save.step, message, failures, given_up))
 
-    def _gathered(self, save: Save) -> list[Any]:
+    def _gathered(self, save: PendingCheckpoint) -> list[Any]:
         """Return the state of each rank, or None for a rank that misses the checkpoint. Raises _Dropped."""
         deadline = time.monotonic() + self._spec.group.timeout_s
         self.gathers = True
@@ -151,7 +151,7 @@ class Saver:
             self.gathers = False
         return [snapshot.from_bytes(save.own), *others]
 
-    def _awaited(self, rank: int, save: Save, deadline: float) -> Any:
+    def _awaited(self, rank: int, save: PendingCheckpoint, deadline: float) -> Any:
         key = state_key(save.number, rank)
         while True:
             gone = rank in self._silent or self._store.has(done_key(rank))

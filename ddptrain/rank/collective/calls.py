@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.emitter import Emitter
 
 FIRST_REPORT_S = 2.0  # from the begin of a wait to its first report; each further interval is twice as long
@@ -72,7 +72,7 @@ class CollectiveCalls:
         finally:
             self._wait = before
 
-    def meet(self, name: str, number: int, store: GangStore) -> None:
+    def meet(self, name: str, number: int, store: WorkerGroupStore) -> None:
         """Wait until all ranks have begun their call of this name and number."""
         if self._spec.placement.world_size == 1:
             return

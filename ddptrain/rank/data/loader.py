@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 
-class GangSampler(Sampler[int]):
+class RankSampler(Sampler[int]):
     """This rank's indices in an epoch: all ranks draw the same order, and take its samples in turn.
 
     The first `taken` samples of the order are skipped: any number of ranks read them before a resume. If the rest can't
@@ -58,14 +58,14 @@ class GangSampler(Sampler[int]):
         return rest[:total]
 
 
-class GangLoader(DataLoader[Any]):
+class RankLoader(DataLoader[Any]):
     """A DataLoader over this rank's share; each checkpoint of the context contains its position in the epoch.
 
     Its length is the number of this rank's batches in a whole epoch, also within the epoch and after a resume;
     `remaining` is the number of batches that are left.
     """
 
-    def __init__(self, dataset: Dataset[Any], sampler: GangSampler, batch_size: int, **more: Any) -> None:
+    def __init__(self, dataset: Dataset[Any], sampler: RankSampler, batch_size: int, **more: Any) -> None:
         self._gang_sampler, self._batch_size = sampler, batch_size
         self._step = batch_size * sampler._world_size  # noqa: SLF001
         # As a batch sampler, because DataLoader does not allow changes of its own sampler between epochs.
@@ -106,7 +106,7 @@ class GangLoader(DataLoader[Any]):
         self._gang_sampler.taken = 0 if over else state["taken"]
 
 
-def gang_loader(
+def make_loader(
     dataset: Dataset[Any],
     batch_size: int,
     rank: int,
@@ -117,15 +117,15 @@ def gang_loader(
     seed: int,
     drop_last: bool,
     **more: Any,
-) -> GangLoader:
+) -> RankLoader:
     """The loader of ctx.loader; `more` are arguments of DataLoader. Raises TypeError for data without a length."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise TypeError(f"ctx.loader needs data that has a length, not {dataset!r}: use torch's DataLoader for it")
-    sampler = GangSampler(dataset, rank, world_size, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    sampler = RankSampler(dataset, rank, world_size, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
     defaults: dict[str, Any] = {
         "pin_memory": device.type == "cuda",
         "persistent_workers": more.get("num_workers", 0) > 0,
         # Random numbers of workers, such as for augmentation, differ between ranks and repeat in each run.
         "generator": torch.Generator().manual_seed((seed * 1_000_003 + rank) % (1 << 63)),
     }
-    return GangLoader(dataset, sampler, batch_size, **{**defaults, **more})
+    return RankLoader(dataset, sampler, batch_size, **{**defaults, **more})

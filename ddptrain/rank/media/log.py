@@ -11,20 +11,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.rank.files import Files, stays_below
+from ddptrain.rank.files import ArtifactFiles, stays_below
 from ddptrain.rank.media.images import is_image, png
 from ddptrain.tracking.items import Image, Table
 
 if TYPE_CHECKING:
-    from ddptrain.rank.trackers import Tracked
+    from ddptrain.rank.trackers import RankTrackers
 
 _Cell = float | str | bool | None
 
 
-class Showing:
+class MediaLog:
     """The images and tables of one rank."""
 
-    def __init__(self, rank: int, files: Files, tracked: Tracked) -> None:
+    def __init__(self, rank: int, files: ArtifactFiles, tracked: RankTrackers) -> None:
         self._rank = rank
         self._files = files
         self._tracked = tracked

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.results.errors import naming
 from ddptrain.results.files import require_own_folder
@@ -26,7 +26,7 @@ def check_run_id(run_id: str) -> None:
     """Check that a run's folder can have that name. Raises UsageError otherwise."""
     if not valid_run_id(run_id):
         raise UsageError(
-            f'"{shown(run_id)}" is no run id: take up to 128 letters, digits, dots, dashes and underscores, '
+            f'"{shorten(run_id)}" is no run id: take up to 128 letters, digits, dots, dashes and underscores, '
             "not a word with a meaning of its own such as latest"
         )
 
@@ -55,7 +55,7 @@ def claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int
         return layout, descriptor
 
 
-def take_up(folder: Path, seen: DriverRecord | None) -> tuple[RunView, int]:
+def continue_run(folder: Path, seen: DriverRecord | None) -> tuple[RunView, int]:
     """Return a run that has ended, and its lock, which this process now holds. May take WATCH_S seconds.
 
     seen: the run's driver when the run was chosen.

@@ -71,7 +71,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         host = socket.gethostname()
         self._text = json.dumps({"pid": os.getpid(), "host": host, "token": secrets.token_hex(8)}).encode()
-        files.write_whole(path, self._text)
+        files.write_file(path, self._text)
 
     def keep(self, lost: Callable[[DdptrainError], None]) -> None:
         """Beat in a thread until close(). `lost` is called, at most once, if another driver has replaced the file."""
@@ -84,7 +84,7 @@ class Heartbeat:
             try:
                 descriptor = file_ops.open_regular(self._path)
             except FileNotFoundError:
-                files.write_whole(self._path, self._text)
+                files.write_file(self._path, self._text)
                 return
             try:
                 found = os.read(descriptor, 4 * len(self._text))

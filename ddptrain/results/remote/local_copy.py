@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddptrain.results.files import read_bytes, write_whole
+from ddptrain.results.files import read_bytes, write_file
 
 ORIGIN = ".store.json"
 
@@ -29,7 +29,7 @@ class Origin:
 
     def mark(self, folder: Path) -> None:
         """Write the mark into the folder. Raises ResultsError."""
-        write_whole(folder / ORIGIN, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
+        write_file(folder / ORIGIN, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
 
 
 def origin_of(folder: Path) -> Origin | None:

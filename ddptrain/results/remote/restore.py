@@ -11,7 +11,7 @@ from typing import Any
 from ddptrain.errors import RunNotFound
 from ddptrain.results.checkpoint_verification import verify
 from ddptrain.results.errors import CheckpointDamaged, naming
-from ddptrain.results.files import write_whole
+from ddptrain.results.files import write_file
 from ddptrain.results.layout import BEST, INPUTS, LATEST, MANIFEST, step_name, step_of
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, parse_stored, stored_name, without_stored_as
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -19,7 +19,7 @@ from ddptrain.storage.remote_folder import RemoteFolder
 _CONTINUED = ("run.json", "config.yaml", "events.jsonl", "metrics.jsonl")
 
 
-def bring(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> None:
+def download_run(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> None:
     """Download the files that a driver continues, and the newest checkpoint that matches its manifest.
 
     Of older checkpoints only the manifests are downloaded: they count for `checkpoint.keep`, and are deleted later.
@@ -44,7 +44,7 @@ def bring(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> None:
         return
 
 
-def bring_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int]) -> None:
+def download_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int]) -> None:
     """Download those of these checkpoints that exist and match their manifests. Raises ResultsError, StoreError."""
     for step, manifest in _manifests(run, run.files(CHECKPOINTS)).items():
         if step in steps:
@@ -54,7 +54,7 @@ def bring_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int]) -
                 shutil.rmtree(folder / CHECKPOINTS / step_name(step), ignore_errors=True)
 
 
-def copy_model(run: RemoteFolder, folder: Path, there: Iterable[str]) -> None:
+def download_model(run: RemoteFolder, folder: Path, there: Iterable[str]) -> None:
     """Download the best checkpoint, or else the newest, unless the folder has it.
 
     Raises RunNotFound if there is none; ResultsError, StoreError.
@@ -76,7 +76,7 @@ def copy_model(run: RemoteFolder, folder: Path, there: Iterable[str]) -> None:
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         _fetch(run, folder, step, manifests[step])
     for name in (BEST, LATEST):
-        write_whole(folder / CHECKPOINTS / name, f"{step_name(step)}\n".encode())
+        write_file(folder / CHECKPOINTS / name, f"{step_name(step)}\n".encode())
 
 
 def _manifests(run: RemoteFolder, there: Iterable[str]) -> dict[int, dict[str, Any]]:
@@ -108,4 +108,4 @@ def _write_manifest(folder: Path, step: int, manifest: Mapping[str, Any]) -> Non
     target = folder / CHECKPOINTS / step_name(step)
     with naming(target):
         target.mkdir(parents=True, exist_ok=True)
-    write_whole(target / MANIFEST, (json.dumps(without_stored_as(manifest), indent=2) + "\n").encode())
+    write_file(target / MANIFEST, (json.dumps(without_stored_as(manifest), indent=2) + "\n").encode())

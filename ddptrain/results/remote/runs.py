@@ -16,15 +16,15 @@ from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.file_ops import publish, sha256
 from ddptrain.protocol.wandb_parts import LINKS
 from ddptrain.results.errors import naming
-from ddptrain.results.files import write_whole
+from ddptrain.results.files import write_file
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 from ddptrain.results.record import RecordError, RunRecord, RunStatus
 from ddptrain.results.remote import restore
 from ddptrain.results.remote.local_copy import Origin, origin_of
 from ddptrain.results.remote.lock import LOCK, Claim, StoreLock, claim_from
-from ddptrain.results.remote.upload import Uploads
-from ddptrain.results.run_store import LocalRuns, Need
+from ddptrain.results.remote.upload import StoreUpload
+from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.results.tracking.record import RECORDED
 from ddptrain.storage.base import Listed
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
@@ -73,7 +73,7 @@ class StoreRuns:
         self._refresh()
         return list_runs(self.copies)
 
-    def find(self, run: str, need: Need = Need.NOTHING, rank: int | None = None) -> RunView:
+    def find(self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None) -> RunView:
         """Return the run of that name, with a copy of the files that are needed. Raises RunNotFound."""
         if not (valid_run_id(run) and self._copy_records([run])):
             self._refresh()
@@ -115,7 +115,7 @@ class StoreRuns:
         return self.copies
 
     @contextmanager
-    def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[Uploads]:
+    def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[StoreUpload]:
         """Hold the run's lock for the block; yield the upload of its working folder, which a resumed run has.
 
         Raises:
@@ -128,7 +128,7 @@ class StoreRuns:
             raise UsageError(f"run {run_id} exists already in {self.store.url}; choose another --run-id")
         lock = StoreLock(run)
         before = lock.take(contested=resumed)
-        uploads = Uploads(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token, max_failures)
+        uploads = StoreUpload(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token, max_failures)
         if lock.weakness:
             uploads.warn(
                 f"{self.store.url} cannot keep two drivers apart that start at the same moment: conditional writes "
@@ -144,7 +144,7 @@ class StoreRuns:
         finally:
             lock.release(forget=not resumed and not uploads.begun)
 
-    def _bring_here(self, run: RemoteFolder, uploads: Uploads, before: Claim | None) -> None:
+    def _bring_here(self, run: RemoteFolder, uploads: StoreUpload, before: Claim | None) -> None:
         """Download the run into its working folder, unless the folder is the one that was uploaded last."""
         folder = uploads.root
         origin = origin_of(folder)
@@ -159,7 +159,7 @@ class StoreRuns:
         with naming(folder):
             folder.mkdir(mode=0o700)
         try:
-            restore.bring(run, folder, uploads.warn)
+            restore.download_run(run, folder, uploads.warn)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -190,22 +190,22 @@ class StoreRuns:
             Origin(f"{self.store.url}/{name}", alive=alive, files=known.files if known else {}).mark(folder)
         return {PurePosixPath(path).parent.name for path in records}
 
-    def _copy_files(self, folder: Path, need: Need, rank: int | None) -> None:
+    def _copy_files(self, folder: Path, need: NeededFiles, rank: int | None) -> None:
         run = self.store.below(folder.name)
         there = {path: file for path, file in run.files().items() if is_plain(path)}
         origin = origin_of(folder)
         assert origin is not None
         listed = {path: file.size_bytes for path, file in there.items() if path.startswith(("logs/", "artifacts/"))}
         Origin(origin.url, alive=origin.alive, files=listed).mark(folder)
-        if need is Need.MODEL:
-            restore.copy_model(run, folder, there)
+        if need is NeededFiles.MODEL:
+            restore.download_model(run, folder, there)
         _fetch_changed(run, folder, {path: file for path, file in there.items() if _is_needed(path, need, rank)})
 
     def _grow_logs(self, folder: Path, rank: int | None) -> None:
         run = self.store.below(folder.name)
         for path, file in run.files("logs").items():
             target = folder / path
-            if not (is_plain(path) and _is_needed(path, Need.LOGS, rank)):
+            if not (is_plain(path) and _is_needed(path, NeededFiles.LOGS, rank)):
                 continue
             have = target.stat().st_size if target.exists() else 0
             if file.size_bytes < have:  # another driver has started it again
@@ -217,14 +217,14 @@ class StoreRuns:
                     log.write(data)
 
 
-def _is_needed(path: str, need: Need, rank: int | None) -> bool:
+def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
     if path == f"{RECORDED}/{LINKS}":
         return True
-    if need is Need.LOGS:
+    if need is NeededFiles.LOGS:
         return path.startswith("logs/") and (rank is None or path == f"logs/rank-{rank}.log")
-    if need is Need.METRICS:
+    if need is NeededFiles.METRICS:
         return path == "metrics.jsonl"
-    return need is Need.MODEL and path.startswith("artifacts/") and path.endswith(".json")
+    return need is NeededFiles.MODEL and path.startswith("artifacts/") and path.endswith(".json")
 
 
 def _fetch_changed(run: RemoteFolder, folder: Path, files: Mapping[str, Listed]) -> None:
@@ -238,7 +238,7 @@ def _fetch_changed(run: RemoteFolder, folder: Path, files: Mapping[str, Listed])
         if here != file.size_bytes or not file.version or versions.get(path) != file.version:
             run.fetch(path, target)
             versions[path] = file.version
-            write_whole(folder / _VERSIONS, json.dumps(versions).encode())
+            write_file(folder / _VERSIONS, json.dumps(versions).encode())
 
 
 def _is_running(data: bytes) -> bool:
@@ -254,7 +254,7 @@ def _write_changed(path: Path, data: bytes) -> None:
             return
     except OSError:
         pass
-    write_whole(path, data)
+    write_file(path, data)
 
 
 def _private(folder: Path) -> Path:

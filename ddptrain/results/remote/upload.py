@@ -19,7 +19,7 @@ from ddptrain.results.layout import INCOMING, RunLayout
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.remote.lock import LOCK, run_for
-from ddptrain.results.tracking.record import OF_NO_USE
+from ddptrain.results.tracking.record import TEMPORARY
 from ddptrain.storage.base import StoreError
 from ddptrain.storage.remote_folder import RemoteFolder
 
@@ -39,7 +39,7 @@ _Fingerprint = tuple[int, int, int]
 _Listeners = tuple[Callable[[str], None], Callable[[DdptrainError], None]]
 
 
-class Uploads:
+class StoreUpload:
     """The upload of one run. Other threads write `root`, its working folder.
 
     max_failures: passes in a row that may fail before the run ends with an error.
@@ -223,7 +223,7 @@ class Uploads:
         with suppress(OSError):
             for top in sorted(self.root.iterdir()):
                 if not top.name.startswith(".") and top.name not in (CHECKPOINTS, _RECORD, LOCK):
-                    yield from (path for path in _walk(top) if not self._name(path).startswith(OF_NO_USE))
+                    yield from (path for path in _walk(top) if not self._name(path).startswith(TEMPORARY))
 
     def _send_file(self, path: Path, least_s: float, now: bool) -> None:
         name, fingerprint = self._name(path), _fingerprint(path)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import Series, read_series
@@ -75,7 +75,7 @@ def _chosen_names(view: RunView, known: list[str], wanted: Sequence[str]) -> lis
         raise UsageError(f"run {view.run_id} has logged no metrics{later}")
     for name in wanted:
         if name not in known:
-            raise UsageError(f'run {view.run_id} has no metric "{shown(name)}"; {did_you_mean(name, known)}')
+            raise UsageError(f'run {view.run_id} has no metric "{shorten(name)}"; {did_you_mean(name, known)}')
     losses = [name for name in known if "loss" in PurePosixPath(name).name]
     return list(dict.fromkeys(wanted)) or losses or known
 

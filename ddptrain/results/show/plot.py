@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import write_whole
+from ddptrain.results.files import write_file
 from ddptrain.results.record import BestRecord
 from ddptrain.results.show.chart import Line, Style, draw_chart
 from ddptrain.results.show.curves import Curve, Panel, Plot
-from ddptrain.tables import on_a_line
+from ddptrain.tables import clean_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def save_picture(plot: Plot, out: Path, best: BestRecord | None = None) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind)
     try:
-        write_whole(out, buffer.getvalue())
+        write_file(out, buffer.getvalue())
     except ResultsError as error:
         cause = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
         raise UsageError(f"cannot write {out}: {cause}; choose another file with --out") from error
@@ -77,7 +77,7 @@ def _draw_panel(axis: Axes, panel: Panel, best: BestRecord | None, x_name: str) 
 
 def _literal(text: str) -> str:
     """The text with escaped dollar signs, between which matplotlib would read a formula."""
-    return on_a_line(text).replace("$", r"\$")
+    return clean_line(text).replace("$", r"\$")
 
 
 def _mark_best(axis: Axes, best: BestRecord, colour: str) -> None:
@@ -98,12 +98,12 @@ def terminal_charts(plot: Plot, style: Style) -> str:
     """The curves as text, a chart per quantity."""
     x_label = _X_LABELS[plot.x_name]
     return "\n\n".join(
-        draw_chart(on_a_line(panel.quantity), x_label, [_line(curve) for curve in panel.curves], style)
+        draw_chart(clean_line(panel.quantity), x_label, [_line(curve) for curve in panel.curves], style)
         for panel in plot.panels
     )
 
 
 def _line(curve: Curve) -> Line:
     last = next((value for value in reversed(curve.main[1]) if value == value), None)
-    label = on_a_line(curve.label)
+    label = clean_line(curve.label)
     return Line(label if last is None else f"{label}: {last:.4g}", *curve.main)

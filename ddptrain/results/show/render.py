@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddptrain.config.wording import counted, shown
+from ddptrain.config.wording import counted, shorten
 from ddptrain.protocol.notices import describe_status
 from ddptrain.protocol.wandb_parts import waiting
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
-from ddptrain.results.tracking.record import made_by_trackers, to_type, wandb_parts
-from ddptrain.tables import Section, clean, on_a_line, plain_table
+from ddptrain.results.tracking.record import run_argument, tracker_outputs, wandb_parts
+from ddptrain.tables import Section, clean, clean_line, plain_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ _KIB = 1024.0
 
 def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
     """One row per run, with the columns of HEADER."""
-    return [tuple(on_a_line(cell) for cell in _row(view)) for view in views]
+    return [tuple(clean_line(cell) for cell in _row(view)) for view in views]
 
 
 def _row(view: RunView) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def sections(view: RunView) -> list[Section]:
         ("git", git),
         ("best", f"{best.metric} {number(best.value)} at step {best.step}" if best else ""),
         ("checkpoints", ", ".join(record.checkpoints)),
-        ("result", "" if record.result is None else shown(json.dumps(record.result), _RETURNED_WIDTH)),
+        ("result", "" if record.result is None else shorten(json.dumps(record.result), _RETURNED_WIDTH)),
     ]
     environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
     all_sections = [
@@ -156,7 +156,7 @@ def _tracking(view: RunView) -> list[tuple[str, str]]:
     """The address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
     lines = []
     seen = set()
-    for tracker, found in made_by_trackers(view.layout, view.record).items():
+    for tracker, found in tracker_outputs(view.layout, view.record).items():
         url = found.get("url")
         if url in seen:
             continue  # several ranks share a tracker's run
@@ -164,7 +164,7 @@ def _tracking(view: RunView) -> list[tuple[str, str]]:
         place = " ".join(filter(None, (found.get("mode"), _below_run(view.run_id, found.get("folder", "")))))
         lines.append((tracker, url or place or ", ".join(found.values())))
     if not view.is_running and waiting(wandb_parts(view.layout, view.record)):
-        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {to_type(view.layout)}"))
+        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {run_argument(view.layout)}"))
     return lines
 
 

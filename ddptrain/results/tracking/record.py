@@ -12,19 +12,19 @@ from ddptrain.results.record import RunRecord
 
 WANDB = "wandb"
 RECORDED = f"{TRACKING}/{WANDB}"  # in the run directory: what W&B has recorded
-OF_NO_USE = (f"{RECORDED}/cache/", f"{RECORDED}/{SENDING}")  # wandb needs these only during the run
+TEMPORARY = (f"{RECORDED}/cache/", f"{RECORDED}/{SENDING}")  # wandb needs these only during the run
 _RUNS = "runs"  # the default folder of runs
 _NUMBER = re.compile(r"(\d+)")
 
 
-def to_type(layout: RunLayout) -> str:
+def run_argument(layout: RunLayout) -> str:
     """The argument RUN for a command in the current directory: the run's id, or its directory or URL."""
     if layout.is_original and layout.root.absolute().parent == Path(_RUNS).absolute():
         return layout.root.name
     return shlex.quote(layout.where)
 
 
-def made_by_trackers(layout: RunLayout, record: RunRecord) -> dict[str, dict[str, str]]:
+def tracker_outputs(layout: RunLayout, record: RunRecord) -> dict[str, dict[str, str]]:
     """By tracker (or `wandb/rank_1` for another rank): its id, url, folder and so on, as far as they are known.
 
     Includes the URLs of W&B runs that were sent afterwards. A W&B run that was created only for sending is called

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ddptrain.config.types import FilledText, wrong_field
-from ddptrain.config.wording import did_you_mean, nearest, seen
+from ddptrain.config.wording import describe_value, did_you_mean, nearest
 from ddptrain.storage.base import BUILTIN
 from ddptrain.workloads.images.model.catalogue import SMALL_CNN, architectures, weight_names
 
@@ -133,7 +133,7 @@ class ImagesParams(BaseModel):
             hint = did_you_mean(self.architecture, known)
             if nearest(self.architecture, known) is None:
                 hint = "torchvision's names are such as resnet50, convnext_tiny, vit_b_16; ours is small_cnn"
-            raise wrong_field("architecture", f"there is no such model, got {seen(self.architecture)}", hint)
+            raise wrong_field("architecture", f"there is no such model, got {describe_value(self.architecture)}", hint)
         return self
 
     @model_validator(mode="after")
@@ -145,7 +145,7 @@ class ImagesParams(BaseModel):
             raise wrong_field("weights", message, hint)
         known = weight_names(self.architecture)
         if known and self.weights not in known:
-            message = f"{self.architecture} has no such weights, got {seen(self.weights)}"
+            message = f"{self.architecture} has no such weights, got {describe_value(self.weights)}"
             raise wrong_field("weights", message, did_you_mean(self.weights, known))
         return self
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.data.predict_inputs import Given, Trouble
+from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
 from ddptrain.workloads.images.loader.predict_reader import THREADS, Image, decoded
 from ddptrain.workloads.images.model.models import PixelNormalizer
 from ddptrain.workloads.images.model.saved import SavedModel
@@ -26,7 +26,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ImageResult:
     """The classes of an image, the most probable first, or the reason why there are none."""
 
     file: str
@@ -59,7 +59,7 @@ class Classifier:
         self._model = saved.model.to(device)
         self._pixels = PixelNormalizer(saved.config.model_dump(), device)
 
-    def results(self, inputs: Iterable[Given | Trouble], batch_size: int) -> Iterator[Result]:
+    def results(self, inputs: Iterable[PredictInput | InputProblem], batch_size: int) -> Iterator[ImageResult]:
         """The result of each input, in their order, as soon as its batch is done.
 
         Memory is bounded by one batch and the images that are read ahead, for any number of inputs.
@@ -70,7 +70,7 @@ class Classifier:
         for batch in _batches(images, batch_size):
             found = iter(self._predictions([image for _, image in batch if not isinstance(image, str)]))
             for one, image in batch:
-                yield Result(one.name, error=image) if isinstance(image, str) else _result(one.name, next(found))
+                yield ImageResult(one.name, error=image) if isinstance(image, str) else _result(one.name, next(found))
 
     def _predictions(self, images: Sequence[Image]) -> list[tuple[Prediction, ...]]:
         if not images:
@@ -89,15 +89,15 @@ class Classifier:
         ]
 
 
-def _result(file: str, predictions: tuple[Prediction, ...]) -> Result:
+def _result(file: str, predictions: tuple[Prediction, ...]) -> ImageResult:
     if any(math.isnan(one.probability) for one in predictions):
-        return Result(file, error="the model returns NaN for it; did its training diverge?")
-    return Result(file, predictions)
+        return ImageResult(file, error="the model returns NaN for it; did its training diverge?")
+    return ImageResult(file, predictions)
 
 
 def _batches(
-    images: Iterable[tuple[Given | Trouble, Image | str]], size: int
-) -> Iterator[list[tuple[Given | Trouble, Image | str]]]:
+    images: Iterable[tuple[PredictInput | InputProblem, Image | str]], size: int
+) -> Iterator[list[tuple[PredictInput | InputProblem, Image | str]]]:
     batch = []
     for image in images:
         batch.append(image)

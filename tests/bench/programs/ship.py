@@ -11,10 +11,10 @@ from pathlib import Path
 from distributed import Client
 
 from ddptrain.driver.messages import Inbox
-from ddptrain.driver.reservation import Watchers, Wish
+from ddptrain.driver.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.transfer.code_package import pack
-from ddptrain.driver.transfer.code_upload import ship
-from ddptrain.driver.worker_group import Gang
+from ddptrain.driver.transfer.code_upload import upload_code
+from ddptrain.driver.worker_group import WorkerGroup
 
 
 def main(address: str, folder: Path, workers: int) -> None:
@@ -24,12 +24,12 @@ def main(address: str, folder: Path, workers: int) -> None:
         client.wait_for_workers(workers, timeout=60)
         for number in range(2):
             inbox: Inbox = queue.SimpleQueue()
-            with Gang(client, f"ship-{number}", inbox) as gang:
-                nobody = Watchers(None, lambda: None, lambda: "", lambda _: None, "")
-                places = gang.reserve(Wish(workers, False, 60.0, 0.0), nobody)
+            with WorkerGroup(client, f"ship-{number}", inbox) as gang:
+                nobody = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "")
+                places = gang.reserve(SlotRequest(workers, False, 60.0, 0.0), nobody)
                 began = time.perf_counter()
                 package = pack(folder, [])
-                shipped = ship(gang, places, package, folder / package.names[0], 200.0, lambda _: None)
+                shipped = upload_code(gang, places, package, folder / package.names[0], 200.0, lambda _: None)
                 took.append(time.perf_counter() - began)
                 assert all(shipped.roots), "the workers see the folder themselves"
     print(json.dumps({"first_s": took[0], "again_s": took[1]}))

@@ -10,9 +10,9 @@ import pytest
 
 from ddptrain.cli.main import main
 from ddptrain.workloads.images import predict as workload
-from ddptrain.workloads.images.data.predict_inputs import Given, Trouble
+from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
 from ddptrain.workloads.images.model import saved as models
-from ddptrain.workloads.images.predict import Prediction, Result
+from ddptrain.workloads.images.predict import ImageResult, Prediction
 
 CLASSES = ("blue", "green", "a very long name of a class that nobody wants to read to its end")
 
@@ -32,14 +32,14 @@ class Classifier:
     def __init__(self, saved: object, top: int, device: object) -> None:
         self.seen |= {"top": top, "device": str(device)}
 
-    def results(self, given: Iterable[Given | Trouble], batch_size: int) -> Iterator[Result]:
+    def results(self, given: Iterable[PredictInput | InputProblem], batch_size: int) -> Iterator[ImageResult]:
         self.seen["batch_size"] = batch_size
         for one in given:
-            if isinstance(one, Trouble):
-                yield Result(one.name, error=one.reason)
+            if isinstance(one, InputProblem):
+                yield ImageResult(one.name, error=one.reason)
             else:
                 shares = [Prediction("blue", 0.75), Prediction("green", 0.2), Prediction(CLASSES[2], 0.05)]
-                yield Result(one.name, tuple(shares[: self.seen["top"]]))
+                yield ImageResult(one.name, tuple(shares[: self.seen["top"]]))
 
 
 @pytest.fixture
@@ -160,11 +160,11 @@ def test_options_of_the_store_are_read_as_yaml_reads_them(
 
     asked: list[object] = []
 
-    def images_of(arguments: list[str], options: dict[str, object]) -> Iterator[Given]:
+    def images_of(arguments: list[str], options: dict[str, object]) -> Iterator[PredictInput]:
         asked.extend([arguments, options])
-        return iter([Given("a", "a")])
+        return iter([PredictInput("a", "a")])
 
-    monkeypatch.setattr(given, "images_of", images_of)
+    monkeypatch.setattr(given, "find_images", images_of)
     options = ["anon=true", "endpoint_url=http://h:1/?a=b", "n=3"]
     assert main(["predict", "latest", "s3://b/x", *(word for one in options for word in ("--source-option", one))]) == 0
     assert asked == [["s3://b/x"], {"anon": True, "endpoint_url": "http://h:1/?a=b", "n": 3}]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ddptrain.config.wording import counted, did_you_mean, dotted, nearest, seen, shown
+from ddptrain.config.wording import counted, describe_value, did_you_mean, dotted, nearest, shorten
 
 
 def test_text_is_cut_and_its_control_characters_are_escaped() -> None:
-    assert shown("a\x1b[31m\n") == "a\\u001b[31m\\u000a"
-    assert shown("x" * 81) == "x" * 77 + "..."
+    assert shorten("a\x1b[31m\n") == "a\\u001b[31m\\u000a"
+    assert shorten("x" * 81) == "x" * 77 + "..."
 
 
 def test_key_has_dots_and_indices() -> None:
@@ -31,7 +31,7 @@ def test_key_has_dots_and_indices() -> None:
     ],
 )
 def test_value_is_described_without_secrets(value: object, path: tuple[str, ...], text: str) -> None:
-    assert seen(value, path) == text
+    assert describe_value(value, path) == text
 
 
 def test_nearest_name_is_found_in_any_case() -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.rank_state import RankWatch
-from ddptrain.driver.worker_group import Place
+from ddptrain.driver.rank_state import RankState
+from ddptrain.driver.worker_group import RankPlace
 from tests.unit.specs import make_spec
 
 
-def running(rank: int, host: str = "", *, spec: dict[str, Any] | None = None, **more: Any) -> RankWatch:
+def running(rank: int, host: str = "", *, spec: dict[str, Any] | None = None, **more: Any) -> RankState:
     """A rank that was submitted at 100 s, on a host of its own unless one is named."""
     name = host or f"h{rank}"
-    place = Place(rank, 0, 1, rank, Slot(f"tcp://{name}", name, 0, False), name, Path("/s"), True)
-    return RankWatch(make_spec(rank=rank, **(spec or {})), place, **{"submitted_at": 100.0, **more})
+    place = RankPlace(rank, 0, 1, rank, Slot(f"tcp://{name}", name, 0, False), name, Path("/s"), True)
+    return RankState(make_spec(rank=rank, **(spec or {})), place, **{"submitted_at": 100.0, **more})

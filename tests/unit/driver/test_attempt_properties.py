@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ddptrain.driver import attempt_actions as actions
 from ddptrain.driver import messages
-from ddptrain.driver.failure.fault import Kind
+from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import events, notices
 from ddptrain.results.errors import UnsafePath
@@ -57,10 +57,10 @@ MESSAGES = st.one_of(
     st.builds(notices.RankExit, *HEAD, st.just(5), STATUSES, TIMES, SIZES, SIZES),
     st.builds(messages.TaskFailed, ATTEMPTS, RANKS, st.just("no")),
     st.builds(messages.WorkerLost, st.sampled_from(["tcp://h0", "tcp://h1", "tcp://elsewhere"])),
-    st.builds(messages.Signalled, st.sampled_from([signal.SIGTERM, signal.SIGINT])),
-    st.builds(messages.NotBroughtHome, RANKS, st.just("x"), st.sampled_from([OSError("no"), UnsafePath("no")])),
-    st.builds(messages.BroughtHome, RANKS, st.just("x"), st.just("p")),
-    st.builds(messages.Delayed, RANKS, st.just("x"), st.just(OSError("no")), st.just(2)),
+    st.builds(messages.SignalReceived, st.sampled_from([signal.SIGTERM, signal.SIGINT])),
+    st.builds(messages.ArtifactFailed, RANKS, st.just("x"), st.sampled_from([OSError("no"), UnsafePath("no")])),
+    st.builds(messages.ArtifactStored, RANKS, st.just("x"), st.just("p")),
+    st.builds(messages.ArtifactRetried, RANKS, st.just("x"), st.just(OSError("no")), st.just(2)),
     st.builds(messages.ResultsLost, st.just(ClusterError("gone"))),
     st.builds(messages.Tick, st.booleans(), st.sampled_from([None, None, "it ended"]), st.booleans()),
     st.builds(messages.RankEvent, RANKS, EVENTS),
@@ -83,7 +83,7 @@ def test_every_order_of_messages_ends_once_the_driver_is_interrupted(
     steps: list[tuple[float, messages.Message]],
 ) -> None:
     play = played(steps)
-    play.send(messages.Signalled(signal.SIGINT))
+    play.send(messages.SignalReceived(signal.SIGINT))
     play.wait(GRACE_S + 4.0, alive=False, every_s=1.0)
     assert play.state.over
     assert play.state.running == 0 == sum(not rank.over for rank in play.state.ranks)
@@ -103,7 +103,7 @@ def test_every_fault_ends_the_attempt(steps: list[tuple[float, messages.Message]
 @settings(max_examples=100, deadline=None)
 def test_no_rank_keeps_running(steps: list[tuple[float, messages.Message]]) -> None:
     play = played(steps)
-    play.send(messages.Signalled(signal.SIGINT))
+    play.send(messages.SignalReceived(signal.SIGINT))
     play.wait(GRACE_S + 4.0, alive=False, every_s=1.0)
     stopped = {rank for _, stop in play.all(actions.StopRanks) for rank in stop.ranks}
     lost = {ended.rank for _, ended in play.all(actions.ReadRest) if ended.loss.text != "it did not end"}
@@ -121,7 +121,7 @@ def test_end_of_a_rank_is_recorded_once_and_its_own_exit_is_never_taken_back(
     steps: list[tuple[float, messages.Message]],
 ) -> None:
     play = played(steps)
-    play.send(messages.Signalled(signal.SIGINT))
+    play.send(messages.SignalReceived(signal.SIGINT))
     play.wait(GRACE_S + 4.0, alive=False, every_s=1.0)
     ended = [end.rank for _, end in play.all(actions.RecordRankEnd)]
     assert len(ended) == len(set(ended))
@@ -170,4 +170,4 @@ def test_lost_host_names_its_lowest_rank_in_any_order(ranks: list[int], by_task:
         play.send(messages.TaskFailed(1, rank, "the host is gone") if by_task else lost)
     play.wait(1.0)
     assert (play.cause.rank, play.cause.line) == (0, "the host is gone")
-    assert play.cause.kind == (Kind.INFRASTRUCTURE if by_task else Kind.WORKER_LOST)
+    assert play.cause.kind == (FaultKind.INFRASTRUCTURE if by_task else FaultKind.WORKER_LOST)

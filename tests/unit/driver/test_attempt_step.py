@@ -10,7 +10,7 @@ import pytest
 
 from ddptrain.driver import attempt_actions as actions
 from ddptrain.driver import messages
-from ddptrain.driver.failure.fault import Kind
+from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events, notices
 from ddptrain.results.errors import ResultsError, UnsafePath
@@ -27,7 +27,7 @@ class Case:
     name: str
     happens: Callable[[Play], None]
     rank: int
-    kind: Kind
+    kind: FaultKind
     line: str
     code: ExitCode = ExitCode.TRAINING_FAILED
     victims: tuple[int, ...] = ()
@@ -93,46 +93,50 @@ def output_is_unreadable(play: Play) -> None:
 
 
 CASES = [
-    Case("raises", lambda play: play.fail(1), 1, Kind.EXCEPTION, "ValueError: rank 1"),
-    Case("raises, victim", raises_and_takes_a_victim, 1, Kind.EXCEPTION, "ValueError: rank 1", victims=(0,)),
-    Case("victim first", victim_is_heard_first, 1, Kind.EXCEPTION, "ValueError: rank 1", victims=(2,)),
-    Case("two fail", two_fail_and_the_second_is_heard_first, 0, Kind.EXCEPTION, "ValueError: rank 0"),
-    Case("only victims", only_victims, 1, Kind.EXCEPTION, "ValueError: rank 1", victims=(1, 2)),
+    Case("raises", lambda play: play.fail(1), 1, FaultKind.EXCEPTION, "ValueError: rank 1"),
+    Case("raises, victim", raises_and_takes_a_victim, 1, FaultKind.EXCEPTION, "ValueError: rank 1", victims=(0,)),
+    Case("victim first", victim_is_heard_first, 1, FaultKind.EXCEPTION, "ValueError: rank 1", victims=(2,)),
+    Case("two fail", two_fail_and_the_second_is_heard_first, 0, FaultKind.EXCEPTION, "ValueError: rank 0"),
+    Case("only victims", only_victims, 1, FaultKind.EXCEPTION, "ValueError: rank 1", victims=(1, 2)),
     Case(
         "returns early",
         rank_returns_early,
         1,
-        Kind.EXIT,
+        FaultKind.EXIT,
         "returned from the workload while rank 0, 2 waited for it in a collective operation",
         victims=(0, 2),
     ),
-    Case("sys.exit", lambda play: play.fail(1, exit_code=42), 1, Kind.EXIT, "ValueError: rank 1"),
+    Case("sys.exit", lambda play: play.fail(1, exit_code=42), 1, FaultKind.EXIT, "ValueError: rank 1"),
     Case(
         "os._exit",
         lambda play: play.exit(1, 0),
         1,
-        Kind.EXIT,
+        FaultKind.EXIT,
         "the process ended with exit code 0 in the middle of the workload",
     ),
-    Case("SIGKILL", lambda play: play.exit(2, -9), 2, Kind.SIGNAL, "killed by SIGKILL"),
+    Case("SIGKILL", lambda play: play.exit(2, -9), 2, FaultKind.SIGNAL, "killed by SIGKILL"),
     Case(
-        "memory", lambda play: play.exit(2, -9, oom="out of memory"), 2, Kind.SIGNAL, "killed by SIGKILL: out of memory"
+        "memory",
+        lambda play: play.exit(2, -9, oom="out of memory"),
+        2,
+        FaultKind.SIGNAL,
+        "killed by SIGKILL: out of memory",
     ),
-    Case("SIGTERM from others", lambda play: play.exit(2, -15), 2, Kind.SIGNAL, "killed by SIGTERM"),
+    Case("SIGTERM from others", lambda play: play.exit(2, -15), 2, FaultKind.SIGNAL, "killed by SIGTERM"),
     Case(
         "worker",
         lambda play: play.send(messages.WorkerLost("tcp://h1")),
         1,
-        Kind.WORKER_LOST,
+        FaultKind.WORKER_LOST,
         "the Dask worker tcp://h1 of host h1 was lost",
         ExitCode.CLUSTER,
     ),
-    Case("worker, files", worker_is_lost_with_a_failure_in_its_files, 1, Kind.EXCEPTION, "OSError: no disk"),
+    Case("worker, files", worker_is_lost_with_a_failure_in_its_files, 1, FaultKind.EXCEPTION, "OSError: no disk"),
     Case(
         "network",
         network_is_cut,
         1,
-        Kind.WORKER_LOST,
+        FaultKind.WORKER_LOST,
         "nothing was heard from host h1 for 60 s: is it down, or the network to it?",
         ExitCode.CLUSTER,
     ),
@@ -140,16 +144,16 @@ CASES = [
         "all networks",
         all_networks_are_cut,
         0,
-        Kind.WORKER_LOST,
+        FaultKind.WORKER_LOST,
         "nothing was heard from the cluster for 60 s: is it down, or the network to it?",
         ExitCode.CLUSTER,
     ),
-    Case("scheduler", scheduler_is_lost, 0, Kind.WORKER_LOST, "the Dask scheduler is gone", ExitCode.CLUSTER),
+    Case("scheduler", scheduler_is_lost, 0, FaultKind.WORKER_LOST, "the Dask scheduler is gone", ExitCode.CLUSTER),
     Case(
         "own worker",
         drivers_worker_ends,
         0,
-        Kind.WORKER_LOST,
+        FaultKind.WORKER_LOST,
         "the Dask worker (pid 7) ended: killed by SIGKILL",
         ExitCode.CLUSTER,
     ),
@@ -157,7 +161,7 @@ CASES = [
         "task",
         lambda play: play.send(messages.TaskFailed(1, 2, "RankServerLost: it ended")),
         2,
-        Kind.INFRASTRUCTURE,
+        FaultKind.INFRASTRUCTURE,
         "RankServerLost: it ended",
         ExitCode.CLUSTER,
     ),
@@ -165,23 +169,23 @@ CASES = [
         "output",
         output_is_unreadable,
         2,
-        Kind.INFRASTRUCTURE,
+        FaultKind.INFRASTRUCTURE,
         "its output could not be read: it ends at 3 bytes, 7 were announced",
         ExitCode.CLUSTER,
     ),
     Case(
         "disk",
-        lambda play: play.send(messages.NotBroughtHome(0, "checkpoint step-5", OSError("no space"))),
+        lambda play: play.send(messages.ArtifactFailed(0, "checkpoint step-5", OSError("no space"))),
         0,
-        Kind.RESULTS,
+        FaultKind.RESULTS,
         "checkpoint step-5 could not be saved: no space",
         ExitCode.CLUSTER,
     ),
     Case(
         "refused path",
-        lambda play: play.send(messages.NotBroughtHome(0, "artifact ../x", UnsafePath("it leads out"))),
+        lambda play: play.send(messages.ArtifactFailed(0, "artifact ../x", UnsafePath("it leads out"))),
         0,
-        Kind.REFUSED,
+        FaultKind.REFUSED,
         "artifact ../x could not be saved: it leads out",
     ),
 ]
@@ -385,7 +389,7 @@ def test_signals_stop_the_ranks_or_have_them_save(
     play = Play().start()
     for number, signum in enumerate(signals):
         play.now = 100.0 + number
-        play.send(messages.Signalled(signum))
+        play.send(messages.SignalReceived(signum))
     assert play.stops() == stops
     end = play.state.end()
     assert (end.signum, end.notice) == (signals[-1], notice)
@@ -396,7 +400,7 @@ def test_signals_stop_the_ranks_or_have_them_save(
 def test_ranks_that_ignore_the_second_signal_are_given_up_three_seconds_later() -> None:
     play = Play().start()
     for _ in range(2):
-        play.send(messages.Signalled(signal.SIGINT))
+        play.send(messages.SignalReceived(signal.SIGINT))
     play.tick(2.9)
     assert play.state.running == 3
     play.tick(0.2)
@@ -409,7 +413,7 @@ def test_ranks_that_ignore_the_second_signal_are_given_up_three_seconds_later() 
 @pytest.mark.parametrize(("grace_s", "deadline_s"), [(20.0, 17.0), (12.0, 9.0), (8.0, 6.0), (2.0, 1.5)])
 def test_preemption_ends_within_the_grace_period(grace_s: float, deadline_s: float) -> None:
     play = Play(grace_s=grace_s).start()
-    play.send(messages.Signalled(signal.SIGTERM))
+    play.send(messages.SignalReceived(signal.SIGTERM))
     play.tick(deadline_s - 0.01)
     assert play.stops() == []
     play.tick(0.02)
@@ -423,7 +427,7 @@ def test_preemption_ends_within_the_grace_period(grace_s: float, deadline_s: flo
 
 def test_ranks_that_have_saved_and_wait_for_their_trackers_are_stopped_without_a_warning() -> None:
     play = Play().start()
-    play.send(messages.Signalled(signal.SIGTERM))
+    play.send(messages.SignalReceived(signal.SIGTERM))
     for rank in range(3):
         play.event(rank, events.Preempted(1, 5))
     play.tick(17.01)
@@ -457,7 +461,7 @@ def test_preemption_while_stopping_changes_nothing() -> None:
 def test_preemption_after_a_rank_has_finished_is_sent_to_the_others() -> None:
     play = Play().start()
     play.finish(1)
-    play.send(messages.Signalled(signal.SIGTERM))
+    play.send(messages.SignalReceived(signal.SIGTERM))
     assert play.commands() == [(0.0, "preempt", (0, 2))]
     for rank in (0, 2):
         play.event(rank, events.Preempted(1, 5))
@@ -477,7 +481,7 @@ def test_second_notice_of_a_preemption_is_not_sent_again() -> None:
 
 def test_rank_that_dies_of_sigterm_during_a_preemption_has_nothing_to_save() -> None:
     play = Play().start()
-    play.send(messages.Signalled(signal.SIGTERM))
+    play.send(messages.SignalReceived(signal.SIGTERM))
     play.exit(1, -signal.SIGTERM)
     assert play.stops() == [(0.0, (0, 2), 1.0)]
     assert play.state.faults == ()
@@ -569,7 +573,7 @@ def test_hang_is_found_by_the_stacks_and_ends_the_attempt() -> None:
     assert (command, ranks) == ("stacks", (0, 1, 2))
     assert "no event or line for 10 s: asking the ranks where they are" in play.texts()
     asks(play, {0: REDUCING, 1: BUSY, 2: REDUCING}, {0: 7, 1: 6, 2: 7})
-    assert (play.cause.rank, play.cause.kind, play.cause.exit_code) == (1, Kind.HANG, ExitCode.HANG)
+    assert (play.cause.rank, play.cause.kind, play.cause.exit_code) == (1, FaultKind.HANG, ExitCode.HANG)
     assert [(ranks, grace_s) for _, ranks, grace_s in play.stops()] == [((0, 1, 2), 2.0)]
     assert sorted(fetched.rank for _, fetched in play.all(actions.FetchArtifact)) == [0, 1, 2]
     play.obey()
@@ -626,7 +630,7 @@ def test_time_out_in_a_collective_asks_for_stacks_before_the_group_is_stopped() 
     assert play.stops() == []  # the wait for victims is over, that for the answers is not
     play.exit(0, 1)
     asks(play, {1: BUSY, 2: REDUCING}, {1: 6, 2: 7})
-    assert (play.cause.rank, play.cause.kind) == (1, Kind.HANG)
+    assert (play.cause.rank, play.cause.kind) == (1, FaultKind.HANG)
 
 
 # Results, scripts, trackers.
@@ -675,9 +679,9 @@ def test_checkpoints_on_their_way_are_counted_until_they_are_stored_or_lost() ->
         play.event(0, saved)
     assert play.state.transfers == 3
     assert [fetched for _, fetched in play.all(actions.FetchArtifact)] == [actions.FetchArtifact(0, saved)] * 3
-    play.send(messages.Delayed(0, "checkpoint step-5", OSError("busy"), 2))
-    play.send(messages.BroughtHome(0, "checkpoint step-5", "/r/checkpoints/step-5"))
-    play.send(messages.NotBroughtHome(0, "tracking file x", OSError("no"), vital=False))
+    play.send(messages.ArtifactRetried(0, "checkpoint step-5", OSError("busy"), 2))
+    play.send(messages.ArtifactStored(0, "checkpoint step-5", "/r/checkpoints/step-5"))
+    play.send(messages.ArtifactFailed(0, "tracking file x", OSError("no"), vital=False))
     assert play.state.transfers == 1 and play.state.faults == ()
     assert play.texts() == [
         "checkpoint step-5 could not be saved (failure 2 in a row), trying again: busy",
@@ -691,8 +695,8 @@ def test_result_that_cannot_be_stored_after_the_ranks_have_ended_is_still_the_fa
     for rank in range(3):
         play.finish(rank)
     assert play.state.over
-    play.send(messages.NotBroughtHome(0, "checkpoint step-5", ClusterError("it is lost")))
-    assert (play.cause.kind, play.state.transfers) == (Kind.RESULTS, 0)
+    play.send(messages.ArtifactFailed(0, "checkpoint step-5", ClusterError("it is lost")))
+    assert (play.cause.kind, play.state.transfers) == (FaultKind.RESULTS, 0)
 
 
 def test_rank_that_its_worker_never_begins_with_ends_the_attempt() -> None:
@@ -702,7 +706,7 @@ def test_rank_that_its_worker_never_begins_with_ends_the_attempt() -> None:
         play.alive(0)
         play.alive(1)
         play.tick(1.0)
-    assert (play.cause.rank, play.cause.kind) == (2, Kind.INFRASTRUCTURE)
+    assert (play.cause.rank, play.cause.kind) == (2, FaultKind.INFRASTRUCTURE)
     assert "has not begun with it within 30 s" in play.cause.line
 
 

@@ -39,22 +39,22 @@ def test_answer_is_returned_and_an_error_raised(client: Any) -> None:
             raise OSError("there is nothing to double")
         return 2 * number
 
-    assert dask_call.answer(client, double(2), lambda: 60.0, lambda: 0) == 4
+    assert dask_call.wait_for_answer(client, double(2), lambda: 60.0, lambda: 0) == 4
     with pytest.raises(OSError, match="nothing to double"):
-        dask_call.answer(client, double(0), lambda: 60.0, lambda: 0)
+        dask_call.wait_for_answer(client, double(0), lambda: 60.0, lambda: 0)
 
 
 def test_silence_ends_the_wait_and_the_question(client: Any) -> None:
     ended = threading.Event()
     with pytest.raises(TimeoutError, match="no message"):
-        dask_call.answer(client, never(ended), lambda: 0.5, lambda: 0)
+        dask_call.wait_for_answer(client, never(ended), lambda: 0.5, lambda: 0)
     assert ended.wait(60)
 
 
 def test_wait_goes_on_as_long_as_something_is_heard_and_ends_at_once_where_patience_does(client: Any) -> None:
     words, looks = itertools.count(), itertools.count()
     with pytest.raises(TimeoutError):
-        dask_call.answer(
+        dask_call.wait_for_answer(
             client, never(threading.Event()), lambda: 0.0 if next(looks) == 8 else 0.3, lambda: next(words)
         )
     assert next(looks) == 9
@@ -66,5 +66,5 @@ def test_order_is_not_waited_for(client: Any) -> None:
     async def work() -> None:
         done.set()
 
-    dask_call.order(client, work())
+    dask_call.send(client, work())
     assert done.wait(60)

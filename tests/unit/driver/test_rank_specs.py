@@ -12,7 +12,7 @@ from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver import rank_specs
-from ddptrain.driver.worker_group import Place
+from ddptrain.driver.worker_group import RankPlace
 from ddptrain.protocol.rank_spec import Checkpointing, Code, Placement, ProcessGroup, Supervision
 
 
@@ -20,7 +20,7 @@ def load(folder: Path = Path("/project"), **config: Any) -> ResolvedConfig:
     return load_mapping({"workload": "petnames", **config}, folder)
 
 
-def places(*hosts: str, gpus: bool = True) -> list[Place]:
+def places(*hosts: str, gpus: bool = True) -> list[RankPlace]:
     """Ranks 0, 1, ... on these hosts; each host's ranks are numbered from 0, and use its GPUs in reverse order."""
     found = []
     for rank, host in enumerate(hosts):
@@ -28,7 +28,7 @@ def places(*hosts: str, gpus: bool = True) -> list[Place]:
         slot = Slot(f"tcp://{host}", host, local, gpu=gpus)
         node = list(dict.fromkeys(hosts)).index(host)
         gpu = f"GPU-{host}-{size - 1 - local}" if gpus else ""
-        found.append(Place(rank, local, size, node, slot, host, Path("/scratch"), False, gpu))
+        found.append(RankPlace(rank, local, size, node, slot, host, Path("/scratch"), False, gpu))
     return found
 
 

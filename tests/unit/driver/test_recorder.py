@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from ddptrain.driver.failure.fault import Fault, Kind
-from ddptrain.driver.recorder import Telling, metric_problem
+from ddptrain.driver.failure.fault import Fault, FaultKind
+from ddptrain.driver.recorder import Recorder, metric_problem
 from ddptrain.protocol import events
 from ddptrain.results.record import AttemptRecord, RankRecord
 from ddptrain.results.writer import RunWriter
@@ -37,8 +37,8 @@ def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_pa
     heard = Heard()
     with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
         writer.update(attempts=(AttemptRecord(),))
-        telling = Telling(writer, cast("Any", heard))
-        telling.fault(Fault(0, Kind.EXCEPTION, 1, "no", type="ValueError"))
+        telling = Recorder(writer, cast("Any", heard))
+        telling.fault(Fault(0, FaultKind.EXCEPTION, 1, "no", type="ValueError"))
         telling.training((RankRecord(rank=0, host="here"),))
         assert writer.record.attempts[0].ranks[0].host == "here"
         assert heard.lines == ["rank 0 failed: ValueError: no"]
@@ -75,14 +75,14 @@ def test_metric_that_no_checkpoint_has_is_told(
 def test_missing_metric_is_told_once_at_the_first_checkpoint_with_the_metrics_there_are(tmp_path: Path) -> None:
     heard = Heard()
     with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
-        telling = Telling(writer, cast("Any", heard), "accuracy")
+        telling = Recorder(writer, cast("Any", heard), "accuracy")
         telling.rank_event(1, events.Metrics(1, {"train/loss": 1.0, "lr": 0.1}))
         for step in (5, 10):
             telling.rank_event(0, saved(step, 1.0, loss=1.0, Accuracy=0.5))
         (line,) = heard.lines
         assert line.startswith("checkpoint.metric is accuracy, and the checkpoint of step 5 has no such metric: ")
         assert "Given to ctx.checkpoint: Accuracy, loss; logged with ctx.log: lr, train/loss. Did you mean Accu" in line
-        quiet = Telling(writer, cast("Any", Heard()), "loss")
+        quiet = Recorder(writer, cast("Any", Heard()), "loss")
         quiet.rank_event(0, saved(5, 1.0, loss=1.0))
         quiet.rank_event(0, saved(6, 1.0))
         assert cast("Any", quiet.display).lines == []

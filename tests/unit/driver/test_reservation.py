@@ -8,10 +8,10 @@ import pytest
 
 from ddptrain.clusters.scheduler.slots import Refusal
 from ddptrain.driver import reservation
-from ddptrain.driver.reservation import Queue, Watchers, Wish
+from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
 from ddptrain.errors import ClusterError
 
-WISH = Wish(4, False, start_timeout_s=20.0, wait_s=60.0)
+WISH = SlotRequest(4, False, start_timeout_s=20.0, wait_s=60.0)
 
 
 class Clock:
@@ -34,9 +34,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def waiting(wish: Wish = WISH, *, fault: str | None = None, cluster: str = "") -> tuple[Queue, list[str]]:
+def waiting(wish: SlotRequest = WISH, *, fault: str | None = None, cluster: str = "") -> tuple[SlotQueue, list[str]]:
     shown: list[str] = []
-    return Queue(wish, Watchers(None, lambda: fault, lambda: "Traceback", shown.append, cluster)), shown
+    return SlotQueue(wish, WaitHooks(None, lambda: fault, lambda: "Traceback", shown.append, cluster)), shown
 
 
 def refusal(free: int, total: int) -> Refusal:

@@ -12,14 +12,14 @@ import pytest
 from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.folder_copy import copy_folder
 from ddptrain.driver.messages import Inbox, TaskFailed, WorkerLost
-from ddptrain.driver.reservation import Watchers, Wish
-from ddptrain.driver.worker_group import Gang
+from ddptrain.driver.reservation import SlotRequest, WaitHooks
+from ddptrain.driver.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import notices
 from tests.unit.specs import make_spec
 
 WORKERS = ("tcp://h0:1", "tcp://h1:1", "tcp://h2:1")
-WISH = Wish(2, False, 5.0, 0.0)
+WISH = SlotRequest(2, False, 5.0, 0.0)
 
 
 class FakeFuture:
@@ -86,16 +86,16 @@ def client(tmp_path: Path) -> FakeClient:
 
 
 @pytest.fixture
-def gang(client: FakeClient, inbox: Inbox) -> Gang:
-    return Gang(cast("Any", client), "r-1", inbox)
+def gang(client: FakeClient, inbox: Inbox) -> WorkerGroup:
+    return WorkerGroup(cast("Any", client), "r-1", inbox)
 
 
-def reserved(gang: Gang) -> list[str]:
-    watchers = Watchers(None, lambda: None, lambda: "", lambda _: None, "")
+def reserved(gang: WorkerGroup) -> list[str]:
+    watchers = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "")
     return [place.slot.worker for place in gang.reserve(WISH, watchers)]
 
 
-def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(gang: Gang, client: FakeClient) -> None:
+def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(gang: WorkerGroup, client: FakeClient) -> None:
     assert reserved(gang) == ["tcp://h0:1", "tcp://h1:1"]
     gang.avoid("tcp://h0:1")
     assert gang.has("tcp://h0:1")  # it leaves: it still answers
@@ -106,7 +106,7 @@ def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(gang: Gang, cli
     assert [asked["without"] for asked in client.asked] == [[], ["tcp://h0:1"], ["tcp://h0:1", "tcp://h1:1"]]
 
 
-def test_worker_that_comes_back_is_avoided_no_longer(gang: Gang, inbox: Inbox) -> None:
+def test_worker_that_comes_back_is_avoided_no_longer(gang: WorkerGroup, inbox: Inbox) -> None:
     gang._on_all((1.0, {"action": "remove-worker", "worker": "tcp://h0:1"}))
     assert inbox.get_nowait() == WorkerLost("tcp://h0:1")
     assert reserved(gang) == ["tcp://h1:1", "tcp://h2:1"]
@@ -116,23 +116,25 @@ def test_worker_that_comes_back_is_avoided_no_longer(gang: Gang, inbox: Inbox) -
     assert inbox.empty()
 
 
-def test_places_say_where_ranks_run_and_whether_the_driver_sees_their_files(gang: Gang, client: FakeClient) -> None:
-    places = gang.reserve(WISH, Watchers(None, lambda: None, lambda: "", lambda _: None, ""))
+def test_places_say_where_ranks_run_and_whether_the_driver_sees_their_files(
+    gang: WorkerGroup, client: FakeClient
+) -> None:
+    places = gang.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))
     assert [(place.rank, place.local_rank, place.node_rank, place.host, place.shared) for place in places] == [
         (0, 0, 0, "name (h0)", True),
         (1, 0, 1, "name (h1)", True),
     ]
     (client.folder / "token").write_text("another")
-    assert not gang.reserve(WISH, Watchers(None, lambda: None, lambda: "", lambda _: None, ""))[0].shared
+    assert not gang.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))[0].shared
 
 
-def test_worker_that_does_not_answer_is_named(gang: Gang, client: FakeClient) -> None:
+def test_worker_that_does_not_answer_is_named(gang: WorkerGroup, client: FakeClient) -> None:
     client.silent = True
     with pytest.raises(ClusterError, match="the Dask worker tcp://h0:1 of host h0 does not answer: cut"):
         reserved(gang)
 
 
-def test_valid_notices_reach_the_inbox_and_others_are_counted(gang: Gang, inbox: Inbox) -> None:
+def test_valid_notices_reach_the_inbox_and_others_are_counted(gang: WorkerGroup, inbox: Inbox) -> None:
     notice = notices.Growth(1, 0, 10, 20)
     gang._on_notice((1.0, {**notices.encode(notice), "worker": "tcp://h0:1"}))
     assert inbox.get_nowait() == notice
@@ -152,13 +154,13 @@ def test_valid_notices_reach_the_inbox_and_others_are_counted(gang: Gang, inbox:
         ("finished", ""),
     ],
 )
-def test_end_of_a_task_is_a_message_if_it_failed(gang: Gang, inbox: Inbox, status: str, text: str) -> None:
+def test_end_of_a_task_is_a_message_if_it_failed(gang: WorkerGroup, inbox: Inbox, status: str, text: str) -> None:
     gang.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))
     cast("Any", gang.futures[1]).end(status)
     assert (None if inbox.empty() else inbox.get_nowait()) == (TaskFailed(2, 1, text) if text else None)
 
 
-def test_end_of_a_task_of_an_earlier_attempt_is_no_message(gang: Gang, inbox: Inbox) -> None:
+def test_end_of_a_task_of_an_earlier_attempt_is_no_message(gang: WorkerGroup, inbox: Inbox) -> None:
     gang.submit(make_spec(rank=1), slots.Slot("tcp://h0:1", "h0", 0, False))
     earlier = cast("Any", gang.futures[1])
     gang.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))

@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.protocol import commands
-from ddptrain.protocol.commands import Command, CommandError, Orders
+from ddptrain.protocol.commands import Command, CommandError, CommandReader
 
 
 @pytest.fixture
-def pipe() -> Iterator[tuple[Orders, int]]:
+def pipe() -> Iterator[tuple[CommandReader, int]]:
     read_fd, write_fd = os.pipe()
-    reader = Orders(read_fd)
+    reader = CommandReader(read_fd)
     with ExitStack() as stack:
         for fd in (read_fd, reader._own_read_fd, reader._own_write_fd):
             stack.callback(os.close, fd)
         yield reader, write_fd
 
 
-def test_commands_are_handled_in_order_and_other_lines_are_counted(pipe: tuple[Orders, int]) -> None:
+def test_commands_are_handled_in_order_and_other_lines_are_counted(pipe: tuple[CommandReader, int]) -> None:
     reader, write_fd = pipe
     heard: list[Command] = []
     for command in Command:
@@ -36,7 +36,7 @@ def test_commands_are_handled_in_order_and_other_lines_are_counted(pipe: tuple[O
     assert reader.rejected == 3  # among them "noticed", which comes from outside
 
 
-def test_command_without_a_handler_is_passed_over(pipe: tuple[Orders, int]) -> None:
+def test_command_without_a_handler_is_passed_over(pipe: tuple[CommandReader, int]) -> None:
     reader, write_fd = pipe
     os.write(write_fd, b"stacks\n")
     os.close(write_fd)
@@ -44,7 +44,7 @@ def test_command_without_a_handler_is_passed_over(pipe: tuple[Orders, int]) -> N
     assert reader.rejected == 0
 
 
-def test_process_can_post_a_command_to_itself(pipe: tuple[Orders, int]) -> None:
+def test_process_can_post_a_command_to_itself(pipe: tuple[CommandReader, int]) -> None:
     reader, write_fd = pipe
     reader.on(Command.NOTICED, lambda: os.close(write_fd))  # ends the loop
     reader.post(Command.NOTICED)

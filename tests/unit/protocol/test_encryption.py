@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.encryption import SEALED, Opener, has_secrets, open_spec, seal, seal_spec
+from ddptrain.protocol.encryption import SEALED, WorkerKey, decrypt_spec, encrypt_spec, has_secrets, seal
 from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
 from tests.unit.specs import make_spec
 
@@ -16,7 +16,7 @@ ENV = {"WANDB_API_KEY": "k" * 40, "NAME": "münchen"}
 
 
 def test_sealed_environment_is_opened_by_its_worker() -> None:
-    worker = Opener()
+    worker = WorkerKey()
     sealed = seal(ENV, worker.public, "run/1/0")
     assert list(sealed) == [SEALED]
     assert "kkkk" not in json.dumps(sealed)
@@ -24,14 +24,14 @@ def test_sealed_environment_is_opened_by_its_worker() -> None:
 
 
 def test_same_environment_never_looks_the_same() -> None:
-    worker = Opener()
+    worker = WorkerKey()
     assert seal(ENV, worker.public, "a") != seal(ENV, worker.public, "a")
 
 
 def test_other_workers_and_other_ranks_are_refused() -> None:
-    worker = Opener()
+    worker = WorkerKey()
     sealed = seal(ENV, worker.public, "run/1/0")
-    for opener, purpose in ((Opener(), "run/1/0"), (worker, "run/1/1")):
+    for opener, purpose in ((WorkerKey(), "run/1/0"), (worker, "run/1/1")):
         with pytest.raises(ClusterError, match="not sealed for this worker"):
             opener.open(sealed, purpose)
     with pytest.raises(ClusterError, match="not sealed for this worker"):
@@ -43,15 +43,15 @@ OWN = {"login": {"password": ["hush-hush"]}, "url": "http://me:hush-hush@there",
 
 @pytest.mark.parametrize("env", [{}, ENV])
 def test_options_of_trackers_that_hold_secrets_are_sealed_with_the_environment(env: dict[str, str]) -> None:
-    worker = Opener()
+    worker = WorkerKey()
     tracking = TrackingSpec((TrackerSpec("a:B", OWN),), strict=True)
     spec = make_spec(env=env, tracking=tracking)
     assert "hush-hush" not in repr(spec)
     assert has_secrets(spec)
-    sealed = seal_spec(spec, worker.public)
+    sealed = encrypt_spec(spec, worker.public)
     assert "hush-hush" not in sealed.to_json()
     assert sealed.tracking is not None and sealed.tracking.trackers[0].options["every"] == 3
-    assert open_spec(sealed, worker) == spec
+    assert decrypt_spec(sealed, worker) == spec
 
 
 @pytest.mark.parametrize("env", [{}, ENV])
@@ -65,24 +65,24 @@ def test_options_of_trackers_that_hold_secrets_are_sealed_with_the_environment(e
     ],
 )
 def test_params_and_arguments_that_hold_secrets_are_sealed(fields: dict[str, Any], env: dict[str, str]) -> None:
-    worker = Opener()
+    worker = WorkerKey()
     spec = make_spec(env=env, **fields)
     assert has_secrets(spec)
-    sealed = seal_spec(spec, worker.public)
+    sealed = encrypt_spec(spec, worker.public)
     assert "hush-hush" not in sealed.to_json()
     assert list(sealed.env) == [SEALED]
-    opened = open_spec(RankSpec.from_json(sealed.to_json()), worker)
+    opened = decrypt_spec(RankSpec.from_json(sealed.to_json()), worker)
     assert json.loads(opened.to_json()) == json.loads(spec.to_json())
     with pytest.raises(ClusterError, match="not sealed for this worker"):
-        open_spec(sealed, Opener())
+        decrypt_spec(sealed, WorkerKey())
 
 
 def test_order_without_secrets_is_not_sealed() -> None:
     spec = make_spec(tracking=TrackingSpec((TrackerSpec("a:B", {"every": 3, "token": True, "key": ""}),)))
     assert not has_secrets(spec)
-    assert open_spec(spec, Opener()) == spec
+    assert decrypt_spec(spec, WorkerKey()) == spec
 
 
 def test_empty_environment_costs_nothing_and_an_open_one_is_taken_as_it_is() -> None:
     assert seal({}, "", "a") == {}
-    assert Opener().open(ENV, "a") == ENV
+    assert WorkerKey().open(ENV, "a") == ENV

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.checkpoint.writer import done_key
 from ddptrain.rank.context import Preempted, RankContext
 from ddptrain.rank.emitter import Emitter
@@ -147,7 +147,7 @@ def test_rank_that_does_not_call_is_reported_and_not_waited_for(tmp_path: Path) 
     spec = gang.spec(0, 2)
     rank = Rank(tmp_path, **{name: getattr(spec, name) for name in _GANG})
     assert rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=1)
-    GangStore(spec).set(done_key(1), "")
+    WorkerGroupStore(spec).set(done_key(1), "")
     note, event = rank.events()
     assert isinstance(note, events.Note) and "rank 1 did not call ctx.checkpoint" in note.message
     assert isinstance(event, events.CheckpointSaved)

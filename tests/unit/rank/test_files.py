@@ -10,7 +10,7 @@ import pytest
 
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.files import Files, stays_below
+from ddptrain.rank.files import ArtifactFiles, stays_below
 from tests.unit.specs import make_spec
 
 
@@ -26,7 +26,7 @@ def test_path_that_may_leave_the_folder_is_refused(path: str) -> None:
 
 def test_file_is_lent_before_it_is_announced(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    files = Files(make_spec(staging=str(tmp_path)), Emitter(fd))
+    files = ArtifactFiles(make_spec(staging=str(tmp_path)), Emitter(fd))
     lent: list[tuple[bytes, bytes]] = []
     files.save("a/b.txt", b"12345", lambda path: lent.append((path.read_bytes(), (tmp_path / "events").read_bytes())))
     files.save("c.txt", "6")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.protocol import events
-from ddptrain.protocol.commands import Orders
+from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.lifecycle import RankLifecycle
@@ -23,7 +23,9 @@ class Bench:
     def __init__(self, folder: Path, **spec: Any) -> None:
         self.path = folder / "events"
         self._fds = [os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), *os.pipe()]
-        self.rank = RankLifecycle(make_spec(staging=str(folder), **spec), Emitter(self._fds[0]), Orders(self._fds[1]))
+        self.rank = RankLifecycle(
+            make_spec(staging=str(folder), **spec), Emitter(self._fds[0]), CommandReader(self._fds[1])
+        )
 
     def run(self, code: Callable[[], object]) -> list[events.Event]:
         """The events after the begin of the user's code."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.rank.prepare import prepared
+from ddptrain.rank.prepare import prepare_model
 from tests.unit.rank.test_context import Rank
 
 CPU = torch.device("cpu")
@@ -38,18 +38,18 @@ def bare(ready: nn.Module) -> nn.Module:
 
 
 def test_plain_model_is_wrapped_and_unchanged() -> None:
-    ready, images = prepared(model(), CPU, {}), torch.ones(2, 3, 4, 4)
+    ready, images = prepare_model(model(), CPU, {}), torch.ones(2, 3, 4, 4)
     assert torch.equal(ready(images), model()(images))
     assert bare(ready)[0].weight.is_contiguous()  # type: ignore[index]
     assert bare(ready)._compiled_call_impl is None
 
 
 def test_channels_last_changes_the_memory_format_of_convolutions_and_no_value() -> None:
-    ready = prepared(model(), CPU, {"channels_last": True})
+    ready = prepare_model(model(), CPU, {"channels_last": True})
     weight = bare(ready)[0].weight  # type: ignore[index]
     assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
     assert torch.equal(weight, model().state_dict()["0.weight"])
-    assert bare(prepared(model(), CPU, {"channels_last": False}))[0].weight.is_contiguous()  # type: ignore[index]
+    assert bare(prepare_model(model(), CPU, {"channels_last": False}))[0].weight.is_contiguous()  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("compiles", "calls"), [(True, 1), (False, 0), (None, 0)])
@@ -59,37 +59,37 @@ def test_compile_compiles_the_model_itself_once(
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))  # noqa: PLW0108  # binds self
     mine = model()
-    assert bare(prepared(mine, CPU, {"compile": compiles})) is mine
+    assert bare(prepare_model(mine, CPU, {"compile": compiles})) is mine
     assert compiled == [mine] * calls
 
 
 def test_bf16_computes_under_autocast_and_keeps_weights_and_their_names() -> None:
     images = torch.ones(2, 3, 4, 4)
-    ready = prepared(model(), CPU, {"precision": "bf16"})
+    ready = prepare_model(model(), CPU, {"precision": "bf16"})
     assert ready(images).dtype == torch.bfloat16
     assert {value.dtype for value in bare(ready).state_dict().values()} == {torch.float32}
     assert bare(ready).state_dict().keys() == model().state_dict().keys()
-    assert prepared(model(), CPU, {"precision": "fp32"})(images).dtype == torch.float32
+    assert prepare_model(model(), CPU, {"precision": "fp32"})(images).dtype == torch.float32
 
 
 def test_unknown_precision_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="precision is 'fp8': choose one of fp32, bf16"):
-        prepared(model(), CPU, {"precision": "fp8"})
+        prepare_model(model(), CPU, {"precision": "fp8"})
 
 
 def test_model_without_trainable_parameters_is_not_wrapped() -> None:
     mine = model().requires_grad_(False)
-    assert prepared(mine, CPU, {}) is mine
+    assert prepare_model(mine, CPU, {}) is mine
 
 
 def test_model_with_some_trainable_parameters_is_wrapped() -> None:
     mine = model()
     mine[0].requires_grad_(False)
-    assert bare(prepared(mine, CPU, {})) is mine
+    assert bare(prepare_model(mine, CPU, {})) is mine
 
 
 def test_arguments_of_ddp_are_passed_on() -> None:
-    ready = prepared(model(), CPU, {}, find_unused_parameters=True, gradient_as_bucket_view=True)
+    ready = prepare_model(model(), CPU, {}, find_unused_parameters=True, gradient_as_bucket_view=True)
     assert isinstance(ready, DistributedDataParallel)
     assert (ready.find_unused_parameters, ready.gradient_as_bucket_view) == (True, True)
 

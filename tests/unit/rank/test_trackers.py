@@ -16,7 +16,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank import trackers
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.trackers import Tracked
+from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking.items import Checkpoint, Image, Model, Numbers
 from tests.unit.specs import make_spec
 from tests.unit.tracking.trackers import Hanging, House, Recorder
@@ -29,7 +29,7 @@ class Rank:
         self.folder = folder
         self._file = (folder / "events").open("ab", buffering=0)
         spec = make_spec(staging=str(folder), tracking=TrackingSpec((TrackerSpec("a:B"),), folder=tracking_folder))
-        self.tracked = Tracked(spec, Emitter(self._file.fileno()))
+        self.tracked = RankTrackers(spec, Emitter(self._file.fileno()))
         self.house = House(folder / "tracking")
 
     def begin(self, *recorders: Recorder, **options: Any) -> None:
@@ -72,7 +72,7 @@ def test_items_reach_the_trackers_and_a_checkpoint_survives_its_move(rank: Rank,
 
 def test_rank_without_trackers_wants_nothing(tmp_path: Path) -> None:
     with (tmp_path / "events").open("ab", buffering=0) as file:
-        tracked = Tracked(make_spec(staging=str(tmp_path)), Emitter(file.fileno()))
+        tracked = RankTrackers(make_spec(staging=str(tmp_path)), Emitter(file.fileno()))
         tracked.begin()
         tracked.numbers(events.Metrics(1, {"loss": 0.5}, 1, None))
         tracked.checkpoint(1, tmp_path, {})
@@ -160,7 +160,7 @@ from ddptrain.protocol.events import Note
 from ddptrain.rank import trackers
 from tests.unit.specs import make_spec
 trackers._EXIT_HANDLERS_S = 0.2
-tracked = trackers.Tracked(make_spec(staging="/tmp"), None)
+tracked = trackers.RankTrackers(make_spec(staging="/tmp"), None)
 tracked.manager = SimpleNamespace(unfinished=["wandb"])
 atexit.register(time.sleep, 600)
 print("flushed")

@@ -72,7 +72,7 @@ def test_a_move_that_the_system_refuses_becomes_a_copy(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", across_devices)
-    monkeypatch.setattr(checkpoints, "write_whole", lambda path, data: path.write_bytes(data))
+    monkeypatch.setattr(checkpoints, "write_file", lambda path, data: path.write_bytes(data))
     assert (save(writer, stage, 1, 1.0) / "state.pt").read_bytes() == b"s"
 
 
@@ -237,7 +237,7 @@ def test_a_listed_file_that_is_a_link_is_not_followed(stage: Stage, tmp_path: Pa
         if name == "pipe":
             os.mkfifo(tmp_path / name)
         with pytest.raises(CheckpointDamaged, match=why):
-            staging.bring_home([staging.Parcel(tmp_path / name, tmp_path / "out", 1, "")], CheckpointDamaged)
+            staging.move_in([staging.Parcel(tmp_path / name, tmp_path / "out", 1, "")], CheckpointDamaged)
 
 
 @pytest.mark.parametrize("files", [(), (StagedFile("a", 0, ""), StagedFile("a", 0, ""))])
@@ -255,7 +255,7 @@ def test_a_negative_step_is_refused(writer: RunWriter, stage: Stage) -> None:
         writer.adopt_checkpoint(0, dataclasses.replace(event, step=-1), folder, POLICY)
 
 
-@pytest.mark.parametrize("stop_at", ["bring_home", "write_whole", "sync_folder", "_publish"])
+@pytest.mark.parametrize("stop_at", ["move_in", "write_file", "sync_folder", "_publish"])
 def test_an_interruption_on_the_way_home_leaves_no_half_checkpoint(
     writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch, stop_at: str
 ) -> None:

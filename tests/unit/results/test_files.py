@@ -13,7 +13,7 @@ import pytest
 
 from ddptrain.results import files
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import JsonLines, write_whole
+from ddptrain.results.files import JsonLines, write_file
 from ddptrain.results.metrics import MetricsReader
 from ddptrain.results.ownership import lock
 
@@ -24,14 +24,14 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.json"
-    write_whole(path, b"old")
+    write_file(path, b"old")
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(ResultsError, match=r"run\.json: No space left on device; free some space"):
-        write_whole(path, b"new")
+        write_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["run.json"]
 
@@ -190,7 +190,7 @@ def test_what_is_made_is_for_us_alone_to_write_to_whatever_the_umask(tmp_path: P
     before = os.umask(0)
     try:
         files.make_folder(tmp_path / "logs")
-        write_whole(tmp_path / "run.json", b"")
+        write_file(tmp_path / "run.json", b"")
         files.append(tmp_path / "rank-0.log", b"")
     finally:
         os.umask(before)

@@ -16,7 +16,7 @@ from ddptrain.results.record import (
     RankRecord,
     RecordError,
     RunRecord,
-    plain,
+    as_json_data,
 )
 
 
@@ -112,6 +112,6 @@ def test_a_field_of_another_type_takes_its_default(field: str, value: Any) -> No
 
 
 def test_numbers_that_are_not_finite_are_written_as_null() -> None:
-    data = plain({"a": math.nan, "b": [math.inf, 1], 3: {"c": object}})
+    data = as_json_data({"a": math.nan, "b": [math.inf, 1], 3: {"c": object}})
     assert data == {"a": None, "b": [None, 1], "3": {"c": str(object)}}
     assert '"x": null' in RunRecord(run_id="r", last_metrics={"x": math.nan}).to_json()

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from ddptrain.storage import download
-from ddptrain.storage.download import CannotFetch, NotReached, fetch_file
+from ddptrain.storage.download import DownloadFailed, ServerUnreachable, fetch_file
 from ddptrain.workloads.images.model import init
 from ddptrain.workloads.images.model.preflight import BadWeights, weights_path
-from ddptrain.workloads.images.model.weights import Named
+from ddptrain.workloads.images.model.weights import PretrainedWeights
 from ddptrain.workloads.images.params import ImagesParams
 
 CONTENT = b"weights" * 100_000
@@ -113,7 +113,7 @@ def test_server_that_fails_for_a_moment_is_asked_again(web: Web, tmp_path: Path)
     ("path", "said", "asked"), [("/missing", "answers 404", 1), ("/broken", "answers 503", 3), ("/short", "ended", 3)]
 )
 def test_what_cannot_be_had_leaves_nothing_behind(web: Web, tmp_path: Path, path: str, said: str, asked: int) -> None:
-    with pytest.raises(CannotFetch, match=said):
+    with pytest.raises(DownloadFailed, match=said):
         fetched(f"{web.url}{path}", tmp_path / "a")
     assert len(web.asked) == asked
     assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
@@ -125,17 +125,17 @@ def test_length_that_is_no_number_is_as_none(web: Web, tmp_path: Path, path: str
 
 
 def test_file_that_is_too_large_is_refused_before_it_is_fetched(web: Web, tmp_path: Path) -> None:
-    with pytest.raises(CannotFetch, match=r"more than 34,359,738,368 bytes; is it the right file"):
+    with pytest.raises(DownloadFailed, match=r"more than 34,359,738,368 bytes; is it the right file"):
         fetched(f"{web.url}/huge", tmp_path / "a")
     assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
 
 
 def test_file_that_never_ends_is_cut_off(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "_MOST_BYTES", 2_000_000)
-    with pytest.raises(CannotFetch, match="more than 2,000,000 bytes"):
+    with pytest.raises(DownloadFailed, match="more than 2,000,000 bytes"):
         fetched(f"{web.url}/flood", tmp_path / "a")
     monkeypatch.setattr(download, "_DEADLINE_S", 0.2)
-    with pytest.raises(NotReached, match=r"after 0.2 s there are .* bytes of an unknown number"):
+    with pytest.raises(ServerUnreachable, match=r"after 0.2 s there are .* bytes of an unknown number"):
         fetched(f"{web.url}/drip", tmp_path / "a")
     assert web.asked == ["/flood", "/drip"], "it is not tried again"
     assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
@@ -150,18 +150,20 @@ def test_what_was_left_of_a_file_when_its_process_was_killed_is_cleared_away(web
     assert not left.exists() and anothers.exists(), "another host may be writing to it"
 
 
-@pytest.mark.parametrize(("path", "kind"), [("/missing", CannotFetch), ("/broken", NotReached), ("/short", NotReached)])
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/missing", DownloadFailed), ("/broken", ServerUnreachable), ("/short", ServerUnreachable)]
+)
 def test_that_there_is_no_such_file_is_another_thing_than_that_it_does_not_come(
-    web: Web, tmp_path: Path, path: str, kind: type[CannotFetch]
+    web: Web, tmp_path: Path, path: str, kind: type[DownloadFailed]
 ) -> None:
-    with pytest.raises(CannotFetch) as caught:
+    with pytest.raises(DownloadFailed) as caught:
         fetched(f"{web.url}{path}", tmp_path / "a")
     assert type(caught.value) is kind
 
 
 def test_content_must_be_what_the_name_promises(web: Web, tmp_path: Path) -> None:
     fetched(web.url, tmp_path / f"model-{DIGEST}.pth", check_name=True)
-    with pytest.raises(CannotFetch, match="is damaged: its SHA-256 is"):
+    with pytest.raises(DownloadFailed, match="is damaged: its SHA-256 is"):
         fetched(web.url, tmp_path / "model-0123abcd.pth", check_name=True)
     assert not (tmp_path / "model-0123abcd.pth").exists()
 
@@ -170,7 +172,7 @@ def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url = "http://127.0.0.1:9/models/resnet18-f37072fd.pth"
-    monkeypatch.setattr(init, "named", lambda *_: Named(url, (0.5,) * 3, (0.5,) * 3, 224))
+    monkeypatch.setattr(init, "named", lambda *_: PretrainedWeights(url, (0.5,) * 3, (0.5,) * 3, 224))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(download, "_PAUSE_S", 0.0)
     settings = ImagesParams(architecture="resnet18", weights="DEFAULT")
@@ -197,8 +199,10 @@ def test_file_of_a_store_is_downloaded_and_checked(tmp_path: Path) -> None:
     path = tmp_path / f"a-{DIGEST}.pt"
     fetch_file("memory://weights/a.pt", path, {}, progress=lambda mb, _: done.append(mb), tell=print, check_name=True)
     assert path.read_bytes() == CONTENT and done[-1] == len(CONTENT) / 1e6
-    with pytest.raises(CannotFetch, match=r"can't fetch memory://weights/none\.pt: memory://weights/none\.pt does not"):
+    with pytest.raises(
+        DownloadFailed, match=r"can't fetch memory://weights/none\.pt: memory://weights/none\.pt does not"
+    ):
         fetch_file("memory://weights/none.pt", tmp_path / "none", {}, progress=lambda *_: None, tell=print)
     wrong = tmp_path / "a-00000000.pt"
-    with pytest.raises(CannotFetch, match="is damaged: its SHA-256"):
+    with pytest.raises(DownloadFailed, match="is damaged: its SHA-256"):
         fetch_file("memory://weights/a.pt", wrong, {}, progress=lambda *_: None, tell=print, check_name=True)

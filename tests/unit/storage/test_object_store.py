@@ -12,10 +12,10 @@ from ddptrain.storage import object_store
 from ddptrain.storage.base import (
     Limits,
     Location,
+    NoConditionalWrites,
     NotFound,
     TooLarge,
     Transient,
-    Unconditional,
     Versioned,
     WriteConflict,
 )
@@ -86,6 +86,6 @@ def test_store_that_ignores_conditions_is_found_out(store: ObjectStore, monkeypa
         return Versioned(data)
 
     monkeypatch.setattr(store, "put_versioned", write_always)
-    with pytest.raises(Unconditional, match="the store does not keep their conditions"):
+    with pytest.raises(NoConditionalWrites, match="the store does not keep their conditions"):
         store.test_conditions("probe")
     assert list(store.listing()) == []

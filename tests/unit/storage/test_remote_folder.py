@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import ExitCode, RunLocked, UsageError
-from ddptrain.storage.base import StoreError, StoreForbidden, StoreUnreachable, TooLarge, Transient, Unconditional
+from ddptrain.storage.base import NoConditionalWrites, StoreError, StoreForbidden, StoreUnreachable, TooLarge, Transient
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
 from tests.unit.results.stores import watched_store
 
@@ -95,7 +95,7 @@ def test_guard_is_asked_before_each_change_and_no_read() -> None:
 def test_store_without_conditional_writes_says_so() -> None:
     store, _ = watched_store()
     for use in (lambda: store.test_conditions("x"), lambda: store.read_versioned("x")):
-        with pytest.raises(Unconditional, match=r"^memory has none$"):
+        with pytest.raises(NoConditionalWrites, match=r"^memory has none$"):
             use()
 
 

@@ -21,7 +21,7 @@ from ddptrain.errors import UsageError
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.trackers import Tracked
+from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking.factory import load, start_trackers
 from ddptrain.tracking.items import Checkpoint, Model, Numbers
 from tests.unit.specs import make_spec
@@ -110,7 +110,7 @@ def test_package_that_is_missing_in_the_rank_is_named_with_what_to_do(monkeypatc
 def test_rank_without_trackers_starts_no_thread_and_tells_nothing(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with (tmp_path / "events").open("ab", buffering=0) as file:
-        tracked = Tracked(make_spec(staging=str(tmp_path)), Emitter(file.fileno()))
+        tracked = RankTrackers(make_spec(staging=str(tmp_path)), Emitter(file.fileno()))
         tracked.begin()
         tracked.end("failed")
         assert tracked.finish("failed") == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.transfer.code_package import Package, pack
+from ddptrain.driver.transfer.code_package import CodePackage, pack
 from ddptrain.errors import ClusterError
 from ddptrain.worker import code_cache
 from ddptrain.worker.code_cache import CodeCache
@@ -22,7 +22,7 @@ def cache(tmp_path: Path) -> Iterator[CodeCache]:
         code_cache.release(run)
 
 
-def package(folder: Path, text: str) -> Package:
+def package(folder: Path, text: str) -> CodePackage:
     (folder / "inside").mkdir(parents=True, exist_ok=True)
     (folder / "inside" / "train.py").write_text(text)
     return pack(folder, [])

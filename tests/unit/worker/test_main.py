@@ -43,7 +43,7 @@ def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) 
     dask.ours("--slots", "3", "--gpus", "none")
     dask.scheduler()
     with dask.driver(workers=1) as driver:
-        warm = driver.call(tasks.await_warm, 60.0, worker="ours")
+        warm = driver.call(tasks.wait_until_warm, 60.0, worker="ours")
         assert {name: warm[name] for name in ("ours", "warm", "slots", "gpus", "fault")} == {
             "ours": True,
             "warm": True,
@@ -54,7 +54,7 @@ def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) 
         assert warm["hostname"] == os.uname().nodename
         assert about(driver)["resources"] == {"slot": 3.0}
         until(lambda: about(driver)["metrics"].get("ddptrain") == {"warm": True, "ranks": 0}, "the metric")
-        assert driver.call(tasks.offer, worker="ours")["ours"]
+        assert driver.call(tasks.describe_offer, worker="ours")["ours"]
 
 
 def test_missing_address_of_the_scheduler_is_an_error(dask: DaskBench) -> None:
@@ -86,7 +86,7 @@ def test_slots_grow_and_shrink_while_the_worker_runs(dask: DaskBench) -> None:
         driver.call(tasks.stop_ranks, driver.run_id, [future.key for future in futures], 1.0, worker="ours")
         assert [ended(future).status for future in futures] == [-signal.SIGTERM] * 3
         driver.call(tasks.set_slots, 1, worker="ours")
-        assert driver.call(tasks.offer, worker="ours")["slots"] == 1
+        assert driver.call(tasks.describe_offer, worker="ours")["slots"] == 1
 
 
 def test_worker_with_gpus_has_a_slot_for_each_and_never_more(dask: DaskBench) -> None:
@@ -118,7 +118,7 @@ def test_rank_server_that_cannot_start_is_reported_as_a_fault(tmp_path: Path) ->
         dask.scheduler()
         dask.ours("--slots", "1", "--gpus", "none")
         with dask.driver(workers=1) as driver:
-            warm = driver.call(tasks.await_warm, 60.0, worker="ours")
+            warm = driver.call(tasks.wait_until_warm, 60.0, worker="ours")
             assert not warm["warm"]
             assert "libcudart.so: cannot open" in warm["fault"]
 
@@ -152,7 +152,7 @@ def test_tls_worker_joins_with_the_clusters_certificate_alone(tmp_path: Path) ->
         stranger = dask.ours("--slots", "1", "--tls-dir", str(tmp_path / "other"), "--timeout", "2", name="stranger")
         plain = dask.ours("--slots", "1", "--timeout", "2", name="plain")
         with dask.driver(workers=1) as driver:
-            assert driver.call(tasks.await_warm, 60.0, worker="ours")["warm"]
+            assert driver.call(tasks.wait_until_warm, 60.0, worker="ours")["warm"]
             assert (stranger.wait(60), plain.wait(60)) == (4, 4)
             assert "perhaps check your TLS configuration" in dask.log("plain").read_text()
             assert list(driver.workers) == ["ours"]
@@ -219,7 +219,7 @@ def test_killed_rank_server_is_replaced_for_the_next_run(dask: DaskBench) -> Non
             ended(rank)
         second.attach("ours")
         assert ended(second.start("ours", "say('fresh')")).status == 0
-        assert second.call(tasks.await_warm, 60.0, worker="ours")["warm"]
+        assert second.call(tasks.wait_until_warm, 60.0, worker="ours")["warm"]
 
 
 def test_silent_rank_is_reported_as_alive(dask: DaskBench) -> None:

@@ -10,7 +10,7 @@ import dask
 import pytest
 from distributed import Scheduler, Worker
 
-from ddptrain.worker.tcp_timeouts import follow, tcp_timeout
+from ddptrain.worker.tcp_timeouts import apply_tcp_timeout, tcp_timeout
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ async def timeouts() -> tuple[set[int], set[int]]:
         Scheduler(host="127.0.0.1", dashboard=False, dashboard_address="127.0.0.1:0") as scheduler,
         Worker(scheduler.address, nthreads=1, dashboard=False) as worker,
     ):
-        follow(scheduler, 70.0)
-        follow(worker, 80.0)
+        apply_tcp_timeout(scheduler, 70.0)
+        apply_tcp_timeout(worker, 80.0)
         (stream,) = scheduler.stream_comms.values()
         sockets = [stream.comm.stream.socket], [worker.batched_stream.comm.stream.socket]
         option = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ddptrain.errors import ExitCode, UsageError
-from ddptrain.workloads.images.data.predict_inputs import Given, NoInputs, Trouble, images_of
+from ddptrain.workloads.images.data.predict_inputs import InputProblem, NoInputs, PredictInput, find_images
 from ddptrain.workloads.images.model.models import build
 from ddptrain.workloads.images.model.saved import SavedConfig, SavedModel
-from ddptrain.workloads.images.predict import Classifier, Result, choose_device, default_batch_size
+from ddptrain.workloads.images.predict import Classifier, ImageResult, choose_device, default_batch_size
 from tests.unit.workloads.images_runs import COLOURS, description, model_of_colours, picture
 
 CPU = torch.device("cpu")
@@ -37,12 +37,12 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def given(*arguments: object) -> list[Given | Trouble]:
-    return [*images_of(map(str, arguments), {})]
+def given(*arguments: object) -> list[PredictInput | InputProblem]:
+    return [*find_images(map(str, arguments), {})]
 
 
-def results(saved: SavedModel, *arguments: object, batch_size: int = 16, top: int = 1) -> list[Result]:
-    return [*Classifier(saved, top, CPU).results(images_of(map(str, arguments), {}), batch_size)]
+def results(saved: SavedModel, *arguments: object, batch_size: int = 16, top: int = 1) -> list[ImageResult]:
+    return [*Classifier(saved, top, CPU).results(find_images(map(str, arguments), {}), batch_size)]
 
 
 # --- what is given ---
@@ -78,7 +78,7 @@ def test_patterns_that_no_shell_has_read_are_read(folder: Path, pattern: str, na
 
 def test_what_is_missing_is_told_in_its_place(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    troubles = [one for one in given("nowhere.png", tmp_path / "empty", folder, "x*") if isinstance(one, Trouble)]
+    troubles = [one for one in given("nowhere.png", tmp_path / "empty", folder, "x*") if isinstance(one, InputProblem)]
     assert [(one.name.rpartition("/")[2], one.reason.partition(" (")[0]) for one in troubles] == [
         ("nowhere.png", "no such file or folder"),
         ("empty", "no images in it"),
@@ -154,11 +154,11 @@ def test_memory_is_bounded_and_threads_end(saved: SavedModel, folder: Path) -> N
     path = str(folder / "b-red.png")
     taken = 0
 
-    def endless() -> Iterator[Given]:
+    def endless() -> Iterator[PredictInput]:
         nonlocal taken
         while True:
             taken += 1
-            yield Given(path, path)
+            yield PredictInput(path, path)
 
     some = Classifier(saved, 1, CPU).results(endless(), batch_size=10)
     assert [next(some).predictions[0].name for _ in range(200)] == ["red"] * 200
@@ -225,11 +225,11 @@ def test_a_batch_that_is_too_large_is_told(saved: SavedModel, folder: Path, monk
     classifier = Classifier(saved, 1, CPU)
     monkeypatch.setattr(classifier, "_model", full)
     with pytest.raises(UsageError, match="not enough memory on cpu for 3 images at a time: give a smaller --batch"):
-        [*classifier.results(images_of([str(folder)], {}), 16)]
+        [*classifier.results(find_images([str(folder)], {}), 16)]
 
 
 @pytest.mark.gpu
 def test_a_gpu_sees_what_the_cpu_sees(saved: SavedModel, folder: Path) -> None:
-    on_gpu = [*Classifier(saved, 3, torch.device("cuda")).results(images_of([str(folder)], {}), 16)]
+    on_gpu = [*Classifier(saved, 3, torch.device("cuda")).results(find_images([str(folder)], {}), 16)]
     assert [one.predictions[0].name for one in on_gpu] == ["green", "red", "blue"]
     saved.model.to(CPU)

@@ -24,7 +24,7 @@ _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class PodProblem:
     """What keeps a pod from running; `hopeless` if waiting won't help."""
 
     words: str
@@ -41,18 +41,18 @@ def is_ready(pod: Mapping[str, Any]) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in _conditions(pod))
 
 
-def trouble_of(pod: Mapping[str, Any]) -> Trouble | None:
+def trouble_of(pod: Mapping[str, Any]) -> PodProblem | None:
     """Why the pod does not run, or None."""
     for container in pod.get("status", {}).get("containerStatuses", ()):
         waiting = container.get("state", {}).get("waiting", {})
         reason = waiting.get("reason", "")
         if reason and reason not in _HARMLESS:
-            return Trouble(_joined(reason, waiting.get("message", "")), reason in _HOPELESS)
+            return PodProblem(_joined(reason, waiting.get("message", "")), reason in _HOPELESS)
         if ended := container.get("state", {}).get("terminated"):
-            return Trouble(f"ended with exit code {ended.get('exitCode')}", hopeless=False)
+            return PodProblem(f"ended with exit code {ended.get('exitCode')}", hopeless=False)
     for condition in _conditions(pod):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return Trouble(_joined(condition.get("reason", ""), condition.get("message", "")), hopeless=False)
+            return PodProblem(_joined(condition.get("reason", ""), condition.get("message", "")), hopeless=False)
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from ddptrain.config.wording import counted, nearest, shown
+from ddptrain.config.wording import counted, nearest, shorten
 from ddptrain.errors import UsageError
 from ddptrain.storage.base import Limits, Listed, Location, open_store
 from ddptrain.workloads.images.data.manifest import FILE, Manifest, is_plain_key
@@ -78,7 +78,7 @@ class SourceListing:
 
 def _imageless(folders: Sequence[str]) -> str:
     """The part of a message about folders without images, which are no classes."""
-    names = ", ".join(shown(name, 40) for name in folders[:_MOST_NAMED])
+    names = ", ".join(shorten(name, 40) for name in folders[:_MOST_NAMED])
     more = ", ..." if len(folders) > _MOST_NAMED else ""
     return f"{counted(len(folders), 'folder')} without an image ({names}{more})" if folders else ""
 
@@ -288,9 +288,9 @@ def _unknown(name: str, classes: Sequence[str]) -> str:
     inside = [known for known in classes if name.lower() in known.lower()]
     names = {_WORDNET.sub("", known): known for known in classes} | {known: known for known in classes}
     match = inside[0] if len(inside) == 1 else names.get(nearest(name, names) or "")
-    some = ", ".join(shown(known, 40) for known in classes[:_MOST_NAMED])
+    some = ", ".join(shorten(known, 40) for known in classes[:_MOST_NAMED])
     more = ", ..." if len(classes) > _MOST_NAMED else ""
-    return f'"{shown(name)}" ({f"did you mean {shown(match)}?" if match else f"there are {some}{more}"})'
+    return f'"{shorten(name)}" ({f"did you mean {shorten(match)}?" if match else f"there are {some}{more}"})'
 
 
 def _add(found: SourceListing, item: Listed, path: str) -> None:
@@ -334,17 +334,19 @@ def _check(found: SourceListing, location: Location) -> None:
     if not n_files:
         why = "the folder is empty" if location.protocol == "file" else "it is empty, or does not exist"
         raise UsageError(f"there is nothing in {where}: {why}; {want}")
-    common = ", ".join(f"{n:,} {shown(suffix, 20) or 'without suffix'}" for suffix, n in found.suffixes.most_common(3))
+    common = ", ".join(
+        f"{n:,} {shorten(suffix, 20) or 'without suffix'}" for suffix, n in found.suffixes.most_common(3)
+    )
     raise UsageError(f"there is no image in {where}, only {counted(n_files, 'other file')} ({common}); {want}")
 
 
 def _too_few(found: SourceListing, classes: Sequence[str], where: str, depth: int) -> str:
-    said = f"{where} gives {counted(len(classes), 'class')} only, {shown(classes[0])}: at least 2 are needed"
+    said = f"{where} gives {counted(len(classes), 'class')} only, {shorten(classes[0])}: at least 2 are needed"
     if len(found.by_class) > 1:
         return f"{said}; see params.subset"
     deeper = sum(item.key.count("/") > depth for item in found.by_class[classes[0]])
     if deeper:
-        return f"{said}; did you mean params.source: {where}/{shown(classes[0])}?"
+        return f"{said}; did you mean params.source: {where}/{shorten(classes[0])}?"
     return f"{said}; params.source is the folder that holds a folder of images for each class"
 
 
@@ -365,7 +367,7 @@ def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:
 
 def _differences(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     changed = [
-        f"params.{name} was {shown(str(before.get(name)), 60)} and is {shown(str(now.get(name)), 60)}"
+        f"params.{name} was {shorten(str(before.get(name)), 60)} and is {shorten(str(now.get(name)), 60)}"
         for name in {**now, **before}
         if before.get(name) != now.get(name)
     ]

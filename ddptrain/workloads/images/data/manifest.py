@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.storage.base import UNKNOWN_SIZE, Location
@@ -118,7 +118,7 @@ def _damaged(path: Path, problem: str) -> DamagedManifest:
 def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "the file"
-    return f"{where}: {shown(first['msg'], 120)}"
+    return f"{where}: {shorten(first['msg'], 120)}"
 
 
 def _problem(manifest: Manifest) -> str:
@@ -131,9 +131,9 @@ def _problem(manifest: Manifest) -> str:
         return "its classes are not in order, or repeated"
     for key, label in zip(manifest.keys, manifest.labels, strict=True):
         if not is_plain_key(key):
-            return f'the key "{shown(key)}" leads out of the source'
+            return f'the key "{shorten(key)}" leads out of the source'
         if label >= len(manifest.classes) or not is_of_class(key, manifest.classes[label]):
-            return f'the key "{shown(key)}" does not belong to class {label}'
+            return f'the key "{shorten(key)}" does not belong to class {label}'
     if problem := _split_problem(manifest, n):
         return problem
     names = {(manifest.in_val_source(index), key) for index, key in enumerate(manifest.keys)}

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.base import Location, StoreMissing, open_store
@@ -23,7 +23,7 @@ _MOST_TOLD = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class PredictInput:
     """One image: its name for the user, and its key in a store; without a location the key is a local path."""
 
     name: str
@@ -32,7 +32,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class InputProblem:
     """An input that can't be read; `exit_code` is that of the command if it has no other input."""
 
     name: str
@@ -43,14 +43,14 @@ class Trouble:
 class NoInputs(DdptrainError):
     """None of the arguments of `predict` is a readable image."""
 
-    def __init__(self, problems: Sequence[Trouble]) -> None:
+    def __init__(self, problems: Sequence[InputProblem]) -> None:
         self.exit_code = max((problem.exit_code for problem in problems), default=ExitCode.USAGE)
-        lines = [f"{shown(problem.name, 300)}: {problem.reason}" for problem in problems[:_MOST_TOLD]]
+        lines = [f"{shorten(problem.name, 300)}: {problem.reason}" for problem in problems[:_MOST_TOLD]]
         more = [f"and {len(problems) - _MOST_TOLD:,} more"] if len(problems) > _MOST_TOLD else []
         super().__init__("\n  ".join(["nothing to classify:", *lines, *more] if problems[1:] else lines))
 
 
-def images_of(arguments: Iterable[str], options: Mapping[str, Any]) -> Iterator[Given | Trouble]:
+def find_images(arguments: Iterable[str], options: Mapping[str, Any]) -> Iterator[PredictInput | InputProblem]:
     """The images of all arguments, in the order of the arguments, then by name; folders are searched recursively.
 
     `options` are fsspec's options of stores. The images are not kept in memory: there may be millions.
@@ -58,9 +58,9 @@ def images_of(arguments: Iterable[str], options: Mapping[str, Any]) -> Iterator[
     Raises NoInputs if there is not a single image.
     """
     found = chain.from_iterable(_expand(argument, options) for argument in arguments)
-    problems: list[Trouble] = []
+    problems: list[InputProblem] = []
     for one in found:
-        if isinstance(one, Given):
+        if isinstance(one, PredictInput):
             return chain(problems, [one], found)
         problems.append(one)
     raise NoInputs(problems)
@@ -78,7 +78,7 @@ def describe_reason(reason: object, name: str) -> str:
     return text.replace(f"{name}: ", "").removeprefix(f"{name} ")
 
 
-def _expand(argument: str, options: Mapping[str, Any]) -> Iterator[Given | Trouble]:
+def _expand(argument: str, options: Mapping[str, Any]) -> Iterator[PredictInput | InputProblem]:
     if argument.startswith("file://"):
         argument = argument.removeprefix("file://")
     elif "://" in argument:
@@ -89,19 +89,19 @@ def _expand(argument: str, options: Mapping[str, Any]) -> Iterator[Given | Troub
     if not os.path.lexists(path) and _PATTERN.search(path):
         return _or_problem(_expand_pattern(path), argument, "no image matches the pattern")
     exists = os.path.exists(path)
-    return iter([Given(path, path) if exists else Trouble(argument, "no such file or folder")])
+    return iter([PredictInput(path, path) if exists else InputProblem(argument, "no such file or folder")])
 
 
 def _or_problem(
-    found: Iterator[Given | Trouble], name: str, reason: str = f"no images in it ({', '.join(_SUFFIXES)})"
-) -> Iterator[Given | Trouble]:
+    found: Iterator[PredictInput | InputProblem], name: str, reason: str = f"no images in it ({', '.join(_SUFFIXES)})"
+) -> Iterator[PredictInput | InputProblem]:
     """The inputs that were found, or a problem if there are none."""
     first = next(found, None)
-    yield Trouble(name, reason) if first is None else first
+    yield InputProblem(name, reason) if first is None else first
     yield from found
 
 
-def _below(folder: str, entered: set[tuple[int, int]]) -> Iterator[Given | Trouble]:
+def _below(folder: str, entered: set[tuple[int, int]]) -> Iterator[PredictInput | InputProblem]:
     """The images below a folder. Links are followed; no folder is entered twice, so that cycles of links end."""
     try:
         state = os.stat(folder)
@@ -111,46 +111,46 @@ def _below(folder: str, entered: set[tuple[int, int]]) -> Iterator[Given | Troub
         with os.scandir(folder) as entries:
             found = sorted((entry.name, entry.is_dir()) for entry in entries)
     except OSError as error:
-        yield Trouble(folder, error.strerror or str(error))
+        yield InputProblem(folder, error.strerror or str(error))
         return
     for name, is_folder in found:
         path = os.path.join(folder, name)
         if is_folder and not name.startswith("."):
             yield from _below(path, entered)
         elif not is_folder and is_image(name):
-            yield Given(path, path)
+            yield PredictInput(path, path)
 
 
-def _expand_pattern(pattern: str) -> Iterator[Given | Trouble]:
+def _expand_pattern(pattern: str) -> Iterator[PredictInput | InputProblem]:
     """The images that match a shell pattern (** included), and those below matching folders."""
     for path in sorted(glob.glob(pattern, recursive=True)):
         if is_image(path) and not os.path.isdir(path):
-            yield Given(path, path)
+            yield PredictInput(path, path)
         elif os.path.isdir(path) and "**" not in pattern:
             yield from _below(path, set())
 
 
-def _expand_url(url: str, options: Mapping[str, Any]) -> Iterator[Given | Trouble]:
+def _expand_url(url: str, options: Mapping[str, Any]) -> Iterator[PredictInput | InputProblem]:
     """The image at a URL, or those below it."""
     parts = urlsplit(url)
     is_web = parts.scheme.lower() in ("http", "https")
     if is_web and parts.query:  # such as a signed URL: it must be used as a whole
-        return iter([Given(hide_credentials(url), "", Location(url, options))])
+        return iter([PredictInput(hide_credentials(url), "", Location(url, options))])
     if is_image(url):
         folder, _, name = url.rpartition("/")
-        return iter([Given(hide_credentials(url), name, Location(folder, options))])
+        return iter([PredictInput(hide_credentials(url), name, Location(folder, options))])
     return _list(Location(url.rstrip("/"), options))
 
 
-def _list(location: Location) -> Iterator[Given | Trouble]:
+def _list(location: Location) -> Iterator[PredictInput | InputProblem]:
     is_empty = True
     try:
         for listed in open_store(location).listing():
             if is_image(listed.key):
                 is_empty = False
-                yield Given(f"{location.words}/{listed.key}", listed.key, location)
+                yield PredictInput(f"{location.words}/{listed.key}", listed.key, location)
     except DdptrainError as error:
-        yield Trouble(location.words, describe_reason(error, location.words), error.exit_code)
+        yield InputProblem(location.words, describe_reason(error, location.words), error.exit_code)
         return
     if is_empty:
-        yield Trouble(location.words, f"no images below it ({', '.join(_SUFFIXES)})", StoreMissing.exit_code)
+        yield InputProblem(location.words, f"no images below it ({', '.join(_SUFFIXES)})", StoreMissing.exit_code)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.errors import TrainingFailed
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class BadImages:
             if other != index and other not in self.reasons:
                 yield other
         raise TooManyBadImages(
-            f"no image of class {shown(self._manifest.classes[label])} could be read, the last one being "
+            f"no image of class {shorten(self._manifest.classes[label])} could be read, the last one being "
             f"{_one_line(self._manifest.name(index), self.reasons.get(index, ''))}; repair one, or leave the class out "
             "with params.subset"
         )
@@ -79,4 +79,4 @@ class BadImages:
 
 def _one_line(key: str, reason: str) -> str:
     """Name and reason in one line; both come from outside and may have any characters and length."""
-    return f"{shown(key, _LONGEST)}: {shown(reason, _LONGEST)}"
+    return f"{shorten(key, _LONGEST)}: {shorten(reason, _LONGEST)}"

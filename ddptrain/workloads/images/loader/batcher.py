@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.storage.base import StoreUnreachable
 from ddptrain.workloads.images.loader.bad_images import BadImages
 from ddptrain.workloads.images.loader.decode_pool import DecodePool, ProcessDied
@@ -277,7 +277,7 @@ class Batcher:
         pending = request.pending
         if result.is_away:
             raise StoreUnreachable(
-                f"{shown(result.reason, _LONGEST)}; when it is back, failure.max_restarts or --resume continues from "
+                f"{shorten(result.reason, _LONGEST)}; when it is back, failure.max_restarts or --resume continues from "
                 "the newest checkpoint"
             )
         if result.reason:

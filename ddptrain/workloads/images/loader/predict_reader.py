@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from ddptrain.workloads.images.data.predict_inputs import Given, Trouble, describe_reason
+from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput, describe_reason
 from ddptrain.workloads.images.loader.decode import CorruptImage, decode_eval
 from ddptrain.workloads.images.loader.reader import ImageRef, Reader, ReadFailure, RetryPolicy
 
@@ -26,9 +26,11 @@ _MOST_BYTES = 1 << 30
 _TRIES = RetryPolicy(deadline_s=20.0)  # the user waits for the command
 
 
-def decoded(inputs: Iterable[Given | Trouble], size: int, ahead: int) -> Iterator[tuple[Given | Trouble, Image | str]]:
+def decoded(
+    inputs: Iterable[PredictInput | InputProblem], size: int, ahead: int
+) -> Iterator[tuple[PredictInput | InputProblem, Image | str]]:
     """Each input with its image of that size, or with the reason why it is unreadable; reads `ahead` of them ahead."""
-    waiting: deque[tuple[Given | Trouble, Future[Image | str]]] = deque()
+    waiting: deque[tuple[PredictInput | InputProblem, Future[Image | str]]] = deque()
     readers: dict[str, Reader] = {}
     with _threads(THREADS) as submit:
         for one in inputs:
@@ -40,9 +42,9 @@ def decoded(inputs: Iterable[Given | Trouble], size: int, ahead: int) -> Iterato
             yield first, future.result()
 
 
-def _look(one: Given | Trouble, size: int, readers: dict[str, Reader]) -> Look:
+def _look(one: PredictInput | InputProblem, size: int, readers: dict[str, Reader]) -> Look:
     """A function for any thread that reads and decodes an input."""
-    if isinstance(one, Trouble):
+    if isinstance(one, InputProblem):
         return lambda: one.reason
     if one.location is None:
         return lambda: _image(_read_file(one.key), size)
@@ -61,7 +63,7 @@ def _image(data: bytes | str, size: int) -> Image | str:
         return str(error)
 
 
-def _read(reader: Reader, one: Given) -> bytes | str:
+def _read(reader: Reader, one: PredictInput) -> bytes | str:
     data = reader.read(ImageRef(one.key))
     return describe_reason(data.reason, one.name) if isinstance(data, ReadFailure) else data
 

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.download import CannotFetch, NotReached, Progress, fetch_file
+from ddptrain.storage.download import DownloadFailed, Progress, ServerUnreachable, fetch_file
 from ddptrain.workloads.images.model.labels import Labels, matches
 from ddptrain.workloads.images.model.models import MEAN, STD, build, describe, outline, wrong_size
 from ddptrain.workloads.images.model.preflight import (
@@ -27,7 +27,7 @@ from ddptrain.workloads.images.model.preflight import (
     options_for,
     weights_path,
 )
-from ddptrain.workloads.images.model.weights import fit, named, read
+from ddptrain.workloads.images.model.weights import find_pretrained, fit, read
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.saved import with_module_versions
 
@@ -47,7 +47,7 @@ def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callab
     mean: Sequence[float] = MEAN
     std: Sequence[float] = STD
     if settings.weights is not None and is_weights_name(settings.weights):
-        known = named(settings.architecture, settings.weights)
+        known = find_pretrained(settings.architecture, settings.weights)
         mean, std = known.mean, known.std
     labels = labels_of(settings)
     if labels is None:
@@ -55,7 +55,7 @@ def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callab
     found = matches(classes, labels)
     for one in found:
         if one.remark:
-            tell(f"{shown(one.name)}: {one.remark}")
+            tell(f"{shorten(one.name)}: {one.remark}")
     return describe(
         settings.architecture,
         settings.image_size,
@@ -113,7 +113,9 @@ def _replaced(others: int | None, n_outputs: int) -> str:
 
 def _tell_size(settings: ImagesParams, weights: str) -> None:
     """Prints a line if the weights were trained with another image size."""
-    size = named(settings.architecture, weights).image_size if is_weights_name(weights) else settings.image_size
+    size = (
+        find_pretrained(settings.architecture, weights).image_size if is_weights_name(weights) else settings.image_size
+    )
     if size != settings.image_size:
         text = f"these weights were made for images of {size} pixels, params.image_size is {settings.image_size}"
         print(text, flush=True)
@@ -123,7 +125,7 @@ def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell:
     """The local file with the weights, downloaded if needed. Raises: BadWeights, WeightsNotReached."""
     if not is_weights_url(weights) and not is_weights_name(weights):
         return weights_path(weights)
-    url = named(settings.architecture, weights).url if is_weights_name(weights) else weights
+    url = find_pretrained(settings.architecture, weights).url if is_weights_name(weights) else weights
     name = PurePosixPath(urlsplit(url).path).name
     if not is_weights_name(weights):
         name = f"ddptrain-{sha256(url.encode()).hexdigest()[:16]}-{name}"
@@ -136,9 +138,9 @@ def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell:
             tell=tell,
             check_name=is_weights_name(weights),
         )
-    except CannotFetch as error:
+    except DownloadFailed as error:
         what = f"the weights {weights} of {settings.architecture}" if is_weights_name(weights) else "the weights"
-        kind = WeightsNotReached if isinstance(error, NotReached) else BadWeights
+        kind = WeightsNotReached if isinstance(error, ServerUnreachable) else BadWeights
         raise kind(
             f"{what} can't be fetched: {error}; fetch the file elsewhere and name it, as params.weights: FILE, or set "
             "params.weights: null for random ones"
@@ -161,10 +163,10 @@ def check_weights_fit(
         tell(f"{error} (the run starts nevertheless, because its ranks may be able to fetch them)")
         return
     if is_weights_url(weights):
-        source = shown(hide_credentials(weights), 300)
+        source = shorten(hide_credentials(weights), 300)
         state = _fetched(path, source)
     else:
-        source = shown(str(path.absolute()), 300)
+        source = shorten(str(path.absolute()), 300)
         state = read(path, source, lazily=True)
     names = None if labels is None else labels.names
     model_config = describe(settings.architecture, settings.image_size, classes, output_names=names)

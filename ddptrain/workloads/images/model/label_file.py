@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.wording import seen, shown
+from ddptrain.config.wording import describe_value, shorten
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.workloads.images.model.labels import Label, Labels
@@ -106,7 +106,7 @@ def _literal(node: ast.expr) -> Any:
             if None in node.keys:
                 raise _Wrong(f"line {node.lineno}: it unpacks another dict")
             return _once([(_literal(key), _literal(value)) for key, value in _pairs(node)])
-    raise _Wrong(f"line {node.lineno}: {shown(ast.unparse(node), 40)!r} is neither text nor a number")
+    raise _Wrong(f"line {node.lineno}: {shorten(ast.unparse(node), 40)!r} is neither text nor a number")
 
 
 def _pairs(node: ast.Dict) -> list[tuple[ast.expr, ast.expr]]:
@@ -117,9 +117,9 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for key, value in pairs:
         if isinstance(key, list | dict):
-            raise _Wrong(f"a key is {seen(key)}, not the number of an output")
+            raise _Wrong(f"a key is {describe_value(key)}, not the number of an output")
         if key in found:
-            raise _Wrong(f"{shown(str(key))} is there twice")
+            raise _Wrong(f"{shorten(str(key))} is there twice")
         found[key] = value
     return found
 
@@ -129,7 +129,7 @@ def _in_order(found: Mapping[Any, Any]) -> list[Any]:
     by_output: dict[int, Any] = {}
     for key, value in found.items():
         if isinstance(key, bool) or not re.fullmatch(r"[0-9]{1,7}", str(key)):
-            raise _Wrong(f"the key {shown(str(key))!r} is not the number of an output")
+            raise _Wrong(f"the key {shorten(str(key))!r} is not the number of an output")
         if int(key) in by_output:
             raise _Wrong(f"output {int(key)} is there twice")
         by_output[int(key)] = value
@@ -156,11 +156,11 @@ def _label(output: int, entry: Any) -> Label:
     elif isinstance(entry, str) and (found := _ID_FIRST.fullmatch(entry)):
         wordnet_id, entry = found.groups()
         if re.match(r"[0-9]+\s", entry):
-            raise _Wrong(f"output {output}: {shown(found[0])!r} has a number of its own; which output is it for?")
+            raise _Wrong(f"output {output}: {shorten(found[0])!r} has a number of its own; which output is it for?")
     if not isinstance(entry, str) or not entry.strip():
-        raise _Wrong(f"output {output} has {seen(entry)} for a label")
+        raise _Wrong(f"output {output} has {describe_value(entry)} for a label")
     if len(entry) > _LONGEST_LABEL or not entry.isprintable():
-        raise _Wrong(f"output {output}: {shown(entry)!r} is not a label")
+        raise _Wrong(f"output {output}: {shorten(entry)!r} is not a label")
     return Label(output, entry.strip(), wordnet_id)
 
 

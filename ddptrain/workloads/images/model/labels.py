@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 
 _ID = re.compile(r"(n[0-9]{8})(?:[-_. ]+(.*))?", re.DOTALL)
@@ -39,7 +39,7 @@ class Label:
         return [self.text, *filter(None, (part.strip() for part in self.text.split(",")))]
 
     def __str__(self) -> str:
-        return f"{self.output} '{shown(self.text, 60)}'"
+        return f"{self.output} '{shorten(self.text, 60)}'"
 
 
 @dataclass(frozen=True)
@@ -129,22 +129,22 @@ def _match(name: str, labels: Labels) -> Match | str:
     if wordnet_id is not None and labels.by_id:
         if wordnet_id in labels.by_id:
             return Match(name, labels.by_id[wordnet_id])
-        return f"{shown(name)}: no label has the id {wordnet_id}{_candidates(labels, text)}"
+        return f"{shorten(name)}: no label has the id {wordnet_id}{_candidates(labels, text)}"
     if not text:
-        return f"{shown(name)}: the labels have no WordNet ids, and the folder has no name besides its own"
+        return f"{shorten(name)}: the labels have no WordNet ids, and the folder has no name besides its own"
     strict, loose = labels.called(text)
     if not strict:
-        return f"{shown(name)}: no label has this name{_candidates(labels, text)}"
+        return f"{shorten(name)}: no label has this name{_candidates(labels, text)}"
     if len(strict) > 1:
-        return f"{shown(name)}: ambiguous, it may be {_listed(strict)}"
+        return f"{shorten(name)}: ambiguous, it may be {_listed(strict)}"
     return Match(name, strict[0], _remark(text, strict[0], [label for label in loose if label is not strict[0]]))
 
 
 def _remark(text: str, label: Label, rivals: list[Label]) -> str:
     if rivals:
-        return f"{shown(text)} is taken for {label}, not for {_listed(rivals)}"
+        return f"{shorten(text)} is taken for {label}, not for {_listed(rivals)}"
     if _spaced(text) not in map(_spaced, label.names):
-        return f"{shown(text)} is taken for {label}"
+        return f"{shorten(text)} is taken for {label}"
     return ""
 
 
@@ -153,7 +153,7 @@ def _collisions(found: Iterable[Match]) -> list[str]:
     for one in found:
         by_output[one.label].append(one.name)
     return [
-        f"{', '.join(map(shown, names))}: all of them are {label}" for label, names in by_output.items() if names[1:]
+        f"{', '.join(map(shorten, names))}: all of them are {label}" for label, names in by_output.items() if names[1:]
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.wording import shown
+from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.storage.base import fetch
 from ddptrain.storage.remote_folder import is_url
@@ -50,7 +50,7 @@ def check_weights(params: ImagesParams) -> None:
 def weights_path(weights: str) -> Path:
     """The path of a weights file that looks valid. Raises BadWeights."""
     path = Path(weights.removeprefix(_HERE)).expanduser()
-    check_weights_file(path, shown(str(path.absolute()), 300))
+    check_weights_file(path, shorten(str(path.absolute()), 300))
     return path
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddptrain.config.wording import did_you_mean, shown
+from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import one_line
 from ddptrain.workloads.images.model.models import outline
 from ddptrain.workloads.images.model.preflight import BadWeights, is_safetensors
@@ -34,7 +34,7 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in error messages of torch
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class PretrainedWeights:
     """Weights of torchvision: their URL, and the images that they were trained with.
 
     mean, std: of the normalisation, per channel. image_size: width and height in pixels.
@@ -46,7 +46,7 @@ class Named:
     image_size: int
 
 
-def named(architecture: str, name: str) -> Named:
+def find_pretrained(architecture: str, name: str) -> PretrainedWeights:
     """Torchvision's weights of that name. Raises BadWeights if there are none."""
     from torchvision import models
 
@@ -56,7 +56,7 @@ def named(architecture: str, name: str) -> Named:
         raise BadWeights(f"{architecture} has no weights {name!r} ({hint}): see params.weights")
     found = kinds[name]
     shows = found.transforms()
-    return Named(found.url, tuple(shows.mean), tuple(shows.std), max(shows.crop_size))
+    return PretrainedWeights(found.url, tuple(shows.mean), tuple(shows.std), max(shows.crop_size))
 
 
 def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Tensor]:
@@ -187,14 +187,14 @@ def _shape(tensor: Tensor) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(shown(name) for name in names[:_MOST_NAMED]) + more
+    return ", ".join(shorten(name) for name in names[:_MOST_NAMED]) + more
 
 
 def _forbidden(error: UnpicklingError) -> str:
     """The function that the pickle would have called, as named in torch's long message; "" if it has none."""
     found = _GLOBAL.search(str(error))
-    return f": {shown(found[1], 100)}" if found else ""
+    return f": {shorten(found[1], 100)}" if found else ""
 
 
 def _first_line(error: Exception) -> str:
-    return shown(one_line(error), 200)
+    return shorten(one_line(error), 200)

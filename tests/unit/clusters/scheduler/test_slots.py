@@ -342,7 +342,7 @@ def test_no_order_of_requests_gives_a_slot_twice(requests: list[tuple[str, int, 
 
 def test_scheduler_follows_the_longest_cut_that_a_run_on_it_wants_to_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[float] = []
-    monkeypatch.setattr(slots, "follow", lambda _, lost_after_s: followed.append(lost_after_s))
+    monkeypatch.setattr(slots, "apply_tcp_timeout", lambda _, lost_after_s: followed.append(lost_after_s))
     there = scheduler(a=3)
     assert "lost_after_s" not in ask(there, "r0")
     assert ask(there, "r1", lost_after_s=20.0)["lost_after_s"] == 20.0

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from ddptrain.driver.control.signals import signals_to
-from ddptrain.driver.messages import Inbox, Signalled
+from ddptrain.driver.messages import Inbox, SignalReceived
 from ddptrain.errors import Interrupted
 
 
@@ -17,7 +17,7 @@ def test_signal_becomes_a_message_and_interrupts_nothing() -> None:
     inbox: Inbox = queue.SimpleQueue()
     with signals_to(inbox):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert inbox.get(timeout=60) == Signalled(signal.SIGTERM)
+        assert inbox.get(timeout=60) == SignalReceived(signal.SIGTERM)
 
 
 def test_signal_ends_a_wait() -> None:

@@ -18,8 +18,8 @@ from ddptrain.driver.control import stop
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
 from ddptrain.driver.failure import outcome as verdicts
-from ddptrain.driver.failure.outcome import Verdict
-from ddptrain.driver.messages import Inbox, Signalled
+from ddptrain.driver.failure.outcome import RunEnd
+from ddptrain.driver.messages import Inbox, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
@@ -61,15 +61,15 @@ def ask(writer: RunWriter, request: StopRequest | str) -> None:
         time.sleep(0.01)
 
 
-def message(signals: Signals) -> Signalled:
+def message(signals: Signals) -> SignalReceived:
     taken = signals.inbox.get(timeout=60)
-    assert isinstance(taken, Signalled)
+    assert isinstance(taken, SignalReceived)
     return taken
 
 
 def test_request_is_sigterm_once_however_often_it_is_made(writer: RunWriter, signals: Signals) -> None:
     ask(writer, OURS)
-    assert message(signals) == Signalled(signal.SIGTERM)
+    assert message(signals) == SignalReceived(signal.SIGTERM)
     ask(writer, OURS)
     ask(writer, "{}")  # once it is gone, what was asked before it has been done
     assert signals.taken == [signal.SIGTERM]
@@ -87,13 +87,13 @@ def test_request_for_now_is_ctrl_c_twice_and_never_a_third_signal(writer: RunWri
 def test_run_that_was_ended_by_a_request_says_so_and_not_which_signal_that_was(
     writer: RunWriter, signals: Signals
 ) -> None:
-    by_hand = verdicts.of_error(Interrupted(signal.SIGINT), writer)
+    by_hand = verdicts.judge_error(Interrupted(signal.SIGINT), writer)
     ask(writer, replace(OURS, now=True))
-    assert [message(signals), message(signals)] == [Signalled(signal.SIGINT)] * 2
+    assert [message(signals), message(signals)] == [SignalReceived(signal.SIGINT)] * 2
     assert signals.asked is True
     for error in (Interrupted(signal.SIGINT), Interrupted(signal.SIGTERM)):
-        before = verdicts.of_error(error, writer)
-        said = verdicts.asked(before)
+        before = verdicts.judge_error(error, writer)
+        said = verdicts.name_stop_command(before)
         assert said.failure is not None and said.failure.message == said.cause == "ended by ddptrain stop"
         assert (said.status, said.exit_code, said.failure.kind) == (
             RunStatus.CANCELLED,
@@ -105,11 +105,11 @@ def test_run_that_was_ended_by_a_request_says_so_and_not_which_signal_that_was(
 
 def test_run_that_saved_for_a_request_says_so_and_one_that_failed_says_what_failed(writer: RunWriter) -> None:
     writer.update(checkpoints=("step-3",))
-    said = verdicts.asked(verdicts.of_error(Interrupted(signal.SIGTERM), writer))
+    said = verdicts.name_stop_command(verdicts.judge_error(Interrupted(signal.SIGTERM), writer))
     assert said.failure is not None and said.failure.message == "ended by ddptrain stop"
     assert said.cause.startswith("ended by ddptrain stop; checkpoint step-3 is saved, go on with --resume")
-    for untouched in (verdicts.of_error(ClusterError("gone"), writer), Verdict(RunStatus.SUCCEEDED, 0)):
-        assert verdicts.asked(untouched) is untouched
+    for untouched in (verdicts.judge_error(ClusterError("gone"), writer), RunEnd(RunStatus.SUCCEEDED, 0)):
+        assert verdicts.name_stop_command(untouched) is untouched
 
 
 def test_request_after_ctrl_c_did_not_end_the_run(writer: RunWriter, signals: Signals) -> None:
@@ -124,7 +124,7 @@ def test_where_ctrl_c_is_ignored_sigterm_stands_for_it(writer: RunWriter) -> Non
     try:
         with signals_to(queue.SimpleQueue()) as signals, stop_requests(writer, signals):
             ask(writer, replace(OURS, now=True))
-            assert [message(signals), message(signals)] == [Signalled(signal.SIGTERM)] * 2
+            assert [message(signals), message(signals)] == [SignalReceived(signal.SIGTERM)] * 2
     finally:
         signal.signal(signal.SIGINT, before)
 

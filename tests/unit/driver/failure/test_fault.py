@@ -5,52 +5,54 @@ from __future__ import annotations
 import pytest
 
 from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault, Kind
+from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.errors import ExitCode
 from ddptrain.protocol import events
 from ddptrain.protocol.notices import RankExit
 
 
-def fault(rank: int, time_ns: int, *, victim: bool = False, kind: Kind = Kind.EXCEPTION, message: str = "") -> Fault:
+def fault(
+    rank: int, time_ns: int, *, victim: bool = False, kind: FaultKind = FaultKind.EXCEPTION, message: str = ""
+) -> Fault:
     return Fault(rank, kind, time_ns, message or f"rank {rank}", victim=victim)
 
 
 def test_earliest_fault_is_the_cause() -> None:
-    assert failure_fault.first_cause([fault(0, 5), fault(1, 3)]).rank == 1
+    assert failure_fault.find_root_cause([fault(0, 5), fault(1, 3)]).rank == 1
 
 
 def test_victim_is_never_the_cause_however_early() -> None:
-    assert failure_fault.first_cause([fault(0, 1, victim=True), fault(1, 3)]).rank == 1
+    assert failure_fault.find_root_cause([fault(0, 1, victim=True), fault(1, 3)]).rank == 1
 
 
 def test_earliest_victim_is_named_where_there_is_nobody_else() -> None:
-    assert failure_fault.first_cause([fault(0, 2, victim=True), fault(1, 1, victim=True)]).rank == 1
+    assert failure_fault.find_root_cause([fault(0, 2, victim=True), fault(1, 1, victim=True)]).rank == 1
 
 
 def test_lost_worker_is_told_of_its_first_rank() -> None:
-    lost = [fault(rank, 10 - rank, kind=Kind.WORKER_LOST, message="the worker was lost") for rank in range(3)]
-    assert failure_fault.first_cause(lost).rank == 0
+    lost = [fault(rank, 10 - rank, kind=FaultKind.WORKER_LOST, message="the worker was lost") for rank in range(3)]
+    assert failure_fault.find_root_cause(lost).rank == 0
 
 
 def test_lost_worker_does_not_hide_an_earlier_exception() -> None:
-    faults = [fault(1, 1), fault(0, 5, kind=Kind.WORKER_LOST), fault(1, 6, kind=Kind.WORKER_LOST)]
-    assert failure_fault.first_cause(faults).kind == Kind.EXCEPTION
+    faults = [fault(1, 1), fault(0, 5, kind=FaultKind.WORKER_LOST), fault(1, 6, kind=FaultKind.WORKER_LOST)]
+    assert failure_fault.find_root_cause(faults).kind == FaultKind.EXCEPTION
 
 
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        (Kind.EXCEPTION, ExitCode.TRAINING_FAILED),
-        (Kind.EXIT, ExitCode.TRAINING_FAILED),
-        (Kind.SIGNAL, ExitCode.TRAINING_FAILED),
-        (Kind.REFUSED, ExitCode.TRAINING_FAILED),
-        (Kind.WORKER_LOST, ExitCode.CLUSTER),
-        (Kind.INFRASTRUCTURE, ExitCode.CLUSTER),
-        (Kind.RESULTS, ExitCode.CLUSTER),
-        (Kind.HANG, ExitCode.HANG),
+        (FaultKind.EXCEPTION, ExitCode.TRAINING_FAILED),
+        (FaultKind.EXIT, ExitCode.TRAINING_FAILED),
+        (FaultKind.SIGNAL, ExitCode.TRAINING_FAILED),
+        (FaultKind.REFUSED, ExitCode.TRAINING_FAILED),
+        (FaultKind.WORKER_LOST, ExitCode.CLUSTER),
+        (FaultKind.INFRASTRUCTURE, ExitCode.CLUSTER),
+        (FaultKind.RESULTS, ExitCode.CLUSTER),
+        (FaultKind.HANG, ExitCode.HANG),
     ],
 )
-def test_exit_code_follows_the_kind_of_fault(kind: Kind, code: ExitCode) -> None:
+def test_exit_code_follows_the_kind_of_fault(kind: FaultKind, code: ExitCode) -> None:
     assert fault(0, 1, kind=kind).exit_code == code
 
 
@@ -62,7 +64,7 @@ def test_line_is_one_line_with_the_type_and_the_phase() -> None:
 def test_sys_exit_is_told_as_it_was_called() -> None:
     failure = events.Failure(1, "SystemExit", "sys.exit(42)", "", exit_code=42)
     assert (failure_fault.from_failure(0, failure).kind, failure_fault.from_failure(0, failure).line) == (
-        Kind.EXIT,
+        FaultKind.EXIT,
         "sys.exit(42)",
     )
 
@@ -70,25 +72,25 @@ def test_sys_exit_is_told_as_it_was_called() -> None:
 @pytest.mark.parametrize(
     ("status", "kind", "words"),
     [
-        (-9, Kind.SIGNAL, "killed by SIGKILL"),
-        (0, Kind.EXIT, "exit code 0 in the middle"),
-        (7, Kind.EXIT, "exit code 7"),
+        (-9, FaultKind.SIGNAL, "killed by SIGKILL"),
+        (0, FaultKind.EXIT, "exit code 0 in the middle"),
+        (7, FaultKind.EXIT, "exit code 7"),
     ],
 )
-def test_silent_end_is_told_by_its_status(status: int, kind: Kind, words: str) -> None:
+def test_silent_end_is_told_by_its_status(status: int, kind: FaultKind, words: str) -> None:
     found = failure_fault.from_exit(RankExit(1, 1, 100, status, 1, 0, 0))
     assert found.kind == kind
     assert words in found.line
 
 
 def test_rank_that_returned_is_the_cause_where_all_others_only_lost_it() -> None:
-    first = failure_fault.first_cause([fault(0, 5, victim=True), fault(2, 6, victim=True)], finished=[1])
-    assert (first.rank, first.kind, first.exit_code) == (1, Kind.EXIT, ExitCode.TRAINING_FAILED)
+    first = failure_fault.find_root_cause([fault(0, 5, victim=True), fault(2, 6, victim=True)], finished=[1])
+    assert (first.rank, first.kind, first.exit_code) == (1, FaultKind.EXIT, ExitCode.TRAINING_FAILED)
     assert first.line == "returned from the workload while rank 0, 2 waited for it in a collective operation"
 
 
 def test_rank_that_returned_is_not_the_cause_of_an_error_of_another() -> None:
-    assert failure_fault.first_cause([fault(0, 5)], finished=[1]).rank == 0
+    assert failure_fault.find_root_cause([fault(0, 5)], finished=[1]).rank == 0
 
 
 def test_time_out_in_a_collective_is_a_victims() -> None:
@@ -106,9 +108,9 @@ def test_kill_for_want_of_memory_is_told() -> None:
 
 def test_exception_of_a_thread_before_is_told_with_a_fault() -> None:
     ended = events.ThreadFailure(1, "producer", "ValueError", "no such shard", "Traceback of the thread")
-    failed = Fault(1, Kind.EXCEPTION, 5, "no batch came", type="TimeoutError", traceback="Traceback of the rank\n")
-    told = failure_fault.after_thread(failed, ended)
+    failed = Fault(1, FaultKind.EXCEPTION, 5, "no batch came", type="TimeoutError", traceback="Traceback of the rank\n")
+    told = failure_fault.add_thread_failure(failed, ended)
     assert told.line == "TimeoutError: no batch came (its thread producer had ended with ValueError: no such shard)"
     assert told.traceback.index("of the rank") < told.traceback.index("of the thread")
-    assert failure_fault.after_thread(fault(1, 0), ended) == fault(1, 0)  # it was earlier
-    assert failure_fault.after_thread(failed, None) is failed
+    assert failure_fault.add_thread_failure(fault(1, 0), ended) == fault(1, 0)  # it was earlier
+    assert failure_fault.add_thread_failure(failed, None) is failed

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.fault import Kind, ranks_in_words
-from ddptrain.driver.failure.hang_diagnosis import Report, judge, missing, users_frame, waits_in
+from ddptrain.driver.failure.fault import FaultKind, format_ranks
+from ddptrain.driver.failure.hang_diagnosis import RankReport, find_missing_rank, judge, users_frame, waits_in
 from ddptrain.protocol import events
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
@@ -26,9 +26,9 @@ BACKWARD = (
 LOADING = ("/home/u/train.py:41 load_batch", "/home/u/train.py:9 main")
 
 
-def report(rank: int, frames: tuple[str, ...] = (), sequence: int | None = None, **more: Any) -> Report:
+def report(rank: int, frames: tuple[str, ...] = (), sequence: int | None = None, **more: Any) -> RankReport:
     state = more.pop("state", "")
-    return Report(rank, more.pop("idle_s", 10.0), events.Stacks(1, frames, sequence, state), **more)
+    return RankReport(rank, more.pop("idle_s", 10.0), events.Stacks(1, frames, sequence, state), **more)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_place_is_the_innermost_frame_of_the_users_code() -> None:
 
 
 def test_rank_with_the_fewest_collectives_is_missing_and_told_in_full() -> None:
-    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6), report(2, ALL_REDUCE, 7)], 600.0, 5)
-    assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, Kind.HANG, 5)
+    fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6), report(2, ALL_REDUCE, 7)], 600.0, 5)
+    assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, FaultKind.HANG, 5)
     assert fault.message == (
         "no progress for 600 s, it is in train.py:41 in load_batch while rank 0, 2 wait for it in all_reduce "
         "(stacks: artifacts/stacks/)"
@@ -72,34 +72,39 @@ def test_rank_with_the_fewest_collectives_is_missing_and_told_in_full() -> None:
 
 
 def test_stopped_process_comes_before_every_other_sign() -> None:
-    fault = missing([report(0, LOADING, 1), report(1, ALL_REDUCE, 7, state="stopped")], 2.0, 5)
+    fault = find_missing_rank([report(0, LOADING, 1), report(1, ALL_REDUCE, 7, state="stopped")], 2.0, 5)
     assert fault.rank == 1
     assert "its process is stopped (SIGSTOP)" in fault.message
 
 
 def test_rank_that_waits_in_no_collective_is_missing_where_counts_tell_nothing() -> None:
-    assert missing([report(0, BACKWARD), report(1, ALL_REDUCE), report(2, LOADING)], 2.0, 5).rank == 2
+    assert find_missing_rank([report(0, BACKWARD), report(1, ALL_REDUCE), report(2, LOADING)], 2.0, 5).rank == 2
 
 
 def test_rank_that_says_nothing_at_all_is_missing() -> None:
-    fault = missing([report(0, ALL_REDUCE, 3), Report(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0, 5)
+    fault = find_missing_rank([report(0, ALL_REDUCE, 3), RankReport(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0, 5)
     assert fault.rank == 1
     assert "it did not say where it is while rank 0, 2 wait for it" in fault.message
 
 
 def test_rank_that_has_been_silent_for_longest_is_missing_where_all_are_alike() -> None:
-    assert missing([report(0, ALL_REDUCE, 3, idle_s=3.0), report(1, ALL_REDUCE, 3, idle_s=9.0)], 2.0, 5).rank == 1
+    assert (
+        find_missing_rank([report(0, ALL_REDUCE, 3, idle_s=3.0), report(1, ALL_REDUCE, 3, idle_s=9.0)], 2.0, 5).rank
+        == 1
+    )
 
 
 def test_rank_that_did_not_start_comes_before_one_that_did() -> None:
-    fault = missing([report(0, LOADING, entered=False), Report(1, 9.0, started=False, entered=False)], 60.0, 5)
+    fault = find_missing_rank(
+        [report(0, LOADING, entered=False), RankReport(1, 9.0, started=False, entered=False)], 60.0, 5
+    )
     assert fault.rank == 1
     assert fault.message.startswith("did not start within 60 s")
 
 
 def test_rank_that_has_waited_in_vain_is_not_the_missing_one() -> None:
     late = report(0, LOADING, 6, timed_out=True)
-    fault = missing([late, report(1, LOADING, 6)], None, 5)
+    fault = find_missing_rank([late, report(1, LOADING, 6)], None, 5)
     assert fault.rank == 1
     assert "a collective operation timed out, it is in train.py:41 in load_batch while rank 0 waits" in fault.message
 
@@ -135,11 +140,11 @@ STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING
         # A stopped process does not work, whatever was measured before.
         ([report(0, LOADING, 7, works=True, state="stopped"), report(1, LOADING, 7, works=True)], {}, 0),
         # It works, and did not answer: compiled code.
-        ([Report(0, 1.0, works=True), report(1, ALL_REDUCE, 7)], {}, None),
+        ([RankReport(0, 1.0, works=True), report(1, ALL_REDUCE, 7)], {}, None),
     ],
 )
 def test_rank_that_others_wait_for_is_judged_by_whether_it_works(
-    reports: list[Report], before: dict[int, events.Stacks], hangs: int | None
+    reports: list[RankReport], before: dict[int, events.Stacks], hangs: int | None
 ) -> None:
     fault = judge(reports, 600.0, before, 5)
     assert (fault.rank if fault is not None else None) == hangs
@@ -150,33 +155,35 @@ def test_wait_that_a_rank_has_given_up_is_never_excused_by_work() -> None:
 
 
 def test_message_names_the_signals_that_were_checked() -> None:
-    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, checked="last CPU use 9 s ago")], 600.0, 5)
+    fault = find_missing_rank(
+        [report(0, ALL_REDUCE, 7), report(1, LOADING, 6, checked="last CPU use 9 s ago")], 600.0, 5
+    )
     assert fault.message.endswith("waits for it in all_reduce (last CPU use 9 s ago; stacks: artifacts/stacks/)")
 
 
 def test_rank_that_has_returned_is_missing_where_all_others_wait() -> None:
-    fault = missing([report(0, ALL_REDUCE, 7), Report(1, 0.0, finished=True, over=True)], 2.0, 5)
-    assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, Kind.EXIT, 1)
+    fault = find_missing_rank([report(0, ALL_REDUCE, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
+    assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, FaultKind.EXIT, 1)
     assert "returned from the workload while rank 0 waited for it" in fault.message
 
 
 def test_rank_that_hangs_by_itself_after_another_has_returned_is_the_one() -> None:
-    fault = missing([report(0, LOADING, 7), Report(1, 0.0, finished=True, over=True)], 2.0, 5)
-    assert (fault.rank, fault.kind) == (0, Kind.HANG)
+    fault = find_missing_rank([report(0, LOADING, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
+    assert (fault.rank, fault.kind) == (0, FaultKind.HANG)
 
 
 def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
-    fault = missing([Report(0, 0.0, finished=True, over=True), report(1, LOADING, finished=True)], 2.0, 5)
+    fault = find_missing_rank([RankReport(0, 0.0, finished=True, over=True), report(1, LOADING, finished=True)], 2.0, 5)
     assert fault.rank == 1
     assert "after the end of its work" in fault.message
 
 
 def test_exception_of_a_thread_is_told_with_its_traceback() -> None:
     ended = events.ThreadFailure(1, "reader", "ValueError", "bad shard\nmore", "Traceback ...")
-    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread=ended)], 2.0, 5)
+    fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread=ended)], 2.0, 5)
     assert "its thread reader has ended with ValueError: bad shard (stacks" in fault.message
     assert fault.traceback == "Traceback ..."
 
 
 def test_many_ranks_are_told_as_spans() -> None:
-    assert ranks_in_words([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
+    assert format_ranks([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"

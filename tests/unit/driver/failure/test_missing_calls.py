@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.fault import Kind
-from ddptrain.driver.failure.hang_diagnosis import Report
-from ddptrain.driver.failure.missing_calls import uncalled
+from ddptrain.driver.failure.fault import FaultKind
+from ddptrain.driver.failure.hang_diagnosis import RankReport
+from ddptrain.driver.failure.missing_calls import find_uncalled
 from ddptrain.protocol import events
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
@@ -24,12 +24,12 @@ def at(
     waits: str = "",
     step: int | None = None,
     **calls: Any,
-) -> Report:
-    return Report(rank, 1.0, events.Stacks(1, frames, sequence, "", calls, waits, step))
+) -> RankReport:
+    return RankReport(rank, 1.0, events.Stacks(1, frames, sequence, "", calls, waits, step))
 
 
-def ended(rank: int, **calls: float) -> Report:
-    return Report(rank, 0.0, finished=True, over=True, ended_calls=calls)
+def ended(rank: int, **calls: float) -> RankReport:
+    return RankReport(rank, 0.0, finished=True, over=True, ended_calls=calls)
 
 
 SAVING = at(0, waits="checkpoint", step=40, checkpoint=1)
@@ -56,9 +56,9 @@ CASES = [
     ([MEAN, at(1, waits="mean", mean=3, checkpoint=2), at(2, LOADING, mean=2)], ""),
     ([MEAN, at(1, waits="checkpoint", mean=2, checkpoint=2), at(2, LOADING, mean=2)], ""),  # both are on their way
     # Nothing is known of the other.
-    ([SAVING, Report(1, 1.0)], ""),
-    ([SAVING, Report(1, 1.0, events.Stacks(1, BACKWARD, None))], ""),
-    ([SAVING, Report(1, 1.0, events.Stacks(1, BACKWARD, 8, "stopped"))], ""),
+    ([SAVING, RankReport(1, 1.0)], ""),
+    ([SAVING, RankReport(1, 1.0, events.Stacks(1, BACKWARD, None))], ""),
+    ([SAVING, RankReport(1, 1.0, events.Stacks(1, BACKWARD, 8, "stopped"))], ""),
     ([at(0, waits="checkpoint", sequence=None, checkpoint=1), at(1, BACKWARD, 8)], ""),
     # Nobody waits.
     ([at(0, BACKWARD, 8, checkpoint=1), at(1, LOADING, 7)], ""),
@@ -67,18 +67,18 @@ CASES = [
 
 @pytest.mark.parametrize(("reports", "message"), CASES)
 def test_call_that_another_rank_will_never_make_is_told_and_a_slow_rank_is_not(
-    reports: list[Report], message: str
+    reports: list[RankReport], message: str
 ) -> None:
-    fault = uncalled(reports, {}, 5)
+    fault = find_uncalled(reports, {}, 5)
     assert (fault is None) == (not message), fault
     if fault is not None:
         assert fault.message == f"{message}; all ranks must call it"
-        assert (fault.kind, int(fault.exit_code)) == (Kind.EXCEPTION, 1)
+        assert (fault.kind, int(fault.exit_code)) == (FaultKind.EXCEPTION, 1)
 
 
 def test_rank_that_stays_where_it_was_waits_though_no_frame_says_so() -> None:
     item = at(1, LOADING, 8)
     assert item.stacks is not None
-    assert uncalled([SAVING, item], {1: item.stacks}, 5) is not None  # NCCL: it waits for its GPU
-    assert uncalled([SAVING, item], {1: events.Stacks(1, LOADING, 7)}, 5) is None
-    assert uncalled([SAVING, item], {1: events.Stacks(1, BARRIER, 8)}, 5) is None
+    assert find_uncalled([SAVING, item], {1: item.stacks}, 5) is not None  # NCCL: it waits for its GPU
+    assert find_uncalled([SAVING, item], {1: events.Stacks(1, LOADING, 7)}, 5) is None
+    assert find_uncalled([SAVING, item], {1: events.Stacks(1, BARRIER, 8)}, 5) is None

@@ -7,104 +7,108 @@ from typing import Any
 import pytest
 
 from ddptrain.config.models import FailureConfig
-from ddptrain.driver.failure.fault import Fault, Kind
-from ddptrain.driver.failure.restart_policy import Again, Enough, Restarts
+from ddptrain.driver.failure.fault import Fault, FaultKind
+from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.rank_state import AttemptEnd
 from ddptrain.errors import ClusterError
 
 
-def restarts(**settings: Any) -> Restarts:
-    return Restarts(FailureConfig.model_validate(settings))
+def restarts(**settings: Any) -> RestartPolicy:
+    return RestartPolicy(FailureConfig.model_validate(settings))
 
 
-def failed(kind: Kind = Kind.EXCEPTION, message: str = "boom", **more: Any) -> AttemptEnd:
+def failed(kind: FaultKind = FaultKind.EXCEPTION, message: str = "boom", **more: Any) -> AttemptEnd:
     return AttemptEnd([], Fault(0, kind, 0, message, **more), None)
 
 
-def after(policy: Restarts, outcome: AttemptEnd, step: int | None = None, there: bool = True) -> Again | Enough:
+def after(
+    policy: RestartPolicy, outcome: AttemptEnd, step: int | None = None, there: bool = True
+) -> Restart | NoRestart:
     return policy.after(outcome, step, scheduler_is_there=there)
 
 
 def test_success_and_signals_are_the_end() -> None:
     policy = restarts(max_restarts=9, max_losses=9)
-    assert after(policy, AttemptEnd([], None, None)) == Enough()
-    assert after(policy, AttemptEnd([], None, 15, "the driver was sent SIGTERM")) == Enough()
+    assert after(policy, AttemptEnd([], None, None)) == NoRestart()
+    assert after(policy, AttemptEnd([], None, 15, "the driver was sent SIGTERM")) == NoRestart()
 
 
 def test_pauses_double_until_the_budget_is_spent() -> None:
     policy = restarts(max_restarts=2, backoff_s=0.5)
-    assert after(policy, failed(), 1) == Again(0.5, "restart 1 of 2")
-    assert after(policy, failed(), 2) == Again(1.0, "restart 2 of 2")
-    assert after(policy, failed(), 3) == Enough()
+    assert after(policy, failed(), 1) == Restart(0.5, "restart 1 of 2")
+    assert after(policy, failed(), 2) == Restart(1.0, "restart 2 of 2")
+    assert after(policy, failed(), 3) == NoRestart()
 
 
 def test_pause_has_an_end() -> None:
     policy = restarts(max_restarts=1000, backoff_s=1.0)
     pauses = [after(policy, failed(), step) for step in range(1000)]
-    assert pauses[-1] == Again(60.0, "restart 1000 of 1000")
+    assert pauses[-1] == Restart(60.0, "restart 1000 of 1000")
 
 
-@pytest.mark.parametrize("outcome", [failed(Kind.WORKER_LOST), AttemptEnd([], None, None, "rank 1 was sent SIGTERM")])
+@pytest.mark.parametrize(
+    "outcome", [failed(FaultKind.WORKER_LOST), AttemptEnd([], None, None, "rank 1 was sent SIGTERM")]
+)
 def test_losses_have_a_budget_of_their_own_and_then_take_of_the_other(outcome: AttemptEnd) -> None:
     policy = restarts(max_restarts=1, max_losses=1, backoff_s=1.0)
-    assert after(policy, outcome) == Again(1.0, "loss 1 of 1")
-    assert after(policy, outcome) == Again(2.0, "restart 1 of 1")
-    assert after(policy, outcome) == Enough()
+    assert after(policy, outcome) == Restart(1.0, "loss 1 of 1")
+    assert after(policy, outcome) == Restart(2.0, "restart 1 of 1")
+    assert after(policy, outcome) == NoRestart()
 
 
 def test_failure_of_the_code_takes_nothing_of_the_budget_for_losses() -> None:
-    assert after(restarts(max_losses=3), failed()) == Enough()
+    assert after(restarts(max_losses=3), failed()) == NoRestart()
 
 
 def test_same_failure_at_the_same_step_is_a_mistake() -> None:
     policy = restarts(max_restarts=9)
-    assert isinstance(after(policy, failed(), 7), Again)
+    assert isinstance(after(policy, failed(), 7), Restart)
     assert "twice in a row" in after(policy, failed(), 7).reason  # type: ignore[union-attr]
 
 
 def test_same_failure_later_on_is_bad_luck() -> None:
     policy = restarts(max_restarts=9)
-    assert isinstance(after(policy, failed(), 7), Again)
-    assert isinstance(after(policy, failed(), 8), Again)
-    assert isinstance(after(policy, failed(message="other"), 8), Again)
+    assert isinstance(after(policy, failed(), 7), Restart)
+    assert isinstance(after(policy, failed(), 8), Restart)
+    assert isinstance(after(policy, failed(message="other"), 8), Restart)
 
 
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        (failed(Kind.EXIT, status=42), "42"),
+        (failed(FaultKind.EXIT, status=42), "42"),
         (failed(type="ValueError"), "ValueError"),
         (failed(type="OutOfMemoryError"), "torch.OutOfMemoryError"),
         (failed(type="Outer.Inner"), "Inner"),
         (failed(type="KeyError"), ""),
-        (failed(Kind.EXIT, status=43), ""),
+        (failed(FaultKind.EXIT, status=43), ""),
         (failed(type=""), ""),
     ],
 )
 def test_failures_that_are_named_are_final(fault: AttemptEnd, named: str) -> None:
     policy = restarts(max_restarts=1, no_restart=[42, "ValueError", "torch.OutOfMemoryError", "Inner"])
-    expected = Enough(f"failure.no_restart names {named}") if named else Again(1.0, "restart 1 of 1")
+    expected = NoRestart(f"failure.no_restart names {named}") if named else Restart(1.0, "restart 1 of 1")
     assert after(policy, fault) == expected
 
 
 def test_full_disk_and_a_lost_scheduler_are_final() -> None:
     policy = restarts(max_restarts=1, max_losses=1)
-    assert after(policy, failed(Kind.RESULTS)) == Enough("what has failed does not go away by itself")
-    assert after(policy, failed(Kind.WORKER_LOST), there=False) == Enough("the Dask scheduler is gone")
+    assert after(policy, failed(FaultKind.RESULTS)) == NoRestart("what has failed does not go away by itself")
+    assert after(policy, failed(FaultKind.WORKER_LOST), there=False) == NoRestart("the Dask scheduler is gone")
 
 
-@pytest.mark.parametrize("kind", [Kind.REFUSED, Kind.RESULTS])
-def test_refused_path_and_full_disk_are_final_whatever_is_left_of_the_budget(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [FaultKind.REFUSED, FaultKind.RESULTS])
+def test_refused_path_and_full_disk_are_final_whatever_is_left_of_the_budget(kind: FaultKind) -> None:
     policy = restarts(max_restarts=9, max_losses=9)
-    assert after(policy, failed(kind), 5) == Enough("what has failed does not go away by itself")
+    assert after(policy, failed(kind), 5) == NoRestart("what has failed does not go away by itself")
 
 
 def test_lost_results_end_the_run_even_with_a_fault_and_a_notice() -> None:
     policy = restarts(max_restarts=9, max_losses=9)
     lost = ClusterError("another driver has the run")
-    fault = Fault(0, Kind.WORKER_LOST, 0, "gone")
-    assert after(policy, AttemptEnd([], fault, None, "a host goes", lost)) == Enough()
-    assert after(policy, AttemptEnd([], fault, None, "a host goes")) == Again(1.0, "loss 1 of 9")
+    fault = Fault(0, FaultKind.WORKER_LOST, 0, "gone")
+    assert after(policy, AttemptEnd([], fault, None, "a host goes", lost)) == NoRestart()
+    assert after(policy, AttemptEnd([], fault, None, "a host goes")) == Restart(1.0, "loss 1 of 9")
 
 
 @pytest.mark.parametrize(
@@ -119,14 +123,14 @@ def test_lost_results_end_the_run_even_with_a_fault_and_a_notice() -> None:
 )
 def test_failure_is_the_same_if_line_traceback_and_step_are(second: dict[str, Any], step: int, is_same: bool) -> None:
     policy = restarts(max_restarts=9)
-    assert after(policy, failed(traceback="at line 7", message="boom"), 5) == Again(1.0, "restart 1 of 9")
+    assert after(policy, failed(traceback="at line 7", message="boom"), 5) == Restart(1.0, "restart 1 of 9")
     answer = after(policy, failed(**{"message": "boom", **second}), step)
     reason = "the same failure at the same step twice in a row is a mistake in the code"
-    assert answer == (Enough(reason) if is_same else Again(2.0, "restart 2 of 9"))
+    assert answer == (NoRestart(reason) if is_same else Restart(2.0, "restart 2 of 9"))
 
 
 def test_loss_between_two_equal_failures_does_not_make_them_different() -> None:
     policy = restarts(max_restarts=9, max_losses=9)
-    assert isinstance(after(policy, failed(), 5), Again)
-    assert isinstance(after(policy, failed(Kind.WORKER_LOST), 5), Again)
-    assert isinstance(after(policy, failed(), 5), Enough)
+    assert isinstance(after(policy, failed(), 5), Restart)
+    assert isinstance(after(policy, failed(FaultKind.WORKER_LOST), 5), Restart)
+    assert isinstance(after(policy, failed(), 5), NoRestart)

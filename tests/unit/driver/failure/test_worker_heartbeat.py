@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from ddptrain.driver.failure.fault import Kind, Loss
+from ddptrain.driver.failure.fault import FaultKind, Loss
 from ddptrain.driver.failure.watchdog import Activity
-from ddptrain.driver.failure.worker_heartbeat import Presence
+from ddptrain.driver.failure.worker_heartbeat import WorkerHeartbeat
 from tests.unit.driver.ranks import running
 
 START_S = 20.0
 
 
-def presence(lost_after_s: float = 60.0, looked_at: float = 199.5) -> Presence:
-    return Presence(START_S, lost_after_s, connected_at=looked_at, looked_at=looked_at)
+def presence(lost_after_s: float = 60.0, looked_at: float = 199.5) -> WorkerHeartbeat:
+    return WorkerHeartbeat(START_S, lost_after_s, connected_at=looked_at, looked_at=looked_at)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def test_worker_that_says_nothing_is_given_up_after_lost_after_s(case: Case) -> 
     heard = [Activity(notice_at=at) for at in case.heard_at]
     lost = list(presence(case.lost_after_s).lost_ranks(ranks, heard, 200.0))
     assert tuple(rank.spec.rank for rank, _ in lost) == case.lost
-    assert all(loss.kind is Kind.WORKER_LOST and loss.text.startswith(case.words) for _, loss in lost)
+    assert all(loss.kind is FaultKind.WORKER_LOST and loss.text.startswith(case.words) for _, loss in lost)
 
 
 @pytest.mark.parametrize(("now", "slept_s"), [(391.0, 200.0), (194.1, 3.1), (194.0, 0.0), (191.2, 0.0)])
@@ -60,7 +60,7 @@ def test_rank_that_its_worker_does_not_begin_with_is_given_up_after_start_timeou
     (found,) = presence().lost_ranks(ranks, [Activity()] * 3, 200.0)
     assert found[0].spec.rank == 0
     text = "the Dask worker tcp://h0 of host h0 has not begun with it within 20 s: is it busy with other tasks?"
-    assert found[1] == Loss(Kind.INFRASTRUCTURE, text)
+    assert found[1] == Loss(FaultKind.INFRASTRUCTURE, text)
 
 
 def test_rank_that_was_not_submitted_is_not_missed() -> None:
@@ -81,4 +81,4 @@ def test_cluster_is_lost_with_its_scheduler_or_the_drivers_own_worker(
     connected: bool, fault: str | None, now: float, lost: str | None
 ) -> None:
     looked, _ = presence().looked(now, connected=connected)
-    assert looked.lost_cluster(now, fault) == (Loss(Kind.WORKER_LOST, lost) if lost else None)
+    assert looked.lost_cluster(now, fault) == (Loss(FaultKind.WORKER_LOST, lost) if lost else None)

@@ -11,9 +11,9 @@ import pytest
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.models import RunConfig
 from ddptrain.config.resolved import resolve
-from ddptrain.driver.recorder import Telling
-from ddptrain.driver.tracking.setup import Tracking
-from ddptrain.driver.worker_group import Place
+from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.tracking.setup import TrackingSetup
+from ddptrain.driver.worker_group import RankPlace
 from ddptrain.protocol.events import Tracked
 from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.writer import RunWriter
@@ -76,7 +76,7 @@ def test_access_does_not_show_its_key() -> None:
 
 # --- what ranks are told ---
 
-Make = Callable[..., tuple[Tracking, list[str]]]
+Make = Callable[..., tuple[TrackingSetup, list[str]]]
 
 
 @pytest.fixture
@@ -91,19 +91,19 @@ def make(writer: RunWriter, home: dict[str, str]) -> Make:
         config = {"workload": "petnames", "tracking": {"wandb": wandb}, "cluster": cluster or {}}
         config["env"] = {"PASSWORD": "wh1sper"}
         said: list[str] = []
-        return Tracking(
+        return TrackingSetup(
             resolve(RunConfig.model_validate(config), Path("c.yaml")), writer, {**home, **environ}, said.append
         ), said
 
     return made
 
 
-def place(rank: int, *, shared: bool = True) -> Place:
+def place(rank: int, *, shared: bool = True) -> RankPlace:
     slot = Slot("tcp://w", "127.0.0.1", 0, counted=True, gpu=False)
-    return Place(rank, rank, 2, 0, slot, "host", Path("/"), shared)
+    return RankPlace(rank, rank, 2, 0, slot, "host", Path("/"), shared)
 
 
-def told(tracking: Tracking, rank: int = 0) -> dict[str, Any]:
+def told(tracking: TrackingSetup, rank: int = 0) -> dict[str, Any]:
     spec = tracking.of(place(rank))
     assert spec is not None
     (tracker,) = spec.trackers
@@ -131,7 +131,7 @@ def test_run_with_a_key_is_online(make: Make, writer: RunWriter) -> None:
 
 def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: RunWriter) -> None:
     make({"WANDB_BASE_URL": "https://wandb.example.org"}, mode="rank0")
-    Telling(writer, cast(Any, None)).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
+    Recorder(writer, cast(Any, None)).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
     kept = writer.record.tracking["wandb"]
     assert (kept["base_url"], kept["url"]) == ("https://wandb.example.org", "u")
 
@@ -180,7 +180,7 @@ def test_wandb_mode_of_the_configuration_comes_before_that_of_the_shell(
     config = {"workload": "petnames", "tracking": {"wandb": True}, "env": {"WANDB_MODE": "dryrun"}}
     environ = {**home, "WANDB_MODE": "online", "WANDB_API_KEY": KEY}
     said: list[str] = []
-    tracking = Tracking(resolve(RunConfig.model_validate(config), Path("c.yaml")), writer, environ, said.append)
+    tracking = TrackingSetup(resolve(RunConfig.model_validate(config), Path("c.yaml")), writer, environ, said.append)
     assert told(tracking)["online"] is False
     assert "WANDB_MODE is dryrun" in said[0]
 

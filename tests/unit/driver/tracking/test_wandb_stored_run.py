@@ -12,7 +12,7 @@ import pytest
 
 from ddptrain.driver.tracking import wandb_sync
 from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
-from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
+from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, SENT, waiting
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
@@ -20,7 +20,7 @@ from ddptrain.results.lookup import RunView
 from ddptrain.results.record import RunRecord
 from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.remote.lock import LOCK, Claim
-from ddptrain.results.remote.upload import Uploads
+from ddptrain.results.remote.upload import StoreUpload
 from ddptrain.results.tracking.record import wandb_parts
 from ddptrain.results.writer import RunWriter
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -56,7 +56,7 @@ def stored(tmp_path: Path, stage: Stage) -> tuple[RemoteFolder, WatchedFs]:
         for step in (1, 2):
             event, folder = stage(step, {"val/loss": 1.0})
             writer.adopt_checkpoint(0, event, folder, CheckpointPolicy(keep=3, metric="val/loss", mode="min"))
-        uploads = Uploads(store, writer.layout.root)
+        uploads = StoreUpload(store, writer.layout.root)
         uploads.begin()
         assert uploads.flush(60) == ""
     uploads.close(60)
@@ -115,7 +115,7 @@ def view(stored: tuple[RemoteFolder, WatchedFs], tmp_path: Path, monkeypatch: py
     return RunView(RunLayout(tmp_path / "copy"), RunRecord(run_id="a-run", status="failed", tracking=tracking))
 
 
-def came_of(view: RunView, environ: dict[str, str]) -> Sent:
+def came_of(view: RunView, environ: dict[str, str]) -> SyncResult:
     return sync_run(view, environ, time.monotonic() + 60)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.driver.tracking import wandb_sync
-from ddptrain.driver.tracking.wandb_sync import Sent, sync_run
+from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
@@ -45,7 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def sync(layout: RunLayout) -> Sent:
+def sync(layout: RunLayout) -> SyncResult:
     return sync_run(load_run(layout.root), {"HOME": os.environ["HOME"]}, time.monotonic() + 60)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.transfer.code_package import Package, pack, project_folder
+from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder
 from ddptrain.errors import UsageError
-from ddptrain.protocol.code_digest import content_hash, identity, moved
+from ddptrain.protocol.code_digest import content_hash, inode_digest, move_path
 
 
 @pytest.fixture
@@ -123,12 +123,12 @@ def test_file_that_changes_while_it_is_packed_has_the_hash_of_what_was_packed(pr
     with (project / "train.py").open("a") as file:
         file.write("  # edited")
     assert package.archive()[1] == pack(project, []).hash != before
-    assert identity(project, package.names) == identity(project, package.names)
+    assert inode_digest(project, package.names) == inode_digest(project, package.names)
 
 
 def test_file_that_cannot_be_read_is_named(project: Path) -> None:
     with pytest.raises(UsageError, match=r"gone.py.*No such file"):
-        _ = Package(project, {"gone.py": 1}).hash
+        _ = CodePackage(project, {"gone.py": 1}).hash
 
 
 def test_home_is_no_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -141,19 +141,19 @@ def test_home_is_no_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_inodes_tell_a_folder_from_its_copy(project: Path, tmp_path: Path) -> None:
     package = pack(project, [])
-    assert identity(project, package.names) == identity(project, package.names) != ""
+    assert inode_digest(project, package.names) == inode_digest(project, package.names) != ""
     other = tmp_path / "other"
     subprocess.run(["cp", "-r", str(project), str(other)], check=True)
-    assert identity(other, package.names) not in ("", identity(project, package.names))
+    assert inode_digest(other, package.names) not in ("", inode_digest(project, package.names))
     assert content_hash(other, package.names) == package.hash
-    assert identity(tmp_path / "nothing", package.names) == ""
+    assert inode_digest(tmp_path / "nothing", package.names) == ""
 
 
 def test_paths_move_with_the_folder() -> None:
-    assert moved("/p/a/b", Path("/p"), "/cache/x") == "/cache/x/a/b"
-    assert moved("/p", Path("/p"), "/cache/x") == "/cache/x"
-    assert moved("/elsewhere", Path("/p"), "/cache/x") == "/elsewhere"
-    assert moved("/p/a", Path("/p"), "") == "/p/a"
+    assert move_path("/p/a/b", Path("/p"), "/cache/x") == "/cache/x/a/b"
+    assert move_path("/p", Path("/p"), "/cache/x") == "/cache/x"
+    assert move_path("/elsewhere", Path("/p"), "/cache/x") == "/elsewhere"
+    assert move_path("/p/a", Path("/p"), "") == "/p/a"
 
 
 def test_workload_that_would_stay_at_home_is_told(project: Path) -> None:

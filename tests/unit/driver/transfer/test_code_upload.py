@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.transfer.code_package import Package, pack
-from ddptrain.driver.transfer.code_upload import check_imports, ship
-from ddptrain.driver.worker_group import Place
+from ddptrain.driver.transfer.code_package import CodePackage, pack
+from ddptrain.driver.transfer.code_upload import check_imports, upload_code
+from ddptrain.driver.worker_group import RankPlace
 from ddptrain.errors import ClusterError, UsageError
 
 CACHE = "/cache/code"
@@ -54,27 +54,27 @@ class Cluster:
         return None
 
 
-def places(hosts: dict[str, str]) -> list[Place]:
+def places(hosts: dict[str, str]) -> list[RankPlace]:
     found = []
     for rank, (worker, host) in enumerate(hosts.items()):
         slot = Slot(worker, host, 0, counted=True, gpu=False)
-        found.append(Place(rank, rank, 1, 0, slot, host, Path("/scratch"), shared=False))
+        found.append(RankPlace(rank, rank, 1, 0, slot, host, Path("/scratch"), shared=False))
     return found
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Package:
+def package(tmp_path: Path) -> CodePackage:
     (tmp_path / "train.py").write_text("print('hello')\n")
     return pack(tmp_path, [])
 
 
-def upload(cluster: Cluster, hosts: dict[str, str], package: Package, max_mb: float = 1.0) -> tuple[Any, list[str]]:
+def upload(cluster: Cluster, hosts: dict[str, str], package: CodePackage, max_mb: float = 1.0) -> tuple[Any, list[str]]:
     lines: list[str] = []
     needed = package.folder / "train.py"
-    return ship(cast(Any, cluster), places(hosts), package, needed, max_mb, lines.append), lines
+    return upload_code(cast(Any, cluster), places(hosts), package, needed, max_mb, lines.append), lines
 
 
-def test_workers_that_see_the_folder_get_nothing(package: Package) -> None:
+def test_workers_that_see_the_folder_get_nothing(package: CodePackage) -> None:
     hosts = {"w1": "a", "w2": "b"}
     cluster = Cluster(hosts, sees=["w1", "w2"])
     done, lines = upload(cluster, hosts, package)
@@ -82,7 +82,7 @@ def test_workers_that_see_the_folder_get_nothing(package: Package) -> None:
     assert [name for name, _ in cluster.calls] == ["sees_code"]
 
 
-def test_two_workers_of_one_host_get_one_copy(package: Package) -> None:
+def test_two_workers_of_one_host_get_one_copy(package: CodePackage) -> None:
     hosts = {"w1": "a", "w2": "b", "w3": "b"}
     cluster = Cluster(hosts, sees=["w1"])
     done, lines = upload(cluster, hosts, package)
@@ -95,14 +95,14 @@ def test_two_workers_of_one_host_get_one_copy(package: Package) -> None:
     assert (again.roots, lines) == (["", CACHE, CACHE], []), "it is in the cache of the host"
 
 
-def test_code_that_is_too_large_is_refused_before_anything_is_sent(package: Package) -> None:
+def test_code_that_is_too_large_is_refused_before_anything_is_sent(package: CodePackage) -> None:
     cluster = Cluster({"w1": "a"})
     with pytest.raises(UsageError, match=r"over code\.max_mb, which is 1e-06"):
         upload(cluster, {"w1": "a"}, package, max_mb=1e-6)
     assert cluster.archive == b""
 
 
-def test_worker_that_fails_is_named(package: Package) -> None:
+def test_worker_that_fails_is_named(package: CodePackage) -> None:
     cluster = Cluster({"w1": "a"})
 
     def fail(*arguments: Any, **options: Any) -> Any:

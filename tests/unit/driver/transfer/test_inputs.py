@@ -16,8 +16,8 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.transfer.inputs import CONTENTS, Inputs
-from ddptrain.driver.worker_group import Gang, Place
+from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
+from ddptrain.driver.worker_group import RankPlace, WorkerGroup
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.worker import tasks
 from tests.unit.worker.stubs import has_ended, until
@@ -57,12 +57,12 @@ def sleeps(params, folder, tell):
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> Callable[[str], Inputs]:
+def begun(tmp_path: Path) -> Callable[[str], RunInputs]:
     (tmp_path / "prepares.py").write_text(PREPARES)
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "GREETING": "hello"}
 
-    def begin(function: str) -> Inputs:
-        inputs = Inputs(f"prepares:{function}" if function else "", tmp_path / "inputs")
+    def begin(function: str) -> RunInputs:
+        inputs = RunInputs(f"prepares:{function}" if function else "", tmp_path / "inputs")
         inputs.begin({"name": "images"}, environ)
         return inputs
 
@@ -70,7 +70,7 @@ def begun(tmp_path: Path) -> Callable[[str], Inputs]:
 
 
 def test_a_workload_fills_the_folder_with_the_environment_of_the_run(
-    tmp_path: Path, begun: Callable[[str], Inputs]
+    tmp_path: Path, begun: Callable[[str], RunInputs]
 ) -> None:
     inputs, said = begun("writes"), list[str]()
     inputs.wait(said.append)
@@ -83,21 +83,21 @@ def test_a_workload_fills_the_folder_with_the_environment_of_the_run(
     }
 
 
-def test_a_workload_that_prepares_nothing_has_no_folder(tmp_path: Path, begun: Callable[[str], Inputs]) -> None:
+def test_a_workload_that_prepares_nothing_has_no_folder(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:
     inputs = begun("")
     inputs.wait(pytest.fail)
     inputs.close()
     assert not (tmp_path / "inputs").exists()
-    assert inputs.place(cast("Gang", None), [cast("Place", None)] * 2) == ["", ""]
+    assert inputs.place(cast("WorkerGroup", None), [cast("RankPlace", None)] * 2) == ["", ""]
 
 
-def test_a_workload_that_only_looks_leaves_no_folder(tmp_path: Path, begun: Callable[[str], Inputs]) -> None:
+def test_a_workload_that_only_looks_leaves_no_folder(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:
     inputs, said = begun("looks"), list[str]()
     inputs.wait(said.append)
     inputs.close()
     assert said == ["looked"]
     assert not (tmp_path / "inputs").exists()
-    assert inputs.place(cast("Gang", None), [cast("Place", None)]) == [""]
+    assert inputs.place(cast("WorkerGroup", None), [cast("RankPlace", None)]) == [""]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_workload_that_only_looks_leaves_no_folder(tmp_path: Path, begun: Call
     ],
 )
 def test_what_goes_wrong_there_is_raised_here(
-    tmp_path: Path, begun: Callable[[str], Inputs], function: str, kind: type[Exception], words: str
+    tmp_path: Path, begun: Callable[[str], RunInputs], function: str, kind: type[Exception], words: str
 ) -> None:
     inputs = begun(function)
     with pytest.raises(kind, match=words) as caught:
@@ -123,7 +123,7 @@ def test_what_goes_wrong_there_is_raised_here(
     assert kind is not UsageError or caught.value.exit_code == ExitCode.USAGE  # type: ignore[attr-defined]
 
 
-def test_closing_ends_the_process(begun: Callable[[str], Inputs]) -> None:
+def test_closing_ends_the_process(begun: Callable[[str], RunInputs]) -> None:
     inputs = begun("sleeps")
 
     def close(pid: str) -> None:
@@ -137,12 +137,12 @@ def test_closing_ends_the_process(begun: Callable[[str], Inputs]) -> None:
         os.kill(int(str(caught.value)), 0)
 
 
-def test_the_process_ends_with_a_driver_that_is_killed(tmp_path: Path, begun: Callable[[str], Inputs]) -> None:
+def test_the_process_ends_with_a_driver_that_is_killed(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:
     begun("").close()
     code = f"""
 from pathlib import Path
-from ddptrain.driver.transfer.inputs import Inputs
-inputs = Inputs("prepares:sleeps", Path({str(tmp_path / "inputs")!r}))
+from ddptrain.driver.transfer.inputs import RunInputs
+inputs = RunInputs("prepares:sleeps", Path({str(tmp_path / "inputs")!r}))
 inputs.begin({{}}, {{**__import__("os").environ, "PYTHONPATH": {str(tmp_path)!r}}})
 inputs.wait(lambda pid: print(pid, flush=True))
 """
@@ -169,13 +169,13 @@ class Elsewhere:
         return {worker: tasks._write_below(self.root / worker, path, offset, data)}
 
 
-def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begun: Callable[[str], Inputs]) -> None:
+def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:
     inputs = begun("writes")
     inputs.wait(lambda line: None)
     client = Elsewhere(tmp_path / "far", {"w2"})
-    gang = Gang(cast("Any", client), "run", queue.SimpleQueue())
+    gang = WorkerGroup(cast("Any", client), "run", queue.SimpleQueue())
     places = [
-        Place(rank, rank, 1, 0, Slot(worker, "host", 0, gpu=False), "host", tmp_path, True)
+        RankPlace(rank, rank, 1, 0, Slot(worker, "host", 0, gpu=False), "host", tmp_path, True)
         for rank, worker in enumerate(["w1", "w2", "w1"])
     ]
     own, copy, again = inputs.place(gang, places)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.driver.transfer.log_mirror import SpoolMirror
+from ddptrain.driver.transfer.log_mirror import LogMirror
 from ddptrain.protocol import events
 from ddptrain.results.errors import ResultsError
 from ddptrain.worker.spool import RankSpool, read_chunk
@@ -23,8 +23,8 @@ def spool_in(folder: Path) -> RankSpool:
     return spool
 
 
-def mirror_of(spool: RankSpool, folder: Path, *, shared: bool) -> SpoolMirror:
-    return SpoolMirror(spool, folder / "home" / "rank-0.log", shared=shared, fetch=read_chunk)
+def mirror_of(spool: RankSpool, folder: Path, *, shared: bool) -> LogMirror:
+    return LogMirror(spool, folder / "home" / "rank-0.log", shared=shared, fetch=read_chunk)
 
 
 def append(path: Path, data: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank.checkpoint.coordination import Calls, Due, GangStore
+from ddptrain.rank.checkpoint.coordination import CheckpointCalls, SaveSchedule, WorkerGroupStore
 from tests.pace import is_cheap
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
@@ -20,12 +20,12 @@ def gang() -> Gang:
     return Gang()
 
 
-def due(**changes: Any) -> Due:
+def due(**changes: Any) -> SaveSchedule:
     spec = make_spec(**{"world_size": 1, "every_epochs": None, **changes})
-    return Due(spec, GangStore(spec))
+    return SaveSchedule(spec, WorkerGroupStore(spec))
 
 
-def due_at(rule: Due, steps: list[int], epochs: list[float | None]) -> list[bool]:
+def due_at(rule: SaveSchedule, steps: list[int], epochs: list[float | None]) -> list[bool]:
     return [rule.now(n, step, epoch) for n, (step, epoch) in enumerate(zip(steps, epochs, strict=True), start=1)]
 
 
@@ -58,7 +58,7 @@ def test_seconds_are_counted_by_rank_0_and_all_ranks_save_in_the_same_calls(gang
     def train(rank: int) -> tuple[list[int], float]:
         spec = gang.spec(rank, 3, every_epochs=None, every_s=0.1)
         began = time.monotonic()
-        rule, saved = Due(spec, GangStore(spec)), list[int]()
+        rule, saved = SaveSchedule(spec, WorkerGroupStore(spec)), list[int]()
         for call in range(1, 201):
             time.sleep(0.002 if call < 100 or rank else 0.004)  # no rank's clock is another's
             if rule.now(call, call, None):
@@ -79,15 +79,15 @@ def test_calls_that_are_not_due_cost_next_to_nothing() -> None:
 
 def test_other_ranks_ask_the_store_in_few_of_their_calls(gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    get = GangStore.get
+    get = WorkerGroupStore.get
 
-    def noted(store: GangStore, key: str) -> bytes:
+    def noted(store: WorkerGroupStore, key: str) -> bytes:
         asked.append(key)
         return get(store, key)
 
-    monkeypatch.setattr(GangStore, "get", noted)
+    monkeypatch.setattr(WorkerGroupStore, "get", noted)
     leader, other = (
-        Due(spec, GangStore(spec))
+        SaveSchedule(spec, WorkerGroupStore(spec))
         for spec in (gang.spec(rank, 2, every_epochs=None, every_s=3600.0) for rank in (0, 1))
     )
     for call in range(1, 10_001):
@@ -99,7 +99,7 @@ def test_other_ranks_ask_the_store_in_few_of_their_calls(gang: Gang, monkeypatch
 def test_ranks_end_with_the_same_call_wherever_they_were_when_they_were_told(gang: Gang) -> None:
     """Rank 0 is ahead, rank 1 is told late and goes on meanwhile: nobody has passed the call that they agree on."""
     specs = [gang.spec(rank, 3, grace_s=60.0) for rank in range(3)]
-    calls = [Calls(spec, GangStore(spec)) for spec in specs]
+    calls = [CheckpointCalls(spec, WorkerGroupStore(spec)) for spec in specs]
     entered = (5, 2, 3)
     for counter, times in zip(calls, entered, strict=True):
         for _ in range(times):
@@ -107,7 +107,7 @@ def test_ranks_end_with_the_same_call_wherever_they_were_when_they_were_told(gan
     calls[0].tell_to_end()
     calls[2].tell_to_end()
 
-    def end(counter: Calls) -> int:
+    def end(counter: CheckpointCalls) -> int:
         while not counter.is_last(number := counter.enter()):
             if number == 20:
                 counter.tell_to_end()  # rank 1, late
@@ -120,7 +120,7 @@ def test_ranks_end_with_the_same_call_wherever_they_were_when_they_were_told(gan
 
 def test_a_rank_that_hears_nothing_keeps_the_others_only_for_the_grace(gang: Gang) -> None:
     spec = gang.spec(0, 2, grace_s=0.3)
-    calls = Calls(spec, GangStore(spec))
+    calls = CheckpointCalls(spec, WorkerGroupStore(spec))
     calls.tell_to_end()
     began = time.monotonic()
     assert not calls.is_last(calls.enter())
@@ -130,6 +130,6 @@ def test_a_rank_that_hears_nothing_keeps_the_others_only_for_the_grace(gang: Gan
 
 def test_keys_of_another_attempt_are_not_seen(gang: Gang) -> None:
     first = gang.spec(0, 2)
-    GangStore(first).set("a", "1")
-    assert GangStore(first).get("a") == b"1"
-    assert not GangStore(dataclasses.replace(first, attempt=2)).has("a")
+    WorkerGroupStore(first).set("a", "1")
+    assert WorkerGroupStore(first).get("a") == b"1"
+    assert not WorkerGroupStore(dataclasses.replace(first, attempt=2)).has("a")

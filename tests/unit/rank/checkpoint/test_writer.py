@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from ddptrain.file_ops import hash_file
 from ddptrain.protocol import events
 from ddptrain.rank.checkpoint import files, writer
-from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.context import Preempted
 from tests.pace import is_cheap
 from tests.unit.rank.stores import Gang
@@ -157,7 +157,7 @@ def test_other_ranks_than_before_are_told_and_get_new_random_states(rank: Rank, 
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1, rank_state=1)
     gang = Gang()
-    GangStore(gang.spec(1, 2)).set("met/resume/1/1", "")  # the other rank has called it as well
+    WorkerGroupStore(gang.spec(1, 2)).set("met/resume/1/1", "")  # the other rank has called it as well
     again = resumed_in(tmp_path / "again", rank, world_size=2, master_addr="127.0.0.1", master_port=gang.store.port)
     found = again.context.resume(model=model)
     assert found is not None and (found.rank_state, found.world_size) == (None, 1)
@@ -271,7 +271,7 @@ def test_call_that_is_not_due_reads_no_state_and_asks_no_store(tmp_path: Path, m
     for kind in (torch.nn.Module, torch.optim.Optimizer):
         monkeypatch.setattr(kind, "state_dict", lambda *_, **__: pytest.fail("the state was read"))
     for method in ("get", "set", "has", "wait"):
-        monkeypatch.setattr(GangStore, method, lambda *_: pytest.fail("the store was asked"))
+        monkeypatch.setattr(WorkerGroupStore, method, lambda *_: pytest.fail("the store was asked"))
     for step in range(1000):
         state = {"loss_sum": 1.0, "n": 3}
         assert not rank.context.checkpoint(

@@ -13,9 +13,9 @@ import pytest
 from ddptrain.protocol import events
 from ddptrain.rank.checkpoint import files, snapshot
 from ddptrain.rank.checkpoint import writer as checkpoint_writer
-from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.checkpoint.snapshot import Snapshot, plain_bytes
-from ddptrain.rank.checkpoint.writer import Save, Saver, done_key, state_key
+from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
 from ddptrain.rank.emitter import Emitter
 from tests.unit.rank.stores import Gang
 
@@ -28,13 +28,15 @@ class Group:
         self.gang, self.folder = gang, folder
         self.file = (folder / "events").open("ab", buffering=0)
         spec = gang.spec(0, 2, staging=str(folder), **changes)
-        self.store, self.other = GangStore(spec), GangStore(gang.spec(1, 2))
-        self.saver = Saver(spec, Emitter(self.file.fileno()), self.store)
+        self.store, self.other = WorkerGroupStore(spec), WorkerGroupStore(gang.spec(1, 2))
+        self.saver = CheckpointWriter(spec, Emitter(self.file.fileno()), self.store)
 
     def start(self, number: int) -> None:
         folder = self.folder / f"checkpoint-{number}"
         own = plain_bytes({"rank": 0})
-        self.saver.start(Save(number, 10 * number, None, {}, folder, Snapshot({}, {}, {"step": 10 * number}), own))
+        self.saver.start(
+            PendingCheckpoint(number, 10 * number, None, {}, folder, Snapshot({}, {}, {"step": 10 * number}), own)
+        )
 
     def states(self, number: int) -> Any:
         """The states of all ranks in a checkpoint."""

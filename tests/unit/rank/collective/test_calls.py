@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint.coordination import GangStore
+from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.checkpoint.snapshot import plain_bytes
 from ddptrain.rank.checkpoint.writer import state_key
 from ddptrain.rank.collective import calls
@@ -72,12 +72,12 @@ def test_ranks_wait_in_a_call_until_the_last_one_has_begun_it(tmp_path: Path) ->
 
     def come(rank: int) -> None:
         spec = gang.spec(rank, 2)
-        CollectiveCalls(spec, Emitter(-1)).meet("resume", 1, GangStore(spec))
+        CollectiveCalls(spec, Emitter(-1)).meet("resume", 1, WorkerGroupStore(spec))
         met.append(rank)
 
     first = threading.Thread(target=come, args=(0,))
     first.start()
-    store = GangStore(gang.spec(1, 2))
+    store = WorkerGroupStore(gang.spec(1, 2))
     deadline = time.monotonic() + PATIENCE_S
     while not store.has("met/resume/1/0") and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -105,7 +105,7 @@ def test_checkpoint_that_other_ranks_do_not_join_is_reported_as_a_wait(
     assert isinstance(waiting, events.Waiting) and (waiting.call, waiting.step) == ("checkpoint", 2)
     own = plain_bytes({"random": None, "rank_state": None})
     for number in (1, 2):
-        GangStore(gang.spec(1, 2)).set(state_key(number, 1), own)
+        WorkerGroupStore(gang.spec(1, 2)).set(state_key(number, 1), own)
     second.join(PATIENCE_S)
     rank.context.close()
     rank.file.close()

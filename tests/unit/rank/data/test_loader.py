@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddptrain.rank.data.loader import GangLoader, gang_loader
+from ddptrain.rank.data.loader import RankLoader, make_loader
 from tests.unit.rank.test_context import Rank
 
 CPU = torch.device("cpu")
 
 
-def loaders(size: int, ranks: int, batch_size: int = 3, **more: object) -> list[GangLoader]:
+def loaders(size: int, ranks: int, batch_size: int = 3, **more: object) -> list[RankLoader]:
     how = {"shuffle": True, "seed": 5, "drop_last": False, **more}
     data = torch.arange(size)
-    return [gang_loader(data, batch_size, rank, ranks, CPU, **how) for rank in range(ranks)]  # type: ignore[arg-type]
+    return [make_loader(data, batch_size, rank, ranks, CPU, **how) for rank in range(ranks)]  # type: ignore[arg-type]
 
 
-def seen(gang: list[GangLoader], steps: int | None = None) -> list[int]:
+def seen(gang: list[RankLoader], steps: int | None = None) -> list[int]:
     """The samples of all ranks, in `steps` steps or to the epoch's end."""
     found: list[int] = []
     for loader in gang:
@@ -163,7 +163,7 @@ def test_defaults_of_torchs_dataloader_can_be_changed() -> None:
     assert [one.persistent_workers for one in (plain, kept, changed)] == [False, True, False]
     assert plain.pin_memory is False
     device = torch.device("cuda")
-    on_gpu = gang_loader(torch.arange(4), 2, 0, 1, device, shuffle=True, seed=0, drop_last=False)  # type: ignore[arg-type]
+    on_gpu = make_loader(torch.arange(4), 2, 0, 1, device, shuffle=True, seed=0, drop_last=False)  # type: ignore[arg-type]
     assert on_gpu.pin_memory is True
 
 
@@ -182,7 +182,7 @@ def test_data_without_a_length_is_refused() -> None:
             return iter(())
 
     with pytest.raises(TypeError, match="needs data that has a length"):
-        gang_loader(Stream(), 2, 0, 1, CPU, shuffle=True, seed=0, drop_last=False)
+        make_loader(Stream(), 2, 0, 1, CPU, shuffle=True, seed=0, drop_last=False)
 
 
 def test_place_of_each_loader_stands_in_the_checkpoint_and_epochs_go_on(tmp_path: Path) -> None:

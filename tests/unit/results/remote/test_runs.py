@@ -12,7 +12,7 @@ import pytest
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
 from ddptrain.results.remote.lock import LOCK, Claim
 from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
-from ddptrain.results.run_store import LocalRuns, Need
+from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.results.show.tail import follow_logs
 from ddptrain.results.writer import RunWriter
 from ddptrain.storage.base import StoreError, StoreForbidden
@@ -91,10 +91,10 @@ def test_what_is_needed_is_fetched_and_the_rest_is_known_by_name(runs: StoreRuns
     assert view.layout.artifacts() == {"large.bin": 5000, "names.json": 3}
     assert [view.layout.told(path) for path in view.layout.logs().values()] == [f"{runs.store.url}/a-1/logs/rank-0.log"]
     assert not list(view.layout.root.glob("logs/*"))
-    runs.find("a-1", Need.LOGS)
+    runs.find("a-1", NeededFiles.LOGS)
     assert view.layout.log(0).read_text() == "one\ntwo\n"
     runs.store.write("a-1/logs/rank-0.log", b"new\nnew\n")
-    assert runs.find("a-1", Need.LOGS).layout.log(0).read_text() == "new\nnew\n"
+    assert runs.find("a-1", NeededFiles.LOGS).layout.log(0).read_text() == "new\nnew\n"
 
 
 def test_unknown_run_is_told_with_the_address(runs: StoreRuns) -> None:
@@ -107,7 +107,7 @@ def test_growing_log_is_followed_to_the_end(runs: StoreRuns, monkeypatch: pytest
     monkeypatch.setattr("ddptrain.results.remote.runs._FOLLOW_EVERY_S", 0.0)
     run = put_run(runs, "a-1", status="running")
     hold(run)
-    view = runs.find("a-1", Need.LOGS)
+    view = runs.find("a-1", NeededFiles.LOGS)
     lines = follow_logs(view, is_running=runs.follow(view, None), wait=lambda seconds: None)
     assert [next(lines), next(lines)] == ["one", "two"]
     run.write("logs/rank-0.log", b"one\ntwo\nthree\n")

@@ -16,7 +16,7 @@ from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.record import RunStatus
 from ddptrain.results.remote import restore
 from ddptrain.results.remote import upload as remote_upload
-from ddptrain.results.remote.upload import Uploads
+from ddptrain.results.remote.upload import StoreUpload
 from ddptrain.results.writer import RunWriter
 from ddptrain.storage.base import StoreError
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -41,7 +41,7 @@ class Kept:
     def __init__(self, writer: RunWriter, stage: Stage) -> None:
         self.writer, self.stage = writer, stage
         self.store, self.fs = watched_store()
-        self.uploads = Uploads(self.store, writer.layout.root, "token", max_failures=2)
+        self.uploads = StoreUpload(self.store, writer.layout.root, "token", max_failures=2)
         self.warnings: list[str] = []
         self.losses: list[DdptrainError] = []
         self.uploads.listen(self.warnings.append, self.losses.append)
@@ -132,11 +132,11 @@ def test_step_saved_again_never_damages_the_one_that_is_there(kept: Kept, tmp_pa
     kept.fs.fails = lambda path: OSError("away") if path.endswith("checkpoint.json") else None
     kept.save(1, content=b"new")
     wait_until(lambda: kept.losses)
-    restore.bring(kept.store, tmp_path / "other", pytest.fail)
+    restore.download_run(kept.store, tmp_path / "other", pytest.fail)
     assert (tmp_path / "other/checkpoints/step-1/model.safetensors").read_bytes() == b"old"
     kept.fs.fails = lambda path: None
     assert kept.uploads.flush(60) == ""
-    restore.bring(kept.store, tmp_path / "another", pytest.fail)
+    restore.download_run(kept.store, tmp_path / "another", pytest.fail)
     assert (tmp_path / "another/checkpoints/step-1/model.safetensors").read_bytes() == b"new"
     assert "checkpoints/step-1/model.safetensors" not in kept.there()
 
@@ -245,7 +245,7 @@ def test_damaged_newest_checkpoint_gives_way_to_the_one_before(
     else:
         overwrite(kept.store, path, b"w" * 999 if damage == "truncated" else b"x" * 1000)
     warnings: list[str] = []
-    restore.bring(kept.store, tmp_path / "other", warnings.append)
+    restore.download_run(kept.store, tmp_path / "other", warnings.append)
     assert verify(tmp_path / "other/checkpoints/step-1").step == 1
     assert not (tmp_path / "other/checkpoints/step-2").exists()
     assert damage == "manifest" or "checkpoint step-2 of" in warnings[0]
@@ -261,14 +261,14 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
     upload(kept)
     kept.uploads.close(60)
     other = tmp_path / "other" / "a-run"
-    restore.bring(kept.store, other, pytest.fail)
+    restore.download_run(kept.store, other, pytest.fail)
     assert sorted(path.name for path in (other / "checkpoints/step-1").iterdir()) == ["checkpoint.json"]
     assert (other / "logs/rank-0.log").read_text() == "before\n"
     with RunWriter.reopen(other, "x") as again:
         there = Kept.__new__(Kept)
         there.writer, there.stage, there.store, there.fs = again, stage, kept.store, kept.fs
         again.go_on_from(verify(other / "checkpoints/step-2"), POLICY)
-        mirror = Uploads(kept.store, other, "token")
+        mirror = StoreUpload(kept.store, other, "token")
         mirror.begin()
         there.save(3, 3.0)
         again.finish(RunStatus.SUCCEEDED, 0)
@@ -283,7 +283,7 @@ def test_unreadable_store_is_an_error_not_an_empty_run(kept: Kept, tmp_path: Pat
     fs: WatchedFs = kept.fs
     fs.errors = [OSError("away")] * 3
     with pytest.raises(StoreError, match="away"):
-        restore.bring(kept.store, tmp_path / "other", pytest.fail)
+        restore.download_run(kept.store, tmp_path / "other", pytest.fail)
 
 
 def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Kept, tmp_path: Path) -> None:
@@ -292,12 +292,12 @@ def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Ke
     upload(kept)
     copy = tmp_path / "copy"
     for _ in range(2):
-        restore.copy_model(kept.store, copy, kept.store.files())
+        restore.download_model(kept.store, copy, kept.store.files())
         assert (copy / "checkpoints/best").read_text() == "step-1\n"
         assert [path.parent.name for path in copy.rglob("*.safetensors")] == ["step-1"]
     overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"worn")
-    restore.copy_model(kept.store, copy, kept.store.files())  # it is here, whole
+    restore.download_model(kept.store, copy, kept.store.files())  # it is here, whole
     with pytest.raises(CheckpointDamaged, match=r"SHA-256 of model\.safetensors"):
-        restore.copy_model(kept.store, tmp_path / "another", kept.store.files())
+        restore.download_model(kept.store, tmp_path / "another", kept.store.files())
     with pytest.raises(RunNotFound, match="has no checkpoint in memory://"):
-        restore.copy_model(kept.store.below("none"), copy, {})
+        restore.download_model(kept.store.below("none"), copy, {})

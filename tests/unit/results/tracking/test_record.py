@@ -10,7 +10,7 @@ import pytest
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.record import RunRecord
 from ddptrain.results.remote.local_copy import Origin
-from ddptrain.results.tracking.record import made_by_trackers, to_type, wandb_parts
+from ddptrain.results.tracking.record import run_argument, tracker_outputs, wandb_parts
 
 
 def part(folder: Path, run_id: str) -> Path:
@@ -23,10 +23,10 @@ def part(folder: Path, run_id: str) -> Path:
 def test_run_is_named_as_a_command_in_this_directory_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs" / "a run").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert to_type(RunLayout(tmp_path / "runs" / "a run")) == "a run", "its id, where commands look by default"
-    assert to_type(RunLayout(tmp_path / "a run")) == f"'{tmp_path}/a run'"
+    assert run_argument(RunLayout(tmp_path / "runs" / "a run")) == "a run", "its id, where commands look by default"
+    assert run_argument(RunLayout(tmp_path / "a run")) == f"'{tmp_path}/a run'"
     Origin("s3://bucket/runs/a-run").mark(tmp_path / "runs" / "a run")
-    assert to_type(RunLayout(tmp_path / "runs" / "a run")) == "s3://bucket/runs/a-run"
+    assert run_argument(RunLayout(tmp_path / "runs" / "a run")) == "s3://bucket/runs/a-run"
 
 
 def test_urls_of_runs_that_were_sent_later_are_added_and_ranks_are_in_order(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_urls_of_runs_that_were_sent_later_are_added_and_ranks_are_in_order(tmp_
             "wandb": {"id": "w1"},
         },
     )
-    made = made_by_trackers(RunLayout(tmp_path), record)
+    made = tracker_outputs(RunLayout(tmp_path), record)
     assert list(made) == ["wandb", "wandb/rank_2", "wandb/rank_10", "wandb/w1-rank_2"]
     assert made["wandb"] == {"id": "w1", "url": "http://x/w1"}
     assert made["wandb/rank_2"]["url"] == "http://first", "what a rank has reported stays"

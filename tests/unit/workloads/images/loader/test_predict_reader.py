@@ -11,27 +11,27 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ddptrain.workloads.images.data.predict_inputs import Given, Trouble
+from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
 from ddptrain.workloads.images.loader import predict_reader
 from ddptrain.workloads.images.loader.predict_reader import decoded
 
 
-def picture(path: Path, red: int) -> Given:
+def picture(path: Path, red: int) -> PredictInput:
     data = io.BytesIO()
     Image.new("RGB", (12, 10), (red, 0, 0)).save(data, "PNG")
     path.write_bytes(data.getvalue())
-    return Given(path.name, str(path))
+    return PredictInput(path.name, str(path))
 
 
 def test_images_and_reasons_come_in_the_order_of_the_inputs(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no image")
     os.mkfifo(tmp_path / "fifo.png")
-    inputs: list[Given | Trouble] = [
+    inputs: list[PredictInput | InputProblem] = [
         picture(tmp_path / "one.png", 10),
-        Trouble("missing", "no such file or folder"),
-        Given("broken", str(tmp_path / "broken.png")),
-        Given("fifo", str(tmp_path / "fifo.png")),
-        Given("gone", str(tmp_path / "gone.png")),
+        InputProblem("missing", "no such file or folder"),
+        PredictInput("broken", str(tmp_path / "broken.png")),
+        PredictInput("fifo", str(tmp_path / "fifo.png")),
+        PredictInput("gone", str(tmp_path / "gone.png")),
         picture(tmp_path / "two.png", 20),
     ]
     found = [*decoded(inputs, size=8, ahead=2)]
@@ -60,7 +60,7 @@ def test_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.
 def test_no_more_inputs_are_taken_than_are_read_ahead(tmp_path: Path) -> None:
     one, taken = picture(tmp_path / "one.png", 10), 0
 
-    def inputs() -> Iterator[Given]:
+    def inputs() -> Iterator[PredictInput]:
         nonlocal taken
         for _ in range(20):
             taken += 1

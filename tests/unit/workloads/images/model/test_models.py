@@ -16,7 +16,7 @@ from ddptrain.errors import UsageError
 from ddptrain.workloads.images.model.init import built_model
 from ddptrain.workloads.images.model.models import MEAN, STD, PixelNormalizer, build, describe
 from ddptrain.workloads.images.model.preflight import BadWeights
-from ddptrain.workloads.images.model.weights import fit, named, read
+from ddptrain.workloads.images.model.weights import find_pretrained, fit, read
 from ddptrain.workloads.saved import with_module_versions
 
 CLASSES = ["cat", "dog", "owl"]
@@ -88,13 +88,13 @@ def test_pixels_have_the_mean_and_deviation_that_the_weights_want(*, channels_la
 
 
 def test_weights_of_a_name_have_a_url_and_their_own_normalisation() -> None:
-    found = named("resnet50", "DEFAULT")
+    found = find_pretrained("resnet50", "DEFAULT")
     assert found.url.endswith("resnet50-11ad3fa6.pth")
     assert (found.mean, found.std) == (MEAN, STD)
-    assert named("efficientnet_v2_l", "DEFAULT").mean == (0.5, 0.5, 0.5)
-    assert (found.image_size, named("efficientnet_b3", "DEFAULT").image_size) == (224, 300)
+    assert find_pretrained("efficientnet_v2_l", "DEFAULT").mean == (0.5, 0.5, 0.5)
+    assert (found.image_size, find_pretrained("efficientnet_b3", "DEFAULT").image_size) == (224, 300)
     with pytest.raises(BadWeights, match="resnet50 has no weights 'IMAGENET1K_V7'"):
-        named("resnet50", "IMAGENET1K_V7")
+        find_pretrained("resnet50", "IMAGENET1K_V7")
 
 
 def pretrained(n_outputs: int = 7) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from ddptrain.workloads.images.data.manifest import FILE
 from ddptrain.workloads.images.model import init
 from ddptrain.workloads.images.model.init import begin_with_weights, described_model, weights_file
 from ddptrain.workloads.images.model.models import MEAN, STD, build, describe
-from ddptrain.workloads.images.model.weights import Named
+from ddptrain.workloads.images.model.weights import PretrainedWeights
 from ddptrain.workloads.images.params import ImagesParams
 
 CLASSES = ["cat", "dog", "owl"]
@@ -143,7 +143,7 @@ class Beginning:
         self.path = folder / "w.safetensors"
         self.theirs = pretrained(1000, "squeezenet1_1")
         save_file(self.theirs, self.path)
-        known = Named(self.path.as_uri(), MEAN, STD, 300)
+        known = PretrainedWeights(self.path.as_uri(), MEAN, STD, 300)
         monkeypatch.setattr(init, "named", lambda *_: known)
         monkeypatch.setattr(init, "weights_file", lambda *_: self.path)
         self.ctx = cast("RankContext", SimpleNamespace(rank=0, progress=lambda *_, **__: None))
