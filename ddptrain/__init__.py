@@ -10,7 +10,7 @@ __all__ = ["HuggingFaceCallback", "RankContext", "Run", "__version__", "context"
 if TYPE_CHECKING:
     from ddptrain.api import Run, launch
     from ddptrain.rank.context import RankContext
-    from ddptrain.rank.current import context
+    from ddptrain.rank.current_context import context
     from ddptrain.rank.huggingface import HuggingFaceCallback
 else:
 
@@ -21,7 +21,7 @@ else:
 
             return RankContext
         if name == "context":
-            from ddptrain.rank.current import context
+            from ddptrain.rank.current_context import context
 
             return context
         if name == "HuggingFaceCallback":

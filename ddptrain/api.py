@@ -18,7 +18,7 @@ from ddptrain.errors import ConfigError, UsageError
 from ddptrain.run_handle import Run, error_of
 
 if TYPE_CHECKING:
-    from ddptrain.config.models import RunConfig
+    from ddptrain.config.run_config import RunConfig
 
 __all__ = ["Run", "launch"]
 

@@ -28,7 +28,7 @@ from ddptrain.errors import (
 if TYPE_CHECKING:
     from ddptrain.driver.control.stop import StopTarget
     from ddptrain.results.lookup import RunView
-    from ddptrain.results.record import FailureRecord
+    from ddptrain.results.run_record import FailureRecord
 
 _LOOK_S = 0.1
 _STORE_LOOK_S = 2.0

@@ -98,7 +98,7 @@ def list_(json: Json = False, verbose: VerboseOption = False) -> None:
         _print_json([view.as_dict() for view in views])
     elif views:
         from ddptrain.clusters.render import HEADER, row
-        from ddptrain.tables import plain_table
+        from ddptrain.text_tables import plain_table
 
         write([plain_table([HEADER, *(row(view) for view in views)])])
     else:
@@ -111,11 +111,11 @@ def status(name: Name, json: Json = False, verbose: VerboseOption = False) -> No
 
     Exit code 4 if it can't be used.
     """
-    from ddptrain.clusters import state
+    from ddptrain.clusters import cluster_records
     from ddptrain.clusters import status as clusters_status
     from ddptrain.errors import ExitCode
 
-    view = clusters_status.at(state.find(name))
+    view = clusters_status.at(cluster_records.find(name))
     _print_view(view, as_json=json)
     if view.state in (clusters_status.State.GONE, clusters_status.State.ELSEWHERE):
         raise typer.Exit(ExitCode.CLUSTER)
@@ -136,7 +136,7 @@ def logs(
     if json:
         _print_json(found)
         return
-    from ddptrain.tables import clean
+    from ddptrain.text_tables import clean
 
     write(f"==> {each} <==\n{clean(text).rstrip()}".rstrip() + "\n" for each, text in found.items())
 
@@ -166,7 +166,7 @@ def down(
     verbose: VerboseOption = False,
 ) -> None:
     """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster."""
-    from ddptrain.clusters import lifecycle, state
+    from ddptrain.clusters import cluster_records, lifecycle
     from ddptrain.clusters.signals import interruptible
     from ddptrain.errors import DdptrainError, UsageError
 
@@ -174,14 +174,14 @@ def down(
         raise UsageError("name one cluster, or --all")
     failed: dict[str, DdptrainError] = {}
     ended: list[str] = []
-    names = [name] if name is not None else [each.name for each in state.every()]
+    names = [name] if name is not None else [each.name for each in cluster_records.every()]
     with interruptible():
         for each in names:
             try:
                 lifecycle.down(each, _tell, now=now)
                 ended.append(each)
-            except state.ClusterNotFound:
-                _tell(_nothing_to_end(each, [other.name for other in state.every()]))
+            except cluster_records.ClusterNotFound:
+                _tell(_nothing_to_end(each, [other.name for other in cluster_records.every()]))
             except DdptrainError as error:
                 failed[each] = error
     if json:
@@ -229,7 +229,7 @@ def _print_view(view: View, *, as_json: bool) -> None:
         _print_json(view.as_dict())
         return
     from ddptrain.clusters.render import sections
-    from ddptrain.tables import plain_sections
+    from ddptrain.text_tables import plain_sections
 
     write([plain_sections(sections(view))])
 

@@ -69,7 +69,7 @@ def predict(
     run_dir = runs.find(name, NeededFiles.MODEL).layout.root
     given = find_images(images, options)  # before torch is imported: most errors are in the paths
 
-    from ddptrain.workloads.images.model.saved import load_model
+    from ddptrain.workloads.images.model.saved_classifier import load_model
     from ddptrain.workloads.images.predict import Classifier, choose_device, default_batch_size
 
     where = choose_device(device)
@@ -153,7 +153,7 @@ def _columns(place: int) -> tuple[str, str]:
 
 def _text(results: Iterable[ImageResult], width: int) -> Iterator[str]:
     """Yield one line with file and best class, then one for each other class; errors go to stderr."""
-    from ddptrain.tables import clean, clean_line
+    from ddptrain.text_tables import clean, clean_line
 
     width = min(width, _WIDEST_NAME)
     for result in results:

@@ -53,7 +53,7 @@ def list_(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> N
 def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = False) -> None:
     """Show everything about a run: status, failure, ranks, metrics, checkpoints and files."""
     from ddptrain.results.show.render import print_sections, sections
-    from ddptrain.tables import plain_sections
+    from ddptrain.text_tables import plain_sections
 
     view = _view(ctx, runs_dir, run)
     if json:
@@ -113,7 +113,7 @@ def plot(
     json: Json = False,
 ) -> None:
     """Draw the loss curves of a run, as a picture and in the terminal."""
-    from ddptrain.results.files import is_own_folder
+    from ddptrain.results.run_files import is_own_folder
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.curves import plot_data, plot_of
     from ddptrain.results.show.plot import save_picture, terminal_charts
@@ -178,7 +178,7 @@ def sync(
 def _list(runs_dir: str, *, as_json: bool) -> None:
     from ddptrain.results.remote.runs import open_runs_dir
     from ddptrain.results.show.render import HEADER, print_table, rows
-    from ddptrain.tables import plain_table
+    from ddptrain.text_tables import plain_table
 
     views = open_runs_dir(runs_dir).list()
     if as_json:
@@ -214,7 +214,7 @@ def _view(ctx: typer.Context, runs_dir: str | None, run: str) -> RunView:
 def _print_json(data: object) -> None:
     import json
 
-    from ddptrain.results.record import as_json_data
+    from ddptrain.results.run_record import as_json_data
 
     write([json.dumps(as_json_data(data), indent=2, allow_nan=False)])
 

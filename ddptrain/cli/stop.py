@@ -35,7 +35,7 @@ def stop(
     import json
 
     from ddptrain.driver.control.stop import is_active, stop_run
-    from ddptrain.tables import clean_line
+    from ddptrain.text_tables import clean_line
 
     target = _stop_target(runs_dir, run)
     was_active = is_active(target.look())
@@ -61,8 +61,8 @@ def _stop_target(runs_dir: str, run: str) -> StopTarget:
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import load_run
     from ddptrain.results.ownership.driver_heartbeat import WATCH_S
-    from ddptrain.results.record import RunStatus
     from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
+    from ddptrain.results.run_record import RunStatus
 
     place, name = split_run(run, runs_dir)
     runs = open_runs_dir(place)
@@ -83,7 +83,7 @@ def _stop_target(runs_dir: str, run: str) -> StopTarget:
 def _words(view: RunView, *, was_active: bool) -> str:
     """The end of the run in one line."""
     from ddptrain.errors import one_line
-    from ddptrain.results.record import RunStatus
+    from ddptrain.results.run_record import RunStatus
 
     record = view.record
     code = "" if record.exit_code is None else f" (exit code {record.exit_code})"

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from ddptrain.clusters import resolve, state, status
+from ddptrain.clusters import cluster_records, resolve, status
+from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.provider import Provider, Tell
 from ddptrain.clusters.security import make_tls
 from ddptrain.clusters.signals import deferred
-from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.clusters.status import State, View
 from ddptrain.config import registry
 from ddptrain.config.wording import counted, did_you_mean, shorten
@@ -21,7 +21,7 @@ from ddptrain.errors import ClusterError, DdptrainError, UsageError
 from ddptrain.log import Log
 
 if TYPE_CHECKING:
-    from ddptrain.config.models import ClusterConfig
+    from ddptrain.config.run_config import ClusterConfig
 
 _EXPOSED = (
     "the scheduler at {address} asks nobody for a certificate: everyone who can reach its port, or that of a worker, "
@@ -47,7 +47,7 @@ def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None)
     """
     provider = _provider(config.backend)
     encrypts = _encrypts(provider, config.backend, tls)
-    with state.locked(name):
+    with cluster_records.locked(name):
         if (view := _look_or_clean_up(name, tell)) is not None:
             raise UsageError(f"the cluster {name} is up at {view.deployment.record.address}, {view.slots} slots")
         return _start(config, name, provider, tell, encrypts=encrypts)
@@ -64,9 +64,9 @@ def ensure_up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None 
     """
     provider = _provider(config.backend)
     encrypts = _encrypts(provider, config.backend, tls)
-    if state.is_locked(name):
+    if cluster_records.is_locked(name):
         tell(f"another command is starting or ending the cluster {name}: waiting for it")
-    with state.locked(name, patience_s=config.start_timeout_s + _END_S):
+    with cluster_records.locked(name, patience_s=config.start_timeout_s + _END_S):
         if (view := _look_or_clean_up(name, tell)) is None:
             return _start(config, name, provider, tell, encrypts=encrypts)
     _check_same(view, config, tls)
@@ -147,7 +147,7 @@ def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
 
     Raises: UsageError, ClusterError
     """
-    deployment = state.find(name)
+    deployment = cluster_records.find(name)
     deployment.check_here()
     found = dict(_provider(deployment.record.backend).logs(deployment, lines))
     if source is None:
@@ -164,7 +164,7 @@ def last_words(name: str) -> str:
     from ddptrain.clusters import wait_ready
 
     try:
-        deployment = state.find(name)
+        deployment = cluster_records.find(name)
         view = status.probe(deployment, status.LOOK_TIMEOUT_S)
         return wait_ready.last_words(_provider(deployment.record.backend), deployment, view)
     except DdptrainError as error:
@@ -195,7 +195,7 @@ def _created(config: ClusterConfig, name: str) -> Deployment:
     settings = config.model_dump(mode="json")
     record = ClusterRecord(name, config.backend, now, settings=settings, idle_timeout_s=config.idle_timeout_s)
     try:
-        return state.create(record)
+        return cluster_records.create(record)
     except OSError as error:
         raise ClusterError(f"the cluster's folder {error.filename} can't be written: {error.strerror}") from error
 
@@ -223,8 +223,8 @@ def _look_or_clean_up(name: str, tell: Tell) -> View | None:
     Raises UsageError if it may be up, ClusterError if it is on another host.
     """
     try:
-        deployment = state.find(name)
-    except state.ClusterNotFound:
+        deployment = cluster_records.find(name)
+    except cluster_records.ClusterNotFound:
         return None
     deployment.check_here(f"or choose another --name; {_forget(deployment)}")
     resolve.reopen(deployment)
@@ -258,9 +258,9 @@ def _end(deployment: Deployment, provider: Provider, tell: Tell) -> None:
 @contextlib.contextmanager
 def _held(name: str) -> Iterator[Deployment]:
     """The cluster of that name, locked against other commands."""
-    state.find(name)
-    with state.locked(name):
-        deployment = state.find(name)
+    cluster_records.find(name)
+    with cluster_records.locked(name):
+        deployment = cluster_records.find(name)
         deployment.check_here(_forget(deployment))
         yield deployment
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from ddptrain.clusters.cluster_records import Deployment
     from ddptrain.clusters.resolve import Target
-    from ddptrain.clusters.state import Deployment
 
 Tell = Callable[[str], None]
 

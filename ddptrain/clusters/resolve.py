@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain import __version__
-from ddptrain.clusters import state
+from ddptrain.clusters import cluster_records
 from ddptrain.clusters.security import own_security, security
 from ddptrain.config import registry
 from ddptrain.errors import ClusterError
@@ -41,12 +41,12 @@ class Target:
 
 def by_name(name: str) -> Target:
     """The user's cluster of that name. Raises ClusterNotFound, ClusterError."""
-    deployment = state.find(name)
+    deployment = cluster_records.find(name)
     reopen(deployment)
     return of_deployment(deployment)
 
 
-def reopen(deployment: state.Deployment) -> None:
+def reopen(deployment: cluster_records.Deployment) -> None:
     """Restore the connection to a scheduler if this machine has lost it, for example after a restart.
 
     Raises ClusterError, also on another host than that of the cluster.
@@ -57,7 +57,7 @@ def reopen(deployment: state.Deployment) -> None:
         again(deployment)
 
 
-def of_deployment(deployment: state.Deployment) -> Target:
+def of_deployment(deployment: cluster_records.Deployment) -> Target:
     """The scheduler of one of the user's clusters.
 
     Raises ClusterError if it has no address, runs on another host, or was started before a restart of this host or by
@@ -94,7 +94,7 @@ def by_address(address: str, tls: TlsSettings | None) -> Target:
         files = (Path(name).expanduser() for name in (tls.ca_file, tls.cert_file, tls.key_file))
         return Target(_complete(address, "tls"), security(*files))
     known = {address, _complete(address, "tcp"), _complete(address, "tls")}
-    for deployment in state.every():
+    for deployment in cluster_records.every():
         if deployment.record.address in known and deployment.relation == Relation.SAME:
             return of_deployment(deployment)
     return Target(_complete(address, "tcp"))

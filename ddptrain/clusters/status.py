@@ -11,10 +11,10 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddptrain.clusters import state
+from ddptrain.clusters import cluster_records as state
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.resolve import of_deployment
-from ddptrain.clusters.scheduler.process import LOOKER
-from ddptrain.clusters.state import Deployment
+from ddptrain.clusters.scheduler.scheduler_process import LOOKER
 from ddptrain.hosts import Relation
 
 LOOK_TIMEOUT_S = 2.0

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from ddptrain.clusters import status
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.provider import Provider, Tell
 from ddptrain.clusters.resolve import Target, of_deployment
 from ddptrain.clusters.scheduler import slots
 from ddptrain.clusters.signals import deferred
-from ddptrain.clusters.state import Deployment
 from ddptrain.clusters.status import View, WorkerView
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError
-from ddptrain.worker import tasks
+from ddptrain.worker import driver_calls
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -123,7 +123,7 @@ class ReadinessWait:
         Raises ClusterError if a worker can't be used.
         """
         assert self._client is not None
-        answers: Mapping[str, Any] = self._client.run(tasks.wait_until_warm, _WARM_ROUND_S, on_error="return")
+        answers: Mapping[str, Any] = self._client.run(driver_calls.wait_until_warm, _WARM_ROUND_S, on_error="return")
         workers = []
         for worker in view.workers:
             answer = answers.get(worker.address)

@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ddptrain.config import params as config_params
+from ddptrain.config import function_signature as config_params
 from ddptrain.config import registry
 from ddptrain.config.files import MAX_NEIGHBOURS, decode, find_config, read_text
-from ddptrain.config.models import ClusterConfig, ClusterFile, RunConfig
 from ddptrain.config.params_check import check_params
 from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
+from ddptrain.config.run_config import ClusterConfig, ClusterFile, RunConfig
 from ddptrain.config.types import default_name
 from ddptrain.config.wording import describe_value, dotted, nearest, shorten
 from ddptrain.config.yaml import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain

@@ -69,7 +69,7 @@ BACKENDS = {
 
 # Tracker -> its class, which only ranks import.
 TRACKERS = {
-    "wandb": "ddptrain.tracking.wandb.sink:WandbTracker",
+    "wandb": "ddptrain.tracking.wandb.tracker:WandbTracker",
     "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
 }
 # Tracker -> what to install if its package, which has the name of the tracker, is missing.

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from ddptrain.config import registry
-from ddptrain.config.models import RunConfig
 from ddptrain.config.params_check import check_params
+from ddptrain.config.run_config import RunConfig
 from ddptrain.config.yaml import scalar
 from ddptrain.redact import hide_secrets, known_secrets
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddptrain.config import registry
-from ddptrain.config.models import RunConfig
+from ddptrain.config.run_config import RunConfig
 
 
 def config_schema() -> dict[str, Any]:

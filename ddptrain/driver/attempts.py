@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.driver.attempt import Attempt
+from ddptrain.driver.attempt.loop import Attempt
+from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.control.signals import Signals
 from ddptrain.driver.display import Display
 from ddptrain.driver.failure.outcome import RunEnd, judge_attempt
 from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.rank_specs import RankSpecs
-from ddptrain.driver.rank_state import AttemptEnd
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.artifacts import ArtifactTransfer
 from ddptrain.driver.transfer.inputs import RunInputs
-from ddptrain.driver.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
 from ddptrain.log import Log, set_context
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.checkpoints import CheckpointPolicy
-from ddptrain.results.writer import RunWriter, utc_now
+from ddptrain.results.run_writer import RunWriter, utc_now
 
 _STORE_DEADLINE_S = 600.0
 _log = Log(__name__)

@@ -20,7 +20,7 @@ from distributed.comm.addressing import parse_host_port
 from distributed.versions import VersionMismatchWarning
 
 from ddptrain.clusters.resolve import Target
-from ddptrain.driver import dask_greeting
+from ddptrain.driver.worker_group import dask_greeting
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
 from ddptrain.protocol.rank_spec import LOST_AFTER_S

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.config.models import RunConfig
 from ddptrain.config.registry import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.failure.watchdog import alive_s
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import pack, project_of
 from ddptrain.driver.transfer.code_upload import check_imports, upload_code
 from ddptrain.driver.transfer.inputs import RunInputs
-from ddptrain.driver.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
 from ddptrain.protocol.code_digest import move_path
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,
@@ -29,8 +29,8 @@ from ddptrain.protocol.rank_spec import (
 )
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
 from ddptrain.results.layout import MANIFEST
-from ddptrain.results.record import CodeRecord
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import CodeRecord
+from ddptrain.results.run_writer import RunWriter
 
 
 @dataclass(frozen=True, slots=True)

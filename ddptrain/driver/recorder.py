@@ -8,14 +8,14 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ddptrain.config.models import CheckpointConfig
+from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display import Display
 from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread
 from ddptrain.log import Log
 from ddptrain.protocol import events
-from ddptrain.results.record import EnvironmentValue, RankRecord, as_json_data
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import EnvironmentValue, RankRecord, as_json_data
+from ddptrain.results.run_writer import RunWriter
 
 _MOST_RETURNED = 1 << 16  # characters
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20

@@ -11,13 +11,13 @@ from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ConfigError, RunLocked, UsageError, one_line
-from ddptrain.results.files import is_own_folder, read_bytes
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
-from ddptrain.results.ownership import lock
-from ddptrain.results.record import DriverRecord, RunStatus
+from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.local_copy import where_of
-from ddptrain.results.tracking.record import run_argument
+from ddptrain.results.run_files import is_own_folder, read_bytes
+from ddptrain.results.run_record import DriverRecord, RunStatus
+from ddptrain.results.tracker_records import run_argument
 
 AUTO = "auto"
 _COMPARED = ("workload", "params")
@@ -121,7 +121,7 @@ def _require_ended(view: RunView) -> None:
     driver = view.record.driver
     if view.is_running:
         # run.json may still name the previous driver: the lock is taken first.
-        who = lock.holder(view.layout.lock_file) or driver.words
+        who = run_lock.holder(view.layout.lock_file) or driver.words
         raise RunLocked(
             f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
             f"ddptrain stop {run_argument(view.layout)}"

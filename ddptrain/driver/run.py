@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters import state
+from ddptrain.clusters import cluster_records
 from ddptrain.clusters.backends.attached import AttachedCluster
 from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.provider import Cluster
-from ddptrain.config.models import RankRange, RunConfig
 from ddptrain.config.registry import is_built_in, prepare_target, workload_target
 from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.config.run_config import RankRange, RunConfig
+from ddptrain.driver.attempt.inbox import Inbox, ResultsLost
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
@@ -26,7 +27,6 @@ from ddptrain.driver.display import open_display
 from ddptrain.driver.failure import outcome as verdicts
 from ddptrain.driver.failure import summary
 from ddptrain.driver.local_resources import LocalResources, local_resources
-from ddptrain.driver.messages import Inbox, ResultsLost
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.inputs import RunInputs
@@ -37,18 +37,18 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.ownership.claim import check_run_id
-from ddptrain.results.record import DriverRecord, RunStatus
 from ddptrain.results.remote.runs import RunsDir, open_runs_dir
+from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_store import LocalRuns, RunUpload
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_writer import RunWriter
 
 if TYPE_CHECKING:
     from distributed import Client
 
     from ddptrain.clusters.resolve import Target
-    from ddptrain.driver.reservation import SlotRequest, WaitHooks
     from ddptrain.driver.resume import Choice
-    from ddptrain.driver.worker_group import RankPlace, WorkerGroup
+    from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
+    from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
     from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
     from ddptrain.results.lookup import RunView
 
@@ -148,7 +148,7 @@ def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen:
 def _prepared_by(config: RunConfig) -> str:
     """The function that prepares or checks the workload's inputs, or "". Raises ClusterNotFound."""
     name = config.cluster.name
-    backend = config.cluster.backend if name is None else state.find(name).record.backend
+    backend = config.cluster.backend if name is None else cluster_records.find(name).record.backend
     here = backend == "local"  # on other hosts a path may be another file
     return prepare_target(config.workload, config.params, here=here) if isinstance(config.workload, str) else ""
 
@@ -226,7 +226,7 @@ class _Run:
             # Imports Dask: before the block that signals may interrupt.
             from ddptrain.driver.attempts import AttemptSeries, RunContext
             from ddptrain.driver.connect import connected
-            from ddptrain.driver.worker_group import WorkerGroup
+            from ddptrain.driver.worker_group.worker_group import WorkerGroup
 
             with self.signals.interrupting():
                 if self.machine is None:
@@ -275,7 +275,7 @@ class _Run:
         return places
 
     def _wish(self) -> SlotRequest:
-        from ddptrain.driver.reservation import SlotRequest
+        from ddptrain.driver.worker_group.reservation import SlotRequest
 
         cluster = self.config.cluster
         most = cluster.ranks.max if isinstance(cluster.ranks, RankRange) else cluster.ranks
@@ -289,7 +289,7 @@ class _Run:
         return SlotRequest(asked, gpus > 0, cluster.start_timeout_s, cluster.wait_s, least, gather_s)
 
     def _watchers(self, client: Client, target: Target) -> WaitHooks:
-        from ddptrain.driver.reservation import WaitHooks
+        from ddptrain.driver.worker_group.reservation import WaitHooks
 
         return WaitHooks(
             check=self._check_of(client) if target.foreign else None,

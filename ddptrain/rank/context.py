@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.rank.artifact_files import ArtifactFiles
 from ddptrain.rank.checkpoint import random_state
+from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
 from ddptrain.rank.checkpoint.coordination import CheckpointCalls, Preempted, SaveSchedule, WorkerGroupStore
 from ddptrain.rank.checkpoint.load import Resumed, loaded
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, plain_bytes
-from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.files import ArtifactFiles
 from ddptrain.rank.plain_numbers import numbers, optional, whole
 from ddptrain.rank.trackers import RankTrackers
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
     import torch.utils.data
 
-    from ddptrain.rank.collective.values import CollectiveValues
-    from ddptrain.rank.data.loader import RankLoader
+    from ddptrain.rank.collective.reductions import CollectiveValues
+    from ddptrain.rank.data.dataloader import RankLoader
     from ddptrain.rank.media.log import MediaLog
 
 __all__ = ["Preempted", "RankContext", "Resumed"]
@@ -233,7 +233,7 @@ class RankContext:
         the epoch, and a resumed run continues there, also with another number of ranks; several loaders are identified
         by their order of creation. Raises TypeError for data without a length.
         """
-        from ddptrain.rank.data.loader import make_loader
+        from ddptrain.rank.data.dataloader import make_loader
 
         options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
         loader = make_loader(dataset, batch_size, self.rank, self.world_size, self.device, **options)
@@ -263,7 +263,7 @@ class RankContext:
 
     @cached_property
     def _collective_values(self) -> CollectiveValues:
-        from ddptrain.rank.collective.values import CollectiveValues
+        from ddptrain.rank.collective.reductions import CollectiveValues
 
         return CollectiveValues(self._spec, self._collective_calls)
 

@@ -21,7 +21,7 @@ from ddptrain.errors import one_line
 from ddptrain.protocol import error_file, events
 from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
-from ddptrain.rank import current, script
+from ddptrain.rank import current_context, script
 from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, CheckpointCalls, Preempted, WorkerGroupStore
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.control import CommandHandler
@@ -77,7 +77,7 @@ class RankLifecycle:
             report_thread_failures(self.emitter)
             device = self._set_up_torch()
             self._emit_started(device)
-            current.provide(lambda: self._get_context(device))
+            current_context.provide(lambda: self._get_context(device))
             if self.spec.code.is_script:
                 self._run_user_code(lambda: script.run(self.spec, self.tracked.begin))
             else:
@@ -105,9 +105,9 @@ class RankLifecycle:
         import torch
         from torch.distributed import distributed_c10d as c10d
 
-        from ddptrain.rank.data import workers
+        from ddptrain.rank.data import dataloader_workers
 
-        workers.protect()
+        dataloader_workers.protect()
         np.random.seed(None)  # otherwise all forks would have the server's random state
         torch.set_num_threads(self.spec.host.cpu_threads)
         timeout = dt.timedelta(seconds=self.spec.group.timeout_s)

@@ -13,8 +13,8 @@ from typing import Any
 
 from ddptrain.file_ops import hash_file
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.files import read_bytes
 from ddptrain.results.layout import MANIFEST, RunLayout, step_of
+from ddptrain.results.run_files import read_bytes
 
 
 @dataclass(frozen=True, slots=True)

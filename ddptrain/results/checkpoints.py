@@ -18,10 +18,10 @@ from ddptrain.file_ops import publish, sync_folder
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoint_verification import is_plain_name
 from ddptrain.results.errors import CheckpointDamaged, naming
-from ddptrain.results.files import write_file
 from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name
-from ddptrain.results.record import BestRecord, as_json_data
-from ddptrain.results.staging import Parcel, move_in
+from ddptrain.results.run_files import write_file
+from ddptrain.results.run_record import BestRecord, as_json_data
+from ddptrain.results.staged_files import Parcel, move_in
 
 _MANIFEST_SCHEMA = 1
 _OLD = ".old-"

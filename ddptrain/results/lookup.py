@@ -12,13 +12,13 @@ from typing import Any
 
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results.files import read_bytes
 from ddptrain.results.layout import LATEST, MANIFEST, RunLayout, step_name, step_of
 from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
-from ddptrain.results.record import FailureRecord, RecordError, RunRecord, RunStatus
 from ddptrain.results.remote.local_copy import origin_of, where_of
-from ddptrain.results.tracking.record import tracker_outputs
+from ddptrain.results.run_files import read_bytes
+from ddptrain.results.run_record import FailureRecord, RecordError, RunRecord, RunStatus
+from ddptrain.results.tracker_records import tracker_outputs
 
 DRIVER_GONE = "the driver is gone (killed?)"
 _MOST_LISTED = 10

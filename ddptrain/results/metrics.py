@@ -16,7 +16,7 @@ from typing import Any
 
 from ddptrain.file_ops import open_regular
 from ddptrain.results.errors import naming
-from ddptrain.results.record import AttemptRecord
+from ddptrain.results.run_record import AttemptRecord
 
 _POSITION = frozenset(("time_s", "step", "epoch", "rank", "attempt"))
 

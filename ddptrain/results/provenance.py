@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ddptrain.redact import LEFT_OUT, hide_credentials
-from ddptrain.results.record import EnvironmentValue, GitRecord
+from ddptrain.results.run_record import EnvironmentValue, GitRecord
 from ddptrain.secret_rules import is_secret_name
 
 _GIT_TIMEOUT_S = 1.0

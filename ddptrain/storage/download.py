@@ -19,7 +19,7 @@ from ddptrain import file_ops
 from ddptrain.errors import UsageError
 from ddptrain.log import Log
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.base import Limits, StoreError, StoreUnreachable, Transient, fetch_chunks
+from ddptrain.storage.store import Limits, StoreError, StoreUnreachable, Transient, fetch_chunks
 
 _log = Log(__name__)
 _TRIES = 3

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddptrain.storage.base import (
+from ddptrain.storage.store import (
     Listed,
     Location,
     NotFound,

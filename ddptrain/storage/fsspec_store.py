@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.base import (
+from ddptrain.storage.store import (
     UNKNOWN_SIZE,
     Limits,
     Listed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ddptrain.errors import one_line
-from ddptrain.storage.base import (
+from ddptrain.storage.store import (
     OBJECT_STORES,
     Location,
     NotFound,

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import UsageError
-from ddptrain.storage.base import (
+from ddptrain.storage.object_errors import CREDENTIAL_VARIABLE, first_line, store_error
+from ddptrain.storage.options import settings_for
+from ddptrain.storage.store import (
     OBJECT_STORES,
     Limits,
     Listed,
@@ -23,8 +25,6 @@ from ddptrain.storage.base import (
     Versioned,
     WriteConflict,
 )
-from ddptrain.storage.object_errors import CREDENTIAL_VARIABLE, first_line, store_error
-from ddptrain.storage.options import settings_for
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store

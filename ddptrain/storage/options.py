@@ -17,7 +17,7 @@ from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.secret_rules import is_secret_name
 from ddptrain.storage.aws_profile import Credentials, Profile, read_profile, static
-from ddptrain.storage.base import Location, StoreUnreachable
+from ddptrain.storage.store import Location, StoreUnreachable
 
 # fsspec's name -> obstore's, for values that are passed on unchanged; code below handles the others.
 _PLAIN = {

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import atomic_file
-from ddptrain.storage.base import (
+from ddptrain.storage.store import (
     OBJECT_STORES,
     Limits,
     Listed,

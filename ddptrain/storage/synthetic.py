@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from PIL import Image, ImageDraw
 
-from ddptrain.storage.base import UNKNOWN_SIZE, Listed, Location, NotFound, Store
+from ddptrain.storage.store import UNKNOWN_SIZE, Listed, Location, NotFound, Store
 
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 EACH = 100

@@ -298,7 +298,7 @@ def _is_served(link: socket.socket) -> bool:
 
 def _start_server(arguments: list[str], env: Mapping[str, str], link_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "ddptrain.rank.server.process", *arguments],
+        [sys.executable, "-P", "-m", "ddptrain.rank.server.server", *arguments],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=log_fd,

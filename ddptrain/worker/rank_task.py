@@ -21,7 +21,7 @@ from ddptrain.worker import diagnostics, environment, spool
 from ddptrain.worker.foreign_worker import rank_host
 from ddptrain.worker.gpu_use import gpu_percent
 from ddptrain.worker.oom import MemoryWatch
-from ddptrain.worker.procfs import ProcessMonitor
+from ddptrain.worker.process_monitor import ProcessMonitor
 from ddptrain.worker.rank_host import RankHost
 
 _POLL_S = 0.02  # between two checks of the files of a rank that prints

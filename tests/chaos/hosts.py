@@ -26,7 +26,9 @@ class Hosts:
         self._desk, self._node = self._network.add("desk"), self._network.add("node")
         module = (sys.executable, "-P", "-m")
         here = str(folder / "net")
-        self._node.start(*module, "ddptrain.clusters.scheduler.process", "--folder", here, "--host", self._node.address)
+        self._node.start(
+            *module, "ddptrain.clusters.scheduler.scheduler_process", "--folder", here, "--host", self._node.address
+        )
         card = folder / "net" / "scheduler.json"
         deadline = time.monotonic() + _START_S
         while not card.exists() and time.monotonic() < deadline:

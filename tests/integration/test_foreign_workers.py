@@ -18,7 +18,7 @@ import pytest
 from distributed import Worker
 
 from ddptrain.protocol.rank_spec import attached_plugin
-from ddptrain.worker import tasks
+from ddptrain.worker import driver_calls
 from ddptrain.worker.rank_server_client import RankServerLost
 from tests.conftest import PATIENCE_S
 from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
@@ -174,8 +174,8 @@ def test_foreign_worker_offers_one_slot_or_those_of_its_resource(dask: DaskBench
     dask.foreign("--resources", "slot=3", "--nthreads", "8", name="slots")
     dask.foreign("--resources", "slot=3", name="few-threads")
     with dask.driver(workers=3) as driver:
-        offers = {name: driver.call(tasks.describe_offer, worker=name) for name in driver.workers}
-        warm = driver.call(tasks.wait_until_warm, 30.0, worker="plain")
+        offers = {name: driver.call(driver_calls.describe_offer, worker=name) for name in driver.workers}
+        warm = driver.call(driver_calls.wait_until_warm, 30.0, worker="plain")
     assert {name: (offer["slots"], offer["gpus"], offer["ours"]) for name, offer in offers.items()} == {
         "plain": (1, 0, False),
         "slots": (3, 0, False),
@@ -187,7 +187,7 @@ def test_foreign_worker_offers_one_slot_or_those_of_its_resource(dask: DaskBench
 def test_slots_of_others_can_not_be_changed(dask: DaskBench) -> None:
     dask.foreign()
     with dask.driver(workers=1) as driver, pytest.raises(Exception, match="was not started by ddptrain"):
-        driver.call(tasks.set_slots, 2, worker="foreign")
+        driver.call(driver_calls.set_slots, 2, worker="foreign")
 
 
 def test_killed_rank_server_is_replaced_for_the_next_attempt(dask: DaskBench) -> None:
@@ -207,8 +207,8 @@ def test_unknown_run_is_told(dask: DaskBench) -> None:
     dask.foreign()
     with dask.driver(workers=1) as driver:
         with pytest.raises(Exception, match="run r-1 is not attached"):
-            driver.call(tasks.read_spool, driver.run_id, "/etc/passwd", 0, 10, worker="foreign")
-        driver.call(tasks.stop_ranks, driver.run_id, ["x"], 1.0, worker="foreign")
+            driver.call(driver_calls.read_spool, driver.run_id, "/etc/passwd", 0, 10, worker="foreign")
+        driver.call(driver_calls.stop_ranks, driver.run_id, ["x"], 1.0, worker="foreign")
 
 
 def test_gang_trains_on_workers_of_others(tmp_path: Path) -> None:

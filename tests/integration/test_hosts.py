@@ -108,7 +108,12 @@ class Cluster:
         if tls:
             make_tls(self.site)
         self._python(
-            self.head, "ddptrain.clusters.scheduler.process", "--folder", str(self.site), "--host", self.head.address
+            self.head,
+            "ddptrain.clusters.scheduler.scheduler_process",
+            "--folder",
+            str(self.site),
+            "--host",
+            self.head.address,
         )
         self.until((self.site / "scheduler.json").exists, "the scheduler")
         self.address = str(json.loads((self.site / "scheduler.json").read_text())["address"])

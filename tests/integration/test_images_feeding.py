@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader
 from torchvision.transforms.functional import pil_to_tensor
 
 from ddptrain.errors import UsageError
-from ddptrain.storage.base import Location, StoreUnreachable
+from ddptrain.storage.store import Location, StoreUnreachable
 from ddptrain.workloads.images.data.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.dataset import ImageFolder
-from ddptrain.workloads.images.loader.loader import ImageLoader
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.params import ImagesParams
 from tests.conftest import PATIENCE_S
 from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
@@ -204,7 +204,7 @@ def test_requests_are_under_way_side_by_side(served: Served) -> None:
 # A rank that feeds itself; it prints the processes that decode for it, and trains until it is killed.
 RANK = """
 import json, sys, torch
-from ddptrain.workloads.images.loader.loader import ImageLoader
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from pathlib import Path

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ExitCode
-from ddptrain.storage.base import (
+from ddptrain.storage.store import (
     Limits,
     Location,
     NotFound,
@@ -54,7 +54,7 @@ SEEN = """
 import hashlib, os
 import torch
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.storage.base import open_store
+from ddptrain.storage.store import open_store
 from ddptrain.workloads.images.params import ImagesParams
 
 

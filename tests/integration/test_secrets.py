@@ -81,7 +81,7 @@ def _arguments() -> list[str]:
 SPY = """
 import sys
 from ddptrain.cli.main import main
-from ddptrain.driver.worker_group import WorkerGroup
+from ddptrain.driver.worker_group.worker_group import WorkerGroup
 
 submit = WorkerGroup.submit
 

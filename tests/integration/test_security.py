@@ -63,7 +63,7 @@ def test_attack_succeeds_on_a_scheduler_without_protection(marker: Path, tmp_pat
     command = [
         sys.executable,
         "-m",
-        "ddptrain.clusters.scheduler.process",
+        "ddptrain.clusters.scheduler.scheduler_process",
         "--folder",
         str(tmp_path),
         "--host",

@@ -17,11 +17,11 @@ import pytest
 from s3fs import S3FileSystem
 
 from ddptrain.errors import DdptrainError, RunLocked
-from ddptrain.results.remote import lock as remote_lock
-from ddptrain.results.remote.lock import LOCK, Claim, StoreLock, claim_from
+from ddptrain.results.remote import lease as remote_lock
+from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
 from ddptrain.results.remote.upload import StoreUpload
-from ddptrain.storage.base import NoConditionalWrites
 from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import NoConditionalWrites
 from tests.integration.s3server import s3_server
 from tests.integration.seaweed import seaweed
 
@@ -32,7 +32,7 @@ _OWNER = """
 import os, sys, threading
 from ddptrain.errors import RunLocked
 from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.results.remote.lock import StoreLock
+from ddptrain.results.remote.lease import StoreLock
 
 url, inside, share, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 taken, refused, doubles = [], [], []

@@ -13,8 +13,8 @@ import pytest
 
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.results.lookup import load_run
-from ddptrain.results.record import RunStatus
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import RunStatus
+from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb import transaction_log
 from tests.conftest import Cli
 from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend

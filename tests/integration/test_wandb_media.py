@@ -52,7 +52,7 @@ import sys, time
 from pathlib import Path
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb.sink import WandbTracker
+from ddptrain.tracking.wandb.tracker import WandbTracker
 
 folder = Path(sys.argv[1])
 tracker = WandbTracker({"checkpoints": True})

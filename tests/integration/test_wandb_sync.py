@@ -18,12 +18,12 @@ import pytest
 
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
-from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, UNSENT, RunPart, parts_below, waiting
 from ddptrain.results.lookup import load_run
-from ddptrain.results.ownership import lock
-from ddptrain.results.record import RunStatus
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.ownership import run_lock
+from ddptrain.results.run_record import RunStatus
+from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb import transaction_log
+from ddptrain.tracking.wandb.run_parts import CHECKPOINT_TYPE, OPEN, UNSENT, RunPart, parts_below, waiting
 from tests.conftest import Cli
 from tests.integration.wandb_backend import Backend, wandb_backend
 
@@ -36,7 +36,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from ddptrain.tracking.wandb.transaction_log import records
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb.sink import WandbTracker
+from ddptrain.tracking.wandb.tracker import WandbTracker
 
 
 def rows_on_disk():
@@ -222,7 +222,7 @@ def test_what_fails_waits_for_the_next_time(run: Path, backend: Backend) -> None
 
 
 def test_run_that_is_on_and_one_that_is_being_sent_are_left_alone(run: Path, backend: Backend) -> None:
-    held = lock.take(run / "tracking" / "wandb" / ".sync.lock")
+    held = run_lock.take(run / "tracking" / "wandb" / ".sync.lock")
     try:
         assert sync(run, backend.environment).passed_over == "another process is sending it"
     finally:

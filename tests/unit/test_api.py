@@ -13,7 +13,7 @@ import pytest
 import ddptrain
 from ddptrain import api, run_handle
 from ddptrain.api import launch
-from ddptrain.config.models import RunConfig
+from ddptrain.config.run_config import RunConfig
 from ddptrain.errors import (
     ClusterError,
     ConfigError,

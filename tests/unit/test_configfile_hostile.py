@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.config.load import load_config, load_mapping
-from ddptrain.config.models import RunConfig
 from ddptrain.config.resolved import resolve
+from ddptrain.config.run_config import RunConfig
 from ddptrain.config.types import NAME_PATTERN
 from ddptrain.errors import ConfigError
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from ddptrain.config.load import load_config
-from ddptrain.config.models import RunConfig
+from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.transfer.artifacts import _file_name
 from ddptrain.errors import ConfigError
 from ddptrain.protocol import events
@@ -32,9 +32,9 @@ from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
 from ddptrain.results.layout import RunLayout, safe_relative, step_name, step_of, valid_run_id
 from ddptrain.results.lookup import load_run
-from ddptrain.results.record import FailureRecord, RecordError, RunRecord
+from ddptrain.results.run_record import FailureRecord, RecordError, RunRecord
+from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show import render
-from ddptrain.results.writer import RunWriter
 
 _TESTS = 8
 _IN_ALL = int(os.environ.get("DDPTRAIN_HOSTILE_INPUTS", "0"))

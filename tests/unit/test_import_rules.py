@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
 DOORS = {
     ("workloads", "ddptrain.rank.context"),
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext
-    ("__init__.py", "ddptrain.rank.current"),  # ddptrain.context
+    ("__init__.py", "ddptrain.rank.current_context"),  # ddptrain.context
     ("__init__.py", "ddptrain.rank.huggingface"),  # ddptrain.HuggingFaceCallback
     ("__main__.py", "ddptrain.cli.main"),
     ("api.py", "ddptrain.driver"),  # runs from Python: what the command does, without its process
@@ -149,7 +149,7 @@ def test_import_inside_a_function_is_seen() -> None:
 def test_closed_room_is_refused_and_its_door_is_not() -> None:
     file = PACKAGE / "workloads" / "x.py"
     assert is_open(Import(file, 1, "ddptrain.rank.context.RankContext", lazy=False), "workloads")
-    assert not is_open(Import(file, 1, "ddptrain.rank.server.process", lazy=True), "workloads")
+    assert not is_open(Import(file, 1, "ddptrain.rank.server.server", lazy=True), "workloads")
     assert not is_open(Import(file, 1, "ddptrain.workloads.petnames", lazy=False), "cli")
 
 

@@ -49,7 +49,7 @@ def test_time_is_utc_with_milliseconds() -> None:
 
 def test_run_attempt_and_rank_stand_before_the_message_and_other_fields_behind(lines: list[str]) -> None:
     log.set_context(run="toy-1", attempt=2)
-    log.Log("ddptrain.driver.attempt").info("rank ordered", worker="tcp://a:1", rank=3, left_s=0.5, gpu=None)
+    log.Log("ddptrain.driver.attempt.loop").info("rank ordered", worker="tcp://a:1", rank=3, left_s=0.5, gpu=None)
     assert without_time(lines[0]) == ("INFO driver run=toy-1 attempt=2 rank=3 rank ordered worker=tcp://a:1 left_s=0.5")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddptrain.clusters import resolve
 from ddptrain.clusters.resolve import Target
-from ddptrain.config.models import ClusterConfig
+from ddptrain.config.run_config import ClusterConfig
 
 
 class AttachedCluster:

@@ -19,10 +19,10 @@ from typing import Any
 from ddptrain.clusters import processes
 from ddptrain.clusters.backends.dask_class_process import ORDER_FILE, SOCKET_FILE, KeeperOrder
 from ddptrain.clusters.backends.foreign_cluster import dask_logs, spare_runs
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
-from ddptrain.clusters.scheduler.process import SCHEDULER_FILE
-from ddptrain.clusters.state import Deployment
+from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_FILE
 from ddptrain.errors import ClusterError, UsageError
 
 _KEEPER = "keeper"

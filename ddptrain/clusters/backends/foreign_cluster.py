@@ -7,8 +7,8 @@ import logging
 from collections.abc import Sequence
 
 from ddptrain.clusters import status
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.resolve import of_deployment
-from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
 
 _ASK_S = 5.0

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddptrain.clusters import processes
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.resolve import of_deployment
-from ddptrain.clusters.scheduler.process import LOOKER, SCHEDULER_FILE
-from ddptrain.clusters.state import Deployment
+from ddptrain.clusters.scheduler.scheduler_process import LOOKER, SCHEDULER_FILE
 from ddptrain.config.clusters import slots_to_order
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
@@ -73,7 +73,7 @@ def _worker_arguments(cluster: Deployment, slots: int, gpus: Sequence[str]) -> l
 
 
 def _scheduler_arguments(cluster: Deployment) -> list[str]:
-    arguments = ["-m", "ddptrain.clusters.scheduler.process", "--folder", str(cluster.folder)]
+    arguments = ["-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(cluster.folder)]
     return [*arguments, "--idle-timeout", str(cluster.record.idle_timeout_s)]
 
 
@@ -86,11 +86,11 @@ def _start(cluster: Deployment, name: str, arguments: list[str]) -> None:
 def _resize(cluster: Deployment, slots: int) -> None:
     from distributed import Client
 
-    from ddptrain.worker import tasks
+    from ddptrain.worker import driver_calls
 
     target = of_deployment(cluster)
     with Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False) as client:
-        client.run(tasks.set_slots, slots)
+        client.run(driver_calls.set_slots, slots)
 
 
 def _room(settings: Mapping[str, Any], slots: int | None) -> tuple[int, tuple[str, ...]]:

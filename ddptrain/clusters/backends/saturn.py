@@ -15,9 +15,9 @@ from typing import Any
 from ddptrain.clusters import processes, security
 from ddptrain.clusters.backends.foreign_cluster import dask_logs, spare_runs
 from ddptrain.clusters.backends.saturn_api import CLOSED, NotTaken, Saturn
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
-from ddptrain.clusters.state import Deployment
 from ddptrain.config.clusters import SaturnSettings
 from ddptrain.errors import ClusterError, UsageError
 

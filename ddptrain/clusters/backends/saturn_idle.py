@@ -11,11 +11,11 @@ import argparse
 import sys
 import time
 
-from ddptrain.clusters import state
+from ddptrain.clusters import cluster_records
 from ddptrain.clusters.backends import saturn
 from ddptrain.clusters.resolve import of_deployment
 from ddptrain.clusters.scheduler.idle import IdleWatch
-from ddptrain.clusters.scheduler.process import write_ended
+from ddptrain.clusters.scheduler.scheduler_process import write_ended
 from ddptrain.errors import DdptrainError
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m ddptrain.clusters.backends.saturn_idle", description="Ends a cluster that nobody uses."
     )
     parser.add_argument("--name", required=True, help="the cluster's name")
-    cluster = state.find(parser.parse_args(argv).name)
+    cluster = cluster_records.find(parser.parse_args(argv).name)
     timeout_s = cluster.record.idle_timeout_s
     watch = IdleWatch(of_deployment(cluster), timeout_s)
     while not watch.is_over():

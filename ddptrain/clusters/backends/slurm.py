@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters.backends.slurm_script import JobPlan, scheduler_lines, script, worker_lines
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
-from ddptrain.clusters.state import Deployment
 from ddptrain.config.clusters import slots_to_order
 from ddptrain.errors import ClusterError, UsageError
 
@@ -152,7 +152,7 @@ def _submit(cluster: Deployment, plan: JobPlan, lines: Sequence[str], tell: Tell
 
 def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> None:
     from ddptrain.clusters.scheduler import slots
-    from ddptrain.worker import tasks
+    from ddptrain.worker import driver_calls
 
     workers = client.run_on_scheduler(slots.overview)["workers"]
     total = sum(worker["slots"] for worker in workers)
@@ -174,7 +174,7 @@ def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> Non
             workers = [worker for worker in workers if worker not in of_job]
     for worker in reversed(workers):
         if (fewer := min(total - wanted, worker["slots"] - 1)) > 0:
-            client.run(tasks.set_slots, worker["slots"] - fewer, workers=[worker["address"]])
+            client.run(driver_calls.set_slots, worker["slots"] - fewer, workers=[worker["address"]])
             total -= fewer
     cluster.update(workers=len(workers))
 
@@ -188,7 +188,7 @@ def _connected(cluster: Deployment) -> Client:
     from distributed import Client
 
     from ddptrain.clusters.resolve import of_deployment
-    from ddptrain.clusters.scheduler.process import LOOKER
+    from ddptrain.clusters.scheduler.scheduler_process import LOOKER
 
     target = of_deployment(cluster)
     return Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False)

@@ -80,7 +80,7 @@ def _quoted(value: object) -> str:
 def scheduler_lines(plan: JobPlan, idle_timeout_s: float, *, alone: bool = True) -> list[str]:
     """Start the scheduler on the job's first node, in the background unless it is `alone` in the job."""
     python = shlex.quote(plan.python)
-    command = [plan.python, "-P", "-m", "ddptrain.clusters.scheduler.process", "--folder", str(plan.folder)]
+    command = [plan.python, "-P", "-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(plan.folder)]
     command += ["--idle-timeout", str(idle_timeout_s)]
     log = shlex.quote(str(plan.folder / "scheduler.log"))
     line = f'{shlex.join(command)} --host "$({python} -c {shlex.quote(_ADDRESS)})" >>{log} 2>&1'

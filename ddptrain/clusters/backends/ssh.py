@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 from ddptrain import __version__
 from ddptrain.clusters.backends.ssh_host import Host, hosts_of
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import FOLDER, DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
-from ddptrain.clusters.state import Deployment
 from ddptrain.config.clusters import slots_to_order
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
@@ -170,7 +170,7 @@ def _address(host: Host) -> str:
 
 
 def _start_scheduler(cluster: Deployment, host: Host, address: str) -> None:
-    arguments = ["-m", "ddptrain.clusters.scheduler.process", "--folder", FOLDER, "--host", address]
+    arguments = ["-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", FOLDER, "--host", address]
     arguments += ["--idle-timeout", str(cluster.record.idle_timeout_s)]
     part = _ordered(cluster, _SCHEDULER, host)
     _keep(cluster, [part])
@@ -239,7 +239,7 @@ def _resize(
 ) -> None:
     """Set the slots of each host: change a running worker, start a missing one, end a worker with 0 slots."""
     from ddptrain.clusters.scheduler import slots
-    from ddptrain.worker import tasks
+    from ddptrain.worker import driver_calls
 
     workers = {worker["name"]: worker for worker in client.run_on_scheduler(slots.overview)["workers"]}
     missing, spare = [], []
@@ -248,7 +248,7 @@ def _resize(
         if worker is None and (count is None or count > 0):
             missing.append((host, count))
         elif worker is not None and count:
-            client.run(tasks.set_slots, count, workers=[worker["address"]])
+            client.run(driver_calls.set_slots, count, workers=[worker["address"]])
         elif worker is not None and count == 0 and worker["held"]:
             tell(f"the worker on {host.name} stays, for a run is on it: scale again when that has ended")
         elif worker is not None and count == 0:
@@ -311,7 +311,7 @@ def _connected(cluster: Deployment) -> Client:
     from distributed import Client
 
     from ddptrain.clusters.resolve import of_deployment
-    from ddptrain.clusters.scheduler.process import LOOKER
+    from ddptrain.clusters.scheduler.scheduler_process import LOOKER
 
     target = of_deployment(cluster)
     return Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False)

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ddptrain.clusters.resolve import Target
-from ddptrain.clusters.scheduler.process import LOOKER, is_used
+from ddptrain.clusters.scheduler.scheduler_process import LOOKER, is_used
 
 if TYPE_CHECKING:
     from distributed import Scheduler

@@ -11,7 +11,7 @@ from typing import Any
 from distributed import Client, Future, Scheduler
 
 from ddptrain.clusters.scheduler import slots
-from ddptrain.worker import tasks
+from ddptrain.worker import driver_calls
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL for ranks that are stopped
 _LOOK_S = 0.05
@@ -61,7 +61,13 @@ class _Watch:
     async def _stop(self, keys: Sequence[str]) -> None:
         workers = sorted({self.places[key] for key in keys})
         await self.client.run(
-            tasks.stop_ranks, self.run_id, list(keys), GRACE_S, workers=workers, on_error="ignore", asynchronous=True
+            driver_calls.stop_ranks,
+            self.run_id,
+            list(keys),
+            GRACE_S,
+            workers=workers,
+            on_error="ignore",
+            asynchronous=True,
         )
 
     async def _give_up_lost(self, keys: Sequence[str]) -> None:

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from distributed import Client, Future, get_client, get_worker, wait
 
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
-from ddptrain.driver import dask_call
+from ddptrain.driver.worker_group import dask_call
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.events import FileSaved
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.layout import INCOMING, safe_relative
-from ddptrain.results.staging import adopt_file
+from ddptrain.results.staged_files import adopt_file
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 __all__ = ["DaskResultsHandler"]
@@ -55,7 +55,7 @@ class DaskResultsHandler:
         if folder := os.environ.get(outbox.VARIABLE):
             outbox.put(Path(folder), self.pub_sub_key, path, memoryview(raw).cast("B"))
         elif "DDPTRAIN_RUN_ID" in os.environ:  # a rank of a run
-            from ddptrain.rank.current import context
+            from ddptrain.rank.current_context import context
 
             context().save_file(path, bytes(raw))
         else:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-from ddptrain.driver.messages import Inbox, SignalReceived
+from ddptrain.driver.attempt.inbox import Inbox, SignalReceived
 from ddptrain.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

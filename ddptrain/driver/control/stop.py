@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, ConfigError
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import read_bytes, require_own_folder, write_file
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.ownership import lock
-from ddptrain.results.record import DriverRecord, RunStatus
+from ddptrain.results.ownership import run_lock
+from ddptrain.results.run_files import read_bytes, require_own_folder, write_file
+from ddptrain.results.run_record import DriverRecord, RunStatus
 
 if TYPE_CHECKING:
     from ddptrain.driver.control.signals import Signals
-    from ddptrain.results.writer import RunWriter
+    from ddptrain.results.run_writer import RunWriter
 
 _LOOK_EVERY_S = 0.2
 _AGAIN_S = 0.1
@@ -161,7 +161,7 @@ def is_active(view: RunView) -> bool:
 
 
 def _is_leaving(view: RunView) -> bool:
-    return view.record.driver.host == socket.gethostname() and lock.is_held(view.layout.lock_file)
+    return view.record.driver.host == socket.gethostname() and run_lock.is_held(view.layout.lock_file)
 
 
 def _ask(desk: RunLayout, request: StopRequest) -> None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from ddptrain.errors import ExitCode, one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.notices import RankExit
-from ddptrain.results.record import FailureRecord
+from ddptrain.results.run_record import FailureRecord
 
 
 class FaultKind(StrEnum):

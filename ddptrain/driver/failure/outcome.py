@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
-from ddptrain.results.record import FailureRecord, RunStatus
+from ddptrain.results.run_record import FailureRecord, RunStatus
 
 if TYPE_CHECKING:
+    from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
     from ddptrain.driver.failure.fault import Fault
-    from ddptrain.driver.rank_state import AttemptEnd, RankState
     from ddptrain.results.layout import RunLayout
-    from ddptrain.results.writer import RunWriter
+    from ddptrain.results.run_writer import RunWriter
 
 
 @dataclass(frozen=True, slots=True)

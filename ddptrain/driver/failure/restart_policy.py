@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddptrain.config.models import FailureConfig
+from ddptrain.config.run_config import FailureConfig
+from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.rank_state import AttemptEnd
 
 _LONGEST_BACKOFF_S = 60.0
 # Another attempt would end the same way.

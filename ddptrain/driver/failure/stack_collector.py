@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.hang_diagnosis import RankReport, judge
 from ddptrain.driver.failure.missing_calls import find_uncalled
 from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
-from ddptrain.driver.rank_state import RankState
 from ddptrain.protocol import events
 
 ANSWERS_S = 5.0  # for every rank to answer, or for its worker to answer in its place

@@ -6,14 +6,14 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.wording import counted
-from ddptrain.results.record import as_json_data
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import as_json_data
+from ddptrain.results.run_writer import RunWriter
 
 if TYPE_CHECKING:
     from ddptrain.driver.failure.outcome import RunEnd
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import RunView
-    from ddptrain.results.record import FailureRecord
+    from ddptrain.results.run_record import FailureRecord
 
 
 def last_event(writer: RunWriter, verdict: RunEnd, duration_s: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ddptrain.driver.rank_state import RankState
+from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 

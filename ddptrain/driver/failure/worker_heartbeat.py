@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.driver.failure.fault import FaultKind, Loss
 from ddptrain.driver.failure.watchdog import Activity
-from ddptrain.driver.rank_state import RankState
 
 _SCHEDULER_LOST_S = 3.0  # without a connection to the scheduler, until the attempt is ended
 _SUSPENDED_S = 3.0  # between two ticks: this process was suspended itself, and has heard nobody

@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.models import RunConfig
 from ddptrain.config.registry import TRACKER_PACKAGES, TRACKERS
 from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.config.run_config import RunConfig
 from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
 from ddptrain.results.metrics import AllSeries
-from ddptrain.results.tracking.record import WANDB, run_argument
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.tracker_records import WANDB, run_argument
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, find_access
 
 if TYPE_CHECKING:
-    from ddptrain.driver.worker_group import RankPlace
+    from ddptrain.driver.worker_group.worker_group import RankPlace
 
 _OFFLINE = frozenset({"offline", "dryrun"})
 # These belong to the driver's own process and file system, so they are not passed to ranks on other hosts.

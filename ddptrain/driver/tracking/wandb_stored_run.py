@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, LINKS, STATE_FILES, RunPart
 from ddptrain.results.errors import naming
 from ddptrain.results.layout import RunLayout, step_of
 from ddptrain.results.remote import restore
-from ddptrain.results.tracking.record import RECORDED, TEMPORARY
+from ddptrain.results.tracker_records import RECORDED, TEMPORARY
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain
 from ddptrain.tracking.wandb import transaction_log
+from ddptrain.tracking.wandb.run_parts import CHECKPOINT_TYPE, LINKS, STATE_FILES, RunPart
 
 _STAGED = f"{RECORDED}/data/artifacts/staging"
 

@@ -21,20 +21,29 @@ from pathlib import Path
 from ddptrain.config.wording import counted
 from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
 from ddptrain.errors import RunLocked, UsageError
-from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, LINKS, SYNC_STATE, SYNCED, UNSENT, RunPart, links_in, waiting
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.ownership import lock
+from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.driver_heartbeat import WATCH_S
-from ddptrain.results.record import RunStatus
-from ddptrain.results.remote.lock import StoreLock
-from ddptrain.results.tracking.record import RECORDED, wandb_parts
-from ddptrain.storage.base import StoreError
+from ddptrain.results.remote.lease import StoreLock
+from ddptrain.results.run_files import append, is_own_folder, make_folder, write_file
+from ddptrain.results.run_record import RunStatus
+from ddptrain.results.tracker_records import RECORDED, wandb_parts
 from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import StoreError
 from ddptrain.tracking.wandb import transaction_log
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, access_to
+from ddptrain.tracking.wandb.run_parts import (
+    CHECKPOINT_TYPE,
+    LINKS,
+    SYNC_STATE,
+    SYNCED,
+    UNSENT,
+    RunPart,
+    links_in,
+    waiting,
+)
 from ddptrain.tracking.wandb.sync_command import sync_environment, sync_logs
 from ddptrain.tracking.wandb.transaction_log import SeparateRun, StagedFile
 
@@ -118,7 +127,7 @@ def _sync_local(view: RunView, environ: Mapping[str, str], deadline: float) -> S
     view = load_run(view.layout.root.absolute(), watch_s=WATCH_S)  # absolute: wandb's command runs in another folder
     _check_ended(view)
     env = _environment(view, environ)
-    held = lock.take(_recorded_folder(view.layout) / _LOCK)
+    held = run_lock.take(_recorded_folder(view.layout) / _LOCK)
     try:
         return _send_all(view, env, deadline)
     finally:

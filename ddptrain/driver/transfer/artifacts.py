@@ -15,14 +15,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.driver.messages import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
+from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
 from ddptrain.driver.transfer.log_mirror import Fetch
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, FileDamaged, ResultsError, UnsafePath
 from ddptrain.results.layout import ARTIFACTS, TRACKING, safe_relative
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_writer import RunWriter
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 _log = Log(__name__)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.driver.transfer.code_package import CodePackage
-from ddptrain.driver.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import inode_digest
-from ddptrain.worker import tasks
+from ddptrain.worker import driver_calls
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 
@@ -44,19 +44,19 @@ def upload_code(
     host_of = {place.slot.worker: place.hostname for place in places}
     arguments = (str(package.folder), package.sample, inode_digest(package.folder, package.sample))
     # An empty sample cannot identify the folder.
-    seen = _run_on(gang, [*host_of], tasks.sees_code, *arguments) if package.sample else {}
+    seen = _run_on(gang, [*host_of], driver_calls.sees_code, *arguments) if package.sample else {}
     without = [worker for worker in host_of if not seen.get(worker)]
     found = dict.fromkeys(host_of, "")
     code = ""
     if without:
         package.check(needed, max_mb)
         code = package.hash
-        found |= _run_on(gang, without, tasks.use_code, gang.run_id, code)
+        found |= _run_on(gang, without, driver_calls.use_code, gang.run_id, code)
     if not all(found[worker] for worker in without):
         archive, code = package.archive()
         for worker in without:
             # It may be in the cache by now: another worker of this host may just have got it.
-            found |= _run_on(gang, [worker], tasks.use_code, gang.run_id, code)
+            found |= _run_on(gang, [worker], driver_calls.use_code, gang.run_id, code)
             if not found[worker]:
                 tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
                 found[worker] = _send(gang, worker, package.names, code, archive)
@@ -72,7 +72,7 @@ def check_imports(gang: WorkerGroup, places: Sequence[RankPlace], file: Path, pa
     lacking: dict[str, list[str]] = {}
     first_on = {place.slot.worker: (place, path) for place, path in zip(places, paths, strict=True)}
     for worker, (place, path) in first_on.items():
-        for module in _run_on(gang, [worker], tasks.missing_modules, modules, list(path))[worker]:
+        for module in _run_on(gang, [worker], driver_calls.missing_modules, modules, list(path))[worker]:
             lacking.setdefault(module, []).append(place.hostname)
     if lacking:
         what = "; ".join(f"{module} on {', '.join(dict.fromkeys(hosts))}" for module, hosts in lacking.items())
@@ -101,8 +101,8 @@ def _send(gang: WorkerGroup, worker: str, names: list[str], code: str, archive: 
     name = f"code-{code}.tar.gz"
     for offset in range(0, len(archive), READ_LIMIT_BYTES):
         chunk = archive[offset : offset + READ_LIMIT_BYTES]
-        _run_on(gang, [worker], tasks.write_spool, gang.run_id, name, offset, chunk)
-    return str(_run_on(gang, [worker], tasks.unpack_code, gang.run_id, code, name, names)[worker])
+        _run_on(gang, [worker], driver_calls.write_spool, gang.run_id, name, offset, chunk)
+    return str(_run_on(gang, [worker], driver_calls.unpack_code, gang.run_id, code, name, names)[worker])
 
 
 def _run_on(gang: WorkerGroup, workers: list[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
 from ddptrain.file_ops import hash_file
 from ddptrain.protocol.notices import describe_status
 from ddptrain.results.errors import naming
-from ddptrain.results.files import make_folder, write_file
+from ddptrain.results.run_files import make_folder, write_file
 
 if TYPE_CHECKING:
-    from ddptrain.driver.worker_group import RankPlace, WorkerGroup
+    from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
 
 CONTENTS = "contents.json"  # names and hashes of the files; a worker that sees the same file sees the same folder
 _END_S = 5.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.checkpoint import files, random_state
+from ddptrain.rank.checkpoint import file_format, random_state
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def loaded(
     note: Callable[[str], None],
 ) -> tuple[Resumed, list[dict[str, int]]]:
     """Load the checkpoint of `spec` into the given objects; return it, and the positions of its loaders."""
-    state = files.read(Path(spec.checkpointing.resume_from), model, optimizer, device)
+    state = file_format.read(Path(spec.checkpointing.resume_from), model, optimizer, device)
     extra: dict[str, Any] = state["extra"]
     for name, value in more.items():
         if name in extra:

@@ -24,16 +24,16 @@ def start_rank(
     `commands_fd` is the read end of the pipe for commands. `why_cold` says why this process must not fork, "" if it
     may. `close` lists the descriptors that a forked child must close.
     """
-    from ddptrain.rank import process
+    from ddptrain.rank import rank_process
 
     os.lseek(spec_fd, 0, os.SEEK_SET)
-    spec = process.read_spec(spec_fd)
+    spec = rank_process.read_spec(spec_fd)
     if not why_cold and (names := _differing(exec_only(spec.env), exec_only(os.environ))):
         why_cold = f"only a fresh program reads {', '.join(names)}"
     if not why_cold:
         kept = {log_fd, events_fd, commands_fd}
         closed = {*close, spec_fd} - kept
-        return _fork(lambda: process.run_rank(spec, log_fd, events_fd, commands_fd), closed), "forked"
+        return _fork(lambda: rank_process.run_rank(spec, log_fd, events_fd, commands_fd), closed), "forked"
     os.lseek(spec_fd, 0, os.SEEK_SET)
     return _start_cold(spec.env, (spec_fd, log_fd, events_fd, commands_fd)), f"cold: {why_cold}"
 
@@ -77,7 +77,7 @@ def _become_child(main: Callable[[], int], close: set[int]) -> NoReturn:
 
 
 def _start_cold(env: Mapping[str, str], fds: tuple[int, int, int, int]) -> int:
-    command = [sys.executable, "-P", "-m", "ddptrain.rank.process", *(str(fd) for fd in fds)]
+    command = [sys.executable, "-P", "-m", "ddptrain.rank.rank_process", *(str(fd) for fd in fds)]
     child = subprocess.Popen(
         command,
         env=dict(env),

@@ -16,8 +16,8 @@ _MODULES = (
     "torch.utils.data.distributed",
     "safetensors.torch",
     "ddptrain.rank.context",
-    "ddptrain.rank.data.workers",
-    "ddptrain.rank.process",
+    "ddptrain.rank.data.dataloader_workers",
+    "ddptrain.rank.rank_process",
 )
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from ddptrain.config.wording import shorten
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.results.errors import naming
-from ddptrain.results.files import require_own_folder
 from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.ownership import lock
+from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.driver_heartbeat import WATCH_S
-from ddptrain.results.record import DriverRecord
+from ddptrain.results.run_files import require_own_folder
+from ddptrain.results.run_record import DriverRecord
 
 # The files that a driver creates before run.json. If it is killed in between, the same run id can be used again.
 _BEFORE_RECORD = re.compile(
@@ -46,7 +46,7 @@ def claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int
                     continue
                 _refuse_unless_free(layout)
         require_own_folder(layout.root)
-        descriptor = lock.take(layout.lock_file)
+        descriptor = run_lock.take(layout.lock_file)
         try:
             _refuse_unless_free(layout)
         except BaseException:
@@ -66,7 +66,7 @@ def continue_run(folder: Path, seen: DriverRecord | None) -> tuple[RunView, int]
     """
     layout = RunLayout(folder)
     require_own_folder(layout.root)
-    descriptor = lock.take(layout.lock_file)
+    descriptor = run_lock.take(layout.lock_file)
     try:
         # The working folder of a run in an object store needs no watch: the lock in the store has decided.
         view = load_run(layout.root, is_ours=True, watch_s=WATCH_S if layout.is_original else 0.0)
@@ -101,7 +101,7 @@ def _refuse_unless_free(layout: RunLayout) -> None:
     taken = bool(names) and not (layout.lock_file.name in names and all(map(_BEFORE_RECORD.fullmatch, names)))
     if taken and not layout.run_json.exists():
         raise UsageError(f"{layout.root} exists and is not a run's folder; choose another --run-id")
-    if taken and lock.is_held(layout.lock_file):
+    if taken and run_lock.is_held(layout.lock_file):
         raise RunLocked(f"run {layout.root.name} is running; wait for it, or choose another --run-id")
     if taken:
         raise UsageError(f"run {layout.root.name} exists already in {layout.root.parent}; choose another --run-id")

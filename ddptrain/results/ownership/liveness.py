@@ -10,10 +10,11 @@ from pathlib import Path
 
 from ddptrain.hosts import is_this_host
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.ownership import driver_heartbeat, lock
+from ddptrain.results.ownership import driver_heartbeat
+from ddptrain.results.ownership import run_lock as lock
 from ddptrain.results.ownership.driver_heartbeat import Pulse
-from ddptrain.results.ownership.lock import LockState
-from ddptrain.results.record import DriverRecord
+from ddptrain.results.ownership.run_lock import LockState
+from ddptrain.results.run_record import DriverRecord
 
 # For a run without a heartbeat: run.json is rewritten every second while metrics arrive, but an epoch may be long.
 QUIET_AFTER_S = 600.0

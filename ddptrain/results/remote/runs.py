@@ -14,20 +14,20 @@ from pathlib import Path, PurePosixPath
 
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.file_ops import publish, sha256
-from ddptrain.protocol.wandb_parts import LINKS
 from ddptrain.results.errors import naming
-from ddptrain.results.files import write_file
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
-from ddptrain.results.record import RecordError, RunRecord, RunStatus
 from ddptrain.results.remote import restore
+from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
 from ddptrain.results.remote.local_copy import Origin, origin_of
-from ddptrain.results.remote.lock import LOCK, Claim, StoreLock, claim_from
 from ddptrain.results.remote.upload import StoreUpload
+from ddptrain.results.run_files import write_file
+from ddptrain.results.run_record import RecordError, RunRecord, RunStatus
 from ddptrain.results.run_store import LocalRuns, NeededFiles
-from ddptrain.results.tracking.record import RECORDED
-from ddptrain.storage.base import Listed
+from ddptrain.results.tracker_records import RECORDED
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
+from ddptrain.storage.store import Listed
+from ddptrain.tracking.wandb.run_parts import LINKS
 
 AUTO = "auto"
 _VERSIONS = ".fetched.json"  # of a reader's copy: path -> the version of the file that was downloaded

@@ -16,12 +16,12 @@ from typing import Self
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.log import Log
 from ddptrain.results.layout import INCOMING, RunLayout
-from ddptrain.results.remote.checkpoints import CHECKPOINTS, StoredCheckpoints
+from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS, StoredCheckpoints
+from ddptrain.results.remote.lease import LOCK, run_for
 from ddptrain.results.remote.local_copy import Origin
-from ddptrain.results.remote.lock import LOCK, run_for
-from ddptrain.results.tracking.record import TEMPORARY
-from ddptrain.storage.base import StoreError
+from ddptrain.results.tracker_records import TEMPORARY
 from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import StoreError
 
 _log = Log(__name__)
 _PASS_EVERY_S = 2.0

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.files import write_file
-from ddptrain.results.record import BestRecord
+from ddptrain.results.run_files import write_file
+from ddptrain.results.run_record import BestRecord
 from ddptrain.results.show.chart import Line, Style, draw_chart
 from ddptrain.results.show.curves import Curve, Panel, Plot
-from ddptrain.tables import clean_line
+from ddptrain.text_tables import clean_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

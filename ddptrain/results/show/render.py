@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shorten
 from ddptrain.protocol.notices import describe_status
-from ddptrain.protocol.wandb_parts import waiting
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, moment
-from ddptrain.results.record import AttemptRecord, FailureRecord, RankRecord, RunStatus
-from ddptrain.results.tracking.record import run_argument, tracker_outputs, wandb_parts
-from ddptrain.tables import Section, clean, clean_line, plain_table
+from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord, RunStatus
+from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
+from ddptrain.text_tables import Section, clean, clean_line, plain_table
+from ddptrain.tracking.wandb.run_parts import waiting
 
 if TYPE_CHECKING:
     from rich.console import Console

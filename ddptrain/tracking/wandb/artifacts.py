@@ -9,12 +9,12 @@ from typing import Any
 
 import wandb
 
-from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, checkpoint_folder
 from ddptrain.redact import hide_credentials
 from ddptrain.tracking import items
 from ddptrain.tracking.temp_files import link_or_copy
 from ddptrain.tracking.wandb import internals
 from ddptrain.tracking.wandb.media import artifact_name
+from ddptrain.tracking.wandb.run_parts import CHECKPOINT_TYPE, checkpoint_folder
 
 _MAX_REASON = 300  # characters of the server's error message
 

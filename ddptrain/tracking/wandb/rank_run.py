@@ -12,7 +12,7 @@ import wandb
 
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb.artifacts import Uploads
-from ddptrain.tracking.wandb.run import RunOptions, open_run, reason_of
+from ddptrain.tracking.wandb.wandb_run import RunOptions, open_run, reason_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

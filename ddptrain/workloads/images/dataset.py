@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from PIL import Image
 from torch.utils.data import Dataset
 
-from ddptrain.storage.base import Location
+from ddptrain.storage.store import Location
 from ddptrain.workloads.images.data.listing_process import list_by_class, list_in_process
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.decode import FORMATS

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.workloads.images.loader.loader import Batch
+from ddptrain.workloads.images.loader.image_loader import Batch
 
 # Receives the index [n], label [n], predicted output [n] and probability [n] of the images of a batch, on the device.
 OnPredictions = Callable[[Tensor, Tensor, Tensor, Tensor], None]

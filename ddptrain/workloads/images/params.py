@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ddptrain.config.types import FilledText, wrong_field
 from ddptrain.config.wording import describe_value, did_you_mean, nearest
-from ddptrain.storage.base import BUILTIN
+from ddptrain.storage.store import BUILTIN
 from ddptrain.workloads.images.model.catalogue import SMALL_CNN, architectures, weight_names
 
 WEIGHTS_NAME = re.compile(r"[A-Z][A-Z0-9_]*")  # as DEFAULT, IMAGENET1K_V1; anything else is a path or a URL

@@ -13,8 +13,8 @@ from torch import Tensor
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
 from ddptrain.workloads.images.loader.predict_reader import THREADS, Image, decoded
-from ddptrain.workloads.images.model.models import PixelNormalizer
-from ddptrain.workloads.images.model.saved import SavedModel
+from ddptrain.workloads.images.model.build_model import PixelNormalizer
+from ddptrain.workloads.images.model.saved_classifier import SavedModel
 
 
 @dataclass(frozen=True, slots=True)

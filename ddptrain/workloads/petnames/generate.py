@@ -13,7 +13,7 @@ from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames.alphabet import BLANK, STOP, display, foreign_characters, normalise
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.sampling import sample_names
-from ddptrain.workloads.saved import load_saved
+from ddptrain.workloads.saved_model import load_saved
 
 MAX_BATCH = 8192
 _ATTEMPTS_PER_NAME = 20  # bounds the run time of a model that repeats itself

@@ -20,7 +20,7 @@ from zipfile import BadZipFile
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.base import Limits, StoreError, fetch_chunks
+from ddptrain.storage.store import Limits, StoreError, fetch_chunks
 from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True, transpor
     file = folder / "scheduler.json"
     if transport == "tls":
         make_tls(folder)
-    scheduler = [sys.executable, "-m", "ddptrain.clusters.scheduler.process", "--folder", str(folder)]
+    scheduler = [sys.executable, "-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(folder)]
     scheduler += [] if transport == "unix" else ["--host", "127.0.0.1"]
     with ExitStack() as stack:
         stack.enter_context(stage.started(scheduler))

@@ -21,7 +21,7 @@ def from_s3(manifest: str, params: dict[str, Any]) -> Iterator[int]:
     import torch
 
     from ddptrain.workloads.images.data.manifest import Manifest
-    from ddptrain.workloads.images.loader.loader import ImageLoader
+    from ddptrain.workloads.images.loader.image_loader import ImageLoader
     from ddptrain.workloads.images.params import ImagesParams
 
     listed = Manifest.read(Path(manifest))

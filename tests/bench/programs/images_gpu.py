@@ -15,7 +15,7 @@ from torch.nn import functional
 from torchvision.models import resnet50
 
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.loader import ImageLoader
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.params import ImagesParams
 
 BATCH, WARM_STEPS = 256, 10

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from distributed import Client
 
-from ddptrain.driver.messages import Inbox
-from ddptrain.driver.reservation import SlotRequest, WaitHooks
+from ddptrain.driver.attempt.inbox import Inbox
 from ddptrain.driver.transfer.code_package import pack
 from ddptrain.driver.transfer.code_upload import upload_code
-from ddptrain.driver.worker_group import WorkerGroup
+from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
+from ddptrain.driver.worker_group.worker_group import WorkerGroup
 
 
 def main(address: str, folder: Path, workers: int) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from ddptrain.cli.main import main
-from ddptrain.clusters import lifecycle, state
+from ddptrain.clusters import cluster_records, lifecycle
+from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.provider import Tell
-from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.clusters.status import State, View
 from ddptrain.config import registry
-from ddptrain.config.models import ClusterConfig
+from ddptrain.config.run_config import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
 
 Call = Callable[..., tuple[int, str, str]]
@@ -54,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterConfig, str, boo
 
 
 def entry(name: str, **fields: Any) -> Deployment:
-    return state.create(ClusterRecord(name, "local", "2026-01-01T00:00:00+00:00", **fields))
+    return cluster_records.create(ClusterRecord(name, "local", "2026-01-01T00:00:00+00:00", **fields))
 
 
 def dead_address() -> str:
@@ -163,7 +163,7 @@ def test_down_of_a_cluster_that_is_not_there_succeeds_and_suggests_the_nearest(c
     assert call("down", "dve") == (0, "", f"{nothing} (did you mean dev?)\n")
     code, out, _ = call("down", "dve", "--json")
     assert (code, json.loads(out)) == (0, {"ended": [], "failed": {}})
-    assert [each.name for each in state.every()] == ["dev"]
+    assert [each.name for each in cluster_records.every()] == ["dev"]
 
 
 def test_down_wants_one_name_or_all(call: Call) -> None:

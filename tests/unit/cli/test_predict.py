@@ -11,7 +11,7 @@ import pytest
 from ddptrain.cli.main import main
 from ddptrain.workloads.images import predict as workload
 from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
-from ddptrain.workloads.images.model import saved as models
+from ddptrain.workloads.images.model import saved_classifier as models
 from ddptrain.workloads.images.predict import ImageResult, Prediction
 
 CLASSES = ("blue", "green", "a very long name of a class that nobody wants to read to its end")

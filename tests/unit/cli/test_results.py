@@ -16,8 +16,8 @@ from ddptrain.cli.main import app as ddptrain
 from ddptrain.cli.results import app
 from ddptrain.errors import RunNotFound
 from ddptrain.protocol.events import Metrics
-from ddptrain.results.record import FailureRecord, RunStatus
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import FailureRecord, RunStatus
+from ddptrain.results.run_writer import RunWriter
 
 # Through the package's own entry point, so that errors become exit codes as they do for a person.
 COMMAND = [sys.executable, "-m", "ddptrain", "results"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddptrain.cli.main import main
-from ddptrain.results.record import DriverRecord, FailureRecord, RunRecord, RunStatus
-from ddptrain.results.remote.lock import LOCK, Claim
+from ddptrain.results.remote.lease import LOCK, Claim
+from ddptrain.results.run_record import DriverRecord, FailureRecord, RunRecord, RunStatus
 
 RUNNING = RunRecord(run_id="a-run", driver=DriverRecord(7, "far"))
 

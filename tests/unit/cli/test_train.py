@@ -10,7 +10,7 @@ import pytest
 
 from ddptrain.cli import options, train
 from ddptrain.cli.main import main
-from ddptrain.config.models import RunConfig
+from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.control.detach import EndedEarly
 from ddptrain.errors import ConfigError
 

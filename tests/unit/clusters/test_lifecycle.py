@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from ddptrain.clusters import lifecycle, processes, state, status, wait_ready
+from ddptrain.clusters import cluster_records, lifecycle, processes, status, wait_ready
+from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.processes import DaemonOrder
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.signals import interruptible
-from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.config import registry
 from ddptrain.config.clusters import SshSettings
-from ddptrain.config.models import ClusterConfig
+from ddptrain.config.run_config import ClusterConfig
 from ddptrain.errors import ClusterError, Interrupted, UsageError
 from ddptrain.hosts import HostId, this_host
 
@@ -78,7 +78,7 @@ def up(*, tls: bool | None = None, start_timeout_s: float = 0.2) -> None:
 
 
 def entry(name: str, **fields: str) -> Deployment:
-    return state.create(ClusterRecord(name, "local", "2026-01-01T00:00:00+00:00", **fields))  # type: ignore[arg-type]
+    return cluster_records.create(ClusterRecord(name, "local", "2026-01-01T00:00:00+00:00", **fields))  # type: ignore[arg-type]
 
 
 def test_up_without_a_scheduler_quotes_the_logs_and_leaves_nothing(provider: Provider) -> None:
@@ -87,7 +87,7 @@ def test_up_without_a_scheduler_quotes_the_logs_and_leaves_nothing(provider: Pro
         up()
     assert str(caught.value) == ("no scheduler has come up within 0.2 s\nlast lines of scheduler:\n  Traceback\n  boom")
     assert provider.calls == ["scale", "stop"]
-    assert state.every() == []
+    assert cluster_records.every() == []
 
 
 def test_up_fails_at_once_when_a_process_will_never_join(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +105,14 @@ def test_up_that_can_not_be_taken_back_keeps_the_entry_and_says_what_is_left(pro
         ClusterError, match=r"no scheduler has come up .*; job 17 did not end; try ddptrain cluster down"
     ):
         up()
-    assert [each.name for each in state.every()] == ["dev"]
+    assert [each.name for each in cluster_records.every()] == ["dev"]
 
 
 def test_two_ups_of_one_name_at_once_do_not_meet(provider: Provider) -> None:
-    with state.locked("dev"), pytest.raises(UsageError, match="another command is starting or ending the cluster dev"):
+    with (
+        cluster_records.locked("dev"),
+        pytest.raises(UsageError, match="another command is starting or ending the cluster dev"),
+    ):
         up()
     assert provider.calls == []
 
@@ -143,7 +146,7 @@ def test_cluster_of_another_host_stays_as_it_is_and_the_message_names_that_host(
     }
     with pytest.raises(ClusterError, match=r"dev runs on the host login2, and this is .*: run the command on login2"):
         calls[command]()
-    assert provider.calls == [] and [each.name for each in state.every()] == ["dev"]
+    assert provider.calls == [] and [each.name for each in cluster_records.every()] == ["dev"]
 
 
 @pytest.mark.parametrize("command", ["up", "down"])
@@ -156,7 +159,7 @@ def test_cluster_from_before_a_restart_is_cleaned_up(provider: Provider, command
         with pytest.raises(ClusterError):
             up()
         assert provider.calls == ["stop", "scale", "stop"]
-    assert state.every() == []
+    assert cluster_records.every() == []
 
 
 def test_certificate_is_made_when_the_backend_or_the_user_wants_it(provider: Provider) -> None:
@@ -196,7 +199,7 @@ class OneWorker(Provider):
         cluster.update(workers=self.expected)
         card = str(cluster.folder / "scheduler.json")
         worker = ["-m", "ddptrain.worker", "--scheduler-file", card, "--name", "a", "--slots", "2", "--gpus", "none"]
-        scheduler = ["-m", "ddptrain.clusters.scheduler.process", "--folder", folder]
+        scheduler = ["-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", folder]
         self.started = [processes.start(DaemonOrder(argv[1], folder, argv)) for argv in (worker, scheduler)]
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
@@ -247,7 +250,7 @@ def test_up_if_needed_starts_a_cluster_once_and_refuses_other_settings(one_worke
         for other, tls, name in ((ClusterConfig(ranks=1), None, r"cluster\.ranks"), (config, True, "--tls")):
             with pytest.raises(UsageError, match=rf"is up at .* with other settings \({name}\): leave them"):
                 lifecycle.ensure_up(other, "dev", tell, tls=tls)
-        state.find("dev").update(workers=2)
+        cluster_records.find("dev").update(workers=2)
         with pytest.raises(ClusterError, match="but has lost 1 worker: start what is missing with `ddptrain cluster"):
             lifecycle.ensure_up(config, "dev", tell)
     finally:
@@ -263,7 +266,7 @@ def test_up_if_needed_waits_for_a_command_that_starts_or_ends_the_cluster(provid
             other.close()
 
     other = contextlib.ExitStack()
-    other.enter_context(state.locked("dev"))
+    other.enter_context(cluster_records.locked("dev"))
     with pytest.raises(ClusterError, match="no scheduler has come up"):  # this provider starts nothing
         lifecycle.ensure_up(ClusterConfig(start_timeout_s=0.2), "dev", waiting)
     assert released == [True] and provider.calls == ["scale", "stop"]
@@ -273,7 +276,7 @@ def test_too_few_slots_are_told_at_once_when_no_more_workers_can_come(one_worker
     with pytest.raises(ClusterError) as caught:
         lifecycle.up(ClusterConfig(ranks=3), "dev", tell)
     assert str(caught.value).startswith("3 slots asked for, 2 came (2 from a (127.0.0.1)), and no more workers")
-    assert state.every() == []
+    assert cluster_records.every() == []
 
 
 def test_missing_worker_is_quoted_and_what_came_is_counted(
@@ -293,7 +296,7 @@ def test_missing_worker_is_quoted_and_what_came_is_counted(
     first, *quoted = str(caught.value).splitlines()
     assert first == "2 workers ordered, 1 joined with 2 slots (2 from a (127.0.0.1)) within 90 s"
     assert quoted == ["last lines of worker b:", "  no torch here"]
-    assert state.every() == []
+    assert cluster_records.every() == []
 
 
 # --- signals ---
@@ -311,7 +314,7 @@ def test_signal_waits_until_what_was_started_is_noted(provider: Provider) -> Non
         up()
     assert caught.value.exit_code == 143
     assert provider.calls == ["scale", "stop"]
-    assert state.every() == []
+    assert cluster_records.every() == []
 
 
 def test_second_signal_breaks_into_a_provider_that_hangs(provider: Provider) -> None:
@@ -400,7 +403,7 @@ def test_down_forgets_the_cluster_only_when_all_of_it_has_ended(provider: Provid
     provider.stuck = "process 1 did not end"
     with pytest.raises(ClusterError, match="process 1 did not end"):
         lifecycle.down("dev", tell)
-    assert [each.name for each in state.every()] == ["dev"]
+    assert [each.name for each in cluster_records.every()] == ["dev"]
     provider.stuck = ""
     lifecycle.down("dev", tell)
-    assert state.every() == []
+    assert cluster_records.every() == []

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ddptrain.clusters import state, status
+from ddptrain.clusters import cluster_records, status
+from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.render import sections
-from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.clusters.status import State
 from ddptrain.hosts import HostId, this_host
 
@@ -42,7 +42,7 @@ def dead_address() -> Iterator[str]:
 
 
 def entry(name: str, address: str = "") -> Deployment:
-    return state.create(ClusterRecord(name, "local", "2026-01-01T00:00:00+00:00", address=address))
+    return cluster_records.create(ClusterRecord(name, "local", "2026-01-01T00:00:00+00:00", address=address))
 
 
 def test_address_where_nobody_listens_is_gone_for_certain(dead_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_cluster_that_ended_by_itself_says_when_and_why(dead_address: str) -> No
 
 def test_cluster_without_a_scheduler_is_starting_while_a_command_holds_it() -> None:
     deployment = entry("dev")
-    with state.locked("dev"):
+    with cluster_records.locked("dev"):
         assert status.at(deployment).state == State.STARTING
     view = status.at(deployment)
     assert (view.state, view.reason) == (State.GONE, "its start was broken off")
@@ -121,10 +121,10 @@ def test_cluster_without_a_scheduler_is_starting_while_a_command_holds_it() -> N
 
 def test_look_at_a_cluster_does_not_keep_a_command_from_starting_it() -> None:
     entry("dev")
-    with state.locked("dev"):
-        assert state.is_locked("dev")
-    assert not state.is_locked("dev")
-    with state.locked("dev"):
+    with cluster_records.locked("dev"):
+        assert cluster_records.is_locked("dev")
+    assert not cluster_records.is_locked("dev")
+    with cluster_records.locked("dev"):
         pass
 
 

@@ -18,8 +18,8 @@ from ddptrain.config.load import (
     load_cluster,
     load_config,
 )
-from ddptrain.config.models import RunConfig
 from ddptrain.config.resolved import resolve
+from ddptrain.config.run_config import RunConfig
 from ddptrain.config.tracking import TrackingConfig
 from ddptrain.errors import ConfigError
 

@@ -14,8 +14,8 @@ import pytest
 
 from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.security import make_tls, own_security
-from ddptrain.driver import dask_greeting
 from ddptrain.driver.connect import connected
+from ddptrain.driver.worker_group import dask_greeting
 from ddptrain.errors import ClusterError
 
 SOON_S = 60.0  # for what takes ten seconds where nothing else runs; the cluster may take ten minutes to start
@@ -174,7 +174,7 @@ def test_answer_that_is_no_dask_message_after_a_late_greeting_is_no_bug_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Dask takes the first bytes for a length, and allocates them."""
-    monkeypatch.setattr("ddptrain.driver.dask_greeting._GREETING_S", 0.01)
+    monkeypatch.setattr("ddptrain.driver.worker_group.dask_greeting._GREETING_S", 0.01)
 
     def late(connection: socket.socket) -> None:
         time.sleep(0.5)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddptrain.cli.main import main
-from ddptrain.clusters import state
-from ddptrain.clusters.state import ClusterRecord
+from ddptrain.clusters import cluster_records
+from ddptrain.clusters.cluster_records import ClusterRecord
 from ddptrain.hosts import HostId
 
 
@@ -47,7 +47,7 @@ def test_cluster_whose_scheduler_is_gone_or_elsewhere_is_told(
     capsys: pytest.CaptureFixture[str], dead_address: str
 ) -> None:
     record = ClusterRecord("dev", "local", "2026-01-01T00:00:00+00:00", address=f"tcp://{dead_address}")
-    made = state.create(record)
+    made = cluster_records.create(record)
     code, out, err = dry_run(capsys, "--cluster", "dev")
     assert (code, out) == (4, "") and "the cluster dev does not answer at" in err
     made.update(host=HostId("login2", "m", "b", "p"))

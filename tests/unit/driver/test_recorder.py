@@ -10,8 +10,8 @@ import pytest
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.recorder import Recorder, metric_problem
 from ddptrain.protocol import events
-from ddptrain.results.record import AttemptRecord, RankRecord
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import AttemptRecord, RankRecord
+from ddptrain.results.run_writer import RunWriter
 
 
 class Heard:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from ddptrain.protocol import events
+from ddptrain.rank.checkpoint.checkpoint_writer import done_key
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
-from ddptrain.rank.checkpoint.writer import done_key
 from ddptrain.rank.context import Preempted, RankContext
 from ddptrain.rank.emitter import Emitter
 from tests.unit.rank.stores import Gang

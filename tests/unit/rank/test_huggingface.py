@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 from transformers.trainer_utils import IntervalStrategy
 
-from ddptrain.rank.checkpoint.files import MODEL_FILE, STATE_FILE
+from ddptrain.rank.checkpoint.file_format import MODEL_FILE, STATE_FILE
 from ddptrain.rank.huggingface import HuggingFaceCallback
 
 PARTS = {"model": "M", "optimizer": "O", "lr_scheduler": "L"}

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, StagedFile
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_writer import RunWriter
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
 
 _DRIVER = """
 import sys, time
 from pathlib import Path
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_writer import RunWriter
 writer = RunWriter.create(Path(sys.argv[1]), sys.argv[2], "n", "", "w", world_size=2)
 print("up", flush=True)
 time.sleep(60)

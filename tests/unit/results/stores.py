@@ -8,9 +8,9 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ddptrain.storage.base import Location
 from ddptrain.storage.fsspec_store import FsspecStore
 from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import Location
 
 _WRITES = ("pipe_file", "put_file", "rm_file")
 

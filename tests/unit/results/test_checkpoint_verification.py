@@ -18,8 +18,8 @@ from ddptrain.results.checkpoint_verification import (
 )
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.remote.checkpoints import parse_stored
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.remote.checkpoint_upload import parse_stored
+from ddptrain.results.run_writer import RunWriter
 from tests.unit.results.conftest import Stage
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from ddptrain.protocol.events import CheckpointSaved, StagedFile
-from ddptrain.results import checkpoints, staging
+from ddptrain.results import checkpoints, staged_files
 from ddptrain.results.checkpoint_verification import newest_verified, read_manifest
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
-from ddptrain.results.record import BestRecord
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import BestRecord
+from ddptrain.results.run_writer import RunWriter
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
 POLICY = CheckpointPolicy(keep=2)
@@ -56,7 +56,7 @@ def test_a_checkpoint_comes_home_whole_with_its_manifest(writer: RunWriter, stag
 def test_a_checkpoint_of_another_file_system_is_copied(
     writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_on_one_file_system", lambda _: False)
+    monkeypatch.setattr(staged_files, "_on_one_file_system", lambda _: False)
     home = save(writer, stage, 1, 1.0)
     assert (home / "model.safetensors").read_bytes() == b"w" * 1000
 
@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_changes_nothing(
     before = writer.layout.run_json.read_bytes()
     event, folder = stage(2)
     if across:
-        monkeypatch.setattr(staging, "_on_one_file_system", lambda _: False)
+        monkeypatch.setattr(staged_files, "_on_one_file_system", lambda _: False)
     with pytest.raises(CheckpointDamaged, match=why):
         writer.adopt_checkpoint(0, changed(event, **fields), folder, POLICY)
     assert names(writer) == {"step-1", "latest", "best"}
@@ -237,7 +237,7 @@ def test_a_listed_file_that_is_a_link_is_not_followed(stage: Stage, tmp_path: Pa
         if name == "pipe":
             os.mkfifo(tmp_path / name)
         with pytest.raises(CheckpointDamaged, match=why):
-            staging.move_in([staging.Parcel(tmp_path / name, tmp_path / "out", 1, "")], CheckpointDamaged)
+            staged_files.move_in([staged_files.Parcel(tmp_path / name, tmp_path / "out", 1, "")], CheckpointDamaged)
 
 
 @pytest.mark.parametrize("files", [(), (StagedFile("a", 0, ""), StagedFile("a", 0, ""))])

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.protocol.wandb_parts import parts_below
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.layout import RunLayout, new_run_id, safe_relative, step_name, step_of, valid_run_id
+from ddptrain.tracking.wandb.run_parts import parts_below
 
 
 def test_run_id_holds_name_utc_time_and_four_hex() -> None:

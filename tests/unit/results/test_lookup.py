@@ -14,9 +14,9 @@ from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run
-from ddptrain.results.ownership.lock import LockState
-from ddptrain.results.record import DriverRecord, RunRecord
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.ownership.run_lock import LockState
+from ddptrain.results.run_record import DriverRecord, RunRecord
+from ddptrain.results.run_writer import RunWriter
 
 Driver = Callable[[str], subprocess.Popen[str]]
 
@@ -138,7 +138,7 @@ def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(tmp_path: Path, mo
         RunLayout(root).run_json.write_text(ended.to_json())
         return LockState.FREE
 
-    monkeypatch.setattr("ddptrain.results.ownership.lock.look", ends_meanwhile)
+    monkeypatch.setattr("ddptrain.results.ownership.run_lock.look", ends_meanwhile)
     assert load_run(root).status == "succeeded"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddptrain.results.metrics import MetricLine, MetricsReader, counting, read_series
-from ddptrain.results.record import AttemptRecord
+from ddptrain.results.run_record import AttemptRecord
 
 
 def test_lines_are_read_as_they_come_and_a_partial_one_waits(tmp_path: Path) -> None:

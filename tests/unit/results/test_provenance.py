@@ -8,7 +8,7 @@ import pytest
 from ddptrain.redact import LEFT_OUT
 from ddptrain.results import provenance
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
-from ddptrain.results.record import EnvironmentValue
+from ddptrain.results.run_record import EnvironmentValue
 
 
 def git(folder: Path, *arguments: str) -> str:

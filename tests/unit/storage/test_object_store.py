@@ -9,7 +9,8 @@ import pytest
 from obstore.store import MemoryStore
 
 from ddptrain.storage import object_store
-from ddptrain.storage.base import (
+from ddptrain.storage.object_store import ObjectStore
+from ddptrain.storage.store import (
     Limits,
     Location,
     NoConditionalWrites,
@@ -19,7 +20,6 @@ from ddptrain.storage.base import (
     Versioned,
     WriteConflict,
 )
-from ddptrain.storage.object_store import ObjectStore
 
 
 @pytest.fixture

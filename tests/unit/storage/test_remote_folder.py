@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import ExitCode, RunLocked, UsageError
-from ddptrain.storage.base import NoConditionalWrites, StoreError, StoreForbidden, StoreUnreachable, TooLarge, Transient
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
+from ddptrain.storage.store import (
+    NoConditionalWrites,
+    StoreError,
+    StoreForbidden,
+    StoreUnreachable,
+    TooLarge,
+    Transient,
+)
 from tests.unit.results.stores import watched_store
 
 

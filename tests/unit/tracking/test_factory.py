@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from ddptrain.config import registry
-from ddptrain.config.models import RunConfig
+from ddptrain.config.run_config import RunConfig
 from ddptrain.config.tracking import TrackingConfig
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import UsageError

@@ -18,8 +18,8 @@ from distributed import Client, Future, Security
 
 from ddptrain.protocol.notices import RankExit, exit_from_json
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, attached_plugin
+from ddptrain.worker import driver_calls as worker_tasks
 from ddptrain.worker import rank_task
-from ddptrain.worker import tasks as worker_tasks
 from tests.conftest import PATIENCE_S
 from tests.unit.specs import make_spec
 from tests.unit.worker.stubs import until

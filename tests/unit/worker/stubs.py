@@ -18,7 +18,7 @@ _SITE = """
 import sys, types
 warmup = types.ModuleType("ddptrain.rank.server.warmup")
 warmup.import_everything = lambda: exec({at_import!r})
-process = types.ModuleType("ddptrain.rank.process")
+process = types.ModuleType("ddptrain.rank.rank_process")
 def read_spec(fd):
     from ddptrain.protocol.rank_spec import RankSpec
     with open(fd, encoding="utf-8", closefd=False) as file:
@@ -32,7 +32,7 @@ def run_rank(spec, log_fd, events_fd, orders_fd):
     exec(spec.code.params["code"], {{"spec": spec, "say": lambda *words: print(*words, flush=True)}})
     return 0
 process.read_spec, process.run_rank = read_spec, run_rank
-sys.modules["ddptrain.rank.server.warmup"], sys.modules["ddptrain.rank.process"] = warmup, process
+sys.modules["ddptrain.rank.server.warmup"], sys.modules["ddptrain.rank.rank_process"] = warmup, process
 """
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ddptrain.clusters.security import make_tls
-from ddptrain.worker import tasks
+from ddptrain.worker import driver_calls
 from ddptrain.worker.__main__ import main
 from ddptrain.worker.rank_server_client import RankServerLost
 from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
@@ -43,7 +43,7 @@ def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) 
     dask.ours("--slots", "3", "--gpus", "none")
     dask.scheduler()
     with dask.driver(workers=1) as driver:
-        warm = driver.call(tasks.wait_until_warm, 60.0, worker="ours")
+        warm = driver.call(driver_calls.wait_until_warm, 60.0, worker="ours")
         assert {name: warm[name] for name in ("ours", "warm", "slots", "gpus", "fault")} == {
             "ours": True,
             "warm": True,
@@ -54,7 +54,7 @@ def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) 
         assert warm["hostname"] == os.uname().nodename
         assert about(driver)["resources"] == {"slot": 3.0}
         until(lambda: about(driver)["metrics"].get("ddptrain") == {"warm": True, "ranks": 0}, "the metric")
-        assert driver.call(tasks.describe_offer, worker="ours")["ours"]
+        assert driver.call(driver_calls.describe_offer, worker="ours")["ours"]
 
 
 def test_missing_address_of_the_scheduler_is_an_error(dask: DaskBench) -> None:
@@ -77,16 +77,16 @@ def test_slots_grow_and_shrink_while_the_worker_runs(dask: DaskBench) -> None:
     dask.ours("--slots", "1", "--gpus", "none")
     with dask.driver(workers=1) as driver:
         driver.attach("ours")
-        assert driver.call(tasks.set_slots, 3, worker="ours") == {"slots": 3, "gpus": 0}
+        assert driver.call(driver_calls.set_slots, 3, worker="ours") == {"slots": 3, "gpus": 0}
         assert about(driver)["resources"] == {"slot": 3.0}
         futures = [driver.start("ours", SLEEPER, rank, slot=rank) for rank in range(3)]
         for rank in range(3):
             driver.wait_for("ours", "\n", rank)
         until(lambda: about(driver)["metrics"]["ddptrain"]["ranks"] == 3, "the metric")
-        driver.call(tasks.stop_ranks, driver.run_id, [future.key for future in futures], 1.0, worker="ours")
+        driver.call(driver_calls.stop_ranks, driver.run_id, [future.key for future in futures], 1.0, worker="ours")
         assert [ended(future).status for future in futures] == [-signal.SIGTERM] * 3
-        driver.call(tasks.set_slots, 1, worker="ours")
-        assert driver.call(tasks.describe_offer, worker="ours")["slots"] == 1
+        driver.call(driver_calls.set_slots, 1, worker="ours")
+        assert driver.call(driver_calls.describe_offer, worker="ours")["slots"] == 1
 
 
 def test_worker_with_gpus_has_a_slot_for_each_and_never_more(dask: DaskBench) -> None:
@@ -95,9 +95,9 @@ def test_worker_with_gpus_has_a_slot_for_each_and_never_more(dask: DaskBench) ->
     with dask.driver(workers=1) as driver:
         assert about(driver)["resources"] == {"slot": 2.0, "GPU": 2.0}
         with pytest.raises(Exception, match=r"3 slots were asked for, but there are 2 GPUs here"):
-            driver.call(tasks.set_slots, 3, worker="ours")
-        assert driver.call(tasks.set_slots, 1, worker="ours") == {"slots": 1, "gpus": 1}
-        assert driver.call(tasks.set_slots, 2, worker="ours") == {"slots": 2, "gpus": 2}
+            driver.call(driver_calls.set_slots, 3, worker="ours")
+        assert driver.call(driver_calls.set_slots, 1, worker="ours") == {"slots": 1, "gpus": 1}
+        assert driver.call(driver_calls.set_slots, 2, worker="ours") == {"slots": 2, "gpus": 2}
         driver.attach("ours")
         code = "import os; say(os.environ['CUDA_VISIBLE_DEVICES'])"
         futures = [driver.start("ours", code, slot, slot=slot) for slot in range(2)]
@@ -118,7 +118,7 @@ def test_rank_server_that_cannot_start_is_reported_as_a_fault(tmp_path: Path) ->
         dask.scheduler()
         dask.ours("--slots", "1", "--gpus", "none")
         with dask.driver(workers=1) as driver:
-            warm = driver.call(tasks.wait_until_warm, 60.0, worker="ours")
+            warm = driver.call(driver_calls.wait_until_warm, 60.0, worker="ours")
             assert not warm["warm"]
             assert "libcudart.so: cannot open" in warm["fault"]
 
@@ -152,7 +152,7 @@ def test_tls_worker_joins_with_the_clusters_certificate_alone(tmp_path: Path) ->
         stranger = dask.ours("--slots", "1", "--tls-dir", str(tmp_path / "other"), "--timeout", "2", name="stranger")
         plain = dask.ours("--slots", "1", "--timeout", "2", name="plain")
         with dask.driver(workers=1) as driver:
-            assert driver.call(tasks.wait_until_warm, 60.0, worker="ours")["warm"]
+            assert driver.call(driver_calls.wait_until_warm, 60.0, worker="ours")["warm"]
             assert (stranger.wait(60), plain.wait(60)) == (4, 4)
             assert "perhaps check your TLS configuration" in dask.log("plain").read_text()
             assert list(driver.workers) == ["ours"]
@@ -219,7 +219,7 @@ def test_killed_rank_server_is_replaced_for_the_next_run(dask: DaskBench) -> Non
             ended(rank)
         second.attach("ours")
         assert ended(second.start("ours", "say('fresh')")).status == 0
-        assert second.call(tasks.wait_until_warm, 60.0, worker="ours")["warm"]
+        assert second.call(driver_calls.wait_until_warm, 60.0, worker="ours")["warm"]
 
 
 def test_silent_rank_is_reported_as_alive(dask: DaskBench) -> None:
@@ -247,10 +247,10 @@ def test_files_outside_of_the_scratch_folder_are_not_read(dask: DaskBench) -> No
     dask.ours("--slots", "1", "--gpus", "none")
     with dask.driver(workers=1) as driver:
         scratch = driver.attach("ours")["scratch"]
-        token = driver.call(tasks.read_spool, driver.run_id, f"{scratch}/token", 0, 100, worker="ours")
+        token = driver.call(driver_calls.read_spool, driver.run_id, f"{scratch}/token", 0, 100, worker="ours")
         assert token.decode() == driver.about["ours"]["token"]
         with pytest.raises(PermissionError, match="outside of the scratch folder"):
-            driver.call(tasks.read_spool, driver.run_id, f"{scratch}/../../../etc/passwd", 0, 10, worker="ours")
+            driver.call(driver_calls.read_spool, driver.run_id, f"{scratch}/../../../etc/passwd", 0, 10, worker="ours")
 
 
 def test_scheduler_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:

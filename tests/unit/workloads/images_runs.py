@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 
 from ddptrain.protocol.events import CheckpointSaved
-from ddptrain.rank.checkpoint.files import write
+from ddptrain.rank.checkpoint.file_format import write
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
-from ddptrain.results.record import RunRecord, RunStatus
-from ddptrain.workloads.images.model.models import build, describe
+from ddptrain.results.run_record import RunRecord, RunStatus
+from ddptrain.workloads.images.model.build_model import build, describe
 
 COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 20), "red": (220, 20, 30)}
 SIZE = 16

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.storage.base import Location, StoreUnreachable, open_store
 from ddptrain.storage.options import settings_for
+from ddptrain.storage.store import Location, StoreUnreachable, open_store
 
 
 @pytest.mark.parametrize("url", ["s3://me:hush@box/x", "gs://hush@box", "abfs://me:hush@acc/dogs"])

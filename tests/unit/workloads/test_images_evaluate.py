@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from ddptrain.storage.base import Location, NotFound
+from ddptrain.storage.store import Location, NotFound
 from ddptrain.storage.synthetic import SHAPES, SyntheticImages
 from ddptrain.workloads.images.evaluate import _sums
-from ddptrain.workloads.images.model.models import describe
+from ddptrain.workloads.images.model.build_model import describe
 from ddptrain.workloads.images.predictions import (
     COLUMNS,
     PredictionTable,

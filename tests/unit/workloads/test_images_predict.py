@@ -10,8 +10,8 @@ import torch
 
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.workloads.images.data.predict_inputs import InputProblem, NoInputs, PredictInput, find_images
-from ddptrain.workloads.images.model.models import build
-from ddptrain.workloads.images.model.saved import SavedConfig, SavedModel
+from ddptrain.workloads.images.model.build_model import build
+from ddptrain.workloads.images.model.saved_classifier import SavedConfig, SavedModel
 from ddptrain.workloads.images.predict import Classifier, ImageResult, choose_device, default_batch_size
 from tests.unit.workloads.images_runs import COLOURS, description, model_of_colours, picture
 

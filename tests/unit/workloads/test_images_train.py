@@ -24,8 +24,8 @@ from torch.nn import functional
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.loader import ImageLoader
-from ddptrain.workloads.images.model.models import PixelNormalizer, build
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
+from ddptrain.workloads.images.model.build_model import PixelNormalizer, build
 from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.train import _described_again

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters.backends.kubernetes.api import CORE, Kubernetes, connected
+from ddptrain.clusters.backends.kubernetes.api_client import CORE, Kubernetes, connected
 from ddptrain.clusters.backends.kubernetes.pods import is_ready
 from ddptrain.clusters.security import write_private_json
 from ddptrain.errors import ClusterError

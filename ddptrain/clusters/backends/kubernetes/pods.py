@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddptrain.clusters.backends.kubernetes.api import APPS, CORE, Kubernetes
+from ddptrain.clusters.backends.kubernetes.api_client import APPS, CORE, Kubernetes
 
 # Reasons that do not go away by waiting. ErrImagePull becomes ImagePullBackOff after a second try.
 _HOPELESS = frozenset(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddptrain.clusters.backends.kubernetes import reach, spec
-from ddptrain.clusters.backends.kubernetes.api import APPS, CORE, DASK, INSTALL_OPERATOR, Kubernetes, connected
+from ddptrain.clusters.backends.kubernetes.api_client import APPS, CORE, DASK, INSTALL_OPERATOR, Kubernetes, connected
 from ddptrain.clusters.backends.kubernetes.pods import (
     cluster_labels,
     is_ready,
@@ -24,10 +24,10 @@ from ddptrain.clusters.backends.kubernetes.pods import (
     trouble_of,
     why_there_is_no_pod,
 )
-from ddptrain.clusters.backends.kubernetes.workers import resize
+from ddptrain.clusters.backends.kubernetes.worker_pods import resize
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls, write_private
-from ddptrain.clusters.state import Deployment
 from ddptrain.config.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, UsageError
 

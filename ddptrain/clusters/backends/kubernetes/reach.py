@@ -20,9 +20,9 @@ from typing import Any
 
 from ddptrain.clusters import processes
 from ddptrain.clusters.backends.kubernetes import spec
-from ddptrain.clusters.backends.kubernetes.api import CORE, Kubernetes
+from ddptrain.clusters.backends.kubernetes.api_client import CORE, Kubernetes
+from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
-from ddptrain.clusters.state import Deployment
 from ddptrain.errors import ClusterError
 
 _FORWARD = "port-forward"

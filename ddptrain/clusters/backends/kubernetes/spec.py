@@ -96,10 +96,10 @@ def cluster_spec(
 def _fill_scheduler(part: dict[str, Any], name: str, settings: KubernetesSettings, *, tells_idle: bool) -> None:
     container = part["spec"]["containers"][0]
     container["args"] = [
-        *("python", "-P", "-m", "ddptrain.clusters.scheduler.process", "--folder", _FOLDER),
+        *("python", "-P", "-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", _FOLDER),
         *("--host", "0.0.0.0", "--port", str(COMM_PORT)),  # a port-forward arrives on the pod's loopback
         *("--dashboard-address", f"0.0.0.0:{HTTP_PORT}"),
-        *(("--http-route", "ddptrain.clusters.backends.kubernetes.idleroute") if tells_idle else ()),
+        *(("--http-route", "ddptrain.clusters.backends.kubernetes.idle_route") if tells_idle else ()),
     ]
     # No HTTP probe: the dashboard exists only if the image has bokeh. The scheduler deletes the file when it ends.
     container["readinessProbe"] = {

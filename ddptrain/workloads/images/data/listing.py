@@ -14,7 +14,7 @@ from typing import Self
 
 from ddptrain.config.wording import counted, nearest, shorten
 from ddptrain.errors import UsageError
-from ddptrain.storage.base import Limits, Listed, Location, open_store
+from ddptrain.storage.store import Limits, Listed, Location, open_store
 from ddptrain.workloads.images.data.manifest import FILE, Manifest, is_plain_key
 from ddptrain.workloads.images.data.source_layout import SourceLayout, check_classes_agree, detect, is_split_folder
 from ddptrain.workloads.images.data.split import sample, split

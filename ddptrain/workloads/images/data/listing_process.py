@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ddptrain.errors import DdptrainError, ExitCode, UsageError
-from ddptrain.storage.base import Location, StoreError
+from ddptrain.storage.store import Location, StoreError
 from ddptrain.workloads.images.data.listing import list_images
 
 ByClass = dict[str, list[tuple[str, int, str]]]  # key, size in bytes, version

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import write_atomic
-from ddptrain.storage.base import UNKNOWN_SIZE, Location
+from ddptrain.storage.store import UNKNOWN_SIZE, Location
 from ddptrain.workloads.images.data.source_layout import is_split_folder
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.base import Location, StoreMissing, open_store
+from ddptrain.storage.store import Location, StoreMissing, open_store
 from ddptrain.workloads.images.data.listing import SUFFIXES
 
 _SUFFIXES = tuple(sorted(SUFFIXES))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddptrain.config.wording import shorten
-from ddptrain.storage.base import StoreUnreachable
+from ddptrain.storage.store import StoreUnreachable
 from ddptrain.workloads.images.loader.bad_images import BadImages
 from ddptrain.workloads.images.loader.decode_pool import DecodePool, ProcessDied
 from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddptrain.storage.base import Location
+from ddptrain.storage.store import Location
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.decode import Augment
 from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult, Pipeline

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddptrain.errors import DdptrainError
-from ddptrain.storage.base import Limits, Location, NotFound, StoreMissing, open_store
+from ddptrain.storage.store import Limits, Location, NotFound, StoreMissing, open_store
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.store_health import TRANSIENT, StoreHealth
 

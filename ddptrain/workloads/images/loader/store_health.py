@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from ddptrain.errors import DdptrainError
-from ddptrain.storage.base import StoreMissing, StoreUnreachable, Transient
+from ddptrain.storage.store import StoreMissing, StoreUnreachable, Transient
 
 # Errors after which a retry may help: a missing folder may be mounted again.
 TRANSIENT = (Transient, StoreUnreachable, StoreMissing)

@@ -15,8 +15,8 @@ from ddptrain.config.wording import shorten
 from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.download import DownloadFailed, Progress, ServerUnreachable, fetch_file
+from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe, outline, wrong_size
 from ddptrain.workloads.images.model.labels import Labels, matches
-from ddptrain.workloads.images.model.models import MEAN, STD, build, describe, outline, wrong_size
 from ddptrain.workloads.images.model.preflight import (
     BadWeights,
     WeightsNotReached,
@@ -29,7 +29,7 @@ from ddptrain.workloads.images.model.preflight import (
 )
 from ddptrain.workloads.images.model.weights import find_pretrained, fit, read
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.saved import with_module_versions
+from ddptrain.workloads.saved_model import with_module_versions
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext

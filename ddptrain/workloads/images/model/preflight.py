@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
-from ddptrain.storage.base import fetch
 from ddptrain.storage.remote_folder import is_url
+from ddptrain.storage.store import fetch
 from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
 from ddptrain.workloads.images.model.label_file import read_labels
 from ddptrain.workloads.images.model.labels import Labels, matches

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import one_line
-from ddptrain.workloads.images.model.models import outline
+from ddptrain.workloads.images.model.build_model import outline
 from ddptrain.workloads.images.model.preflight import BadWeights, is_safetensors
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "state")

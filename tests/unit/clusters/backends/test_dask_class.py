@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ddptrain.clusters import state, status
+from ddptrain.clusters import cluster_records, status
 from ddptrain.clusters.backends import dask_class, dask_class_process, foreign_cluster
 from ddptrain.clusters.backends.dask_class_process import CannotKeep, KeeperOrder, Kept
+from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.processes import DaemonId
-from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.errors import ClusterError
 
 FAKE = f"{__name__}.FakeCluster"
@@ -161,7 +161,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
     monkeypatch.setattr(dask_class_process, "_ANSWER_S", 60.0)
     monkeypatch.chdir(tmp_path)  # to be put back: a keeper works in its cluster's folder
     record = ClusterRecord("dev", "class", "2026-01-01T00:00:00+00:00", settings={"class": FAKE, "kwargs": {}})
-    return state.create(record)
+    return cluster_records.create(record)
 
 
 KEEPER = DaemonId("keeper", 1, 0.0, "")

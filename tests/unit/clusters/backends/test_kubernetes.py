@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from ddptrain.clusters.backends.kubernetes import reach, spec
-from ddptrain.clusters.backends.kubernetes.api import Kubernetes, connected
+from ddptrain.clusters.backends.kubernetes.api_client import Kubernetes, connected
 from ddptrain.clusters.backends.kubernetes.pods import trouble_of
 from ddptrain.clusters.backends.kubernetes.provider import KubernetesProvider
+from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.security import make_tls
-from ddptrain.clusters.state import ClusterRecord, Deployment
 from ddptrain.config.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
 
@@ -119,8 +119,8 @@ def test_load_balancer_publishes_the_port_with_tls_alone() -> None:
 def test_idle_cluster_is_for_the_operator_to_end() -> None:
     cluster = cluster_of(idle_timeout_s=600.0)
     assert cluster["idleTimeout"] == 600
-    assert "ddptrain.clusters.backends.kubernetes.idleroute" in scheduler_of(cluster)["args"]
-    assert "ddptrain.clusters.backends.kubernetes.idleroute" not in scheduler_of(cluster_of())["args"]
+    assert "ddptrain.clusters.backends.kubernetes.idle_route" in scheduler_of(cluster)["args"]
+    assert "ddptrain.clusters.backends.kubernetes.idle_route" not in scheduler_of(cluster_of())["args"]
 
 
 @pytest.mark.parametrize("name", ["my_cluster", "a.b", "x" * 54, "ends-", ""])

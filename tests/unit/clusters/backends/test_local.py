@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ddptrain.clusters import processes, state
+from ddptrain.clusters import cluster_records, processes
 from ddptrain.clusters.backends import local
 from ddptrain.clusters.backends.local import LocalProvider
+from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.security import make_tls
-from ddptrain.clusters.state import ClusterRecord, Deployment
-from ddptrain.config.models import ClusterConfig, RankRange
+from ddptrain.config.run_config import ClusterConfig, RankRange
 from ddptrain.errors import ClusterError
 
 
@@ -36,7 +36,7 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DaemonOrder]
 def deployment(**settings: Any) -> Deployment:
     config = ClusterConfig(**settings)
     record = ClusterRecord("dev", "local", "2026-01-01T00:00:00+00:00", settings=config.model_dump(mode="json"))
-    return state.create(record)
+    return cluster_records.create(record)
 
 
 def started(orders: list[DaemonOrder], cluster: Deployment) -> dict[str, str]:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from distributed import Security
 
-from ddptrain.clusters import security, state
+from ddptrain.clusters import cluster_records, security
 from ddptrain.clusters.backends import saturn, saturn_api
 from ddptrain.clusters.backends.saturn import SaturnProvider
 from ddptrain.clusters.backends.saturn_api import NotTaken, Saturn
-from ddptrain.clusters.state import ClusterRecord, Deployment
-from ddptrain.config.models import ClusterConfig
+from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
+from ddptrain.config.run_config import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
 
 pytest.importorskip("dask_saturn", reason='dask-saturn is not installed: pip install "ddptrain[saturn]"')
@@ -80,7 +80,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Answers]
 def deployment(**settings: Any) -> Deployment:
     config = ClusterConfig(backend="saturn", **settings)
     record = ClusterRecord("dev", "saturn", "2026-01-01T00:00:00+00:00", settings=config.model_dump(mode="json"))
-    return state.create(record)
+    return cluster_records.create(record)
 
 
 def test_missing_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from ddptrain.clusters import state
+from ddptrain.clusters import cluster_records
 from ddptrain.clusters.backends.slurm import SlurmProvider
 from ddptrain.clusters.backends.slurm_script import JobPlan, script, worker_lines
-from ddptrain.clusters.state import ClusterRecord, Deployment
+from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.config.clusters import SlurmSettings
-from ddptrain.config.models import ClusterConfig
+from ddptrain.config.run_config import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
 
 Fake = Callable[[str, str], Path]
@@ -40,7 +40,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def cluster(slurm: dict[str, Any] | None = None, **changes: Any) -> Deployment:
     config = ClusterConfig(backend="slurm", slurm=SlurmSettings(**(slurm or {})), **changes)
-    return state.create(ClusterRecord("dev", "slurm", "now", settings=config.model_dump(mode="json")))
+    return cluster_records.create(ClusterRecord("dev", "slurm", "now", settings=config.model_dump(mode="json")))
 
 
 def scripts(made: Deployment) -> list[str]:
@@ -55,7 +55,7 @@ def test_first_job_holds_scheduler_and_workers(fake: Fake) -> None:
     (text,) = scripts(made)
     for line in ("--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--gres=gpu:4", "--time=04:00:00"):
         assert f"#SBATCH {line}\n" in text
-    assert "ddptrain.clusters.scheduler.process" in text and "--slots 4 --gpus auto" in text
+    assert "ddptrain.clusters.scheduler.scheduler_process" in text and "--slots 4 --gpus auto" in text
     assert made.record.parts["jobs"] == ["17"] and made.record.workers == 2
     assert told == ["job 17: the scheduler and 2 workers"]
     assert all(path.stat().st_mode & 0o077 == 0 for path in made.folder.glob("job-*.sh"))
@@ -65,7 +65,7 @@ def test_cluster_without_settings_for_slurm_is_one_node(fake: Fake) -> None:
     """`ddptrain cluster up --backend slurm`, as the README has it."""
     fake("sbatch", "echo 17")
     settings = ClusterConfig(backend="slurm").model_dump(mode="json")
-    made = state.create(ClusterRecord("dev", "slurm", "now", settings=settings))
+    made = cluster_records.create(ClusterRecord("dev", "slurm", "now", settings=settings))
     told: list[str] = []
     SlurmProvider().scale(made, None, told.append)
     (text,) = scripts(made)
@@ -77,7 +77,7 @@ def test_array_has_a_job_for_the_scheduler_and_one_for_the_workers(fake: Fake) -
     made = cluster({"array": True, "nodes": 3, "ranks_per_node": 1})
     SlurmProvider().scale(made, None, lambda text: None)
     first, second = scripts(made)
-    assert "ddptrain.clusters.scheduler.process" in first and "ddptrain.worker" not in first
+    assert "ddptrain.clusters.scheduler.scheduler_process" in first and "ddptrain.worker" not in first
     assert "#SBATCH --array=0-2" in second and "#SBATCH --nodes=1" in second
 
 

@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
+from ddptrain.driver.attempt.inbox import Inbox, SignalReceived
 from ddptrain.driver.control.signals import signals_to
-from ddptrain.driver.messages import Inbox, SignalReceived
 from ddptrain.errors import Interrupted
 
 

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from ddptrain.driver.attempt.inbox import Inbox, SignalReceived
 from ddptrain.driver.control import stop
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
 from ddptrain.driver.failure import outcome as verdicts
 from ddptrain.driver.failure.outcome import RunEnd
-from ddptrain.driver.messages import Inbox, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.record import RunStatus
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import RunStatus
+from ddptrain.results.run_writer import RunWriter
 
 OURS = StopRequest(os.getpid(), socket.gethostname(), now=False, by="me@here")
 

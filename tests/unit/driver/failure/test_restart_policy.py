@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.models import FailureConfig
+from ddptrain.config.run_config import FailureConfig
+from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
-from ddptrain.driver.rank_state import AttemptEnd
 from ddptrain.errors import ClusterError
 
 

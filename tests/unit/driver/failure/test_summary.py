@@ -8,8 +8,8 @@ import pytest
 
 from ddptrain.driver.failure.outcome import RunEnd
 from ddptrain.driver.failure.summary import summary_lines
-from ddptrain.results.record import RunStatus
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import RunStatus
+from ddptrain.results.run_writer import RunWriter
 
 
 @pytest.mark.parametrize(("ranks", "on"), [(0, ""), (1, " on 1 rank"), (8, " on 8 ranks")])

@@ -9,7 +9,7 @@ import pytest
 
 from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog, alive_s
 from ddptrain.protocol import events
-from tests.unit.driver.ranks import running
+from tests.unit.driver.attempt.ranks import running
 
 
 class Scene:

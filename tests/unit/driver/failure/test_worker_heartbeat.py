@@ -9,7 +9,7 @@ import pytest
 from ddptrain.driver.failure.fault import FaultKind, Loss
 from ddptrain.driver.failure.watchdog import Activity
 from ddptrain.driver.failure.worker_heartbeat import WorkerHeartbeat
-from tests.unit.driver.ranks import running
+from tests.unit.driver.attempt.ranks import running
 
 START_S = 20.0
 

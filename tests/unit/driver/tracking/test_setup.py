@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.config.models import RunConfig
 from ddptrain.config.resolved import resolve
+from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup
-from ddptrain.driver.worker_group import RankPlace
+from ddptrain.driver.worker_group.worker_group import RankPlace
 from ddptrain.protocol.events import Tracked
 from ddptrain.results.remote.local_copy import Origin
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb.credentials import find_access
 
 KEY = "k" * 40

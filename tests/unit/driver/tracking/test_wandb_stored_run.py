@@ -13,18 +13,18 @@ import pytest
 from ddptrain.driver.tracking import wandb_sync
 from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
-from ddptrain.protocol.wandb_parts import CHECKPOINT_TYPE, OPEN, SENT, waiting
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.record import RunRecord
+from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.remote.local_copy import Origin
-from ddptrain.results.remote.lock import LOCK, Claim
 from ddptrain.results.remote.upload import StoreUpload
-from ddptrain.results.tracking.record import wandb_parts
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import RunRecord
+from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.tracker_records import wandb_parts
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.tracking.wandb import transaction_log
+from ddptrain.tracking.wandb.run_parts import CHECKPOINT_TYPE, OPEN, SENT, waiting
 from tests.unit.results.conftest import Stage, stage, writer
 from tests.unit.results.stores import WatchedFs, watched_store
 

@@ -16,8 +16,8 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import load_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
-from ddptrain.results.record import DriverRecord, RunStatus
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_record import DriverRecord, RunStatus
+from ddptrain.results.run_writer import RunWriter
 
 
 @pytest.fixture

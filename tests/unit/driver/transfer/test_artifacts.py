@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.messages import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
+from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
 from ddptrain.driver.transfer import artifacts
 from ddptrain.driver.transfer.artifacts import ArtifactTransfer
 from ddptrain.protocol.events import CheckpointSaved, FileSaved
 from ddptrain.results import checkpoints
 from ddptrain.results.checkpoints import CheckpointPolicy
-from ddptrain.results.writer import RunWriter
+from ddptrain.results.run_writer import RunWriter
 from tests.unit.results.conftest import stage, writer
 
 __all__ = ["stage", "writer"]

@@ -17,9 +17,9 @@ import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
-from ddptrain.driver.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
 from ddptrain.errors import ClusterError, ExitCode, UsageError
-from ddptrain.worker import tasks
+from ddptrain.worker import driver_calls
 from tests.unit.worker.stubs import has_ended, until
 
 PREPARES = """
@@ -162,11 +162,11 @@ class Elsewhere:
 
     def run(self, function: object, *words: Any, workers: list[str]) -> dict[str, Any]:
         (worker,) = workers
-        if function is tasks.holds_file:
+        if function is driver_calls.holds_file:
             return {worker: worker not in self.far and Path(words[0]).read_text() == words[1]}
-        assert function is tasks.write_spool
+        assert function is driver_calls.write_spool
         _, path, offset, data = words
-        return {worker: tasks._write_below(self.root / worker, path, offset, data)}
+        return {worker: driver_calls._write_below(self.root / worker, path, offset, data)}
 
 
 def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:

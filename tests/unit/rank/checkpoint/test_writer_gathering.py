@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint import files, snapshot
-from ddptrain.rank.checkpoint import writer as checkpoint_writer
+from ddptrain.rank.checkpoint import checkpoint_writer, file_format, snapshot
+from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.checkpoint.snapshot import Snapshot, plain_bytes
-from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
 from ddptrain.rank.emitter import Emitter
 from tests.unit.rank.stores import Gang
 
@@ -40,7 +39,7 @@ class Group:
 
     def states(self, number: int) -> Any:
         """The states of all ranks in a checkpoint."""
-        return files.read_state(self.folder / f"checkpoint-{number}")["ranks"]
+        return file_format.read_state(self.folder / f"checkpoint-{number}")["ranks"]
 
     def events(self) -> list[events.Event]:
         return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ddptrain.protocol import events
+from ddptrain.rank.checkpoint.checkpoint_writer import state_key
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.checkpoint.snapshot import plain_bytes
-from ddptrain.rank.checkpoint.writer import state_key
 from ddptrain.rank.collective import calls
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter

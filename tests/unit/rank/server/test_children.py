@@ -78,4 +78,4 @@ def test_cold_start_is_a_fresh_interpreter_that_cannot_import_from_the_working_d
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     assert children._start_cold({}, (3, 4, 5, 6)) == 7
-    assert commands == [[sys.executable, "-P", "-m", "ddptrain.rank.process", "3", "4", "5", "6"]]
+    assert commands == [[sys.executable, "-P", "-m", "ddptrain.rank.rank_process", "3", "4", "5", "6"]]

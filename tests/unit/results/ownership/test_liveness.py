@@ -14,11 +14,11 @@ import pytest
 from ddptrain import hosts
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.ownership import driver_heartbeat, liveness, lock
+from ddptrain.results.ownership import driver_heartbeat, liveness, run_lock
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat, Pulse
 from ddptrain.results.ownership.liveness import QUIET_AFTER_S, Liveness, Signs, decide
-from ddptrain.results.ownership.lock import LockState
-from ddptrain.results.record import DriverRecord
+from ddptrain.results.ownership.run_lock import LockState
+from ddptrain.results.run_record import DriverRecord
 
 HERE, ELSEWHERE = True, False
 LONG = QUIET_AFTER_S + 1
@@ -132,7 +132,7 @@ def test_whoever_acts_watches_a_heartbeat_whose_clock_differs(layout: RunLayout)
 
 
 def test_the_lock_of_our_own_does_not_count(layout: RunLayout) -> None:
-    held = lock.take(layout.lock_file)
+    held = run_lock.take(layout.lock_file)
     try:
         assert liveness.look(layout, DriverRecord.of_this_process()) is Liveness.RUNNING
         assert liveness.look(layout, DriverRecord.of_this_process(), is_ours=True) is Liveness.GONE
@@ -142,12 +142,12 @@ def test_the_lock_of_our_own_does_not_count(layout: RunLayout) -> None:
 
 def test_a_lock_that_cannot_be_read_is_no_free_one(layout: RunLayout) -> None:
     layout.lock_file.symlink_to(layout.root / "elsewhere")
-    assert lock.look(layout.lock_file) is LockState.UNKNOWN
+    assert run_lock.look(layout.lock_file) is LockState.UNKNOWN
     layout.lock_file.unlink()
     os.mkfifo(layout.lock_file)
-    assert lock.look(layout.lock_file) is LockState.UNKNOWN
+    assert run_lock.look(layout.lock_file) is LockState.UNKNOWN
     layout.lock_file.unlink()
-    assert lock.look(layout.lock_file) is LockState.FREE
+    assert run_lock.look(layout.lock_file) is LockState.FREE
 
 
 def test_a_heartbeat_beats_and_goes_with_its_driver(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:

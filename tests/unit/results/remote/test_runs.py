@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
-from ddptrain.results.remote.lock import LOCK, Claim
+from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
 from ddptrain.results.run_store import LocalRuns, NeededFiles
+from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show.tail import follow_logs
-from ddptrain.results.writer import RunWriter
-from ddptrain.storage.base import StoreError, StoreForbidden
 from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import StoreError, StoreForbidden
 from tests.unit.results.stores import watched_fs, watched_store
 
 WEAK = (

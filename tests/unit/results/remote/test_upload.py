@@ -13,13 +13,13 @@ from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoint_verification import verify
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.record import RunStatus
 from ddptrain.results.remote import restore
 from ddptrain.results.remote import upload as remote_upload
 from ddptrain.results.remote.upload import StoreUpload
-from ddptrain.results.writer import RunWriter
-from ddptrain.storage.base import StoreError
+from ddptrain.results.run_record import RunStatus
+from ddptrain.results.run_writer import RunWriter
 from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import StoreError
 from tests.unit.results.stores import WatchedFs, root_of, watched_fs, watched_store
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]

@@ -11,7 +11,7 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.record import AttemptRecord, RunRecord
+from ddptrain.results.run_record import AttemptRecord, RunRecord
 from ddptrain.results.show.curves import plot_data, plot_of
 
 

@@ -8,7 +8,7 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.record import BestRecord, RunRecord
+from ddptrain.results.run_record import BestRecord, RunRecord
 from ddptrain.results.show.chart import Style
 from ddptrain.results.show.curves import Plot, plot_of
 from ddptrain.results.show.plot import save_picture, terminal_charts

@@ -8,7 +8,7 @@ import pytest
 from ddptrain.errors import RunNotFound
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.record import RunRecord
+from ddptrain.results.run_record import RunRecord
 from ddptrain.results.show.tail import LogCursor, final_text, follow_logs, show_logs
 
 

@@ -24,7 +24,7 @@ from wandb.sdk.wandb_setup import _WandbSetup
 import ddptrain
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb.rank_run import RankRun
-from ddptrain.tracking.wandb.run import settings_for
+from ddptrain.tracking.wandb.wandb_run import settings_for
 
 INTERNALS = "tracking/wandb/internals.py"
 FAULTS = "tests/integration/test_wandb_faults.py"

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb import rank_run
 from ddptrain.tracking.wandb.rank_run import RankRun, SharedRunSignal
-from ddptrain.tracking.wandb.run import RunOptions
+from ddptrain.tracking.wandb.wandb_run import RunOptions
 
 
 @pytest.fixture

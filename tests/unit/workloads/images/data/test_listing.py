@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.storage.base import Location, StoreMissing
+from ddptrain.storage.store import Location, StoreMissing
 from ddptrain.workloads.images.data.listing import chosen_classes, list_images, prepare
 from ddptrain.workloads.images.data.manifest import FILE, DamagedManifest, Manifest
 from ddptrain.workloads.images.model.catalogue import N_OUTPUTS

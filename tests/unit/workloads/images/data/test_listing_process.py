@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.storage.base import Location, StoreError
+from ddptrain.storage.store import Location, StoreError
 from ddptrain.workloads.images.data.listing_process import list_by_class, list_in_process, main
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from ddptrain.workloads.images.loader import decode_worker
 from ddptrain.workloads.images.loader.decode_pool import DecodeProcessLost, ProcessDecodePool
-from ddptrain.workloads.images.loader.loader import ImageLoader
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from tests.integration.images_on_s3 import draw_folder
 from tests.unit.worker.stubs import until
-from tests.unit.workloads.images.loader.test_loader import CLASSES, PER_CLASS, Told, feeder, manifest_of, seen
+from tests.unit.workloads.images.loader.test_image_loader import CLASSES, PER_CLASS, Told, feeder, manifest_of, seen
 
 MARK = b"this one kills"
 # What a process does before all else; decoding an image with the mark in it calls `fatal`.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.storage.base import Location, NotFound, StoreForbidden, Transient
+from ddptrain.storage.store import Location, NotFound, StoreForbidden, Transient
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.reader import ImageRef, Reader, ReadFailure, RetryPolicy
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.storage.base import Location, NotFound, StoreUnreachable, Transient
+from ddptrain.storage.store import Location, NotFound, StoreUnreachable, Transient
 from ddptrain.workloads.images.loader.reader import ImageRef, Reader, ReadFailure, RetryPolicy
 from ddptrain.workloads.images.loader.store_health import StoreHealth
 

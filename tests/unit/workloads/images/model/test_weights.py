@@ -22,8 +22,8 @@ from ddptrain.storage import download
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import FILE
 from ddptrain.workloads.images.model import init
+from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe
 from ddptrain.workloads.images.model.init import begin_with_weights, described_model, weights_file
-from ddptrain.workloads.images.model.models import MEAN, STD, build, describe
 from ddptrain.workloads.images.model.weights import PretrainedWeights
 from ddptrain.workloads.images.params import ImagesParams
 

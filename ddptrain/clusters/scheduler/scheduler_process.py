@@ -1,0 +1,195 @@
+"""`python -m ddptrain.clusters.scheduler.scheduler_process`: the scheduler of a cluster that outlives its command.
+
+    python -m ddptrain.clusters.scheduler.scheduler_process --folder DIR --host 10.0.0.5 --idle-timeout 3600
+
+It listens with TLS if DIR contains cert.pem and key.pem. Otherwise it listens on a unix socket that only this user can
+open, or, if --host is given, without any protection on that address. Once it listens it writes DIR/scheduler.json,
+which it deletes at its end. If it ended by itself, DIR/ended.json says why. SIGTERM ends it and its workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddptrain import log
+from ddptrain.clusters.scheduler.worker_ttl import drop_the_silent
+from ddptrain.clusters.security import CERT_FILE, own_security, write_private_json
+from ddptrain.errors import UsageError
+from ddptrain.protocol.rank_spec import LOST_AFTER_S
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+SCHEDULER_FILE = "scheduler.json"
+ENDED_FILE = "ended.json"
+LOOKER = "ddptrain-look"  # client name of status checks, which do not keep an idle cluster alive
+
+_CONFIG = {
+    "distributed.scheduler.allowed-failures": 0,
+    "distributed.scheduler.worker-ttl": None,  # worker_ttl.py replaces it
+    "distributed.scheduler.work-stealing": False,
+    "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
+    "distributed.admin.system-monitor.interval": "5s",
+    "distributed.admin.tick.interval": "1s",
+    "distributed.diagnostics.nvml": False,
+}
+_DASHBOARD_ADDRESS = "127.0.0.1:8787"  # HTTP without a password; Dask uses another port if this one is taken
+_NOWHERE = "127.0.0.1:0"  # Dask's HTTP server always listens, even without routes
+_NEVER_A_RUN = frozenset({"fire-and-forget"})  # Dask's own entry among the clients
+_LOOK_S = 1.0
+
+_log = log.Log("ddptrain.clusters.scheduler")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the scheduler until a signal arrives or the idle time is over."""
+    options = _parser().parse_args(argv)
+    with contextlib.suppress(UsageError):  # `cluster up` has complained of a wrong DDPTRAIN_LOG
+        log.to_stderr()
+    asyncio.run(_serve(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m ddptrain.clusters.scheduler.scheduler_process",
+        description="The Dask scheduler of a cluster of ddptrain's.",
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
+    parser.add_argument("--host", help="address or name to listen on (default: a unix socket; with TLS 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    parser.add_argument(
+        "--dashboard-address", default=_DASHBOARD_ADDRESS, help="of Dask's dashboard, if bokeh is installed"
+    )
+    parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without a run; 0 is never (default)")
+    parser.add_argument("--http-route", action="append", default=[], help="module with more routes for HTTP")
+    return parser
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    from ddptrain.protocol import unix_comm
+
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    folder: Path = options.folder
+    scheduler = await _started(options)
+    write_private_json(folder / SCHEDULER_FILE, _card(scheduler))
+    _log.info("scheduler listens", address=scheduler.address, idle_timeout_s=options.idle_timeout)
+    ends = {
+        asyncio.ensure_future(told.wait()): "",
+        asyncio.ensure_future(scheduler.finished()): "a client of it shut it down",
+        asyncio.ensure_future(drop_the_silent(scheduler, lambda: _lost_after_s(scheduler))): "",
+        asyncio.ensure_future(_idle_for(scheduler, options.idle_timeout)): f"idle for {options.idle_timeout:g} s",
+    }
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    reason = next(ends[end] for end in ends if end.done())
+    _log.info("scheduler ends", reason=reason or "told to end")
+    (folder / SCHEDULER_FILE).unlink(missing_ok=True)
+    if reason:
+        write_ended(folder, reason)
+    for end in ends:
+        end.cancel()
+    await scheduler.close(reason=reason or "told to end")
+    unix_comm.remove_socket_dir(scheduler.address)
+
+
+async def _started(options: argparse.Namespace) -> Scheduler:
+    import dask
+    from distributed import Scheduler
+
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    shows = _has_bokeh()
+    # The HTTP routes are needed by the dashboard only.
+    routes = [*(dask.config.get("distributed.scheduler.http.routes") if shows else ()), *options.http_route]
+    dask.config.set({**_CONFIG, "distributed.scheduler.http.routes": routes})
+    scheduler: Scheduler = await Scheduler(
+        **_listening(options),
+        dashboard=shows,
+        dashboard_address=options.dashboard_address if routes else _NOWHERE,
+    )
+    return scheduler
+
+
+def _listening(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments for Dask's Scheduler: address and security."""
+    if (options.folder / CERT_FILE).exists():
+        tls = own_security(options.folder)
+        return {"protocol": "tls", "host": options.host or "127.0.0.1", "port": options.port, "security": tls}
+    if options.host:
+        return {"protocol": "tcp", "host": options.host, "port": options.port}
+    from ddptrain.protocol import unix_comm
+
+    return {"protocol": unix_comm.SCHEME, "host": unix_comm.scheduler_path(unix_comm.make_socket_dir()), "port": 0}
+
+
+def _has_bokeh() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("bokeh") is not None
+
+
+def _card(scheduler: Scheduler) -> dict[str, Any]:
+    """The content of scheduler.json."""
+    return {
+        "address": scheduler.address,
+        "dashboard": _dashboard_link(scheduler) if _has_bokeh() else "",
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+
+
+def _dashboard_link(scheduler: Scheduler) -> str:
+    from distributed.utils import format_dashboard_link
+
+    server = scheduler.services["dashboard"]
+    host = scheduler.ip if server.address in {"0.0.0.0", "::"} else server.address
+    link: str = format_dashboard_link(host, server.port)
+    return link
+
+
+async def _idle_for(scheduler: Scheduler, timeout_s: float) -> None:
+    """Return once the scheduler has been idle for that long; never with 0."""
+    since = time.monotonic()
+    while not timeout_s or time.monotonic() - since < timeout_s:
+        await asyncio.sleep(min(_LOOK_S, timeout_s / 4) if timeout_s else 3600.0)
+        if is_used(scheduler):
+            since = time.monotonic()
+
+
+def _lost_after_s(scheduler: Scheduler) -> float:
+    """Seconds that a worker may be silent: the longest `lost_after_s` of the runs on the cluster."""
+    from ddptrain.clusters.scheduler.slots import PLUGIN_NAME, SlotTable
+
+    table = scheduler.plugins.get(PLUGIN_NAME)
+    return (table.lost_after_s if isinstance(table, SlotTable) else None) or LOST_AFTER_S
+
+
+def is_used(scheduler: Scheduler) -> bool:
+    """Whether a run holds or waits for slots, a task exists, or a client other than a status check is connected."""
+    from ddptrain.clusters.scheduler.slots import is_busy
+
+    users = (str(name) for name in scheduler.clients if name not in _NEVER_A_RUN)
+    return bool(scheduler.tasks) or is_busy(scheduler) or any(LOOKER not in user for user in users)
+
+
+def write_ended(folder: Path, reason: str, **more: bool) -> None:
+    """Write into the cluster's folder why it has ended by itself."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_private_json(folder / ENDED_FILE, {"reason": reason, "at": now, **more})
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
+    sys.exit(0)

@@ -1,0 +1,210 @@
+"""One attempt: the loop that reads messages, asks attempt_step.py what follows, and does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ddptrain.driver.attempt import actions, inbox
+from ddptrain.driver.attempt.actions import Action
+from ddptrain.driver.attempt.inbox import Inbox, Message
+from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
+from ddptrain.driver.attempt.state import AttemptState, Moment, new_state
+from ddptrain.driver.attempt.step import step
+from ddptrain.driver.failure.watchdog import Watchdog
+from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.transfer.artifacts import ArtifactTransfer
+from ddptrain.driver.transfer.log_mirror import LogMirror
+from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
+from ddptrain.log import Log
+from ddptrain.protocol import events
+from ddptrain.protocol.notices import RankExit
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.worker.spool import rank_spool
+
+_log = Log(__name__)
+_TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection to the scheduler
+_BUSY_TICK_S = 0.05  # the same, while messages come all the time
+_DRAIN_S = 600.0  # for checkpoints and files that are on their way when the ranks have ended
+_WHY_LOST_S = 0.1  # from the end of a worker's connection until its exit status is known
+
+
+class Attempt:
+    """Starts the ranks and watches them until all have ended."""
+
+    def __init__(
+        self,
+        gang: WorkerGroup,
+        ranks: Sequence[tuple[RankSpec, RankPlace, Path]],
+        porter: ArtifactTransfer,
+        recorder: Recorder,
+        inbox: Inbox,
+        worker_fault: Callable[[], str | None],
+        watchdog: Watchdog,
+        start_timeout_s: float,
+        lost_after_s: float,
+    ) -> None:
+        """`ranks` has the spec, the place and the log file of each rank, in their order."""
+        self.gang, self.porter, self.recorder, self.inbox = gang, porter, recorder, inbox
+        self.worker_fault = worker_fault
+        self.mirrors = [self._mirror(*rank) for rank in ranks]
+        watched = [RankState(spec, place) for spec, place, _ in ranks]
+        self.state = new_state(watched, watchdog, start_timeout_s, lost_after_s, _now())
+        self._looked_at = 0.0
+
+    def _mirror(self, spec: RankSpec, place: RankPlace, home_log: Path) -> LogMirror:
+        spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
+        return LogMirror(spool, home_log, shared=place.shared, fetch=partial(self.gang.fetch, place.slot.worker))
+
+    def run(self) -> AttemptEnd:
+        """Start rank 0, the others once its store is open, and watch until every rank is over."""
+        self.handle(inbox.Begin())
+        while not self.state.over:
+            self._take_one()
+            self._tick()
+        deadline = time.monotonic() + _DRAIN_S
+        while self.state.transfers > 0 and time.monotonic() < deadline:
+            self._take_one()
+        return self.state.end()
+
+    def _take_one(self) -> None:
+        due, now = self.state.due(), time.monotonic()
+        timeout_s = _TICK_S if due is None else min(_TICK_S, max(0.0, due - now))
+        try:
+            message = self.inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        if isinstance(message, inbox.WorkerLost):
+            message = dataclasses.replace(message, reason=self._why_lost(message.address))
+        self.handle(message)
+
+    def _tick(self) -> None:
+        """Look at what sends no message: at once if a deadline has passed, else now and then, best between messages."""
+        now, due, all_read = time.monotonic(), self.state.due(), self.inbox.empty()
+        look_at = self._looked_at + (_BUSY_TICK_S if all_read else _TICK_S)
+        if now < look_at and (due is None or now < due):
+            return
+        self._looked_at = now
+        self.handle(inbox.Tick(self.gang.connected, self.worker_fault(), all_read))
+
+    def handle(self, message: Message) -> None:
+        """Take one step, and do what it asks for."""
+        before = self.state
+        self.state, ordered = step(before, message, _now())
+        self._log_decisions(before)
+        for action in ordered:
+            self._do(action)
+
+    def _log_decisions(self, before: AttemptState) -> None:
+        """Log what a step has decided besides its actions: deadlines, and what a hang diagnosis is based on."""
+        for name in ("settle_until", "preempt_until", "stop_until"):
+            until = getattr(self.state, name)
+            if until is not None and until != getattr(before, name):
+                _log.info("deadline set", deadline=name.removesuffix("_until"), in_s=until - time.monotonic())
+        inquiry = self.state.inquiry
+        if inquiry.under_way and not before.inquiry.under_way:
+            _log.info("asking all ranks for their stacks", signs_of_life=inquiry.signs)
+
+    def _why_lost(self, address: str) -> str:
+        """Why a worker that the driver itself started has ended; "" for other workers."""
+        deadline = time.monotonic() + _WHY_LOST_S
+        while (fault := self.worker_fault()) is None and time.monotonic() < deadline:
+            if all(rank.worker != address for rank in self.state.ranks):
+                break
+            time.sleep(0.01)
+        return fault or ""
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case actions.ReadOutput() | actions.ReceiveOutput() | actions.ReadRest():
+                self._read_files(action)
+            case actions.SubmitRank(rank, port):
+                self._submit(rank, port)
+            case actions.StopRanks(ranks, grace_s):
+                self.gang.stop(self._specs(ranks), grace_s)
+            case actions.SendCommand(ranks, command):
+                self.gang.tell(self._specs(ranks), command)
+            case actions.FetchArtifact(rank, event):
+                self._fetch(rank, event)
+            case actions.AvoidWorker(address, lost):
+                (self.gang.forget if lost else self.gang.avoid)(address)
+            case actions.RejectNotice(reason):
+                self.gang.reject(reason)
+            case _:
+                self._record(action)
+
+    def _read_files(self, action: actions.ReadOutput | actions.ReceiveOutput | actions.ReadRest) -> None:
+        match action:
+            case actions.ReadOutput(rank, log_size, events_size, ended):
+                self._read(rank, lambda mirror: mirror.advance(log_size, events_size), ended=ended)
+                self.recorder.display.log_grew()
+            case actions.ReceiveOutput(output):
+                self._read(output.rank, lambda mirror: mirror.receive(output.stream, output.offset, output.data))
+            case actions.ReadRest(rank, loss):
+                if self._place(rank).shared:
+                    self.mirrors[rank].catch_up()
+                self._take_events(rank)
+                self.handle(inbox.OutputRead(rank, loss=loss))
+
+    def _record(self, action: Action) -> None:
+        recorder = self.recorder
+        match action:
+            case actions.RecordFault(fault):
+                recorder.fault(fault)
+            case actions.RecordTraining():
+                recorder.training(tuple(rank.record() for rank in self.state.ranks))
+            case actions.RecordRankEnd(rank, ok, stopped):
+                if refused := self.mirrors[rank].refused:
+                    recorder.warn(f"rank {rank} wrote {refused} lines that are no events; they were ignored")
+                recorder.rank_ended(self.state.ranks[rank].record(), ok=ok, stopped=stopped)
+            case actions.RecordStored(rank, what, path):
+                recorder.brought_home(rank, what, path)
+            case actions.Warn(text):
+                recorder.warn(text)
+            case actions.Announce(text):
+                recorder.notice(text)
+            case actions.ShowStatus(text):
+                recorder.status(text)
+
+    def _read(self, rank: int, read: Callable[[LogMirror], None], *, ended: RankExit | None = None) -> None:
+        error = ""
+        try:
+            read(self.mirrors[rank])
+        except Exception as raised:  # the files are on another machine, and their content is not trusted
+            # If the worker is lost, a message says so, with the reason.
+            error = (str(raised) or repr(raised)) if self.gang.has(self._place(rank).slot.worker) else ""
+        self._take_events(rank)
+        if error or ended is not None:
+            self.handle(inbox.OutputRead(rank, ended=ended, error=error))
+
+    def _take_events(self, rank: int) -> None:
+        for event in self.mirrors[rank].take_events():
+            self.handle(inbox.RankEvent(rank, event))
+            self.recorder.rank_event(rank, event)
+
+    def _submit(self, rank: int, port: int) -> None:
+        spec = self.state.ranks[rank].spec
+        self.gang.submit(spec.with_port(port) if port else spec, self._place(rank).slot)
+
+    def _fetch(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
+        place = self._place(rank)
+        fetch = None if place.shared else partial(self.gang.fetch, place.slot.worker)
+        staging = self.mirrors[rank].spool.staging
+        if isinstance(event, events.CheckpointSaved):
+            self.porter.bring_checkpoint(rank, event, staging, fetch)
+        else:
+            self.porter.bring_file(rank, event, staging, fetch)
+
+    def _place(self, rank: int) -> RankPlace:
+        return self.state.ranks[rank].place
+
+    def _specs(self, ranks: Sequence[int]) -> list[RankSpec]:
+        return [self.state.ranks[rank].spec for rank in ranks]
+
+
+def _now() -> Moment:
+    return Moment(time.monotonic(), time.time_ns())

@@ -1,0 +1,109 @@
+"""What the driver knows of each rank of an attempt, and how an attempt has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ddptrain.driver.failure import fault as failure_fault
+from ddptrain.driver.failure.fault import Fault
+from ddptrain.driver.worker_group.worker_group import RankPlace
+from ddptrain.errors import DdptrainError
+from ddptrain.protocol import events
+from ddptrain.protocol.notices import RankExit
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.results.run_record import RankRecord
+
+
+class RankState(NamedTuple):
+    """What the driver knows of one rank. A named tuple, because it is replaced for each step that a rank logs.
+
+    preempted: the rank has saved, and has ended at the agreed step. tracker_fault counts only if the run would succeed
+    otherwise. lost: no more messages will come from the rank. submitted_at: monotonic seconds, 0 before. step: the
+    last one that the rank logged. calls: of ctx methods that all ranks must call, as reported at the rank's end.
+    """
+
+    spec: RankSpec
+    place: RankPlace
+    started: events.Started | None = None
+    entered: bool = False
+    finished: bool = False
+    preempted: bool = False
+    fault: Fault | None = None
+    tracker_fault: Fault | None = None
+    ended: RankExit | None = None
+    lost: bool = False
+    submitted_at: float = 0.0
+    step: int | None = None
+    calls: Mapping[str, float] | None = None
+
+    def after(self, event: events.Event) -> RankState:
+        """The state after an event of the rank. Faults that end the attempt are the caller's concern."""
+        match event:
+            case events.Metrics(step=int(step)):
+                return self._replace(step=step)
+            case events.Started():
+                return self._replace(started=event)
+            case events.Entered():
+                return self._replace(entered=True)
+            case events.Finished(calls=calls):
+                return self._replace(finished=True, calls=calls)
+            case events.Preempted():
+                return self._replace(preempted=True)
+            case events.TrackerFailed(strict=True) if self.tracker_fault is None:
+                return self._replace(tracker_fault=failure_fault.from_tracker(self.spec.rank, event))
+        return self
+
+    @property
+    def worker(self) -> str:
+        """The Dask address of the rank's worker."""
+        return self.place.slot.worker
+
+    @property
+    def over(self) -> bool:
+        """Whether the rank's process has ended or is lost."""
+        return self.ended is not None or self.lost
+
+    @property
+    def well(self) -> bool:
+        """Whether the rank has done what it was told to."""
+        return self.finished or self.preempted
+
+    def record(self) -> RankRecord:
+        """The rank's entry in run.json."""
+        return RankRecord(
+            rank=self.spec.rank,
+            local_rank=self.spec.placement.local_rank,
+            node_rank=self.spec.placement.node_rank,
+            host=self.started.host if self.started else self.place.hostname,
+            pid=self.started.pid if self.started else (self.ended.pid if self.ended else None),
+            gpu=self.started.device if self.started and self.started.device != "cpu" else None,
+            exit=self.ended.status if self.ended else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """How an attempt ended: with a fault, a signal to the driver, a preemption, a loss of the results, or well.
+
+    notice: why the ranks were told to save and end. loss: why the run directory cannot be written any more. leaving:
+    a worker is about to end.
+    """
+
+    ranks: Sequence[RankState]
+    fault: Fault | None
+    signum: int | None
+    notice: str | None = None
+    loss: DdptrainError | None = None
+    leaving: bool = False
+
+    @property
+    def saved_itself(self) -> bool:
+        """Whether ranks ended with exit code 75, which says that they saved their state themselves."""
+        return all(rank.well for rank in self.ranks) and any(rank.preempted for rank in self.ranks)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank has reached the end of the workload."""
+        return all(rank.finished for rank in self.ranks)

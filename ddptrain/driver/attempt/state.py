@@ -1,0 +1,124 @@
+"""The state of an attempt: immutable, and everything that its decisions depend on. attempt_step.py decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ddptrain.driver.attempt.actions import Action
+from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
+from ddptrain.driver.failure import fault as failure_fault
+from ddptrain.driver.failure.fault import Fault
+from ddptrain.driver.failure.stack_collector import StackCollector
+from ddptrain.driver.failure.watchdog import Activity, Watchdog
+from ddptrain.driver.failure.worker_heartbeat import WorkerHeartbeat
+from ddptrain.errors import DdptrainError
+from ddptrain.protocol import events
+
+
+class Moment(NamedTuple):
+    """When a message is handled: monotonic seconds, and nanoseconds of the wall clock."""
+
+    monotonic: float
+    time_ns: int
+
+
+class AttemptState(NamedTuple):
+    """Everything that the decisions of an attempt depend on; a named tuple, because each message replaces it.
+
+    All deadlines are monotonic seconds, None: not set.
+
+    ranks, activities: by rank. stacks: files of stacks that are stored only if the inquiry finds a fault. signum: the
+    last signal to the driver. notice: why the ranks were told to save and end. loss: why the run directory cannot be
+    written. settle_until: end of the wait for an earlier fault. preempt_until: when ranks must have saved. stop_until:
+    when stopped ranks are given up. spare_until: when also the rank that failed is stopped. transfers: checkpoints and
+    files on their way into the run directory.
+    """
+
+    ranks: tuple[RankState, ...]
+    activities: tuple[Activity, ...]
+    watchdog: Watchdog
+    presence: WorkerHeartbeat
+    inquiry: StackCollector = StackCollector()
+    faults: tuple[Fault, ...] = ()
+    stacks: tuple[tuple[int, events.FileSaved], ...] = ()
+    signum: int | None = None
+    notice: str | None = None
+    leaving: bool = False
+    loss: DdptrainError | None = None
+    settle_until: float | None = None
+    preempt_until: float | None = None
+    stop_until: float | None = None
+    spare_until: float | None = None
+    transfers: int = 0
+    running: int = 0  # ranks that are not over
+
+    @property
+    def over(self) -> bool:
+        """Whether every rank has ended or is lost."""
+        return self.running == 0
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the worker group has been told to end."""
+        return self.stop_until is not None
+
+    def due(self) -> float | None:
+        """When the next deadline passes, in monotonic seconds. While stacks are awaited, faults do not settle."""
+        waits = self.inquiry.until if self.inquiry.under_way else self.settle_until
+        deadlines = (None if self.stopping else waits, self.spare_until, self.preempt_until, self.stop_until)
+        return min((until for until in deadlines if until is not None), default=None)
+
+    def end(self) -> AttemptEnd:
+        """How the attempt has ended, once it is over."""
+        finished = [rank.spec.rank for rank in self.ranks if rank.finished]
+        fault = failure_fault.find_root_cause(self.faults, finished) if self.faults else None
+        explained = self.inquiry.explained(fault) if fault is not None else None
+        return AttemptEnd(self.ranks, explained, self.signum, self.notice, self.loss, self.leaving)
+
+
+def new_state(
+    ranks: Sequence[RankState], watchdog: Watchdog, start_timeout_s: float, lost_after_s: float, now: Moment
+) -> AttemptState:
+    """The state before the first message."""
+    presence = WorkerHeartbeat(start_timeout_s, lost_after_s, now.monotonic, now.monotonic)
+    return AttemptState(tuple(ranks), (Activity(),) * len(ranks), watchdog, presence, running=len(ranks))
+
+
+class Draft:
+    """A state that is being replaced, never changed, and the actions so far, in order."""
+
+    def __init__(self, state: AttemptState, now: Moment) -> None:
+        self.state = state
+        self.now = now.monotonic
+        self.time_ns = now.time_ns
+        self.actions: list[Action] = []
+
+    @property
+    def grace_s(self) -> float:
+        """The run's grace period."""
+        return self.state.ranks[0].spec.supervision.grace_s
+
+    def do(self, action: Action) -> None:
+        """Add an action."""
+        self.actions.append(action)
+
+    def change(self, **changes: Any) -> None:
+        """Replace fields of the state."""
+        self.state = self.state._replace(**changes)
+
+    def change_rank(self, rank: int, **changes: Any) -> None:
+        """Replace fields of what is known of a rank."""
+        self.put_rank(rank, self.state.ranks[rank]._replace(**changes))
+
+    def put_rank(self, rank: int, watched: RankState) -> None:
+        """Replace what is known of a rank."""
+        ranks = self.state.ranks
+        ended = watched.over and not ranks[rank].over
+        self.change(ranks=(*ranks[:rank], watched, *ranks[rank + 1 :]), running=self.state.running - ended)
+
+    def put_activity(self, rank: int, activity: Activity) -> None:
+        """Replace the activity of a rank."""
+        activities = self.state.activities
+        if activity is not activities[rank]:
+            self.change(activities=(*activities[:rank], activity, *activities[rank + 1 :]))

@@ -1,0 +1,363 @@
+"""The attempt as a pure state machine: step(state, message, now) returns the next state and what is to be done.
+
+No input or output, no clock and no thread is used here. attempt.py reads messages and carries the actions out.
+
+    rank 0 starts ─ its store is open ─ all ranks start ─ fault, hang, signal, preemption ─ stopping ─ over
+
+A fault settles first, because the root cause may arrive after its victims; then the other ranks are stopped, and after
+CLEAN_UP_S also the one that failed. A rank that does not end in time is lost, so that every attempt ends.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from ddptrain.driver.attempt import actions, inbox
+from ddptrain.driver.attempt.actions import Action
+from ddptrain.driver.attempt.inbox import Message
+from ddptrain.driver.attempt.state import AttemptState, Draft, Moment
+from ddptrain.driver.failure import fault as failure_fault
+from ddptrain.driver.failure import grace
+from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
+from ddptrain.driver.failure.outcome import was_sent
+from ddptrain.driver.failure.watchdog import Activity, Hang, is_stacks_file
+from ddptrain.errors import ExitCode
+from ddptrain.protocol import events, notices
+from ddptrain.protocol.commands import Command
+from ddptrain.protocol.notices import Notice, RankExit, describe_status
+from ddptrain.results.errors import UnsafePath
+
+
+def step(state: AttemptState, message: Message, now: Moment) -> tuple[AttemptState, Sequence[Action]]:
+    """The next state and the actions, in order. Every message is accepted in every state."""
+    work = _Step(state, now)
+    work.take(message)
+    if work.state.inquiry.under_way and not work.state.stopping:
+        work.conclude_inquiry()
+    return work.state, work.actions
+
+
+class _Step(Draft):
+    """One step under way."""
+
+    def take(self, message: Message) -> None:
+        """Decide what follows from a message."""
+        match message:
+            case Notice():
+                self._on_notice(message)
+            case inbox.RankEvent(rank, event):
+                self._on_event(rank, event)
+            case inbox.OutputRead():
+                self._on_output_read(message)
+            case inbox.Tick():
+                self._on_tick(message)
+            case inbox.Begin():
+                self._submit(0)
+            case inbox.TaskFailed():
+                self._on_task_failed(message)
+            case inbox.WorkerLost(address, reason):
+                self._on_worker_lost(address, reason)
+            case inbox.SignalReceived(signum):
+                self._on_signal(signum)
+            case _:
+                self._on_transfer(message)
+
+    def _on_task_failed(self, failed: inbox.TaskFailed) -> None:
+        if failed.attempt == self._attempt and failed.rank < len(self.state.ranks):
+            self._give_up(failed.rank, Loss(FaultKind.INFRASTRUCTURE, failed.message))
+
+    def _on_transfer(self, message: Message) -> None:
+        """What has become of a checkpoint or file on its way into the run directory."""
+        match message:
+            case inbox.ArtifactRetried(_, what, error, failures):
+                self.do(actions.Warn(f"{what} could not be saved (failure {failures} in a row), trying again: {error}"))
+            case inbox.ResultsLost(lost):
+                self.change(loss=lost)
+                self._stop(self.grace_s)
+            case inbox.ArtifactStored(rank, what, path):
+                self.change(transfers=self.state.transfers - 1)
+                self.do(actions.RecordStored(rank, what, path))
+            case inbox.ArtifactFailed(rank, what, failed, vital):
+                self.change(transfers=self.state.transfers - 1)
+                if vital:
+                    kind = FaultKind.REFUSED if isinstance(failed, UnsafePath) else FaultKind.RESULTS
+                    self._add_fault(Fault(rank, kind, self.time_ns, f"{what} could not be saved: {failed}"))
+                else:
+                    self.do(actions.Warn(f"{what} of rank {rank} could not be saved: {failed}"))
+
+    def _on_notice(self, notice: Notice) -> None:
+        rank = notice.rank
+        if notice.attempt != self._attempt:
+            return  # of an earlier attempt
+        if rank >= len(self.state.ranks):
+            self.do(actions.RejectNotice(f"{notice.kind}: there is no rank {rank}"))
+            return
+        self.put_activity(rank, self._activity_after(notice))
+        match notice:
+            case notices.Growth(log_size=log_size, events_size=events_size):
+                self.do(actions.ReadOutput(rank, log_size, events_size))
+            case RankExit(log_size=log_size, events_size=events_size):
+                self.do(actions.ReadOutput(rank, log_size, events_size, ended=notice))
+            case notices.Output():
+                self.do(actions.ReceiveOutput(notice))
+            case notices.StoreOpened() if rank == 0:
+                self._start_others(notice.port)
+            case notices.Leaving():
+                place = self.state.ranks[rank].place
+                self.change(leaving=True)
+                self.do(actions.AvoidWorker(place.slot.worker))
+                self._preempt(f"the worker on host {place.host} was sent SIGTERM")
+
+    def _activity_after(self, notice: Notice) -> Activity:
+        activity = self.state.activities[notice.rank].noticed(self.now)
+        match notice:
+            case notices.Growth(log_size=log_size) | RankExit(log_size=log_size):
+                return activity.grew(log_size, self.now)
+            case notices.Alive(cpu_s=cpu_s, gpu_percent=gpu_percent):
+                if cpu_s is not None:
+                    activity = self.state.watchdog.after_cpu(activity, cpu_s, self.now)
+                return activity if gpu_percent is None else activity.used_gpu(gpu_percent, self.now)
+        return activity
+
+    def _start_others(self, port: int) -> None:
+        """The store of rank 0 is open. While the group is stopping, ranks that were not submitted are over already."""
+        for rank, watched in enumerate(self.state.ranks):
+            if not watched.submitted_at and not watched.over:
+                self._submit(rank, port)
+
+    def _submit(self, rank: int, port: int = 0) -> None:
+        self.change_rank(rank, submitted_at=self.now)
+        self.do(actions.SubmitRank(rank, port))
+
+    def _on_event(self, rank: int, event: events.Event) -> None:
+        self._note(rank, event)
+        match event:
+            case events.Failure(exit_code=ExitCode.PREEMPTED) if self.state.notice is not None:
+                self.change_rank(rank, preempted=True)  # it ended before it heard that it is to end, as others had
+            case events.Failure():
+                fault = failure_fault.from_failure(rank, event)
+                self.change_rank(rank, fault=fault)
+                self._add_fault(fault)
+            case events.Entered() if all(other.entered for other in self.state.ranks):
+                self.do(actions.RecordTraining())
+            case events.Waiting():
+                if not (self.state.stopping or self.state.faults or self.state.inquiry.begun):
+                    self._begin_inquiry(for_wait=True)
+            case events.Noticed():
+                self._preempt(f"rank {rank} on host {self.state.ranks[rank].place.host} was sent SIGTERM")
+            case events.FileSaved() if is_stacks_file(event) and not self.state.faults:
+                if self.state.inquiry.begun:  # a late answer is not kept
+                    self.change(stacks=(*self.state.stacks, (rank, event)))
+            case events.CheckpointSaved() | events.FileSaved():
+                self._fetch(rank, event)
+
+    def _note(self, rank: int, event: events.Event) -> None:
+        """Take over what the event says about the rank."""
+        state = self.state
+        self.put_activity(rank, state.watchdog.after_event(state.activities[rank], event, self.now))
+        if (inquiry := state.inquiry.after(rank, event)) is not state.inquiry:
+            self.change(inquiry=inquiry)
+        if (watched := state.ranks[rank].after(event)) is not state.ranks[rank]:
+            self.put_rank(rank, watched)
+
+    def _fetch(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
+        self.change(transfers=self.state.transfers + 1)
+        self.do(actions.FetchArtifact(rank, event))
+
+    def _on_output_read(self, read: inbox.OutputRead) -> None:
+        rank = read.rank
+        if read.error and not self.state.ranks[rank].over and not self.state.stopping:
+            self._lose(rank, Loss(FaultKind.INFRASTRUCTURE, f"its output could not be read: {read.error}"))
+        if read.ended is not None:
+            self._on_exit(rank, read.ended)
+        if read.loss is not None:
+            self._lose(rank, read.loss)
+
+    def _on_exit(self, rank: int, ended: RankExit) -> None:
+        before = self.state.ranks[rank]
+        if before.ended is not None:
+            return
+        self.change_rank(rank, ended=ended)
+        if before.spec.code.is_script and before.fault is None:  # os._exit is an end like any other
+            finished, preempted = ended.status == 0, ended.status == ExitCode.PREEMPTED
+            self.change_rank(rank, finished=before.finished or finished, preempted=before.preempted or preempted)
+        watched = self.state.ranks[rank]
+        if watched.preempted:
+            pass
+        elif watched.finished:
+            if ended.status != 0 and not self.state.stopping and watched.tracker_fault is None:
+                text = f"rank {rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
+                self.do(actions.Warn(text))
+        elif self.state.notice is not None and ended.status == -signal.SIGTERM:
+            self._stop(grace.at_once_s(self.state.ranks[0].spec))  # it never saves: there is nothing to wait for
+        elif watched.fault is None and not self.state.stopping:
+            fault = failure_fault.from_exit(ended)
+            self.change_rank(rank, fault=fault)
+            self._add_fault(fault)
+        if not before.over:
+            self._record_end(rank)
+
+    def _record_end(self, rank: int) -> None:
+        watched = self.state.ranks[rank]
+        stopped = watched.preempted or (self.state.stopping and watched.fault is None and not watched.finished)
+        self.do(actions.RecordRankEnd(rank, ok=watched.finished, stopped=stopped))
+
+    def _on_worker_lost(self, address: str, reason: str) -> None:
+        self.do(actions.AvoidWorker(address, lost=True))
+        for watched in self.state.ranks:
+            if watched.worker == address:
+                host = watched.place.host
+                text = reason or f"the Dask worker {address} of host {host} was lost"
+                self._give_up(watched.spec.rank, Loss(FaultKind.WORKER_LOST, text))
+
+    def _give_up(self, rank: int, loss: Loss) -> None:
+        """No notice will come from this rank any more. What its files still contain is read first."""
+        if not self.state.ranks[rank].over:
+            self.do(actions.ReadRest(rank, loss))
+
+    def _lose(self, rank: int, loss: Loss) -> None:
+        if self.state.ranks[rank].over:
+            return
+        self.change_rank(rank, lost=True)
+        if not self.state.stopping and self.state.ranks[rank].fault is None:
+            fault = Fault(rank, loss.kind, self.time_ns, loss.text)
+            self.change_rank(rank, fault=fault)
+            self._add_fault(fault)
+        self._record_end(rank)
+
+    def _add_fault(self, fault: Fault) -> None:
+        stacks = self.state.stacks
+        self.change(faults=(*self.state.faults, fault), stacks=())
+        self.do(actions.RecordFault(fault))
+        for rank, event in stacks:
+            self._fetch(rank, event)
+        if self.state.stopping:
+            return
+        if fault.timed_out and not self.state.inquiry.begun:
+            self._begin_inquiry()
+        until = self.now + (grace.VICTIM_SETTLE_S if fault.victim else grace.SETTLE_S)
+        self.change(settle_until=_earlier(self.state.settle_until, until))
+
+    def _on_signal(self, signum: int) -> None:
+        again = self.state.signum is not None
+        self.change(signum=signum)
+        if signum == signal.SIGTERM and not again:
+            self._preempt(was_sent(signum))
+            return
+        self.change(notice=None)
+        text = "stopping at once" if again else "stopping the ranks (again to kill them at once)"
+        self.do(actions.ShowStatus(text))
+        self._stop(0.0 if again else self.grace_s)
+
+    def _preempt(self, notice: str) -> None:
+        """Tell every rank to finish its step, save and end, within the grace period."""
+        if self.state.notice is not None or self.state.stopping:
+            return
+        self.change(notice=notice)
+        first = self.state.ranks[0].spec
+        if not all(rank.entered for rank in self.state.ranks):  # nothing is done yet that could be saved
+            self._stop(grace.at_once_s(first))
+            return
+        text = f"{notice}: the ranks finish their step and save, within {self.grace_s:g} s (again to stop them)"
+        self.do(actions.Announce(text))
+        self.do(actions.SendCommand(self._alive(), Command.PREEMPT))
+        self.change(preempt_until=self.now + grace.preempt_s(first))
+
+    def _on_tick(self, tick: inbox.Tick) -> None:
+        presence, suspended_s = self.state.presence.looked(self.now, connected=tick.connected)
+        self.change(presence=presence)
+        if (loss := presence.lost_cluster(self.now, tick.worker_fault)) is not None:
+            for worker in dict.fromkeys(rank.worker for rank in self.state.ranks):
+                self._on_worker_lost(worker, loss.text)
+        if suspended_s:
+            shifted = (activity.shifted(suspended_s, self.now) for activity in self.state.activities)
+            self.change(activities=tuple(shifted))
+        if tick.all_read:
+            for watched, loss in presence.lost_ranks(self.state.ranks, self.state.activities, self.now):
+                if loss.kind is FaultKind.WORKER_LOST:
+                    self._on_worker_lost(watched.worker, loss.text)
+                else:
+                    self._give_up(watched.spec.rank, loss)
+            self._suspect()
+        self._check_deadlines()
+
+    def _suspect(self) -> None:
+        """Ask the ranks for their stacks if they may hang."""
+        state = self.state
+        if state.stopping or state.faults or not state.inquiry.may_begin(self.now):
+            return
+        hang = state.watchdog.overdue(state.ranks, state.activities, self.now)
+        if hang is not None:
+            self.do(actions.ShowStatus(f"no event or line for {hang.limit_s:g} s: asking the ranks where they are"))
+            self._begin_inquiry(hang)
+
+    def _begin_inquiry(self, hang: Hang | None = None, *, for_wait: bool = False) -> None:
+        state = self.state
+        parts = (state.ranks, state.activities, state.watchdog, self.now)
+        self.change(inquiry=state.inquiry.begin(hang, *parts, for_wait=for_wait))
+        self.do(actions.SendCommand(self._alive(), Command.STACKS))
+
+    def conclude_inquiry(self) -> None:
+        """End the attempt if the stacks show which rank is missing."""
+        inquiry, hung = self.state.inquiry.result(self.state.ranks, self.now, self.time_ns)
+        self.change(inquiry=inquiry)
+        if hung is None:
+            if not inquiry.begun:
+                self.change(stacks=())
+            return
+        if all(fault.victim for fault in self.state.faults):
+            if self.state.ranks[hung.rank].fault is None:
+                self.change_rank(hung.rank, fault=hung)
+            self._add_fault(hung)
+            self._stop(grace.hung_s(self.state.ranks[0].spec))
+
+    def _check_deadlines(self) -> None:
+        if self._is_due(self.state.settle_until) and not self.state.inquiry.under_way:
+            self.change(settle_until=None)
+            if not self.state.stopping:
+                self.do(actions.ShowStatus("stopping the other ranks"))
+                self._stop(self.grace_s, spare_failed=True)
+                self.change(spare_until=self.now + grace.CLEAN_UP_S)
+        if self._is_due(self.state.preempt_until):
+            self.change(preempt_until=None)
+            if not self.state.stopping:
+                if not all(rank.well for rank in self.state.ranks if not rank.over):  # else their trackers still work
+                    self.do(actions.Warn("the ranks have not come to ctx.checkpoint() in time: they are stopped"))
+                self._stop(grace.PREEMPT_STOP_S)
+        if self._is_due(self.state.spare_until):
+            self.change(spare_until=None)
+            self._stop(self.grace_s)
+        if self._is_due(self.state.stop_until):
+            for rank in range(len(self.state.ranks)):
+                self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, "it did not end"))
+
+    def _stop(self, grace_s: float, *, spare_failed: bool = False) -> None:
+        """Stop every rank that is not over. Ranks that were never submitted are over now."""
+        until = self.now + grace_s + grace.STOP_MARGIN_S
+        self.change(stop_until=_earlier(self.state.stop_until, until))
+        stopped = []
+        for rank, watched in enumerate(self.state.ranks):
+            failed = watched.fault is not None and not watched.fault.victim
+            if watched.over or (spare_failed and failed):
+                continue
+            if watched.submitted_at:
+                stopped.append(rank)
+            else:
+                self.change_rank(rank, lost=True)
+        if stopped:
+            self.do(actions.StopRanks(tuple(stopped), grace_s))
+
+    def _is_due(self, until: float | None) -> bool:
+        return until is not None and self.now >= until
+
+    @property
+    def _attempt(self) -> int:
+        return self.state.ranks[0].spec.attempt
+
+    def _alive(self) -> tuple[int, ...]:
+        return tuple(rank for rank, watched in enumerate(self.state.ranks) if not watched.over)
+
+
+def _earlier(before: float | None, until: float) -> float:
+    return until if before is None else min(before, until)

@@ -1,0 +1,425 @@
+"""The worker group on its Dask cluster: reserves slots, submits and stops ranks, and receives their notices."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from distributed import Client, Future
+from distributed.comm.core import CommClosedError
+
+from ddptrain import log
+from ddptrain.clusters.scheduler import slots
+from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
+from ddptrain.driver.worker_group import dask_call
+from ddptrain.driver.worker_group.folder_copy import copy_folder
+from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
+from ddptrain.errors import ClusterError
+from ddptrain.protocol import notices
+from ddptrain.protocol.commands import Command
+from ddptrain.protocol.encryption import encrypt_spec, has_secrets
+from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
+from ddptrain.worker import driver_calls, rank_task
+
+_ALL_TOPIC = "all"  # where the scheduler reports workers that come and go
+_MOST_LOGGED = 10  # rejected notices
+_SUBSCRIBE_S = 10.0
+_PING_S = 0.05
+_AGAIN_S = 0.5  # between a request that did not reach a worker and the next try
+_ANSWER_S = 120.0  # for the answer of a worker that has no rank any more
+_LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
+_log = log.Log(__name__)
+_RELEASE_S = 3.0  # for the scheduler to take the slots back
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank runs.
+
+    scratch: the worker's folder. shared: whether the driver sees that folder, too. gpu: the slot's device, as an entry
+    of CUDA_VISIBLE_DEVICES; "" on the CPU.
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    slot: slots.Slot
+    hostname: str
+    scratch: Path
+    shared: bool
+    gpu: str = ""
+
+    @property
+    def host(self) -> str:
+        """The host's name and, if that is another one, its address in the cluster."""
+        known = self.slot.host
+        return self.hostname if known in {self.hostname, "127.0.0.1", "::1"} else f"{self.hostname} ({known})"
+
+
+class WorkerGroup:
+    """The ranks of a run on a cluster. Closing it frees the slots and ends what still runs.
+
+    rejected: how many messages of workers were not valid; first_rejected: the reason for the first of them.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        run_id: str,
+        inbox: Inbox,
+        lost_after_s: float = LOST_AFTER_S,
+        *,
+        foreign: bool = True,
+    ) -> None:
+        """A worker may be silent for `lost_after_s`; a cluster that is not `foreign` adapts its own limits to that."""
+        self.client = client
+        self.run_id = run_id
+        self.inbox = inbox
+        self.lost_after_s = lost_after_s
+        self._cluster_limit_s = None if foreign else lost_after_s
+        self.futures: dict[int, Future[str]] = {}
+        scheduler: Any = client.scheduler  # None only before it has connected
+        self._address = str(scheduler.address)
+        self._echo: set[str] = set()
+        self._topic = rank_task.topic(run_id)
+        self._workers: set[str] = set()
+        self._avoided: set[str] = set()
+        self._worker_of: dict[int, str] = {}
+        self._heard: Counter[str] = Counter()  # notices, by worker
+        self.rejected = 0
+        self.first_rejected = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def reserve(self, wish: SlotRequest, watchers: WaitHooks) -> list[RankPlace]:
+        """Reserve slots for all ranks. Raises ClusterError after the longest allowed wait."""
+        checked = list(self.client.nthreads())
+        if watchers.check is not None:
+            watchers.check(checked)
+        queue = SlotQueue(wish, watchers)
+        count = wish.ranks
+        while True:
+            answer = self._ask_for_slots(wish, count)
+            if "unknown" in answer:
+                new = [worker for worker in answer["unknown"] if worker not in checked]
+                if watchers.check is not None and new:
+                    watchers.check(new)
+                self._learn(answer["unknown"])
+            elif "slots" in answer:
+                chosen = [slots.Slot(*item) for item in answer["slots"]]
+                return self._placed(chosen, answer.get("lost_after_s"))
+            else:
+                _log.debug("no slots yet", **answer["refusal"])
+                count = queue.wait(slots.Refusal(**answer["refusal"]))
+
+    def _ask_for_slots(self, wish: SlotRequest, count: int | None) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = self.client.run_on_scheduler(
+                slots.reserve,
+                self.client.id,
+                self.run_id,
+                count,
+                gpus_only=wish.gpus_only,
+                in_line=wish.wait_s > 0,
+                without=sorted(self._avoided),
+                lost_after_s=self._cluster_limit_s,
+            )
+        except OSError as error:  # what Dask raises if the scheduler went while we waited
+            text = f"the Dask scheduler is gone, or the network to it: {self._address} ({error})"
+            raise ClusterError(text) from error
+        return answer
+
+    def _learn(self, workers: list[str]) -> None:
+        """Ask workers that ddptrain did not start how many slots they have, and report that to the scheduler."""
+        about = self.client.run(driver_calls.describe_offer, workers=workers, on_error="ignore")
+        offers = dict.fromkeys(workers, (0, 0))  # a worker that does not answer offers nothing
+        offers |= {worker: (offer["slots"], offer["gpus"]) for worker, offer in about.items()}
+        self.client.run_on_scheduler(slots.learn, offers)
+
+    def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[RankPlace]:
+        hosts = list(dict.fromkeys(slot.host for slot in chosen))
+        size = Counter(slot.host for slot in chosen)
+        self._workers = {slot.worker for slot in chosen}
+        about = self._about({slot.worker: slot.host for slot in chosen}, lost_after_s)
+        seen: Counter[str] = Counter()
+        places = []
+        for rank, slot in enumerate(chosen):
+            of_worker = about[slot.worker]
+            scratch = Path(of_worker["scratch"])
+            gpus = of_worker["gpus"].split(",")
+            places.append(
+                RankPlace(
+                    rank=rank,
+                    local_rank=seen[slot.host],
+                    local_world_size=size[slot.host],
+                    node_rank=hosts.index(slot.host),
+                    slot=slot,
+                    hostname=of_worker["hostname"],
+                    scratch=scratch,
+                    shared=_same_token(scratch / "token", of_worker["token"]),
+                    gpu=gpus[slot.index] if slot.index < len(gpus) else "",
+                )
+            )
+            where = {"worker": slot.worker, "slot": slot.index, "gpu": places[-1].gpu or None}
+            _log.info("rank placed", rank=rank, host=places[-1].host, shares_files=places[-1].shared, **where)
+            seen[slot.host] += 1
+        return places
+
+    def _about(self, hosts: Mapping[str, str], lost_after_s: float | None) -> Mapping[str, Mapping[str, str]]:
+        """The workers' descriptions of themselves. Raises ClusterError with the host of a worker that cannot answer."""
+        about: Mapping[str, Any] = self.client.run(
+            driver_calls.describe_host,
+            self.run_id,
+            lost_after_s=lost_after_s,
+            workers=sorted(hosts),
+            on_error="return",
+        )
+        for worker, host in hosts.items():
+            if isinstance(error := about[worker], ClusterError):
+                raise error
+            if isinstance(error, Exception):
+                raise ClusterError(f"the Dask worker {worker} of host {host} does not answer: {error}") from error
+        return about
+
+    def subscribe(self) -> None:
+        """Receive the run's notices and the losses of workers from now on. Raises ClusterError after 10 s."""
+        self.client.subscribe_topic(self._topic, self._on_notice)
+        self.client.subscribe_topic(log.topic(self.run_id), lambda event: log.unpack(event[1]))
+        self.client.subscribe_topic(_ALL_TOPIC, self._on_all)
+        ping = uuid.uuid4().hex
+        deadline = time.monotonic() + _SUBSCRIBE_S
+        while ping not in self._echo:
+            if time.monotonic() > deadline:
+                raise ClusterError("the Dask scheduler did not echo an event within 10 s: is it overloaded?")
+            self.client.log_event(self._topic, {"ping": ping})
+            pause_until = time.monotonic() + _PING_S
+            while ping not in self._echo and time.monotonic() < pause_until:
+                time.sleep(0.001)
+
+    def _on_notice(self, event: tuple[float, object]) -> None:
+        message = event[1]
+        if isinstance(message, Mapping) and "ping" in message:
+            self._echo.add(str(message["ping"]))
+            return
+        try:
+            notice = notices.decode(message)
+        except notices.NoticeError as error:
+            self.reject(str(error))
+            return
+        self._heard[self._worker_of.get(notice.rank, "")] += 1
+        self.inbox.put(notice)
+
+    def reject(self, reason: str) -> None:
+        """Count a message of a worker that is not valid."""
+        self.rejected += 1
+        self.first_rejected = self.first_rejected or reason
+        if self.rejected <= _MOST_LOGGED:
+            _log.info("notice rejected", reason=reason)
+
+    def _on_all(self, event: tuple[float, Any]) -> None:
+        message = event[1]
+        if not isinstance(message, Mapping):
+            return
+        if message.get("action") == "add-worker":
+            self._avoided.discard(str(message.get("worker")))  # it is back, or a new worker has its port
+        if message.get("action") == "remove-worker":
+            self.forget(str(message.get("worker")))  # at once: threads that wait for its answer must not wait longer
+            self.inbox.put(WorkerLost(str(message.get("worker"))))
+
+    def sealed(self, specs: Sequence[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
+        """The specs with their secrets encrypted for their workers: the scheduler shows tasks to all of its clients.
+
+        Raises ClusterError if a worker does not answer.
+        """
+        workers = sorted({place.slot.worker for place, spec in zip(places, specs, strict=True) if has_secrets(spec)})
+        if not workers:
+            return list(specs)
+        try:
+            keys = self.client.run(driver_calls.encryption_key, self.run_id, workers=workers)
+        except Exception as error:  # a worker's own exception arrives as it was raised there
+            raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
+        return [
+            encrypt_spec(spec, keys[place.slot.worker]) if has_secrets(spec) else spec
+            for spec, place in zip(specs, places, strict=True)
+        ]
+
+    def submit(self, spec: RankSpec, slot: slots.Slot) -> None:
+        """Start a rank in its slot."""
+        future = self.client.submit(
+            rank_task.run_rank,
+            spec.to_json(),
+            key=spec.key,
+            workers=[slot.worker],
+            allow_other_workers=False,
+            resources={SLOT_RESOURCE: 1} if slot.counted else None,
+            pure=False,
+            retries=0,
+        )
+        _log.info("rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port)
+        self.futures[spec.rank] = future
+        self._worker_of[spec.rank] = slot.worker
+        future.add_done_callback(lambda done: self._on_done(spec, done))
+
+    def _on_done(self, spec: RankSpec, future: Future[str]) -> None:
+        if self.futures.get(spec.rank) is not future:
+            return  # of an earlier attempt
+        if future.status == "error":
+            self.inbox.put(TaskFailed(spec.attempt, spec.rank, str(future.exception())))
+        elif future.status == "cancelled":
+            self.inbox.put(
+                TaskFailed(
+                    spec.attempt, spec.rank, f"the Dask scheduler is gone, or the network to it: {self._address}"
+                )
+            )
+
+    @property
+    def connected(self) -> bool:
+        """Whether the scheduler can be reached."""
+        return self.client.status == "running"
+
+    def forget(self, worker: str) -> None:
+        """A worker is lost: send it nothing any more, because that would only wait for a connection."""
+        _log.info("worker lost", worker=worker, of_this_run=self.has(worker))
+        self._workers.discard(worker)
+        self.avoid(worker)
+
+    def avoid(self, worker: str) -> None:
+        """Reserve no slots of this worker any more: it is lost, or about to go."""
+        _log.info("worker is avoided from now on", worker=worker)
+        self._avoided.add(worker)
+
+    def has(self, worker: str) -> bool:
+        """Whether this is a worker of the group that is not known to be lost."""
+        return worker in self._workers
+
+    def stop(self, specs: Iterable[RankSpec], grace_s: float) -> None:
+        """Send these ranks SIGTERM, and SIGKILL after `grace_s`. Does not wait."""
+        specs = list(specs)
+        _log.info("stopping ranks: SIGTERM, then SIGKILL", ranks=[spec.rank for spec in specs], grace_s=grace_s)
+        self._order(driver_calls.stop_ranks, [spec.key for spec in specs], grace_s)
+
+    def _order(self, function: Callable[..., Any], keys: list[str], what: object) -> None:
+        """Call a function on every worker of the group with these keys; each worker ignores those of the others."""
+        if not keys or not self._workers:
+            return
+        workers = sorted(self._workers)
+        with contextlib.suppress(Exception):  # a lost worker has no ranks; a closing client raises any type
+            run = self.client.run(function, self.run_id, keys, what, workers=workers, asynchronous=True)
+            dask_call.send(self.client, run)
+
+    def tell(self, specs: Iterable[RankSpec], command: Command) -> None:
+        """Send these ranks a command. Does not wait."""
+        specs = list(specs)
+        _log.info("command to ranks", command=str(command), ranks=[spec.rank for spec in specs])
+        self._order(driver_calls.send_command, [spec.key for spec in specs], str(command))
+
+    def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
+        """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError if they cannot be read.
+
+        A worker that is silent for too long meanwhile is lost, and a message in the inbox says so.
+        """
+        try:
+            if not self.has(worker):
+                raise ConnectionError("it is lost")
+            return self._answered(worker, driver_calls.read_spool, self.run_id, str(path), offset, size_bytes)
+        except Exception as error:  # a worker's own exception arrives as it was raised there
+            self._check_on(worker, error)
+            raise ClusterError(f"could not read {path} from the worker {worker}: {error}") from error
+
+    def _answered(self, worker: str, function: Callable[..., Any], *arguments: object) -> bytes:
+        """The answer of a worker. A network that is cut for less than lost_after_s only delays it."""
+        deadline = time.monotonic() + self.lost_after_s
+        while True:
+            run = self.client.run(function, *arguments, workers=[worker], asynchronous=True)
+            try:
+                answer = dask_call.wait_for_answer(
+                    self.client, run, lambda: self._patience_s(worker), lambda: self._heard[worker]
+                )
+                return bytes(answer[worker])
+            except OSError as error:
+                late = time.monotonic() > deadline or not self.has(worker) or not self.connected
+                if late or not _of_network(error):
+                    raise
+            time.sleep(_AGAIN_S)
+
+    def _patience_s(self, worker: str) -> float:
+        """How long to wait for a worker's answer without a notice about any of its ranks."""
+        if not self.has(worker):
+            return 0.0
+        has_ranks = any(
+            self._worker_of[rank] == worker for rank, future in [*self.futures.items()] if not future.done()
+        )
+        return self.lost_after_s if has_ranks else max(_ANSWER_S, self.lost_after_s)
+
+    def _check_on(self, worker: str, error: Exception) -> None:
+        """Find out whether an error means that a worker is lost, before the error itself is reported."""
+        if isinstance(error, TimeoutError) and self.has(worker):
+            self.forget(worker)
+            self.inbox.put(WorkerLost(worker))
+        deadline = time.monotonic() + _LOSS_S
+        while self.has(worker) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Release the tasks, which ends whatever still runs, and the slots, which removes the run from the cluster."""
+        if not self.connected:
+            return  # the scheduler has released everything
+        with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks; the next calls must run
+            self.client.unsubscribe_topic(_ALL_TOPIC)  # the run's own topic is removed as a whole with its slots
+        with contextlib.suppress(Exception):  # as above
+            self._release_futures()
+        with contextlib.suppress(Exception):  # as above
+            asked = self.client.run_on_scheduler(slots.release, self.run_id, asynchronous=True)
+            dask_call.wait_for_answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
+
+    def end_attempt(self) -> None:
+        """Release the tasks of an attempt, which ends whatever still runs. The slots stay for the next attempt."""
+        with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks
+            self._release_futures()
+
+    def _release_futures(self) -> None:
+        futures = list(self.futures.values())
+        self.futures.clear()
+        self.client.cancel(futures, force=True)
+
+    def place(
+        self, places: Iterable[RankPlace], folder: Path, files: Sequence[str], manifest: str, what: str
+    ) -> list[str]:
+        """The path of a folder for each place's worker: the driver's own path, or that of a copy that is made there.
+
+        A worker sees the driver's folder if the file `manifest` has the same text there. `what` names the folder's
+        content in errors. Raises ClusterError.
+        """
+        found: dict[str, str] = {}
+        marker = folder / manifest
+        for worker in dict.fromkeys(place.slot.worker for place in places):
+            try:
+                text = marker.read_text(encoding="utf-8")
+                seen = self.client.run(driver_calls.holds_file, str(marker), text, workers=[worker])[worker]
+                found[worker] = str(folder) if seen else copy_folder(self.client, self.run_id, worker, folder, files)
+            except Exception as error:  # a worker's own exception arrives as it was raised there
+                raise ClusterError(f"could not bring {what} {folder} to the worker {worker}: {error}") from error
+        return [found[place.slot.worker] for place in places]
+
+
+def _of_network(error: OSError) -> bool:
+    """Whether the request may not have reached the worker; other errors are the worker's answer."""
+    return isinstance(error, CommClosedError) or (type(error) is OSError and error.errno is None)
+
+
+def _same_token(path: Path, token: str) -> bool:
+    try:
+        return path.read_text() == token
+    except (OSError, UnicodeDecodeError):
+        return False

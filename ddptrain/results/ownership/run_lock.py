@@ -1,0 +1,121 @@
+"""The lock of a run directory. The driver holds it for the life of the run; readers only test it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from enum import Enum
+from pathlib import Path
+
+from ddptrain import file_ops
+from ddptrain.errors import RunLocked
+from ddptrain.log import Log
+from ddptrain.results import run_files
+from ddptrain.results.errors import ResultsError, naming
+
+# A reader that tests the lock holds it for microseconds. So a driver that finds the lock taken tries again.
+_PATIENCE_S = 0.5
+_FOR_READERS_S = 20.0  # a reader may have been stopped (SIGSTOP) during its test
+_PAUSE_S = 0.01
+_log = Log(__name__)
+_HOLDER = "process "  # the start of a lock file
+_WHO = re.compile(rf"{_HOLDER}\d+ on [\w.-]+")
+_LONGEST_HOLDER_BYTES = 200
+
+
+class LockState(Enum):
+    """The state of a lock as this host sees it. On some network file systems a lock of another host looks free."""
+
+    HELD = "held"
+    FREE = "free"
+    UNKNOWN = "unknown"  # it belongs to another user, or the file system has no locks
+
+
+def take(path: Path) -> int:
+    """Take the lock; return the descriptor that holds it. Closing it, or the end of the process, releases the lock.
+
+    Raises:
+        RunLocked: another process holds it.
+        ResultsError: the file can't be created, is not a lock file of this user, or its file system has no locks.
+    """
+    descriptor = run_files.open_to_lock(path)
+    try:
+        _wait_for(descriptor, path)
+        if not _names_holder(_holder(descriptor, path)):
+            raise ResultsError(f"cannot write {path}: it is not a lock file; move it away")
+        with naming(path):
+            os.ftruncate(descriptor, 0)
+            file_ops.write_all(descriptor, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode())
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _wait_for(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            if file_ops.try_lock(descriptor):
+                _log.info("run locked", lock=path)
+                return
+        except OSError as error:
+            raise ResultsError(
+                f"cannot lock {path}: {error.strerror}; use a folder on a file system with locks"
+            ) from error
+        if time.monotonic() >= (deadline if _is_taken(descriptor) else deadline + _FOR_READERS_S):
+            holder = _holder(descriptor, path).strip() or "another process"
+            raise RunLocked(f"run {path.parent.name} is held by {holder}; wait for it, or choose another --run-id")
+        time.sleep(_PAUSE_S)
+
+
+def _holder(descriptor: int, path: Path) -> str:
+    """Return the text in the lock file, which names the process that took the lock last."""
+    with naming(path, "read"):
+        return os.pread(descriptor, _LONGEST_HOLDER_BYTES, 0).decode(errors="replace")
+
+
+def holder(path: Path) -> str:
+    """Return who took the lock last, as "process 12 on host"; "" if the file does not say it, or can't be read."""
+    try:
+        match = _WHO.match(run_files.read_bytes(path).decode(errors="replace"))
+    except OSError:
+        return ""
+    return match[0] if match else ""
+
+
+def _names_holder(text: str) -> bool:
+    """Return whether a lock file may have this text. It may be incomplete, as its writer may have been killed."""
+    start = text.strip("\0")[: len(_HOLDER)]
+    return _HOLDER.startswith(start)
+
+
+def look(path: Path) -> LockState:
+    """Return whether a driver holds the lock, as far as this host can see; a missing lock file is a free lock."""
+    try:
+        descriptor = file_ops.open_regular(path)
+    except FileNotFoundError:
+        return LockState.FREE
+    except OSError:
+        return LockState.UNKNOWN
+    try:
+        return LockState.HELD if _is_taken(descriptor) else LockState.FREE
+    except OSError:
+        return LockState.UNKNOWN
+    finally:
+        os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Return whether this host sees that a process holds the lock."""
+    return look(path) is LockState.HELD
+
+
+def _is_taken(descriptor: int) -> bool:
+    """Return whether a driver holds the lock. Readers take a shared lock, so they do not disturb each other."""
+    if not file_ops.try_lock(descriptor, shared=True):
+        return True
+    file_ops.unlock(descriptor)
+    return False

@@ -1,0 +1,309 @@
+"""The lock of a run in an object store: a lease that its driver renews each minute, so that it ends if the driver dies.
+
+The driver that wrote the lock file last has the lease, until the file is STALE_S old by the store's clock. S3, Google
+Cloud Storage and Azure write the file only if no other driver has (If-None-Match, If-Match). In a store without such
+conditional writes, the file is compared before it is written, which leaves a gap, and hosts' clocks give the ages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.hosts import this_host
+from ddptrain.log import Log
+from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import Limits, StoreError, Versioned, WriteConflict
+
+_log = Log(__name__)
+LOCK = "run.lock"
+STALE_S = 180.0
+_REFRESH_S = 60.0
+_SURE_S = 120.0  # nobody can take the lease for so long after a renewal; below STALE_S, as clocks are coarse
+_CLOSE_S = 5.0
+_SETTLE_S = 1.0  # without conditional writes: of two drivers that wrote at once, both then read the last one's claim
+_LIMITS = Limits(timeout_s=20.0)
+_LARGEST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The content of a lock file: a driver, when its process began, and when it last renewed the lease.
+
+    machine: identifies the host and its process ids; "" if that is not known. Times are seconds since 1970.
+    """
+
+    host: str
+    pid: int
+    born: float
+    token: str
+    time_s: float
+    released: bool = False
+    machine: str = ""
+
+    def is_held(self, age_s: float) -> bool:
+        """Return whether the driver is probably alive, given the age of its claim in seconds."""
+        if self.released or abs(age_s) > STALE_S:
+            return False
+        return not self.machine or self.machine != _machine() or _is_alive(self.pid, self.born)
+
+    @property
+    def age_s(self) -> float:
+        """The age in seconds by the clocks of two hosts."""
+        return time.time() - self.time_s
+
+    @classmethod
+    def of_this_process(cls) -> Claim:
+        """Return a new claim of this process."""
+        born = _born(os.getpid())
+        return cls(socket.gethostname(), os.getpid(), born, secrets.token_hex(8), time.time(), machine=_machine())
+
+
+def claim_from(data: bytes | None) -> Claim | None:
+    """Parse a lock file. Returns None for no file, and for one that is not a claim."""
+    try:
+        raw = json.loads(data or b"")
+        return Claim(
+            str(raw["host"]),
+            int(raw["pid"]),
+            float(raw["born"]),
+            str(raw["token"]),
+            float(raw["time_s"]),
+            bool(raw["released"]),
+            str(raw.get("machine", "")),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+class _LockFile:
+    """The lock file, with conditional writes if the store has them; `weakness` says why not, or is ""."""
+
+    def __init__(self, folder: RemoteFolder, probe: str) -> None:
+        """`probe` names another file, for this process alone."""
+        self._folder = folder.with_limits(_LIMITS)
+        self.weakness = ""
+        self._asked_s = time.monotonic()
+        try:
+            self._store_time_s = self._folder.test_conditions(probe)
+            self._asked_s = time.monotonic()
+        except StoreError as error:
+            self.weakness = " ".join(str(error).split())[:200]
+
+    def read(self) -> Versioned | None:
+        """Return the file; None if it does not exist. Raises StoreError."""
+        if not self.weakness:
+            return self._folder.read_versioned(LOCK)
+        data = self._folder.read(LOCK, _LARGEST_BYTES)
+        return None if data is None else Versioned(data)
+
+    def write(self, data: bytes, before: Versioned | None) -> Versioned:
+        """Write the file if it is unchanged since `before`; None: if it does not exist.
+
+        Raises WriteConflict if it has changed; StoreError.
+        """
+        if not self.weakness:
+            return self._folder.write_versioned(LOCK, data, before)
+        if self.read() != (before and Versioned(before.data)):
+            raise WriteConflict(f"{self._folder.url}/{LOCK} was written by another process")
+        self._folder.write(LOCK, data)
+        return Versioned(data)
+
+    def age_s(self, seen: Versioned, claim: Claim) -> float:
+        """Return how many seconds ago a claim was written."""
+        if seen.written_s is None:
+            return claim.age_s
+        return self._store_time_s + time.monotonic() - self._asked_s - seen.written_s
+
+
+class StoreLock:
+    """Holds the lock of a run; `store` is the run's folder.
+
+    After take(), `weakness` says why the store can't keep two drivers apart that start at once, or is "".
+    """
+
+    def __init__(self, store: RemoteFolder, *, refresh_s: float = _REFRESH_S, settle_s: float = _SETTLE_S) -> None:
+        self.store = store
+        self.claim = Claim.of_this_process()
+        self._refresh_s, self._settle_s = refresh_s, settle_s
+        self._opened: _LockFile | None = None
+        self._mine: Versioned | None = None  # the file as this process wrote it last
+        self._sure_until_s = 0.0
+        self._mutex = threading.RLock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lost: Callable[[DdptrainError], None] = _ignore
+
+    @property
+    def _file(self) -> _LockFile:
+        """The lock file, opened by the first use: that sends requests."""
+        if self._opened is None:
+            self._opened = _LockFile(self.store, f"{LOCK}.{self.claim.token}")
+        return self._opened
+
+    @property
+    def weakness(self) -> str:
+        """Why the store has no conditional writes; "" if it has."""
+        return self._file.weakness
+
+    def take(self, *, contested: bool) -> Claim | None:
+        """Write the claim; return the one that was there. `contested`: another driver may do the same now.
+
+        Raises:
+            RunLocked: another driver holds the lock.
+            StoreError: the store can't be written.
+        """
+        self._over.clear()
+        before = self._won()
+        if contested and self.weakness:
+            time.sleep(self._settle_s)
+            there = claim_from((self._file.read() or Versioned(b"")).data)
+            if there is not None and there.token != self.claim.token:
+                raise self._locked(there, there.age_s)
+        return before
+
+    def _won(self) -> Claim | None:
+        """Write the claim, and return the one before. Raises RunLocked, StoreError."""
+        while True:
+            seen = self._file.read()
+            before = claim_from(seen.data) if seen else None
+            # A claim of this process is there if the answer to a write was lost.
+            if seen and before and before.token != self.claim.token:
+                age_s = self._file.age_s(seen, before)
+                if before.is_held(age_s):
+                    raise self._locked(before, age_s)
+            with suppress(WriteConflict):  # another driver was faster: it holds the lock, or has released it already
+                self._write(seen)
+                holder = f"process {before.pid} on {before.host}" if before else None
+                _log.info("lease of the run taken", store=self.store.url, before=holder)
+                return before
+
+    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
+        """Renew the lease in a thread; `lost` is called once if another driver has taken the run."""
+        self._lost = lost
+        self._thread = threading.Thread(target=self._refresh, name="ddptrain-lock", daemon=True)
+        self._thread.start()
+
+    def assure(self) -> None:
+        """Return if no other driver can have the lease. One that may have expired, as after SIGSTOP, is renewed first.
+
+        Raises RunLocked, StoreError.
+        """
+        if self._over.is_set():
+            raise RunLocked(f"this process does not hold run {self.store.url} any more")
+        if _elapsed_s() > self._sure_until_s:
+            self._renew()
+
+    def release(self, *, forget: bool = False) -> None:
+        """Stop renewing, and mark the lock as released; `forget` deletes the file. Raises nothing."""
+        self._over.set()
+        run_for(_CLOSE_S, lambda: self._release(forget))
+
+    def _release(self, forget: bool) -> None:
+        self._lost = _ignore
+        if self._thread is not None:
+            self._thread.join(timeout=_CLOSE_S)
+        with suppress(DdptrainError):  # without this the lease expires by itself
+            if forget:
+                self._renew()
+                self.store.remove(LOCK)
+            else:
+                self._write(self._mine, released=True)
+
+    def _refresh(self) -> None:
+        pause_s = self._refresh_s
+        while not self._over.wait(pause_s):
+            try:
+                self._renew()
+                pause_s = self._refresh_s
+            except RunLocked:
+                return
+            except StoreError:
+                pause_s = self._refresh_s / 10  # the uploads warn about a store that does not answer
+
+    def _renew(self) -> None:
+        """Write the claim anew, unless another driver's is there. Raises RunLocked, StoreError."""
+        with self._mutex:
+            try:
+                self._write(self._mine)
+            except WriteConflict:
+                self._renew_changed()
+
+    def _renew_changed(self) -> None:
+        """Renew a file that has changed: another driver took it, it was deleted, or an answer to a write was lost."""
+        try:
+            seen = self._file.read()
+            there = claim_from(seen.data) if seen else None
+            if seen and there and there.token != self.claim.token:
+                raise self._locked(there, self._file.age_s(seen, there))
+            self._write(seen)
+        except (WriteConflict, RunLocked) as error:
+            lost = error if isinstance(error, RunLocked) else RunLocked(f"run {self.store.url} was taken meanwhile")
+            self._over.set()
+            _log.info("lease of the run lost", store=self.store.url, error=lost)
+            self._lost(lost)
+            raise lost from None
+
+    def _write(self, before: Versioned | None, *, released: bool = False) -> None:
+        """Write the claim if the file is unchanged since `before`. Raises WriteConflict, StoreError."""
+        with self._mutex:
+            began_s = _elapsed_s()
+            claim = dataclasses.replace(self.claim, time_s=time.time(), released=released)
+            data = (json.dumps(dataclasses.asdict(claim), indent=1) + "\n").encode()
+            self._mine = self._file.write(data, before)
+            self._sure_until_s = 0.0 if released else began_s + _SURE_S
+
+    def _locked(self, claim: Claim, age_s: float) -> RunLocked:
+        return RunLocked(
+            f"run {self.store.url} is held by process {claim.pid} on {claim.host}, heard of {max(0.0, age_s):.0f} s "
+            f"ago; wait for it (a driver that is gone is taken for dead after {STALE_S:g} s), or choose another "
+            "--run-id"
+        )
+
+
+def run_for(seconds: float, work: Callable[[], None]) -> None:
+    """Do the work in a thread, and wait for at most so long: the end of a run must not hang on a silent store."""
+    thread = threading.Thread(target=work, name="ddptrain-last-upload", daemon=True)
+    thread.start()
+    thread.join(timeout=seconds)
+
+
+def _ignore(error: DdptrainError) -> None:
+    """Handle the loss of a lock that keep() was not called for."""
+
+
+def _elapsed_s() -> float:
+    """Return a clock that nobody sets, and that also counts while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def _machine() -> str:
+    """Identify this boot of this machine and its process id namespace: containers often share a host name."""
+    here = this_host()
+    return f"{here.boot} {here.pids}" if here.boot and here.pids else ""
+
+
+def _born(pid: int) -> float:
+    import psutil
+
+    return float(psutil.Process(pid).create_time())
+
+
+def _is_alive(pid: int, born: float) -> bool:
+    import psutil
+
+    try:
+        return abs(_born(pid) - born) < 2.0  # the clock may have been set
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True

@@ -1,0 +1,340 @@
+"""Writes a run directory. What a call has written is on the disk when it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.hosts import is_this_host
+from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
+from ddptrain.redact import hide_credentials, hide_known
+from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
+from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
+from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.latest_metrics import LatestMetrics
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.metrics import AllSeries, read_series
+from ddptrain.results.ownership.claim import claim, continue_run
+from ddptrain.results.ownership.driver_heartbeat import Heartbeat
+from ddptrain.results.provenance import git_state, installed_versions, without_secrets
+from ddptrain.results.run_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
+from ddptrain.results.run_record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.staged_files import adopt_file
+
+_METRICS_EVERY_S = 1.0
+_SETTLE_S = 1.0  # for two hosts that do not see each other's lock: both then see the last heartbeat
+_OWN_FIELDS = frozenset({"event", "run_id", "run_dir", "status"})  # fields of events in which no secret is looked for
+
+
+class RunWriter:
+    """Writes one run's directory and holds its lock, as a context manager.
+
+    The driver's threads may share it. One thread at a time may call adopt_checkpoint() and adopt_file(), which do not
+    block the others. Texts in `secrets` are left out of failures and events.
+    """
+
+    def __init__(self, layout: RunLayout, record: RunRecord, lock_descriptor: int) -> None:
+        self.layout = layout
+        self.secrets: Sequence[str] = ()
+        self._record = record
+        self._lock = lock_descriptor
+        self._folder = FolderIdentity.of(layout.root)
+        self.loss: DdptrainError | None = None  # set when another driver has the run: nothing is written any more
+        self._mutex = threading.RLock()
+        self._started = time.monotonic()
+        self._finished = False
+        self._shelf = CheckpointShelf(layout.checkpoints_dir)
+        self._latest = LatestMetrics()
+        for folder in (layout.logs_dir, layout.checkpoints_dir, layout.artifacts_dir):
+            make_folder(folder)
+        for folder in (layout.inputs_dir, layout.tracking_dir, layout.scratch_dir):
+            if os.path.lexists(folder):
+                require_own_folder(folder)
+        self._events = JsonLines(layout.events_jsonl)
+        self._metrics = JsonLines(layout.metrics_jsonl)
+        self._heartbeat = Heartbeat(layout.heartbeat_file)
+        self._save()
+
+    @classmethod
+    def create(
+        cls,
+        runs_dir: Path,
+        run_id: str | None,
+        name: str,
+        config_text: str,
+        workload: str,
+        *,
+        world_size: int = 0,
+    ) -> Self:
+        """Create the directory of a new run, take its lock, and write config.yaml and run.json.
+
+        Raises:
+            UsageError: the run id is invalid or taken, or runs_dir is not a folder.
+            RunLocked: another process runs it.
+            ResultsError: the directory can't be written.
+        """
+        layout, descriptor = claim(runs_dir.absolute(), run_id, name)
+        record = RunRecord(
+            run_id=layout.root.name,
+            name=name,
+            workload=workload,
+            waiting=True,
+            started_at=utc_now(),
+            world_size=world_size,
+            git=git_state(Path.cwd()),
+            versions=installed_versions(),
+            driver=DriverRecord.of_this_process(),
+        )
+        try:
+            write_file(layout.config_yaml, config_text.encode())
+            return cls(layout, record, descriptor)
+        except BaseException:
+            shutil.rmtree(layout.root, ignore_errors=True)  # it was empty when it was claimed
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def reopen(cls, folder: Path, config_text: str, seen: DriverRecord | None = None) -> Self:
+        """Continue a run that has ended, or whose driver has died: take its lock, and write config.yaml and run.json.
+
+        seen: the run's driver when the run was chosen.
+
+        Raises:
+            RunLocked: another process runs it, or has run it since it was chosen.
+            ResultsError, UsageError: its run.json can't be read, or the directory can't be written.
+        """
+        view, descriptor = continue_run(folder.absolute(), seen)
+        layout = view.layout
+        try:
+            record = dataclasses.replace(
+                view.record,
+                status=RunStatus.RUNNING,
+                waiting=True,
+                exit_code=None,
+                ended_at=None,
+                duration_s=None,
+                earlier_s=view.duration_s or 0.0,
+                resumed_at=utc_now(),
+                failure=None,
+                result=None,
+                git=git_state(Path.cwd()),
+                versions=installed_versions(),
+                driver=DriverRecord.of_this_process(),
+                attempts=tuple(_ended(attempt, view.record.ended_at) for attempt in view.record.attempts),
+            )
+            write_file(layout.config_yaml, config_text.encode())
+            writer = cls(layout, record, descriptor)
+            writer._settle(view.record.driver)
+            writer._latest.begin_attempt(record.last_metrics)
+            return writer
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _settle(self, before: DriverRecord) -> None:
+        """Make sure that no driver of a third host has continued the other host's run at the same moment."""
+        if self.layout.is_original and not is_this_host(before.host, before.boot_id):
+            time.sleep(_SETTLE_S)
+            self._heartbeat.beat()
+
+    def keep_heartbeat(self, lost: Callable[[DdptrainError], None]) -> None:
+        """Touch the heartbeat file in a thread; `lost` is called by the thread if another driver has the run."""
+
+        def stop_writing(error: DdptrainError) -> None:
+            self.loss = error
+            lost(error)
+
+        self._heartbeat.keep(stop_writing)
+
+    def next_attempt(self, checkpoint: VerifiedCheckpoint | None, world_size: int = 0) -> AttemptRecord:
+        """Return the record of the next attempt, which continues from a checkpoint."""
+        step, epoch = (None, None) if checkpoint is None else (checkpoint.step, checkpoint.epoch)
+        number = len(self._record.attempts) + 1
+        return AttemptRecord(number, utc_now(), None, world_size, resumed_from=step, resumed_epoch=epoch)
+
+    def go_on_from(self, checkpoint: VerifiedCheckpoint | None, policy: CheckpointPolicy) -> AllSeries:
+        """Drop from run.json what came after the checkpoint from which the next attempt continues.
+
+        Returns the metrics up to the checkpoint.
+        """
+        found = []
+        for folder in reversed(checkpoint_folders(self.layout)):
+            with suppress(CheckpointDamaged):
+                manifest = read_manifest(folder)
+                if checkpoint is not None and manifest.step <= checkpoint.step:
+                    found.append((manifest.step, manifest.metrics))
+        self._shelf.restore(found, policy)
+        with self._mutex:
+            attempts = (*self._record.attempts, self.next_attempt(checkpoint))
+            series = read_series(self.layout.metrics_jsonl, attempts)
+            if series or found:
+                self._latest = LatestMetrics.of(series, found)
+            self._latest.begin_attempt()
+            self.update(checkpoints=self._shelf.names, best=self._shelf.best)
+        return series
+
+    @property
+    def record(self) -> RunRecord:
+        """The content of run.json, with the newest metrics."""
+        with self._mutex:
+            return dataclasses.replace(self._record, last_metrics=self._latest.as_dict())
+
+    @property
+    def run_id(self) -> str:
+        """The run's folder name."""
+        return self._record.run_id
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of run.json, named as in RunRecord; secrets in rank_environment are left out."""
+        if "rank_environment" in changes:
+            changes["rank_environment"] = without_secrets(changes["rank_environment"])
+        if failure := changes.get("failure"):
+            texts = {name: self._hidden(getattr(failure, name)) for name in ("message", "traceback")}
+            changes["failure"] = dataclasses.replace(failure, **texts)
+        with self._mutex:
+            self._record = dataclasses.replace(self._record, **changes)
+            self._save()
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Append one line to events.jsonl, stamped with `time_s` unless it has one."""
+        kept = {
+            name: value if name in _OWN_FIELDS else hide_known(value, self.secrets) for name, value in event.items()
+        }
+        with self._mutex:
+            if self.loss is None:
+                self._events.append({"time_s": time.time(), **kept})
+
+    def _hidden(self, text: str) -> str:
+        return hide_credentials(str(hide_known(text, self.secrets)))
+
+    def metrics(self, event: Metrics, rank: int) -> None:
+        """Append one line to metrics.jsonl; run.json follows within a second, or with the next call."""
+        line: dict[str, object] = {
+            "time_s": event.time_ns / 1e9,
+            "step": event.step,
+            "epoch": event.epoch,
+            "rank": rank,
+            "attempt": self._record.attempts[-1].attempt if self._record.attempts else 1,
+        }
+        # A metric may be called epoch or step: it counts as the position where none was given.
+        line.update((name, value) for name, value in event.values.items() if line.get(name) is None)
+        with self._mutex:
+            if self.loss is None:
+                self._metrics.append(line)
+            self._latest.logged(rank, event.step, event.values)
+            if time.monotonic() - self._saved_at >= _METRICS_EVERY_S:
+                self._save()
+
+    def adopt_checkpoint(self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy) -> Path:
+        """Move a staged checkpoint into the run directory; return its folder.
+
+        Raises CheckpointDamaged if it does not match its event; ResultsError if it can't be written.
+        """
+        self._require_folder()
+        versions = self._record.versions
+        final = self._shelf.adopt(event, source, policy, world_size=self._record.world_size, versions=versions)
+        with self._mutex:
+            self._latest.saved(event.step, event.metrics)
+        self.update(checkpoints=self._shelf.names, best=self._shelf.best)
+        self.event({"event": "checkpoint_adopted", "rank": rank, "step": event.step, "folder": final.name})
+        discard_staged(event, source)  # last: a failure before this can be repeated
+        return final
+
+    def adopt_file(self, event: FileSaved, source: Path) -> Path:
+        """Move a staged file to `event.path` below its area; return its path.
+
+        Raises UnsafePath, FileDamaged, ResultsError; see staging.adopt_file.
+        """
+        self._require_folder()
+        return adopt_file(self.layout.area(event.area), event, source)
+
+    def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
+        """Write the end of the run into run.json; the lock is held until close()."""
+        self._finished = True
+        duration_s = round(self._record.earlier_s + time.monotonic() - self._started, 3)
+        self.update(
+            status=status,
+            waiting=False,
+            exit_code=int(exit_code),
+            failure=failure,
+            ended_at=utc_now(),
+            duration_s=duration_s,
+        )
+
+    def close(self) -> None:
+        """Release the lock and the files; closing twice is harmless."""
+        self._heartbeat.close()  # without the mutex: the heartbeat's thread may wait for it
+        with self._mutex:
+            self._events.close()
+            self._metrics.close()
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._finished:
+                # The error that leaves the block matters, not that the disk is full as well.
+                with suppress(*((Exception,) if error else ())):
+                    self._finish_for(error)
+        finally:
+            self.close()
+
+    def _finish_for(self, error: BaseException | None) -> None:
+        """Write the end of a run whose driver left without finish()."""
+        if isinstance(error, KeyboardInterrupt):
+            status, exit_code = RunStatus.CANCELLED, int(ExitCode.INTERRUPTED)
+        else:
+            status = RunStatus.CANCELLED if isinstance(error, Interrupted) else RunStatus.FAILED
+            exit_code = int(error.exit_code) if isinstance(error, DdptrainError) else int(ExitCode.INTERNAL)
+        expected = error is None or isinstance(error, DdptrainError | KeyboardInterrupt)
+        failure = FailureRecord(
+            host=self._record.driver.host,
+            kind="driver",
+            type=type(error).__name__ if error else "",
+            message=str(error or "")
+            or ("interrupted" if error else "the driver left without saying how the run ended"),
+            traceback="" if expected or error is None else "".join(traceback.format_exception(error)),
+        )
+        self.finish(status, exit_code, failure)
+
+    def _require_folder(self) -> None:
+        """Raise DdptrainError if the run, or its folder, no longer belongs to this driver."""
+        if self.loss is not None:
+            raise self.loss
+        self._folder.check()
+
+    def _save(self) -> None:
+        self._saved_at = time.monotonic()
+        if self.loss is not None:
+            return
+        self._folder.check()
+        write_file(self.layout.run_json, self.record.to_json().encode())
+
+
+def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
+    """Return the attempt with an end: one whose driver was killed has failed when its files changed last."""
+    if attempt.outcome is not None:
+        return attempt
+    return dataclasses.replace(attempt, outcome=str(RunStatus.FAILED), ended_at=attempt.ended_at or ended_at)
+
+
+def utc_now() -> str:
+    """Return the time now for run.json: ISO 8601, UTC, milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,1 +1,0 @@
-"""What trackers have created for a run."""

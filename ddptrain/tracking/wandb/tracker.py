@@ -1,0 +1,277 @@
+"""The tracker for Weights & Biases: one run of rank 0, one run for each rank, or one run that all ranks share.
+
+A row is logged half a second after its first value, so that several ctx.log calls of one step become one row. wandb
+writes rows to a file within a quarter of a second, and its service process sends them from there: if the rank is
+killed, less than a second is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import wandb
+
+from ddptrain.tracking import items
+from ddptrain.tracking.protocol import Facts, State
+from ddptrain.tracking.wandb import media, wandb_run
+from ddptrain.tracking.wandb.artifacts import CheckpointArtifacts
+from ddptrain.tracking.wandb.rank_run import RankRun
+from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, BestValues, Row, RowFilter, goal_of
+from ddptrain.tracking.wandb.run_parts import SENDING
+
+_GATHER_S = 0.5  # a row waits this long for more values of its step
+_DISK_CHECK_S = 10.0
+_DISK_FULL_BYTES = 1 << 16
+_FINISH_MARGIN_S = 0.3  # then wandb's own timeout ends run.finish() before ours does
+_WATCH_EVERY = 10  # rows from one set of histograms to the next
+_STALE_S = 3.0  # a row that is older says nothing about the model as it is now
+
+
+class WentOffline(RuntimeError):
+    """With `tracking.strict`: the server could not be reached, or lacks something; everything is on the disk."""
+
+
+class WandbTracker:
+    """Logs what one rank logs to W&B; see ddptrain.tracking.protocol.Tracker."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self._run: wandb.Run
+        self._filter = RowFilter(int(options.get("log_every", 10)))
+        self._bests = BestValues()
+        self._row: Row | None = None
+        self._done: set[str] = set()  # metrics that are defined, and messages that were sent
+        self._model: Any = None
+        self._rows_until_watch = 0
+        self._row_error: Exception | None = None  # of the last row
+        self._offline_reason = ""  # why the run is offline although online was wanted
+        self._lock = threading.Condition(threading.RLock())
+        self._closed = False
+        self._next_disk_check_s = 0.0
+
+    def start(self, facts: Facts) -> None:
+        """Opens the run: online if that is wanted and possible, else offline."""
+        self._facts = facts
+        self._rank_run = RankRun(self._options, facts, os.environ)
+        folder, uploads = self._rank_run.folder, self._rank_run.uploads
+        folder.mkdir(parents=True, exist_ok=True)
+        wandb_run.prepare(folder)
+        self._run, self._offline_reason = self._rank_run.open()
+        keep = int((facts.config.get("checkpoint") or {}).get("keep") or 3)
+        sending = folder / f"{SENDING}{facts.rank}"
+        self._checkpoints = CheckpointArtifacts(sending, facts.folder.parent, facts.run_id, keep, uploads)
+        self._prefix = self._rank_run.prefix
+        for name, (lowest, highest, last) in facts.told.get("before", {}).items():
+            if goal := self._goal(name):
+                self._bests.add(f"{self._prefix}{name}", goal, lowest, highest, last)
+        for position in (STEP, ATTEMPT):
+            self._run.define_metric(f"{self._prefix}{position}", hidden=True)
+        self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}{STEP}")
+        self._report_run()
+        threading.Thread(target=self._flush_rows, name="ddptrain-wandb-rows", daemon=True).start()
+
+    def _report_run(self) -> None:
+        facts, run = self._facts, self._run
+        if self._offline_reason:
+            text = f"{self._offline_reason}: training goes on, and is recorded offline; {self._sync} sends it later"
+            if facts.rank == 0:
+                facts.tell(text)
+            else:  # the user gets the message once; the log of each rank has it
+                print(f"ddptrain: {text}", file=sys.stderr)
+        elif run.url and facts.rank == 0:
+            facts.tell(run.url)
+        found = {
+            "mode": "offline" if run.offline else self._rank_run.mode,
+            "id": run.id,
+            "name": run.name or "",
+            "project": run.project,
+            "entity": run.entity,
+            "group": run.group,
+            "url": run.url or "",
+            "folder": str(run.settings.sync_dir),
+        }
+        facts.found({name: str(value) for name, value in found.items() if value})
+
+    @property
+    def _sync(self) -> str:
+        return f"`{self._facts.told.get('sync_command') or f'ddptrain results sync {self._facts.run_id}'}`"
+
+    def log(self, item: items.Item) -> None:
+        """Takes one item; its files have been copied when this returns."""
+        with self._lock:
+            try:
+                self._take(item)
+                if self._row_error is not None:
+                    raise self._row_error
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                self._report_full_disk()
+
+    def _take(self, item: items.Item) -> None:
+        match item:
+            case items.Numbers():
+                self._log_numbers(item)
+            case items.Image() if self._options.get("images", True):
+                self._add(item.step, {item.name: media.to_image(item)}, None, item.time_ns / 1e9)
+                self._flush()  # while the file exists
+            case items.Table() if self._options.get("tables", True):
+                self._log_table(item)
+            case items.Checkpoint() if self._options.get("checkpoints"):
+                artifact = self._checkpoints.create(item, offline=self._run.offline)
+                self._run.log_artifact(artifact, aliases=["latest", f"step-{item.step}"])
+            case items.Model():
+                self._model = item.model
+            case _:
+                pass
+
+    def _log_numbers(self, item: items.Numbers) -> None:
+        values = dict(item.values)
+        step: float | None = item.step
+        if step is None and STEP in values:
+            step = values[STEP]  # a metric with this name is the position if no step was given
+        time_s = item.time_ns / 1e9
+        due = self._filter.take(values, step, item.epoch, time_s)
+        if due:
+            self._add(step, {name: values[name] for name in due}, item.epoch, time_s)
+
+    def _add(self, step: float | None, values: Mapping[str, Any], epoch: float | None, time_s: float) -> None:
+        """Adds values to the row of their step. It is logged when values of another step come, or after 0.5 s."""
+        if self._row is not None and not self._row.fits(step, values):
+            self._flush()
+        if self._row is None:
+            self._row = Row(step)
+            self._lock.notify_all()
+        self._row.add(values, epoch, time_s)
+        if step is None:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Logs the row, if there is one."""
+        row, self._row = self._row, None
+        if row is None:
+            return
+        for name, value in row.values.items():
+            self._define(name)
+            if isinstance(value, int | float) and (goal := self._goal(name)):
+                self._bests.add(f"{self._prefix}{name}", goal, float(value))
+        try:
+            self._run.log(row.as_logged(self._prefix, self._facts.attempt) | self._histograms(row))
+        except Exception as error:  # whatever wandb raises; log() raises it
+            self._row_error = error
+            raise
+        self._row_error = None
+        self._check_disk()
+
+    def _check_disk(self, *, now: bool = False) -> None:
+        """Reports a full disk, once: wandb silently drops what it cannot write."""
+        if not now and time.monotonic() < self._next_disk_check_s:
+            return
+        self._next_disk_check_s = time.monotonic() + _DISK_CHECK_S
+        with suppress(OSError):
+            status = os.statvfs(str(self._run.settings.sync_dir))
+            if status.f_bavail * status.f_frsize < _DISK_FULL_BYTES:
+                self._report_full_disk()
+
+    def _report_full_disk(self) -> None:
+        if self._is_first("full disk"):
+            folder = self._run.settings.sync_dir
+            self._facts.tell(f"the disk of W&B's folder {folder} is full: training goes on, rows may be missing there")
+
+    def _is_first(self, what: str) -> bool:
+        is_first = what not in self._done
+        self._done.add(what)
+        return is_first
+
+    def _goal(self, name: str) -> str:
+        checkpoint = self._facts.config.get("checkpoint") or {}
+        return goal_of(name, str(checkpoint.get("metric") or ""), str(checkpoint.get("mode") or "min"))
+
+    def _define(self, name: str) -> None:
+        """Makes the summary keep the best value of a metric in addition to the last."""
+        if self._is_first(f"metric {name}") and (goal := self._goal(name)):
+            step = f"{self._prefix}{STEP}"
+            with suppress(wandb.Error):  # a name that wandb refuses here, for example with a *: it keeps the last value
+                self._run.define_metric(f"{self._prefix}{name}", step_metric=step, summary=f"{goal},last")
+
+    def _histograms(self, row: Row) -> dict[str, Any]:
+        """Histograms of the model for every tenth row, but none for an old row: they show the model as it is now."""
+        watch = self._options.get("watch", "off")
+        if self._model is None or watch == "off" or time.time() - row.time_s > _STALE_S:
+            return {}
+        self._rows_until_watch -= 1
+        if self._rows_until_watch > 0:
+            return {}
+        found = media.histograms(self._model, watch)
+        self._rows_until_watch = _WATCH_EVERY if found else 1  # gradients exist only during a part of each step
+        return {f"{self._prefix}{name}": value for name, value in found.items()}
+
+    def _log_table(self, item: items.Table) -> None:
+        max_rows = int(self._options.get("table_rows", 1000))
+        if len(item.rows) > max_rows and self._facts.rank == 0 and self._is_first(f"table {item.name}"):
+            self._facts.tell(
+                f"the table {item.name} has {len(item.rows):,} rows, of which the first {max_rows:,} are logged "
+                "(tracking.wandb.table_rows)"
+            )
+        suffix = f"_rank_{self._facts.rank}" if self._facts.rank else ""
+        with media.shared_image_copies(item, max_rows) if self._run.offline else nullcontext():
+            artifact = media.to_table_artifact(item, max_rows, self._facts.run_id, suffix)
+            self._add(item.step, {item.name: media.to_table(item, max_rows)}, None, item.time_ns / 1e9)
+            self._flush()
+        self._run.log_artifact(artifact)
+
+    def _flush_rows(self) -> None:
+        """Logs a row 0.5 s after its first value. Runs in a thread until finish()."""
+        while True:
+            with self._lock:
+                while self._row is None and not self._closed:
+                    self._lock.wait()
+                if self._closed:
+                    return
+                assert self._row is not None
+                left_s = self._row.since_s + _GATHER_S - time.monotonic()
+                if left_s <= 0:
+                    with suppress(Exception):  # whatever wandb raises; the next log() raises it
+                        self._flush()
+                    continue
+            time.sleep(left_s)
+
+    def finish(self, state: State) -> None:
+        """Logs what was held back, and ends the run.
+
+        Raises:
+            WentOffline: the run is strict, should have been online, and the server lacks something.
+        """
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+            try:
+                self._log_rest()
+            finally:
+                complete = wandb_run.finish(self._run, state, self._rank_run.wandb_timeout_s + _FINISH_MARGIN_S)
+                self._checkpoints.close()
+        incomplete = ""
+        if not complete:
+            incomplete = f"W&B has not taken everything in {self._rank_run.finish_timeout_s:g} s"
+            self._facts.tell(f"{incomplete}; {self._sync} sends the rest")
+        if lost := self._rank_run.uploads.problem:
+            self._facts.tell(lost)
+        if self._facts.told.get("strict") and (reason := self._offline_reason or lost or incomplete):
+            raise WentOffline(reason)
+
+    def _log_rest(self) -> None:
+        self._flush()
+        for step, held in self._filter.rest().items():
+            for name, value in held.items():
+                self._add(step, {name: value.value}, value.epoch, value.time_s)
+        self._flush()
+        if self._facts.resumed and (bests := self._bests.summary()):
+            self._run.summary.update(bests)
+        self._check_disk(now=True)

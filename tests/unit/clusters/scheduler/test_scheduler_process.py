@@ -1,0 +1,181 @@
+"""The detached scheduler, as a real process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from distributed import Client
+
+from ddptrain.clusters.scheduler import slots
+from ddptrain.clusters.scheduler.scheduler_process import LOOKER
+from ddptrain.clusters.security import make_tls, own_security
+
+START_S = 60.0
+END_S = 60.0
+IDLE_S = 1.0
+
+
+class Started:
+    """A scheduler's process and its folder."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "ddptrain.clusters.scheduler.scheduler_process",
+            "--folder",
+            str(folder),
+            *options,
+        ]
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def card(self) -> dict[str, Any]:
+        """What it has written once it listens."""
+        path = self.folder / "scheduler.json"
+        wait_until(lambda: path.exists() or self.process.poll() is not None)
+        assert path.exists(), self.log.read_text()
+        loaded: dict[str, Any] = json.loads(path.read_text())
+        return loaded
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = START_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def start(*options: str) -> Started:
+        started.append(Started(tmp_path, *options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.terminate()
+        each.process.wait(END_S)
+
+
+def client_of(address: str, **options: Any) -> Client:
+    return Client(address, set_as_default=False, timeout=30, **options)
+
+
+@contextlib.contextmanager
+def connected_in_time(start: Callable[..., Started], **options: Any) -> Iterator[tuple[Started, Client, float]]:
+    """A scheduler with a client that came before it was idle for too long, and how long that is, in seconds."""
+    for idle_s in (IDLE_S, 2 * IDLE_S, 4 * IDLE_S, 8 * IDLE_S):  # on a busy machine it may take a while to come
+        scheduler = start("--idle-timeout", str(idle_s))
+        try:
+            client = client_of(scheduler.card()["address"], **options)
+        except (OSError, AssertionError):
+            assert scheduler.process.wait(END_S) == 0, scheduler.log.read_text()
+            continue
+        with client:
+            yield scheduler, client, idle_s
+        return
+    pytest.fail("no client came in time")
+
+
+def test_scheduler_tells_where_it_listens_in_a_private_file_that_goes_with_it(start: Callable[..., Started]) -> None:
+    scheduler = start()
+    card = scheduler.card()
+    path = scheduler.folder / "scheduler.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert card["address"].startswith("unix:///") and card["pid"] == scheduler.process.pid
+    scheduler.process.send_signal(signal.SIGTERM)
+    assert scheduler.process.wait(END_S) == 0
+    assert sorted(os.listdir(scheduler.folder)) == ["log"]
+    assert scheduler.log.read_text() == ""
+
+
+def test_scheduler_listens_on_loopback_only_unless_told_otherwise(start: Callable[..., Started]) -> None:
+    scheduler = start()
+    scheduler.card()
+    listening = psutil.Process(scheduler.process.pid).net_connections("tcp")
+    assert {item.laddr.ip for item in listening if item.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
+def test_forgotten_scheduler_ends_and_says_why(start: Callable[..., Started]) -> None:
+    scheduler = start("--idle-timeout", str(IDLE_S))
+    scheduler.card()
+    assert scheduler.process.wait(END_S) == 0
+    ended = json.loads((scheduler.folder / "ended.json").read_text())
+    assert ended["reason"] == "idle for 1 s"
+    assert ended["at"].endswith("+00:00")
+    assert not (scheduler.folder / "scheduler.json").exists()
+
+
+def test_connected_driver_keeps_the_scheduler_up(start: Callable[..., Started]) -> None:
+    with connected_in_time(start) as (scheduler, _, idle_s):
+        time.sleep(3 * idle_s)
+        assert not scheduler.has_ended()
+    assert scheduler.process.wait(END_S) == 0
+
+
+def test_whoever_only_looks_does_not_keep_the_scheduler_up(start: Callable[..., Started]) -> None:
+    with connected_in_time(start, name=LOOKER) as (scheduler, _, _):
+        assert scheduler.process.wait(END_S) == 0
+
+
+def test_run_that_waits_for_slots_keeps_the_scheduler_up(start: Callable[..., Started]) -> None:
+    # The looker's own connection does not count: what counts is the run in the line.
+    with (
+        connected_in_time(start) as (scheduler, user, idle_s),
+        client_of(scheduler.card()["address"], name=LOOKER) as client,
+    ):
+        client.run_on_scheduler(_stand_in_line, client.id)
+        user.close()
+        time.sleep(3 * idle_s)
+        assert not scheduler.has_ended()
+        client.run_on_scheduler(slots.release, "r")
+        assert scheduler.process.wait(END_S) == 0
+
+
+def _stand_in_line(client: str, dask_scheduler: Any) -> None:
+    slots._table(dask_scheduler)._enqueue(slots.Request(client, "r", 1))
+
+
+def test_client_that_shuts_the_scheduler_down_is_named_as_the_reason(start: Callable[..., Started]) -> None:
+    scheduler = start()
+    with client_of(scheduler.card()["address"]) as client:
+        client.shutdown()
+    assert scheduler.process.wait(END_S) == 0
+    assert "shut it down" in json.loads((scheduler.folder / "ended.json").read_text())["reason"]
+
+
+def test_scheduler_with_a_certificate_takes_only_those_who_have_it(
+    start: Callable[..., Started], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    make_tls(tmp_path)
+    address = start().card()["address"]
+    assert address.startswith("tls://")
+    with client_of(address, security=own_security(tmp_path)) as client:
+        assert client.run_on_scheduler(slots.overview) == {"workers": [], "runs": [], "waiting": []}
+    other = tmp_path_factory.mktemp("other")
+    make_tls(other)
+    with pytest.raises(OSError, match=r"certificate verify failed|Timed out|TLS"):
+        Client(address, set_as_default=False, timeout=1, security=own_security(other))
+    with pytest.raises(OSError, match=r"Timed out|reset|closed"):
+        Client(address.replace("tls://", "tcp://"), set_as_default=False, timeout=1)

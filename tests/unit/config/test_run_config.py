@@ -1,0 +1,148 @@
+"""The models: defaults, limits, checks over several fields, and the JSON schema."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from typer.testing import CliRunner
+
+from ddptrain.config.run_config import ClusterConfig, RunConfig
+from ddptrain.config.schema import config_schema
+from ddptrain.config.types import default_name, slug
+
+
+def models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield model
+    for field in model.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from models(field.annotation)
+
+
+def test_every_field_has_a_one_line_description() -> None:
+    for model in models(RunConfig):
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+            assert "\n" not in field.description
+
+
+def test_a_workload_is_all_that_a_run_needs() -> None:
+    config = RunConfig(workload="petnames")
+    assert config.name == "petnames"
+    assert (config.cluster.backend, config.cluster.ranks, config.cluster.gpus) == ("local", "auto", "auto")
+    assert (config.checkpoint.metric, config.results.dir) == ("val/loss", "runs")
+
+
+@pytest.mark.parametrize(
+    ("workload", "stem", "name"),
+    [
+        ("petnames", "my-file", "petnames"),
+        ("vision.dogs:train", "Dogs v2", "dogs-v2"),
+        ("vision.dogs:train", "", "train"),
+        ("vision.dogs:__", "", "run"),
+    ],
+)
+def test_a_run_is_named_after_its_workload_or_file(workload: str, stem: str, name: str) -> None:
+    assert default_name(workload, stem) == name
+
+
+def test_slug_of_a_long_name_is_a_valid_name() -> None:
+    assert len(slug("A" * 63 + " b" * 50)) <= 64
+    RunConfig(workload="petnames", name=slug("A" * 63 + " b" * 50))
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 1.0, "2", None])
+def test_ranks_are_auto_or_at_least_one(ranks: Any) -> None:
+    with pytest.raises(ValidationError):
+        ClusterConfig(ranks=ranks)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e308, "60"])
+def test_start_timeout_is_a_finite_time(seconds: Any) -> None:
+    with pytest.raises(ValidationError):
+        ClusterConfig(start_timeout_s=seconds)
+
+
+@pytest.mark.parametrize("name", ["", "A", "-a", "a b", "a/b", "a\n", "ä", "a" * 65, ".."])
+def test_a_name_that_is_unsafe_as_a_folder_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError):
+        RunConfig(workload="petnames", name=name)
+
+
+@pytest.mark.parametrize("env", [{"A=B": "c"}, {"": "c"}, {"A": "\0"}, {"A": 3}])
+def test_an_environment_that_the_system_would_refuse_is_refused(env: Any) -> None:
+    with pytest.raises(ValidationError):
+        RunConfig(workload="petnames", env=env)
+
+
+def test_repr_does_not_show_the_environment() -> None:
+    assert "hunter2" not in repr(RunConfig(workload="petnames", env={"PASSWORD": "hunter2"}))
+
+
+def test_schema_command_prints_the_schema_with_the_built_in_workloads_parameters() -> None:
+    import typer
+
+    from ddptrain.cli.schema import schema
+
+    app = typer.Typer()
+    app.command()(schema)
+    printed = json.loads(CliRunner().invoke(app).stdout)
+    assert printed == config_schema()
+    assert printed["additionalProperties"] is False
+    assert printed["allOf"][0]["if"]["properties"]["workload"] == {"const": "petnames"}
+    params = printed["$defs"]["petnames.params"]
+    assert params["additionalProperties"] is False
+    assert "description" in params["properties"]["epochs"]
+
+
+def test_every_reference_of_the_schema_leads_somewhere() -> None:
+    schema = config_schema()
+
+    def references(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from (below for key, below in value.items() if key == "$ref")
+            value = list(value.values())
+        if isinstance(value, list):
+            for below in value:
+                yield from references(below)
+
+    assert {reference.removeprefix("#/$defs/") for reference in references(schema)} <= set(schema["$defs"])
+
+
+def test_loading_a_configuration_imports_neither_torch_nor_dask() -> None:
+    code = (
+        "import sys, ddptrain.config.load as c, ddptrain.config.registry as r\n"
+        "r.params_model('petnames')\n"
+        "print([m for m in ('torch', 'distributed', 'dask', 'typer', 'rich', 'numpy') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_script_is_a_file_or_a_module_and_its_arguments_are_text() -> None:
+    config = RunConfig.model_validate({"workload": {"script": "a/My Train.py", "args": ["--lr", 0.1, 3]}})
+    assert config.script is not None and config.script.args == ["--lr", "0.1", "3"]
+    assert (config.name, config.workload_name) == ("my-train", "a/My Train.py")
+    module = RunConfig.model_validate({"workload": {"module": "a.b.__main__"}})
+    assert (module.name, module.workload_name) == ("b", "-m a.b.__main__")
+    assert RunConfig.model_validate({"workload": "petnames"}).script is None
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"workload": {}}, "is required, and not given"),
+        ({"workload": {"script": "a.py", "module": "b"}}, "is given, and so is workload.script"),
+        ({"workload": {"script": "a.py", "args": [True]}}, "valid string"),
+        ({"workload": {"module": "a-b"}}, "should match pattern"),
+        ({"workload": {"script": "a.py"}, "params": {"lr": 1}}, "is given, but the workload is a script"),
+    ],
+)
+def test_script_that_makes_no_sense_is_refused(data: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        RunConfig.model_validate(data)

@@ -1,0 +1,18 @@
+"""Ranks of an attempt, as the driver knows them, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ddptrain.clusters.scheduler.slots import Slot
+from ddptrain.driver.attempt.rank_state import RankState
+from ddptrain.driver.worker_group.worker_group import RankPlace
+from tests.unit.specs import make_spec
+
+
+def running(rank: int, host: str = "", *, spec: dict[str, Any] | None = None, **more: Any) -> RankState:
+    """A rank that was submitted at 100 s, on a host of its own unless one is named."""
+    name = host or f"h{rank}"
+    place = RankPlace(rank, 0, 1, rank, Slot(f"tcp://{name}", name, 0, False), name, Path("/s"), True)
+    return RankState(make_spec(rank=rank, **(spec or {})), place, **{"submitted_at": 100.0, **more})

@@ -1,0 +1,172 @@
+"""What holds for the attempt whatever arrives, and in whatever order."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddptrain.driver.attempt import actions, inbox
+from ddptrain.driver.failure.fault import FaultKind
+from ddptrain.errors import ClusterError
+from ddptrain.protocol import events, notices
+from ddptrain.results.errors import UnsafePath
+from tests.unit.driver.attempt.attempt_play import GRACE_S, Play
+
+WORLD = 3
+RANKS = st.integers(0, WORLD - 1)
+ATTEMPTS = st.sampled_from([1, 1, 1, 2])
+HEAD = (ATTEMPTS, st.integers(0, WORLD))  # the last rank does not exist
+SIZES = st.integers(0, 99)
+STATUSES = st.sampled_from([0, 1, 75, -9, -15, -6])
+TIMES = st.integers(99_000_000_000, 101_000_000_000)
+EVENTS = st.one_of(
+    st.builds(events.Started, TIMES, st.just(5), st.just("h")),
+    st.builds(events.Entered, TIMES),
+    st.builds(events.Metrics, TIMES, st.just({"loss": 1.0}), st.integers(0, 9)),
+    st.builds(events.Progress, TIMES, st.just(1.0)),
+    st.builds(
+        events.Failure,
+        TIMES,
+        st.just("E"),
+        st.just("m"),
+        st.just("t"),
+        exit_code=st.sampled_from([None, 75]),
+        lost_peer=st.booleans(),
+        timed_out=st.booleans(),
+    ),
+    st.builds(events.CheckpointSaved, TIMES, st.just(5), st.just("s"), st.just(())),
+    st.builds(events.FileSaved, TIMES, st.just("stacks/rank-0.txt"), st.just("s"), st.just(1), st.just("")),
+    st.builds(events.Stacks, TIMES, st.just(("/u/train.py:1 load",)), st.integers(0, 2)),
+    st.builds(events.Waiting, TIMES, st.just("checkpoint")),
+    st.builds(events.Noticed, TIMES),
+    st.builds(events.Preempted, TIMES, st.just(5)),
+    st.builds(events.Finished, TIMES),
+    st.builds(events.TrackerFailed, TIMES, st.just("wandb"), st.just("off"), st.booleans()),
+    st.builds(events.ThreadFailure, TIMES, st.just("t"), st.just("E"), st.just("m"), st.just("tb")),
+    st.builds(events.Finishing, TIMES, st.just(5.0)),
+)
+MESSAGES = st.one_of(
+    st.builds(notices.Alive, *HEAD, st.none() | st.floats(0, 99), st.none() | st.floats(0, 100)),
+    st.builds(notices.Leaving, *HEAD),
+    st.builds(notices.StoreOpened, *HEAD, st.integers(1, 9)),
+    st.builds(notices.Growth, *HEAD, SIZES, SIZES),
+    st.builds(notices.RankExit, *HEAD, st.just(5), STATUSES, TIMES, SIZES, SIZES),
+    st.builds(inbox.TaskFailed, ATTEMPTS, RANKS, st.just("no")),
+    st.builds(inbox.WorkerLost, st.sampled_from(["tcp://h0", "tcp://h1", "tcp://elsewhere"])),
+    st.builds(inbox.SignalReceived, st.sampled_from([signal.SIGTERM, signal.SIGINT])),
+    st.builds(inbox.ArtifactFailed, RANKS, st.just("x"), st.sampled_from([OSError("no"), UnsafePath("no")])),
+    st.builds(inbox.ArtifactStored, RANKS, st.just("x"), st.just("p")),
+    st.builds(inbox.ArtifactRetried, RANKS, st.just("x"), st.just(OSError("no")), st.just(2)),
+    st.builds(inbox.ResultsLost, st.just(ClusterError("gone"))),
+    st.builds(inbox.Tick, st.booleans(), st.sampled_from([None, None, "it ended"]), st.booleans()),
+    st.builds(inbox.RankEvent, RANKS, EVENTS),
+    st.builds(inbox.OutputRead, RANKS, error=st.sampled_from(["", "cut"])),
+)
+STEPS = st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.2, 3.0, 70.0]), MESSAGES), max_size=40)
+
+
+def played(steps: list[tuple[float, inbox.Message]]) -> Play:
+    play = Play(WORLD, hang_timeout_s=10.0, checks_purity=False)
+    for seconds, message in steps:
+        play.now += seconds
+        play.send(message)
+    return play
+
+
+@given(STEPS)
+@settings(max_examples=100, deadline=None)
+def test_every_order_of_messages_ends_once_the_driver_is_interrupted(
+    steps: list[tuple[float, inbox.Message]],
+) -> None:
+    play = played(steps)
+    play.send(inbox.SignalReceived(signal.SIGINT))
+    play.wait(GRACE_S + 4.0, alive=False, every_s=1.0)
+    assert play.state.over
+    assert play.state.running == 0 == sum(not rank.over for rank in play.state.ranks)
+    play.state.end()
+
+
+@given(STEPS)
+@settings(max_examples=100, deadline=None)
+def test_every_fault_ends_the_attempt(steps: list[tuple[float, inbox.Message]]) -> None:
+    play = played(steps)
+    if play.state.faults or play.state.stopping or play.state.notice:
+        play.wait(2 * GRACE_S + 10.0, alive=True, every_s=1.0)
+        assert play.state.over
+
+
+@given(STEPS)
+@settings(max_examples=100, deadline=None)
+def test_no_rank_keeps_running(steps: list[tuple[float, inbox.Message]]) -> None:
+    play = played(steps)
+    play.send(inbox.SignalReceived(signal.SIGINT))
+    play.wait(GRACE_S + 4.0, alive=False, every_s=1.0)
+    stopped = {rank for _, stop in play.all(actions.StopRanks) for rank in stop.ranks}
+    lost = {ended.rank for _, ended in play.all(actions.ReadRest) if ended.loss.text != "it did not end"}
+    unread = {read.rank for _, read in steps if isinstance(read, inbox.OutputRead)}
+    for number, rank in enumerate(play.state.ranks):
+        assert rank.ended is not None or not rank.submitted_at or number in stopped | lost | unread
+    last_end = {ended.rank: at for at, ended in play.all(actions.RecordRankEnd)}
+    for at, submitted in play.all(actions.SubmitRank):
+        assert at <= last_end.get(submitted.rank, at)  # nothing is started once it was over
+
+
+@given(STEPS)
+@settings(max_examples=100, deadline=None)
+def test_end_of_a_rank_is_recorded_once_and_its_own_exit_is_never_taken_back(
+    steps: list[tuple[float, inbox.Message]],
+) -> None:
+    play = played(steps)
+    play.send(inbox.SignalReceived(signal.SIGINT))
+    play.wait(GRACE_S + 4.0, alive=False, every_s=1.0)
+    ended = [end.rank for _, end in play.all(actions.RecordRankEnd)]
+    assert len(ended) == len(set(ended))
+
+
+FAULTS = st.lists(
+    st.tuples(RANKS, TIMES, st.sampled_from(["cause", "cause", "peer", "killed"])),
+    min_size=1,
+    max_size=WORLD,
+    unique_by=lambda fault: fault[0],
+)
+
+
+@given(FAULTS, st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_root_cause_does_not_depend_on_the_order_within_the_settling_time(
+    faults: list[tuple[int, int, str]], order: random.Random
+) -> None:
+    causes = []
+    for _ in range(3):
+        order.shuffle(faults)
+        play = Play(WORLD, checks_purity=False).start()
+        for rank, time_ns, what in faults:
+            play.now += 0.04
+            if what == "killed":
+                play.exit(rank, -9, at_s=time_ns / 1e9)
+            else:
+                play.event(rank, events.Failure(time_ns, "E", f"rank {rank}", "", lost_peer=what == "peer"))
+        play.wait(1.6)
+        play.obey()
+        cause = play.cause
+        causes.append((cause.rank, cause.kind, cause.line))
+    real = [(time_ns, rank) for rank, time_ns, what in faults if what != "peer"]
+    expected = min(real) if real else min((time_ns, rank) for rank, time_ns, _ in faults)
+    assert {cause[0] for cause in causes} == {expected[1]}
+    assert len(set(causes)) == 1
+
+
+@given(st.permutations([0, 1, 2]), st.booleans())
+@settings(deadline=None)
+def test_lost_host_names_its_lowest_rank_in_any_order(ranks: list[int], by_task: bool) -> None:
+    play = Play(WORLD, checks_purity=False).start()
+    for rank in ranks:
+        play.now += 0.03
+        lost = inbox.WorkerLost(f"tcp://h{rank}", "the host is gone")
+        play.send(inbox.TaskFailed(1, rank, "the host is gone") if by_task else lost)
+    play.wait(1.0)
+    assert (play.cause.rank, play.cause.line) == (0, "the host is gone")
+    assert play.cause.kind == (FaultKind.INFRASTRUCTURE if by_task else FaultKind.WORKER_LOST)

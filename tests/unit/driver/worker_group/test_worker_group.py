@@ -1,0 +1,182 @@
+"""The worker group with a stand-in for Dask's client: whom it avoids, and which messages it takes."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from ddptrain.clusters.scheduler import slots
+from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
+from ddptrain.driver.worker_group.folder_copy import copy_folder
+from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
+from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.errors import ClusterError
+from ddptrain.protocol import notices
+from tests.unit.specs import make_spec
+
+WORKERS = ("tcp://h0:1", "tcp://h1:1", "tcp://h2:1")
+WISH = SlotRequest(2, False, 5.0, 0.0)
+
+
+class FakeFuture:
+    """A task whose end the test decides."""
+
+    def __init__(self) -> None:
+        self.status = "pending"
+        self.callbacks: list[Callable[[Any], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.callbacks.append(callback)
+
+    def exception(self) -> Exception:
+        return RuntimeError("no rank server")
+
+    def end(self, status: str) -> None:
+        self.status = status
+        for callback in self.callbacks:
+            callback(self)
+
+
+class FakeClient:
+    """Three workers with a slot each, on a scheduler that gives away what is not avoided."""
+
+    id = "client-1"
+    status = "running"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.scheduler = type("Scheduler", (), {"address": "tcp://s:1"})
+        self.asked: list[dict[str, Any]] = []
+        self.written: list[tuple[str, int, bytes]] = []
+        self.silent = False
+
+    def nthreads(self) -> dict[str, int]:
+        return dict.fromkeys(WORKERS, 1)
+
+    def run_on_scheduler(self, function: object, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.asked.append(kwargs)
+        free = [worker for worker in WORKERS if worker not in kwargs["without"]]
+        return {"slots": [(worker, worker[6:8], 0, False) for worker in free[: args[2]]], "lost_after_s": None}
+
+    def run(self, function: Any, *args: Any, workers: list[str], **_: Any) -> dict[str, Any]:
+        if function.__name__ == "write_spool":
+            self.written.append(args[1:])
+            return dict.fromkeys(workers, f"/remote/{args[1]}")
+        about = {"scratch": str(self.folder), "token": "t", "gpus": "", "hostname": "name", "interface": ""}
+        error = ConnectionError("cut")
+        return dict.fromkeys(workers, error if self.silent else about)
+
+    def submit(self, *_: Any, **__: Any) -> FakeFuture:
+        return FakeFuture()
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> FakeClient:
+    (tmp_path / "token").write_text("t")
+    return FakeClient(tmp_path)
+
+
+@pytest.fixture
+def gang(client: FakeClient, inbox: Inbox) -> WorkerGroup:
+    return WorkerGroup(cast("Any", client), "r-1", inbox)
+
+
+def reserved(gang: WorkerGroup) -> list[str]:
+    watchers = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "")
+    return [place.slot.worker for place in gang.reserve(WISH, watchers)]
+
+
+def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(gang: WorkerGroup, client: FakeClient) -> None:
+    assert reserved(gang) == ["tcp://h0:1", "tcp://h1:1"]
+    gang.avoid("tcp://h0:1")
+    assert gang.has("tcp://h0:1")  # it leaves: it still answers
+    assert reserved(gang) == ["tcp://h1:1", "tcp://h2:1"]
+    gang.forget("tcp://h1:1")
+    assert not gang.has("tcp://h1:1")
+    assert reserved(gang) == ["tcp://h2:1"]
+    assert [asked["without"] for asked in client.asked] == [[], ["tcp://h0:1"], ["tcp://h0:1", "tcp://h1:1"]]
+
+
+def test_worker_that_comes_back_is_avoided_no_longer(gang: WorkerGroup, inbox: Inbox) -> None:
+    gang._on_all((1.0, {"action": "remove-worker", "worker": "tcp://h0:1"}))
+    assert inbox.get_nowait() == WorkerLost("tcp://h0:1")
+    assert reserved(gang) == ["tcp://h1:1", "tcp://h2:1"]
+    gang._on_all((1.0, {"action": "add-worker", "worker": "tcp://h0:1"}))
+    assert reserved(gang) == ["tcp://h0:1", "tcp://h1:1"]
+    gang._on_all((1.0, "noise"))
+    assert inbox.empty()
+
+
+def test_places_say_where_ranks_run_and_whether_the_driver_sees_their_files(
+    gang: WorkerGroup, client: FakeClient
+) -> None:
+    places = gang.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))
+    assert [(place.rank, place.local_rank, place.node_rank, place.host, place.shared) for place in places] == [
+        (0, 0, 0, "name (h0)", True),
+        (1, 0, 1, "name (h1)", True),
+    ]
+    (client.folder / "token").write_text("another")
+    assert not gang.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))[0].shared
+
+
+def test_worker_that_does_not_answer_is_named(gang: WorkerGroup, client: FakeClient) -> None:
+    client.silent = True
+    with pytest.raises(ClusterError, match="the Dask worker tcp://h0:1 of host h0 does not answer: cut"):
+        reserved(gang)
+
+
+def test_valid_notices_reach_the_inbox_and_others_are_counted(gang: WorkerGroup, inbox: Inbox) -> None:
+    notice = notices.Growth(1, 0, 10, 20)
+    gang._on_notice((1.0, {**notices.encode(notice), "worker": "tcp://h0:1"}))
+    assert inbox.get_nowait() == notice
+    wrong: list[object] = [{"rank": "x"}, None, "text", {"notice": "growth"}, {"notice": {}}, [1], {1: 2}]
+    for message in wrong:
+        gang._on_notice((1.0, message))
+    gang._on_notice((1.0, {"ping": ["not", "hashable"]}))
+    assert inbox.empty() and gang.rejected == 7
+    assert gang.first_rejected == "unknown kind a value of type NoneType"
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        ("error", "no rank server"),
+        ("cancelled", "the Dask scheduler is gone, or the network to it: tcp://s:1"),
+        ("finished", ""),
+    ],
+)
+def test_end_of_a_task_is_a_message_if_it_failed(gang: WorkerGroup, inbox: Inbox, status: str, text: str) -> None:
+    gang.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))
+    cast("Any", gang.futures[1]).end(status)
+    assert (None if inbox.empty() else inbox.get_nowait()) == (TaskFailed(2, 1, text) if text else None)
+
+
+def test_end_of_a_task_of_an_earlier_attempt_is_no_message(gang: WorkerGroup, inbox: Inbox) -> None:
+    gang.submit(make_spec(rank=1), slots.Slot("tcp://h0:1", "h0", 0, False))
+    earlier = cast("Any", gang.futures[1])
+    gang.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))
+    earlier.end("cancelled")
+    assert inbox.empty()
+
+
+def test_folder_is_copied_in_blocks_and_an_empty_file_as_well(client: FakeClient, tmp_path: Path) -> None:
+    folder = tmp_path / "step-5"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"x" * (8 << 20) + b"yz")
+    (folder / "empty").write_bytes(b"")
+    target = copy_folder(cast("Any", client), "r-1", "tcp://h0:1", folder, ["a", "empty"])
+    assert target == "/remote/brought-step-5"
+    assert [(path, offset, len(data)) for path, offset, data in client.written] == [
+        ("brought-step-5/a", 0, 8 << 20),
+        ("brought-step-5/a", 8 << 20, 2),
+        ("brought-step-5/empty", 0, 0),
+    ]

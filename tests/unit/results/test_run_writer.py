@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
+from ddptrain.protocol.events import Metrics
+from ddptrain.results import run_writer as writer_module
+from ddptrain.results.checkpoint_verification import newest_verified
+from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.lookup import load_run
+from ddptrain.results.ownership import driver_heartbeat, run_lock
+from ddptrain.results.remote.local_copy import Origin
+from ddptrain.results.run_record import DriverRecord, EnvironmentValue, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.run_writer import RunWriter
+from tests.unit.results.conftest import Stage
+
+
+def read(writer: RunWriter) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(writer.layout.run_json.read_text())
+    return record
+
+
+def make(runs_dir: Path, run_id: str | None = None) -> RunWriter:
+    return RunWriter.create(runs_dir, run_id, "petnames", "name: petnames\n", "petnames", world_size=2)
+
+
+def test_a_new_run_has_its_files_and_says_that_it_runs(tmp_path: Path) -> None:
+    with make(tmp_path / "deep" / "runs") as writer:
+        record = read(writer)
+        assert (record["status"], record["world_size"], record["exit_code"]) == ("running", 2, None)
+        assert record["driver"]["pid"] == os.getpid()
+        assert "torch" in record["versions"]
+        assert writer.layout.config_yaml.read_text() == "name: petnames\n"
+        assert stat.S_IMODE(writer.layout.root.stat().st_mode) & 0o700 == 0o700
+        assert run_lock.is_held(writer.layout.lock_file)
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    assert not run_lock.is_held(writer.layout.lock_file)
+
+
+def test_secrets_of_the_run_are_left_out_of_its_failure_and_events(tmp_path: Path) -> None:
+    with make(tmp_path) as writer:
+        writer.secrets = ["hunter2"]
+        writer.event({"event": "rank_failed", "message": "no hunter2 here", "more": {"trace": ["hunter2"]}})
+        failure = FailureRecord(message="hunter2 is wrong", traceback="open('s3://me:other@bucket/hunter2')")
+        writer.finish(RunStatus.FAILED, 1, failure)
+    record, (event,) = read(writer), writer.layout.events_jsonl.read_text().splitlines()
+    assert record["failure"]["message"] == "<left out> is wrong"
+    assert record["failure"]["traceback"] == "open('s3://<left out>@bucket/<left out>')"
+    assert json.loads(event)["message"] == "no <left out> here"
+    assert "hunter2" not in event
+
+
+def test_a_run_id_can_be_chosen_once(tmp_path: Path) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    before = writer.layout.run_json.read_bytes()
+    with pytest.raises(UsageError, match=r"run mine exists already.*choose another --run-id"):
+        make(tmp_path, "mine")
+    assert writer.layout.run_json.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["run.lock", "events.jsonl", "metrics.jsonl"])
+def test_a_run_is_not_taken_up_through_a_link(tmp_path: Path, name: str) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    (tmp_path / "precious").write_text("precious\n")
+    (writer.layout.root / name).unlink()
+    (writer.layout.root / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(ResultsError, match=f"{name}: it is a symbolic link"):
+        RunWriter.reopen(writer.layout.root, "")
+    assert (tmp_path / "precious").read_text() == "precious\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("name", ["logs", "checkpoints", "artifacts", "inputs", "tracking", ".scratch"])
+def test_a_run_is_not_taken_up_with_a_folder_of_another_user(tmp_path: Path, name: str) -> None:
+    with make(tmp_path / "runs", "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    folder = writer.layout.root / name
+    if folder.exists():
+        folder.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    RunWriter.reopen(writer.layout.root, "").close()  # a link of our own
+    os.lchown(folder, 65534, 65534)
+    with pytest.raises(ResultsError, match=f"{name}: the symbolic link belongs to another user"):
+        RunWriter.reopen(writer.layout.root, "")
+    assert not run_lock.is_held(writer.layout.lock_file)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_run_is_not_created_in_a_folder_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o777)
+    os.chown(tmp_path / "mine", 65534, 65534)
+    with pytest.raises(ResultsError, match="mine: the folder belongs to another user"):
+        make(tmp_path, "mine")
+    assert os.listdir(tmp_path / "mine") == []
+
+
+def test_a_driver_that_was_killed_before_run_json_was_written_is_followed_by_another(tmp_path: Path) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    writer.layout.run_json.unlink()
+    with make(tmp_path, "mine") as again:
+        again.finish(RunStatus.SUCCEEDED, 0)
+    again.layout.run_json.unlink()
+    again.layout.lock_file.unlink()  # so it may be anyone's
+    with pytest.raises(UsageError, match="is not a run's folder"):
+        make(tmp_path, "mine")
+
+
+def test_a_run_whose_folder_was_exchanged_writes_nothing_there(tmp_path: Path) -> None:
+    writer = make(tmp_path, "mine")
+    writer.layout.root.rename(tmp_path / "away")
+    writer.layout.root.mkdir()
+    with pytest.raises(ResultsError, match="another process has put a different folder there"):
+        writer.update(world_size=3)
+    assert os.listdir(writer.layout.root) == []
+    (tmp_path / "mine").rmdir()
+    (tmp_path / "away").rename(tmp_path / "mine")
+    with writer:
+        writer.finish(RunStatus.SUCCEEDED, 0)
+
+
+def test_a_driver_whose_run_was_taken_over_writes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_heartbeat, "BEAT_EVERY_S", 0.01)
+    lost = threading.Event()
+    with make(tmp_path, "mine") as writer:
+        writer.keep_heartbeat(lambda error: lost.set())
+        other = driver_heartbeat.Heartbeat(writer.layout.heartbeat_file)
+        assert lost.wait(30)
+        before = {path: path.read_bytes() for path in writer.layout.root.glob("*.json*")}
+        writer.event({"event": "late"})
+        writer.metrics(Metrics(0, {"loss": 1.0}, 1, None), 0)
+        writer.finish(RunStatus.FAILED, 6)
+        assert isinstance(writer.loss, RunLocked)
+    assert {path: path.read_bytes() for path in before} == before
+    other.close()
+
+
+def elsewhere(writer: RunWriter) -> None:
+    """Let the run look like one of a driver on another host that was killed."""
+    driver = DriverRecord(1, "another-host", "another-boot")
+    record = dataclasses.replace(writer.record, status=RunStatus.RUNNING, driver=driver)
+    writer.layout.run_json.write_text(record.to_json())
+
+
+def test_a_run_of_another_host_is_not_taken_up_while_its_heart_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    elsewhere(writer)
+    theirs = driver_heartbeat.Heartbeat(writer.layout.heartbeat_file)
+    with pytest.raises(RunLocked, match="running on another host: process 1 on another-host still writes to it"):
+        RunWriter.reopen(writer.layout.root, "")
+    os.utime(writer.layout.heartbeat_file, (1, 1))
+    monkeypatch.setattr("ddptrain.results.ownership.claim.WATCH_S", 0.3)
+    with RunWriter.reopen(writer.layout.root, "") as again:
+        assert again.record.driver == DriverRecord.of_this_process()
+        with pytest.raises(RunLocked, match="taken over"):
+            theirs.beat()
+        again.finish(RunStatus.SUCCEEDED, 0)
+
+
+def test_a_run_of_a_store_is_taken_up_as_the_lock_in_the_store_has_decided(tmp_path: Path) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    elsewhere(writer)  # all files have just been fetched
+    Origin("memory://runs/mine", "token").mark(writer.layout.root)
+    with RunWriter.reopen(writer.layout.root, "") as again:
+        again.finish(RunStatus.SUCCEEDED, 0)
+
+
+def test_of_two_hosts_that_take_up_a_run_at_the_same_moment_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(tmp_path, "mine") as writer:
+        writer.finish(RunStatus.FAILED, 1)
+    elsewhere(writer)
+    driver_heartbeat.Heartbeat(writer.layout.heartbeat_file)
+    os.utime(writer.layout.heartbeat_file, (1, 1))
+    monkeypatch.setattr("ddptrain.results.ownership.claim.WATCH_S", 0.0)
+    other: list[driver_heartbeat.Heartbeat] = []
+
+    def another_host_is_later(seconds: float) -> None:  # while this one waits to see that; it does not see our lock
+        if seconds == writer_module._SETTLE_S:
+            other.append(driver_heartbeat.Heartbeat(writer.layout.heartbeat_file))
+
+    monkeypatch.setattr("ddptrain.results.run_writer.time.sleep", another_host_is_later)
+    with pytest.raises(RunLocked, match="taken over"):
+        RunWriter.reopen(writer.layout.root, "")
+    monkeypatch.undo()
+    other[0].beat()
+    other[0].close()
+    assert not run_lock.is_held(writer.layout.lock_file)
+
+
+def test_a_run_that_another_process_runs_is_refused(
+    tmp_path: Path, driver: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    driver("mine")
+    with pytest.raises(RunLocked, match="run mine is running") as refused:
+        make(tmp_path / "runs", "mine")
+    assert refused.value.exit_code == 6
+
+
+def test_an_empty_folder_is_taken_and_a_strange_one_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with make(tmp_path, "empty") as writer:
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="is not a run's folder"):
+        make(tmp_path, "strange")
+    assert os.listdir(tmp_path / "strange") == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("run_id", ["../x", "latest", "", "a/b"])
+def test_a_run_id_that_is_no_name_is_refused(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(UsageError, match="is no run id"):
+        make(tmp_path / "runs", run_id)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(UsageError, match="is not a folder"):
+        make(tmp_path / "runs")
+
+
+def test_a_run_that_could_not_be_begun_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ResultsError, match="No space left"):
+        make(tmp_path, "mine")
+    assert not os.listdir(tmp_path)
+
+
+def test_updates_replace_run_json_whole(writer: RunWriter) -> None:
+    before = writer.layout.run_json.stat().st_ino
+    writer.update(world_size=8, versions={"torch": "3"})
+    assert (read(writer)["world_size"], read(writer)["versions"]) == (8, {"torch": "3"})
+    assert writer.layout.run_json.stat().st_ino != before
+
+
+def test_secrets_of_the_ranks_never_reach_the_disk(writer: RunWriter) -> None:
+    writer.update(rank_environment={"MY_TOKEN": EnvironmentValue("hunter2", "user")})
+    assert "hunter2" not in writer.layout.run_json.read_text()
+
+
+def test_events_are_appended_and_stamped(writer: RunWriter) -> None:
+    writer.event({"event": "one"})
+    writer.event({"event": "two", "time_s": 1.5, "bad": math.inf})
+    one, two = (json.loads(line) for line in writer.layout.events_jsonl.read_text().splitlines())
+    assert abs(one["time_s"] - time.time()) < 60
+    assert two == {"event": "two", "time_s": 1.5, "bad": None}
+
+
+def test_metrics_are_lines_with_their_position(writer: RunWriter) -> None:
+    writer.metrics(Metrics(2_500_000_000, {"train/loss": 1.5, "acc": math.nan}, 7, 0.5), 1)
+    line = json.loads(writer.layout.metrics_jsonl.read_text())
+    assert line == {"time_s": 2.5, "step": 7, "epoch": 0.5, "rank": 1, "attempt": 1, "train/loss": 1.5, "acc": None}
+
+
+def test_a_metric_called_epoch_is_the_position_only_where_none_is_given(writer: RunWriter) -> None:
+    writer.metrics(Metrics(0, {"epoch": 3.0, "rank": 9.0}), 1)
+    writer.metrics(Metrics(0, {"epoch": 3.0}, epoch=4.0), 1)
+    first, second = (json.loads(line) for line in writer.layout.metrics_jsonl.read_text().splitlines())
+    assert (first["epoch"], first["rank"], second["epoch"]) == (3.0, 1, 4.0)
+
+
+def test_last_metrics_of_a_resumed_run_are_those_that_count(writer: RunWriter, stage: Stage) -> None:
+    policy = CheckpointPolicy()
+    writer.go_on_from(None, policy)
+    writer.update(attempts=(writer.next_attempt(None, 2),))
+    for step in (1, 2, 3):
+        writer.metrics(Metrics(0, {"loss": float(step)}, step), 0)
+        if step == 2:
+            writer.metrics(Metrics(0, {"val/loss": 20.0}, step), 1)
+            writer.adopt_checkpoint(0, *stage(step), policy)
+    writer.metrics(Metrics(0, {"val/loss": 30.0}, 3), 1)
+    checkpoint = newest_verified(writer.layout, pytest.fail)
+    series = writer.go_on_from(checkpoint, policy)
+    assert {key: one.value for key, one in series.items()} == {("loss", 0): [1.0, 2.0], ("val/loss", 1): [20.0]}
+    assert writer.record.last_metrics == {"loss": 2.0, "val/loss": 20.0}
+    writer.update(attempts=(*writer.record.attempts, writer.next_attempt(checkpoint, 2)))
+    assert (writer.record.attempts[1].attempt, writer.record.attempts[1].resumed_from) == (2, 2)
+    writer.metrics(Metrics(0, {"loss": 2.5}, 3), 0)
+    attempts = [json.loads(line)["attempt"] for line in writer.layout.metrics_jsonl.read_text().splitlines()]
+    assert attempts == [1, 1, 1, 1, 1, 2]
+
+
+def test_last_metrics_are_the_means_of_the_ranks_that_log_them(writer: RunWriter) -> None:
+    for rank, value in ((1, 10.0), (0, 1.0), (1, 11.0), (0, 2.0), (1, 12.0)):
+        writer.metrics(Metrics(0, {"train/loss": value}), rank)
+    writer.metrics(Metrics(0, {"only": 5.0}), 3)
+    writer.finish(RunStatus.SUCCEEDED, 0)
+    assert read(writer)["last_metrics"] == {"train/loss": 7.0, "only": 5.0}
+
+
+def test_last_metrics_are_what_the_checkpoint_of_the_newest_step_says(writer: RunWriter, stage: Stage) -> None:
+    for rank, value in ((0, 1.0), (1, 3.0)):
+        writer.metrics(Metrics(0, {"train/loss": value, "lr": 0.1}, step=9), rank)
+    event, source = stage(9, {"train/loss": 1.5, "val/loss": 2.5})
+    writer.adopt_checkpoint(0, event, source, CheckpointPolicy())
+    assert read(writer)["last_metrics"] == {"train/loss": 1.5, "val/loss": 2.5, "lr": 0.1}
+
+
+def test_duration_of_a_resumed_run_is_that_of_all_its_parts(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 100)
+    writer.finish(RunStatus.FAILED, 1)
+    writer.close()
+    with RunWriter.reopen(writer.layout.root, "workload: toy\n") as again:
+        assert again.record.duration_s is None and again.record.earlier_s == pytest.approx(100, abs=5)
+        view = load_run(writer.layout.root)
+        assert view.is_running and view.duration_s == pytest.approx(100, abs=5), "not the time between the parts"
+        monkeypatch.setattr(time, "monotonic", lambda: began + 120)
+        again.finish(RunStatus.SUCCEEDED, 0)
+    record = load_run(writer.layout.root).record
+    assert record.duration_s == pytest.approx(120, abs=5)
+    assert record.resumed_at is not None and record.earlier_s == pytest.approx(100, abs=5)
+
+
+def test_run_is_waiting_until_it_has_ranks_and_its_status_stays_running(writer: RunWriter) -> None:
+    assert (load_run(writer.layout.root).shown_status, read(writer)["status"]) == ("waiting", "running")
+    writer.update(waiting=False)
+    assert load_run(writer.layout.root).shown_status == "running"
+    writer.update(waiting=True)
+    writer.finish(RunStatus.CANCELLED, 130)
+    assert load_run(writer.layout.root).shown_status == "cancelled"
+
+
+def test_run_json_follows_the_metrics_at_most_once_a_second(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    writer.update()
+    writer.metrics(Metrics(0, {"a": 1.0}), 0)
+    assert read(writer)["last_metrics"] == {}
+    now += 1.0
+    writer.metrics(Metrics(0, {"a": 2.0}), 0)
+    assert read(writer)["last_metrics"] == {"a": 2.0}
+
+
+def test_finish_writes_how_it_ended_and_what_failed(writer: RunWriter) -> None:
+    failure = FailureRecord(1, "host", "exception", "ValueError", "no", "Traceback", "logs/rank-1.log")
+    writer.finish(RunStatus.FAILED, 1, failure)
+    record = RunRecord.from_json(writer.layout.run_json.read_bytes())
+    assert (record.status, record.exit_code, record.failure) == ("failed", 1, failure)
+    assert record.ended_at is not None and record.ended_at >= record.started_at
+    assert record.duration_s is not None and 0 <= record.duration_s < 60
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "exit_code", "message"),
+    [
+        (ClusterError("no slots"), "failed", 4, "no slots"),
+        (Interrupted(15), "cancelled", 143, "interrupted by SIGTERM"),
+        (KeyboardInterrupt(), "cancelled", 130, "interrupted"),
+        (ZeroDivisionError("oops"), "failed", 3, "oops"),
+    ],
+)
+def test_a_driver_that_fails_says_so_in_run_json(
+    tmp_path: Path, error: BaseException, status: str, exit_code: int, message: str
+) -> None:
+    with pytest.raises(type(error)), make(tmp_path, "r") as writer:
+        raise error
+    record = read(writer)
+    assert (record["status"], record["exit_code"]) == (status, exit_code)
+    assert record["failure"]["message"] == message
+    assert ("Traceback" in record["failure"]["traceback"]) == (exit_code == 3)
+
+
+def test_a_driver_that_forgets_to_finish_has_not_succeeded(tmp_path: Path) -> None:
+    with make(tmp_path, "r") as writer:
+        pass
+    assert (read(writer)["status"], read(writer)["exit_code"]) == ("failed", 3)

@@ -1,0 +1,138 @@
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddptrain.errors import UsageError
+from ddptrain.workloads.images.model.build_model import build
+from ddptrain.workloads.images.model.saved_classifier import SavedConfig, load_model
+from tests.unit.workloads.images_runs import COLOURS, description, make_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run whose best checkpoint, step-3, is not its latest one."""
+    return make_run(
+        tmp_path / "run",
+        description(),
+        *[(step, loss, build(description())) for step, loss in [(3, 0.5), (6, 0.9)]],
+    )
+
+
+def test_the_best_checkpoint_goes_before_the_latest(run_dir: Path) -> None:
+    assert load_model(run_dir).checkpoint == "step-3"
+    (run_dir / "checkpoints" / "best").unlink()
+    assert load_model(run_dir).checkpoint == "step-6"
+
+
+def test_the_model_is_what_was_saved_and_ready_to_predict(tmp_path: Path) -> None:
+    model = build(description())
+    model.train()
+    model(torch.randn(4, 3, 16, 16))  # BatchNorm has means now
+    saved = load_model(make_run(tmp_path / "run", description(), (3, 0.5, model)))
+    images = torch.randn(2, 3, 16, 16)
+    assert not saved.model.training
+    assert torch.equal(saved.model(images), model.eval()(images))
+    assert saved.names == tuple(COLOURS)
+
+
+def test_model_that_asks_for_the_version_of_its_weights_is_loaded(tmp_path: Path) -> None:
+    config = description(architecture="mnasnet0_5", image_size=32)
+    model = build(config)
+    saved = load_model(make_run(tmp_path / "run", config, (3, 0.5, model)))
+    assert torch.equal(saved.model.state_dict()["classifier.1.weight"], model.state_dict()["classifier.1.weight"])
+
+
+def test_outputs_without_a_class_have_the_names_of_the_labels(tmp_path: Path) -> None:
+    config = description(n_outputs=4, outputs=[2, 0, 3], output_names=["leaf, grass", "other", "sky", "rose"])
+    saved = load_model(make_run(tmp_path / "run", config, (3, 0.5, build(config))))
+    assert saved.names == ("green", "other", "blue", "red")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "resnet5000"}, "there is no model 'resnet5000' here"),
+        ({"architecture": "os.system"}, "there is no model 'os.system' here"),
+        ({"architecture": 7}, "architecture: Input should be a valid string"),
+        ({"n_outputs": 10**9}, "n_outputs: Input should be less than or equal to 100000"),
+        ({"n_outputs": 4}, "4 outputs have 3 names"),
+        ({"image_size": 10**6}, "image_size: Input should be less than"),
+        ({"mean": [0.5, 0.5]}, "mean: List should have at least 3 items"),
+        ({"mean": [0.5, 0.5, float("nan")]}, "mean.2: Input should be a finite number"),
+        ({"std": [0.5, 0.5, 0.0]}, "std.2: Input should be greater than 0"),
+        ({"outputs": [0, 1]}, "each class needs an output of its own"),
+        ({"outputs": [0, 1, 1]}, "each class needs an output of its own"),
+        ({"outputs": [0, 1, 3]}, "an output of a class is not one of the 3"),
+        ({"outputs": [0, 1, -1]}, "an output of a class is not one of the 3"),
+        ({"classes": []}, "classes: List should have at least 1 item"),
+        ({"options": {"image_size": 10**9}}, "options.image_size"),
+        ({"options": {"weights": "DEFAULT"}}, "options.weights"),
+        ({"hub": "evil/repo"}, "hub: Extra inputs are not permitted"),
+    ],
+)
+def test_a_description_that_is_none_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        SavedConfig.restored(description() | changes)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("stored", [None, [], "resnet50", {}, {"architecture": "small_cnn"}])
+def test_anything_else_than_a_description_is_refused(stored: Any) -> None:
+    with pytest.raises(UsageError, match="the checkpoint does not contain an image classifier"):
+        SavedConfig.restored(stored)
+
+
+def test_what_training_describes_is_accepted() -> None:
+    from ddptrain.workloads.images.model.build_model import describe
+
+    for architecture in ("small_cnn", "resnet18", "vit_b_16", "maxvit_t", "googlenet"):
+        assert SavedConfig.restored(describe(architecture, 224, ["a", "b"])).architecture == architecture
+
+
+def test_a_run_of_another_workload_is_refused(run_dir: Path) -> None:
+    (run_dir / "run.json").write_text('{"workload": "petnames"}')
+    with pytest.raises(UsageError, match="is a run of the workload 'petnames'; predict needs one of images"):
+        load_model(run_dir)
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="run has no checkpoint yet"):
+        load_model(make_run(tmp_path / "run", description()))
+
+
+@pytest.mark.parametrize("file_name", ["model.safetensors", "state.pt"])
+def test_a_damaged_checkpoint_is_named(run_dir: Path, file_name: str) -> None:
+    path = run_dir / "checkpoints" / "step-3" / file_name
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(UsageError, match=r"can't read the checkpoint .*step-3"):
+        load_model(run_dir)
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    other = build(description(n_outputs=5))
+    with pytest.raises(UsageError, match=r"can't read the checkpoint .*size mismatch for head.weight"):
+        load_model(make_run(tmp_path / "run", description(), (3, 0.5, other)))
+
+
+class _Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_in_a_checkpoint_is_not_executed(run_dir: Path, tmp_path: Path) -> None:
+    state = run_dir / "checkpoints" / "step-3" / "state.pt"
+    torch.save({"extra": {"model_config": _Evil(tmp_path / "executed")}}, state)
+    with pytest.raises(UsageError, match="can't read the checkpoint"):
+        load_model(run_dir)
+    state.write_bytes(pickle.dumps(_Evil(tmp_path / "executed")))
+    with pytest.raises(UsageError, match="can't read the checkpoint"):
+        load_model(run_dir)
+    assert not (tmp_path / "executed").exists()

@@ -1,0 +1,61 @@
+"""Which checkpoint of a run is loaded, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddptrain.errors import UsageError
+from ddptrain.workloads.saved_model import check_workload, checkpoint_folder, with_module_versions
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for name in ("step-4", "step-8"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "best").write_text("step-4\n")
+    (tmp_path / "checkpoints" / "latest").write_text("step-8\n")
+    (tmp_path / "run.json").write_text(json.dumps({"workload": "petnames"}))
+    return tmp_path
+
+
+def test_best_checkpoint_comes_before_the_latest(run_dir: Path) -> None:
+    assert checkpoint_folder(run_dir).name == "step-4"
+    (run_dir / "checkpoints" / "best").unlink()
+    assert checkpoint_folder(run_dir).name == "step-8"
+
+
+def test_latest_is_taken_where_the_best_is_gone(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "step-4").rmdir()
+    assert checkpoint_folder(run_dir) == run_dir / "checkpoints" / "step-8"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a\\b"])
+def test_pointer_that_leads_elsewhere_is_refused(run_dir: Path, name: str) -> None:
+    (run_dir / "checkpoints" / "best").write_text(name)
+    with pytest.raises(UsageError, match="which is not the name of a folder in it"):
+        checkpoint_folder(run_dir)
+
+
+def test_run_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no checkpoint yet"):
+        checkpoint_folder(tmp_path)
+
+
+def test_run_of_another_workload_is_refused(run_dir: Path) -> None:
+    check_workload(run_dir, "petnames", "generate")
+    with pytest.raises(UsageError, match="is a run of the workload 'petnames'; predict needs one of images"):
+        check_workload(run_dir, "images", "predict")
+    (run_dir / "run.json").write_text("[]")
+    with pytest.raises(UsageError, match="is not a run"):
+        check_workload(run_dir, "petnames", "generate")
+
+
+def test_weights_get_the_versions_of_the_models_modules() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    weights = with_module_versions(model, dict(model.state_dict()))
+    assert weights._metadata["0"] == {"version": 2}  # type: ignore[attr-defined]
+    assert list(weights) == list(model.state_dict())
