@@ -172,7 +172,7 @@ def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url = "http://127.0.0.1:9/models/resnet18-f37072fd.pth"
-    monkeypatch.setattr(init, "named", lambda *_: PretrainedWeights(url, (0.5,) * 3, (0.5,) * 3, 224))
+    monkeypatch.setattr(init, "find_pretrained", lambda *_: PretrainedWeights(url, (0.5,) * 3, (0.5,) * 3, 224))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(download, "_PAUSE_S", 0.0)
     settings = ImagesParams(architecture="resnet18", weights="DEFAULT")

@@ -12,7 +12,7 @@ from ddptrain.rank.data import dataloader_workers
 # A rank that forks a worker, has a stranger send it SIGTERM, and then sends it one itself.
 PROGRAM = """
 import os, signal, subprocess, time
-from ddptrain.rank.data import workers
+from ddptrain.rank.data import dataloader_workers as workers
 
 workers._torch_worker_loop = lambda *args, **kwargs: time.sleep(60 * args[0])
 pid = os.fork()

@@ -144,7 +144,7 @@ class Beginning:
         self.theirs = pretrained(1000, "squeezenet1_1")
         save_file(self.theirs, self.path)
         known = PretrainedWeights(self.path.as_uri(), MEAN, STD, 300)
-        monkeypatch.setattr(init, "named", lambda *_: known)
+        monkeypatch.setattr(init, "find_pretrained", lambda *_: known)
         monkeypatch.setattr(init, "weights_file", lambda *_: self.path)
         self.ctx = cast("RankContext", SimpleNamespace(rank=0, progress=lambda *_, **__: None))
 
