@@ -180,7 +180,7 @@ def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
         init.weights_file(settings, "DEFAULT", lambda *_: None, lambda _: None)
     told = str(caught.value)
     assert told.startswith(
-        f"the weights DEFAULT of resnet18 can't be had: can't fetch {url} to {tmp_path}/checkpoints/"
+        f"the weights DEFAULT of resnet18 can't be fetched: can't fetch {url} to {tmp_path}/checkpoints/"
     )
     assert "Connection refused" in told
     assert "params.weights: FILE" in told
