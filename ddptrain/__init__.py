@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["HuggingFaceCallback", "RankContext", "Run", "__version__", "context", "launch"]
+__all__ = ["HuggingFaceCallback", "RankContext", "Run", "__version__", "context", "launch", "load_model"]
 
 if TYPE_CHECKING:
-    from ddptrain.api import Run, launch
+    from ddptrain.api import Run, launch, load_model
     from ddptrain.rank.context import RankContext
     from ddptrain.rank.current_context import context
     from ddptrain.rank.huggingface import HuggingFaceCallback
@@ -28,7 +28,7 @@ else:
             from ddptrain.rank.huggingface import HuggingFaceCallback
 
             return HuggingFaceCallback
-        if name in ("Run", "launch"):
+        if name in ("Run", "launch", "load_model"):
             from ddptrain import api
 
             return getattr(api, name)

@@ -18,9 +18,11 @@ from ddptrain.errors import ConfigError, UsageError
 from ddptrain.run_handle import Run, error_of
 
 if TYPE_CHECKING:
+    import torch
+
     from ddptrain.config.run_config import RunConfig
 
-__all__ = ["Run", "launch"]
+__all__ = ["Run", "launch", "load_model"]
 
 Output = Literal["auto", "plain", "json", "none"]
 
@@ -67,6 +69,25 @@ def launch(
     if wait:
         run.attend(sys.stdout.write if output != "none" else lambda _: None)
     return run
+
+
+def load_model(reference: str, models_dir: str | os.PathLike[str] = "models") -> torch.nn.Module:
+    """Load a model of the registry, such as "petnames@champion", on the CPU and in eval mode.
+
+    All files are compared with their hashes first; no pickle is executed. models_dir: a folder, or s3://bucket/folder.
+
+    Raises:
+        UsageError: there is no such version, or its workload is not built in.
+        DdptrainError: a file is damaged, which the message names, or the registry cannot be read.
+    """
+    from ddptrain.model_registry.local_copy import open_version
+    from ddptrain.model_registry.reference import parse_reference
+    from ddptrain.model_registry.registry import ModelRegistry
+    from ddptrain.workloads.trained import load_trained
+
+    registry = ModelRegistry.open(os.fspath(models_dir))
+    record = registry.resolve(parse_reference(reference))
+    return load_trained(open_version(registry, record), record.workload)
 
 
 def _described(config: Any) -> tuple[str, Mapping[str, Any] | None, Path]:

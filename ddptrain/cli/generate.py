@@ -6,12 +6,17 @@ from typing import Annotated
 
 import typer
 
+from ddptrain.cli.models import ModelsDir, open_trained
 from ddptrain.cli.printing import say, write
 
 
 def generate(
     run: Annotated[
-        str, typer.Argument(help="A run's id, an unambiguous prefix of it, latest, its directory, or its URL.")
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="A run's id, the start of one, latest, a directory or URL; or a model, as petnames@champion.",
+        ),
     ],
     runs_dir: Annotated[
         str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
@@ -21,21 +26,19 @@ def generate(
     temperature: Annotated[float, typer.Option(help="1 samples as trained; less plays safe, more dares.")] = 0.8,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same names.", min=0)] = None,
     keep_known: Annotated[bool, typer.Option("--keep-known", help="Keep names that the run's list holds.")] = False,
+    models_dir: ModelsDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Make new pet names with a trained run, one per line; none of them is in the run's own list."""
     import dataclasses
     import json
 
-    from ddptrain.results.remote.runs import open_runs_dir, split_run
-    from ddptrain.results.run_store import NeededFiles
     from ddptrain.workloads.petnames.generate import generate_names
 
-    place, name = split_run(run, runs_dir)
-    run_dir = open_runs_dir(place).find(name, NeededFiles.MODEL).layout.root
+    run_dir, source = open_trained(run, runs_dir, models_dir)
     made = generate_names(run_dir, count, prefix, temperature, seed, keep_known)
     if as_json:
-        write([json.dumps({"run_id": run_dir.name, **dataclasses.asdict(made)})])
+        write([json.dumps({**source, **dataclasses.asdict(made)})])
     else:
         write(made.names)
     remarks = [

@@ -20,6 +20,7 @@ from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.generate import generate
 from ddptrain.cli.init import init
+from ddptrain.cli.models import app as models
 from ddptrain.cli.options import log_to_stderr
 from ddptrain.cli.predict import predict
 from ddptrain.cli.printing import say
@@ -76,6 +77,7 @@ app.add_typer(cluster, name="cluster")
 app.command("generate", short_help="Make new pet names with a trained run.")(generate)
 app.command("predict", short_help="Classify images with a trained run.")(predict)
 app.add_typer(results, name="results")
+app.add_typer(models, name="models")
 app.command("init", short_help="Write a starting point for code of your own.")(init)
 app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)
 

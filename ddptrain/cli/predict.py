@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli.models import ModelsDir, open_trained
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
 
@@ -28,7 +29,11 @@ class Device(StrEnum):
 
 def predict(
     run: Annotated[
-        str, typer.Argument(help="A run's id, an unambiguous prefix of it, latest, its directory, or its URL.")
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="A run's id, the start of one, latest, a directory or URL; or a model, as dogs@champion.",
+        ),
     ],
     images: Annotated[
         list[str],
@@ -51,23 +56,20 @@ def predict(
     runs_dir: Annotated[
         str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
     ] = "runs",
+    models_dir: ModelsDir = None,
     verbose: VerboseOption = False,
 ) -> int:
     """Classify images with the best checkpoint of an image run.
 
     Files that can't be read are reported, the others are classified; the exit code is then 1.
     """
-    from ddptrain.results.remote.runs import open_runs_dir, split_run
-    from ddptrain.results.run_store import NeededFiles
     from ddptrain.workloads.images.data.predict_inputs import find_images
 
     if as_json and as_csv:
         raise typer.BadParameter("give --json or --csv, not both")
     options = _source_options(source_option or [])
-    place, name = split_run(run, runs_dir)
-    runs = open_runs_dir(place)
-    run_dir = runs.find(name, NeededFiles.MODEL).layout.root
-    given = find_images(images, options)  # before torch is imported: most errors are in the paths
+    run_dir, source = open_trained(run, runs_dir, models_dir)
+    given = find_images(images, options)  # before torch is imported: most mistakes are in the paths
 
     from ddptrain.workloads.images.model.saved_classifier import load_model
     from ddptrain.workloads.images.predict import Classifier, choose_device, default_batch_size
@@ -77,7 +79,7 @@ def predict(
     count = _Count()
     results = count.of(Classifier(saved, top, where).results(given, batch_size or default_batch_size(where)))
     if as_json:
-        write(_json({"run_id": run_dir.name, "checkpoint": saved.checkpoint}, results))
+        write(_json({**source, "checkpoint": saved.checkpoint}, results))
     elif as_csv:
         write(_csv(results, min(top, len(saved.names))))
     else:

@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
     "config": set(),
     "storage": set(),
+    "model_registry": {"results", "storage"},
     "tracking": set(),
     "results": {"storage", "tracking"},  # tracking: files that W&B has written
     "workloads": {"storage"},
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "tracking",
         "worker",
     },
-    "cli": {"clusters", "driver", "results"},
+    "cli": {"clusters", "driver", "model_registry", "results"},
     "compat": {"clusters", "driver", "rank", "results", "worker"},  # parts of it run in each of these
 }
 # (file or room, the one module of a closed room that it may import)
@@ -45,6 +46,8 @@ DOORS = {
     ("__init__.py", "ddptrain.rank.current_context"),  # ddptrain.context
     ("__init__.py", "ddptrain.rank.huggingface"),  # ddptrain.HuggingFaceCallback
     ("__main__.py", "ddptrain.cli.main"),
+    ("api.py", "ddptrain.model_registry"),  # ddptrain.load_model
+    ("api.py", "ddptrain.workloads.trained"),
     ("api.py", "ddptrain.driver"),  # runs from Python: what the command does, without its process
     ("run_handle.py", "ddptrain.driver"),
     ("run_handle.py", "ddptrain.results"),
@@ -52,7 +55,7 @@ DOORS = {
 # Open inside functions: sampling names is the workload's business, once `generate` has been asked for it.
 LAZY_DOORS = {("cli", "workloads")}
 
-TORCH_FREE = ("cli", "clusters", "config", "driver", "protocol", "results", "storage", "worker", HALL)
+TORCH_FREE = ("cli", "clusters", "config", "driver", "model_registry", "protocol", "results", "storage", "worker", HALL)
 TORCH = {"torch", "torchvision", "dask_pytorch_ddp"}
 
 

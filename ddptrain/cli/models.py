@@ -1,0 +1,331 @@
+"""`ddptrain models`: the registry of trained models, their versions, aliases and history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ddptrain.cli.printing import say, write
+
+if TYPE_CHECKING:
+    from ddptrain.model_registry.records import Change, VersionRecord
+    from ddptrain.model_registry.registry import ModelRegistry, ModelState
+
+app = typer.Typer(name="models", help="Versions of trained models: list, promote, roll back.", no_args_is_help=False)
+
+_DEFAULT_MODELS_DIR = "models"
+_NO_METRICS = "-"
+
+ModelsDir = Annotated[
+    str | None,
+    typer.Option(
+        "--models-dir",
+        metavar="DIR|URL",
+        envvar="DDPTRAIN_MODELS_DIR",
+        show_envvar=False,
+        help="Folder of the model registry, or s3://bucket/folder; also DDPTRAIN_MODELS_DIR.  "
+        f"[default: {_DEFAULT_MODELS_DIR}]",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Reason = Annotated[str, typer.Option("--reason", help="A text for the history.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's name.")]
+Reference = Annotated[
+    str, typer.Argument(metavar="MODEL[@ALIAS|@VERSION]", help="A version of a model; without @ its champion.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def models(ctx: typer.Context, models_dir: ModelsDir = None, json: Json = False) -> None:
+    """Versions of trained models: list, promote, roll back."""
+    ctx.obj = models_dir
+    if ctx.invoked_subcommand is None:
+        _list(ctx, models_dir, as_json=json)
+
+
+@app.command("list")
+def list_(ctx: typer.Context, models_dir: ModelsDir = None, json: Json = False) -> None:
+    """List the models with their champions."""
+    _list(ctx, models_dir, as_json=json)
+
+
+@app.command()
+def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, json: Json = False) -> None:
+    """Show a version, or with a model's name alone all versions of it."""
+    from ddptrain.model_registry.reference import parse_reference
+    from ddptrain.text_tables import clean_line, plain_sections, plain_table
+
+    registry = _registry(ctx, models_dir)
+    reference = parse_reference(model)
+    state = registry.state(reference.model)
+    if "@" not in model:
+        if not state.number:
+            registry.resolve(reference)  # raises the error with the names that exist
+        records = registry.versions(reference.model)
+        if json:
+            _print_json([_as_dict(record, state) for record in records])
+        else:
+            header = ("VERSION", "ALIASES", "CREATED (UTC)", "RUN", "STEP", "METRICS")
+            rows = [tuple(clean_line(cell) for cell in _row(record, state)) for record in records]
+            write([plain_table([header, *rows])])
+        return
+    record = registry.resolve(reference)
+    if json:
+        _print_json({**_as_dict(record, state), "url": f"{registry.where}/{record.model}/versions/{record.version}"})
+        return
+    about = [
+        ("aliases", ", ".join(state.aliases_of(record.version))),
+        ("pinned", "yes" if record.version in state.pinned else ""),
+        ("created", _time(record.created_at)),
+        ("run", record.run_id),
+        ("workload", record.workload),
+        ("step", str(record.step)),
+        ("epoch", "" if record.epoch is None else f"{record.epoch:g}"),
+        ("metrics", _metrics(record)),
+        ("parent", "" if record.parent is None else str(record.parent)),
+        ("code", record.code),
+        ("versions", ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items()))),
+        ("directory", f"{registry.where}/{record.model}/versions/{record.version}"),
+    ]
+    files = [(file.path, f"{file.size_bytes:,} bytes, SHA-256 {file.sha256[:16]}...") for file in record.files]
+    title = f"model {record.model}, version {record.version}"
+    write([plain_sections([(title, [(name, value) for name, value in about if value]), ("files", files)])])
+
+
+@app.command()
+def history(ctx: typer.Context, model: Model, models_dir: ModelsDir = None, json: Json = False) -> None:
+    """Show every change of a model, oldest first."""
+    from ddptrain.model_registry.reference import parse_reference
+    from ddptrain.text_tables import clean_line, plain_table
+
+    registry = _registry(ctx, models_dir)
+    changes = registry.history(model)
+    if not changes:
+        registry.resolve(parse_reference(model))
+    if json:
+        _print_json([change.as_dict() for change in changes])
+        return
+    header = ("TIME (UTC)", "ACTION", "VERSION", "CHAMPION", "BY", "REASON")
+    rows = [
+        (
+            _time(change.time),
+            f"{change.action} {change.alias}".strip(),
+            str(change.version),
+            str(change.aliases.get("champion", "-")),
+            f"{change.user} on {change.host}",
+            change.reason,
+        )
+        for change in changes
+    ]
+    write([plain_table([header, *(tuple(clean_line(cell) for cell in row) for row in rows)])])
+
+
+@app.command()
+def promote(
+    ctx: typer.Context,
+    model: Model,
+    version: Annotated[
+        str,
+        typer.Argument(metavar="VERSION|RUN", help="A version's number, or a run: its id, latest, directory, or URL."),
+    ],
+    checkpoint: Annotated[str, typer.Option(help="Of a run: best, latest, or a name such as step-100.")] = "best",
+    reason: Reason = "",
+    runs_dir: Annotated[
+        str, typer.Option(metavar="DIR|URL", help="The folder of the runs, or s3://bucket/folder.")
+    ] = "runs",
+    models_dir: ModelsDir = None,
+    json: Json = False,
+) -> None:
+    """Make a version the champion. A run becomes a new version first. The old champion becomes `previous`."""
+    from ddptrain.model_registry.reference import check_model_name
+
+    check_model_name(model)
+    registry = _registry(ctx, models_dir)
+    if version.isdecimal():
+        number = int(version)
+    else:
+        from ddptrain.model_registry.add_run import add_run
+        from ddptrain.results.remote.runs import open_runs_dir, split_run
+        from ddptrain.results.run_store import NeededFiles
+
+        place, name = split_run(version, runs_dir)
+        number = add_run(registry, model, open_runs_dir(place).find(name, NeededFiles.MODEL), checkpoint).version
+    change = registry.promote(model, number, reason)
+    _report(registry, model, change, f"version {number} of {model} is the champion already", as_json=json)
+
+
+@app.command()
+def rollback(
+    ctx: typer.Context, model: Model, reason: Reason = "", models_dir: ModelsDir = None, json: Json = False
+) -> None:
+    """Make the previous champion the champion again, after a check of all its files."""
+    registry = _registry(ctx, models_dir)
+    _report(registry, model, registry.rollback(model, reason), "", as_json=json)
+
+
+@app.command()
+def alias(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="MODEL@ALIAS", help="The alias, as petnames@staging.")],
+    version: Annotated[int | None, typer.Argument(metavar="[VERSION]", min=1, help="The version's number.")] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
+    reason: Reason = "",
+    models_dir: ModelsDir = None,
+    json: Json = False,
+) -> None:
+    """Point an alias of your own to a version, or remove it."""
+    from ddptrain.errors import UsageError
+    from ddptrain.model_registry.reference import parse_reference
+
+    if (version is None) != delete:
+        raise UsageError("give a version, or --delete")
+    reference = parse_reference(name)
+    if not reference.alias or "@" not in name:
+        raise UsageError(f"{name} names no alias: write MODEL@ALIAS")
+    registry = _registry(ctx, models_dir)
+    change = registry.set_alias(reference.model, reference.alias, version, reason)
+    unchanged = f"{name} is version {version} already" if version else f"there is no alias {name}"
+    _report(registry, reference.model, change, unchanged, as_json=json)
+
+
+@app.command()
+def pin(
+    ctx: typer.Context,
+    model: Reference,
+    off: Annotated[bool, typer.Option("--off", help="End the protection.")] = False,
+    reason: Reason = "",
+    models_dir: ModelsDir = None,
+    json: Json = False,
+) -> None:
+    """Protect a version from being removed."""
+    from ddptrain.model_registry.reference import parse_reference
+
+    registry = _registry(ctx, models_dir)
+    record = registry.resolve(parse_reference(model))
+    change = registry.pin(record.model, record.version, pinned=not off, reason=reason)
+    unchanged = f"version {record.version} of {record.model} is {'not ' if off else ''}pinned already"
+    _report(registry, record.model, change, unchanged, as_json=json)
+
+
+@app.command("rm")
+def remove(
+    ctx: typer.Context,
+    model: Model,
+    version: Annotated[int, typer.Argument(min=1, help="The version's number.")],
+    reason: Reason = "",
+    models_dir: ModelsDir = None,
+    json: Json = False,
+) -> None:
+    """Delete a version that is not pinned and has no alias."""
+    registry = _registry(ctx, models_dir)
+    _report(registry, model, registry.remove(model, version, reason), "", as_json=json)
+
+
+def open_trained(source: str, runs_dir: str, models_dir: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a run, or of a verified version of a model, and what names it in JSON output.
+
+    source: RUN, or MODEL@ALIAS. Raises DdptrainError.
+    """
+    from ddptrain.model_registry.reference import is_model_reference, parse_reference
+
+    if is_model_reference(source):
+        from ddptrain.model_registry.local_copy import open_version
+        from ddptrain.model_registry.registry import ModelRegistry
+
+        registry = ModelRegistry.open(models_dir or _DEFAULT_MODELS_DIR)
+        record = registry.resolve(parse_reference(source))
+        about = {"run_id": record.run_id, "model": record.model, "version": record.version}
+        return open_version(registry, record), about
+    from ddptrain.results.remote.runs import open_runs_dir, split_run
+    from ddptrain.results.run_store import NeededFiles
+
+    place, name = split_run(source, runs_dir)
+    folder = open_runs_dir(place).find(name, NeededFiles.MODEL).layout.root
+    return folder, {"run_id": folder.name}
+
+
+def _registry(ctx: typer.Context, models_dir: str | None) -> ModelRegistry:
+    from ddptrain.model_registry.registry import ModelRegistry
+
+    given_before = ctx.obj if isinstance(ctx.obj, str) else None
+    return ModelRegistry.open(models_dir or given_before or _DEFAULT_MODELS_DIR)
+
+
+def _list(ctx: typer.Context, models_dir: str | None, *, as_json: bool) -> None:
+    from ddptrain.text_tables import clean_line, plain_table
+
+    registry = _registry(ctx, models_dir)
+    states = [registry.state(name) for name in registry.models()]
+    champions = {state.model: _champion(registry, state) for state in states}
+    if as_json:
+        _print_json(
+            [
+                {"model": state.model, "aliases": dict(state.aliases or {}), "pinned": list(state.pinned)}
+                | {"champion": champion.as_dict() if (champion := champions[state.model]) else None}
+                for state in states
+            ]
+        )
+    elif not states:
+        say(f"no models in {registry.where}; ddptrain models promote MODEL RUN adds one")
+    else:
+        rows = []
+        for state in states:
+            champion = champions[state.model]
+            number = state.version_of("champion")
+            created = _time(champion.created_at) if champion else "-"
+            metrics = _metrics(champion) if champion else _NO_METRICS
+            others = ", ".join(
+                f"{alias} {version}" for alias, version in sorted((state.aliases or {}).items()) if alias != "champion"
+            )
+            rows.append((state.model, str(number or "-"), created, metrics, others))
+        header = ("MODEL", "CHAMPION", "CREATED (UTC)", "METRICS", "OTHER ALIASES")
+        write([plain_table([header, *(tuple(clean_line(cell) for cell in row) for row in rows)])])
+
+
+def _champion(registry: ModelRegistry, state: ModelState) -> VersionRecord | None:
+    number = state.version_of("champion")
+    return None if number is None else registry.version(state.model, number)
+
+
+def _report(registry: ModelRegistry, model: str, change: Change | None, unchanged: str, *, as_json: bool) -> None:
+    if as_json:
+        state = registry.state(model)
+        _print_json({"change": change.as_dict() if change else None, "aliases": dict(state.aliases or {})})
+    elif change is None:
+        write([unchanged])
+    else:
+        aliases = ", ".join(f"{alias} {version}" for alias, version in sorted(change.aliases.items()))
+        what = f"{change.action} {change.alias}".strip()
+        write([f"{model}: version {change.version} {what}; aliases: {aliases or 'none'}"])
+
+
+def _row(record: VersionRecord, state: ModelState) -> tuple[str, ...]:
+    aliases = ", ".join([*state.aliases_of(record.version), *(["pinned"] if record.version in state.pinned else [])])
+    return (
+        str(record.version),
+        aliases or "-",
+        _time(record.created_at),
+        record.run_id,
+        str(record.step),
+        _metrics(record),
+    )
+
+
+def _metrics(record: VersionRecord) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in sorted(record.metrics.items())) or _NO_METRICS
+
+
+def _time(text: str) -> str:
+    return text[:19].replace("T", " ")
+
+
+def _as_dict(record: VersionRecord, state: ModelState) -> dict[str, Any]:
+    return {**record.as_dict(), "aliases": state.aliases_of(record.version), "pinned": record.version in state.pinned}
+
+
+def _print_json(data: object) -> None:
+    import json
+
+    write([json.dumps(data, indent=2, allow_nan=False)])

@@ -1,0 +1,140 @@
+"""A folder of this user as a store of the registry: no link is followed, and a write can demand that a file is new."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ddptrain import file_ops
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.run_files import require_own_folder
+from ddptrain.storage.store import (
+    Listed,
+    Location,
+    NoConditionalWrites,
+    NotFound,
+    Store,
+    StoreError,
+    Transient,
+    Versioned,
+    WriteConflict,
+)
+
+_CHUNK_BYTES = 1 << 20
+
+
+class OwnFolder(Store):
+    """A folder below which only this user writes. Anyone who may may read it; nothing that is read is executed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Location(str(folder), setting="--models-dir"))
+        self._root = folder
+
+    def listing(self, folder: str = "") -> Iterator[Listed]:
+        """See Store."""
+        base = self._root / folder
+        for path, folders, names in os.walk(base):  # does not follow links
+            folders.sort()
+            for name in sorted(names):
+                file = Path(path, name)
+                if file.suffix == ".tmp" or file.is_symlink():
+                    continue
+                with suppress(FileNotFoundError):  # deleted since it was listed
+                    state = file.lstat()
+                    yield Listed(file.relative_to(self._root).as_posix(), state.st_size, f"{state.st_mtime_ns:x}")
+
+    def folders(self, folder: str = "") -> list[str]:
+        """See Store."""
+        try:
+            with os.scandir(self._root / folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._error("listed", folder, error) from error
+
+    def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
+        """See Store."""
+        try:
+            with os.fdopen(file_ops.open_regular(self._root / key), "rb") as file:
+                file.seek(start)
+                return self._limited(key, file.read(-1 if limit_bytes is None else limit_bytes + 1), limit_bytes)
+        except OSError as error:
+            raise self._error("read", key, error) from error
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """See Store."""
+        try:
+            with os.fdopen(file_ops.open_regular(self._root / key), "rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    yield chunk
+        except OSError as error:
+            raise self._error("read", key, error) from error
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        """See Store."""
+        try:
+            self._make_parent(key)
+            with file_ops.atomic_file(self._root / key) as file:
+                if isinstance(data, bytes):
+                    file.write(data)
+                else:
+                    with os.fdopen(file_ops.open_regular(data), "rb") as source:
+                        while chunk := source.read(_CHUNK_BYTES):
+                            file.write(chunk)
+        except OSError as error:
+            raise self._error("written", key, error) from error
+
+    def delete(self, key: str) -> None:
+        """See Store. Folders that become empty are deleted as well."""
+        path = self._root / key
+        try:
+            require_own_folder(path.parent)
+            path.unlink()
+        except (OSError, ResultsError) as error:
+            raise self._error("deleted", key, error) from error
+        for parent in path.relative_to(self._root).parents[:-1]:
+            with suppress(OSError):  # it is not empty
+                (self._root / parent).rmdir()
+
+    def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
+        """See Store: the file must be new. It gets its name with link(2), which fails if the name exists."""
+        if before is not None:
+            raise NoConditionalWrites("a file of a folder is only created on a condition, not replaced")
+        path = self._root / key
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            self._make_parent(key)
+            file_ops.write_atomic(beside, data)
+            try:
+                os.link(beside, path)
+            finally:
+                beside.unlink(missing_ok=True)
+            file_ops.sync_folder(path.parent)
+        except FileExistsError:
+            raise WriteConflict(f"{path} was written by another process") from None
+        except OSError as error:
+            raise self._error("written", key, error) from error
+        return Versioned(data)
+
+    def _make_parent(self, key: str) -> None:
+        """Create the folders of a key; each must be this user's. The root's own parents are created as well."""
+        try:
+            self._root.mkdir(mode=0o755, parents=True, exist_ok=True)
+            folder = self._root
+            require_own_folder(folder)
+            for part in Path(key).parts[:-1]:
+                folder /= part
+                folder.mkdir(mode=0o755, exist_ok=True)
+                require_own_folder(folder)
+        except ResultsError as error:
+            raise StoreError(str(error).replace("--runs-dir", "--models-dir")) from error
+
+    def _error(self, action: str, key: str, error: Exception) -> StoreError:
+        if isinstance(error, FileNotFoundError):
+            return NotFound(key)
+        kind = Transient if isinstance(error, TimeoutError) else StoreError
+        return kind(f"{self._root / key} can't be {action}: {getattr(error, 'strerror', None) or error}")
