@@ -4,7 +4,7 @@
     MODEL/versions/N/...                the files of a run that its model needs, laid out as in a run directory
     MODEL/history/000001.json           every change, with the complete state of aliases and pins after it
 
-A change is one conditional write of the next entry of the history. If two processes change a model at the same time, one
+A change is one conditional write of the next entry of the history. If two processes change a model together, one
 must read the state again. So a change has happened completely or not at all.
 """
 
