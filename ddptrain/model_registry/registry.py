@@ -14,42 +14,22 @@ import getpass
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from ddptrain.config.wording import did_you_mean
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import hash_file, sha256
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.model_registry.records import Change, ModelFile, RegistryDamaged, VersionRecord
-from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, ModelReference, check_alias, check_model_name
-from ddptrain.storage.remote_folder import RemoteFolder, is_url
-from ddptrain.storage.store import NoConditionalWrites, NotFound, WriteConflict
+from ddptrain.model_registry.reader import RECORD, ModelReader, ModelState
+from ddptrain.model_registry.records import Change, ModelFile, VersionRecord
+from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, check_alias, check_model_name
+from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import NoConditionalWrites, WriteConflict
 
-RECORD = "version.json"
 _CLAIM = "claim.json"
-_RECORD_BYTES = 4 << 20
 _MOST_CONFLICTS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class ModelState:
-    """A model as it stands: its aliases and pinned versions, and the number of the last change (0: none yet)."""
-
-    model: str
-    number: int = 0
-    aliases: Mapping[str, int] | None = None
-    pinned: tuple[int, ...] = ()
-
-    def version_of(self, alias: str) -> int | None:
-        """Return the version that an alias points to."""
-        return (self.aliases or {}).get(alias)
-
-    def aliases_of(self, version: int) -> list[str]:
-        """Return the aliases of a version, in alphabetical order."""
-        return sorted(alias for alias, number in (self.aliases or {}).items() if number == version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,112 +43,12 @@ class Edit:
     alias: str = ""
 
 
-class ModelRegistry:
+class ModelRegistry(ModelReader):
     """The models of one place. All methods raise StoreError if the place cannot be read or written."""
 
     def __init__(self, folder: RemoteFolder) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self._keeps_conditions = isinstance(folder.store, OwnFolder)
-
-    @classmethod
-    def open(cls, place: str) -> ModelRegistry:
-        """Open a folder, or an object store if it is a URL. Raises UsageError."""
-        if not is_url(place):
-            return cls(RemoteFolder(OwnFolder(Path(os.path.abspath(os.path.expanduser(place))))))
-        folder = RemoteFolder.open(place)
-        folder.check()
-        return cls(folder)
-
-    @property
-    def where(self) -> str:
-        """The folder or URL, for messages."""
-        return self.folder.url
-
-    # --- Reading ---
-
-    def models(self) -> list[str]:
-        """Return the names of all models, in alphabetical order."""
-        return [name for name in self.folder.folders() if self._is_model(name)]
-
-    def state(self, model: str) -> ModelState:
-        """Return the present state of a model. Raises RegistryDamaged."""
-        check_model_name(model)
-        newest = max(self._change_numbers(model), default=0)
-        if not newest:
-            return ModelState(model, aliases={})
-        change = self._change(model, newest)
-        return ModelState(model, newest, change.aliases, change.pinned)
-
-    def history(self, model: str) -> list[Change]:
-        """Return every change of a model, oldest first. Raises RegistryDamaged."""
-        check_model_name(model)
-        return [self._change(model, number) for number in sorted(self._change_numbers(model))]
-
-    def versions(self, model: str) -> list[VersionRecord]:
-        """Return every complete version of a model, oldest first. Raises RegistryDamaged."""
-        check_model_name(model)
-        numbers = sorted(int(name) for name in self._below(model, "versions").folders() if name.isdecimal())
-        found = self._below(model, "versions").read_all([f"{number}/{RECORD}" for number in numbers])
-        return [self._parsed(model, int(PurePosixPath(path).parts[0]), data) for path, data in found.items()]
-
-    def version(self, model: str, number: int) -> VersionRecord:
-        """Return one version. Raises UsageError if it does not exist; RegistryDamaged."""
-        data = self._version_folder(model, number).read(RECORD, _RECORD_BYTES)
-        if data is None:
-            existing = ", ".join(str(version.version) for version in self.versions(model))
-            raise UsageError(f"model {model} has no version {number}; it has {existing or 'none'}")
-        return self._parsed(model, number, data)
-
-    def resolve(self, reference: ModelReference) -> VersionRecord:
-        """Return the version that a reference names. Raises UsageError if there is none; RegistryDamaged."""
-        state = self.state(reference.model)
-        if not state.number:
-            known = self.models()
-            hint = did_you_mean(reference.model, known) or "ddptrain models promote MODEL RUN makes the first version"
-            raise UsageError(
-                f"there is no model {reference.model} in {self.where}: {hint}; --models-dir names another place"
-            )
-        if reference.version is not None:
-            return self.version(reference.model, reference.version)
-        number = state.version_of(reference.alias)
-        if number is None:
-            aliases = sorted(state.aliases or ())
-            hint = did_you_mean(reference.alias, aliases) or "it has no aliases yet"
-            raise UsageError(f"model {reference.model} has no alias {reference.alias}: {hint}")
-        return self.version(reference.model, number)
-
-    def verify(self, record: VersionRecord) -> None:
-        """Compare every file of a version with its record. Raises RegistryDamaged, which names the file."""
-        for file in record.files:
-            digest, size_bytes = sha256(), 0
-            try:
-                for chunk in self._chunks(record, file):
-                    digest.update(chunk)
-                    size_bytes += len(chunk)
-            except NotFound:
-                raise self._damaged(record, file, "is missing") from None
-            self._check(record, file, size_bytes, digest.hexdigest())
-
-    def fetch(self, record: VersionRecord, target: Path) -> None:
-        """Copy a version's files into a new folder and verify them. Raises RegistryDamaged, which names the file."""
-        folder = self._version_folder(record.model, record.version)
-        for file in record.files:
-            path = target / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                folder.fetch(file.path, path)
-            except NotFound:
-                raise self._damaged(record, file, "is missing") from None
-            self._check(record, file, *hash_file(path))
-
-    def local_folder(self, record: VersionRecord) -> Path | None:
-        """Return the version's folder if the registry is on this machine."""
-        store = self.folder.store
-        if not isinstance(store, OwnFolder):
-            return None
-        return Path(store.location.url, record.model, "versions", str(record.version))
-
-    # --- Changes ---
 
     def add_version(self, model: str, sources: Mapping[str, Path | bytes], record: VersionRecord) -> VersionRecord:
         """Write a new version, and return its record with number, time and files.
@@ -327,8 +207,6 @@ class ModelRegistry:
             return change
         raise ClusterError(f"model {model} in {self.where} is changed by other processes all the time: try again")
 
-    # --- Helpers ---
-
     def _claim_number(self, model: str) -> int:
         """Reserve the next number of a version."""
         self._require_conditions()
@@ -356,55 +234,6 @@ class ModelRegistry:
                 "processes could promote at the same time; use another store, or a folder"
             ) from error
         self._keeps_conditions = True
-
-    def _is_model(self, name: str) -> bool:
-        try:
-            check_model_name(name)
-        except UsageError:
-            return False
-        return bool(self._change_numbers(name))
-
-    def _change_numbers(self, model: str) -> list[int]:
-        names = [PurePosixPath(path) for path in self._below(model, "history").files()]
-        return [int(name.stem) for name in names if name.suffix == ".json" and name.stem.isdecimal()]
-
-    def _change(self, model: str, number: int) -> Change:
-        name = f"{number:06d}.json"
-        data = self._below(model, "history").read(name, _RECORD_BYTES)
-        where = f"{self.where}/{model}/history/{name}"
-        if data is None:
-            raise RegistryDamaged(f"{where} is missing")
-        return Change.from_json(data, where)
-
-    def _parsed(self, model: str, number: int, data: bytes) -> VersionRecord:
-        where = f"{self.where}/{model}/versions/{number}/{RECORD}"
-        record = VersionRecord.from_json(data, where)
-        if (record.model, record.version) != (model, number):
-            raise RegistryDamaged(f"{where} is damaged: it is of {record.model}, version {record.version}")
-        return record
-
-    def _below(self, model: str, name: str) -> RemoteFolder:
-        return self.folder.below(model).below(name)
-
-    def _version_folder(self, model: str, number: int) -> RemoteFolder:
-        return self._below(model, "versions").below(str(number))
-
-    def _chunks(self, record: VersionRecord, file: ModelFile) -> Iterator[bytes]:
-        folder = self._version_folder(record.model, record.version)
-        return folder.store.chunks(f"{folder.path}/{file.path}")
-
-    def _check(self, record: VersionRecord, file: ModelFile, size_bytes: int, digest: str) -> None:
-        if size_bytes != file.size_bytes:
-            raise self._damaged(record, file, f"has {size_bytes:,} bytes instead of {file.size_bytes:,}")
-        if digest != file.sha256:
-            raise self._damaged(record, file, "has another SHA-256 than its record")
-
-    def _damaged(self, record: VersionRecord, file: ModelFile, what: str) -> RegistryDamaged:
-        where = f"{self.where}/{record.model}/versions/{record.version}/{file.path}"
-        return RegistryDamaged(
-            f"version {record.version} of model {record.model} is damaged: {where} {what}; "
-            f"use another version (ddptrain models show {record.model})"
-        )
 
 
 def _hashed(source: Path | bytes) -> tuple[int, str]:

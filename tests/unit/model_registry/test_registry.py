@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
+from ddptrain.model_registry.reader import RECORD
 from ddptrain.model_registry.records import Change, RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import ModelReference, is_model_reference, parse_reference
-from ddptrain.model_registry.registry import RECORD, Edit, ModelRegistry
+from ddptrain.model_registry.registry import Edit, ModelRegistry
 from ddptrain.storage.store import StoreError
 
 FILES = ("run.json", "checkpoints/step-5/model.safetensors")
