@@ -10,8 +10,8 @@ import typer
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
-    from ddptrain.model_registry.records import Change, VersionRecord
     from ddptrain.model_registry.reader import ModelState
+    from ddptrain.model_registry.records import Change, VersionRecord
     from ddptrain.model_registry.registry import ModelRegistry
 
 app = typer.Typer(name="models", help="Versions of trained models: list, promote, roll back.", no_args_is_help=False)
