@@ -306,7 +306,8 @@ def test_function_that_exits_with_75_has_seen_to_its_state_itself(poller: Poller
 def test_function_that_returns_with_nothing_saved_has_been_cancelled_and_says_so(poller: Poller) -> None:
     ended, record = poller.told_to_go("unsaved", then="return", every=0)
     assert (ended.rc, record["status"]) == (143, "cancelled"), ended.stderr
-    assert (
+    advice = "ctx.checkpoint; if it has saved its state itself, raise SystemExit(75)"
+    assert f"has saved no checkpoint with {advice}" in ended.stderr
         "has saved no checkpoint with ctx.checkpoint; if it has saved its state itself, raise SystemExit(75)"
         in ended.stderr
     )
