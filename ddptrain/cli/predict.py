@@ -104,7 +104,7 @@ class _Count:
 
 
 def _source_options(given: Iterable[str]) -> dict[str, object]:
-    from ddptrain.config.yaml import scalar
+    from ddptrain.config.yaml_reader import scalar
     from ddptrain.redact import LEFT_OUT
 
     options: dict[str, object] = {}

@@ -9,6 +9,6 @@ def schema() -> None:
     """Print the JSON schema of the configuration, for editors that complete YAML."""
     import json
 
-    from ddptrain.config.schema import config_schema
+    from ddptrain.config.json_schema import config_schema
 
     typer.echo(json.dumps(config_schema(), indent=2))

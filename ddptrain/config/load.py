@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ddptrain.config import function_signature as config_params
+from ddptrain.config import function_source as config_params
 from ddptrain.config import registry
 from ddptrain.config.files import MAX_NEIGHBOURS, decode, find_config, read_text
 from ddptrain.config.params_check import check_params
@@ -21,7 +21,7 @@ from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
 from ddptrain.config.run_config import ClusterConfig, ClusterFile, RunConfig
 from ddptrain.config.types import default_name
 from ddptrain.config.wording import describe_value, dotted, nearest, shorten
-from ddptrain.config.yaml import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
+from ddptrain.config.yaml_reader import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
 from ddptrain.errors import ConfigError, Problem
 from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
 

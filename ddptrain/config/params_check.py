@@ -50,7 +50,7 @@ def describe(error: ValidationError, params: Mapping[str, Any], model: type[Base
     """Return what is wrong with the params, one line for each key, in the words of the configuration's errors."""
     from ddptrain.config.problems import Schema, explain
     from ddptrain.config.run_config import RunConfig
-    from ddptrain.config.yaml import Place, make_nodes
+    from ddptrain.config.yaml_reader import Place, make_nodes
 
     root = make_nodes(Place(0, 0, 0, ""), {"params": params})
     found = explain(error, root, Schema(RunConfig, model), ("params",))

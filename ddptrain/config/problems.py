@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from ddptrain.config.types import MODULE_PATTERN, NAME_PATTERN, slug
 from ddptrain.config.wording import PathKey, describe_value, did_you_mean, dotted, nearest
-from ddptrain.config.yaml import Located, Node, Place, scalar
+from ddptrain.config.yaml_reader import Located, Node, Place, scalar
 from ddptrain.errors import Problem
 
 _NUMBER = "a number"

@@ -13,7 +13,7 @@ import yaml
 from ddptrain.config import registry
 from ddptrain.config.params_check import check_params
 from ddptrain.config.run_config import RunConfig
-from ddptrain.config.yaml import scalar
+from ddptrain.config.yaml_reader import scalar
 from ddptrain.redact import hide_secrets, known_secrets
 
 

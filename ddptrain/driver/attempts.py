@@ -14,8 +14,8 @@ from ddptrain.driver.attempt.loop import Attempt
 from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.control.signals import Signals
 from ddptrain.driver.display import Display
-from ddptrain.driver.failure.outcome import RunEnd, judge_attempt
 from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
+from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.rank_specs import RankSpecs
 from ddptrain.driver.recorder import Recorder
@@ -41,7 +41,7 @@ class RunContext:
     display: Display
     signals: Signals
     cluster: Cluster
-    gang: WorkerGroup
+    worker_group: WorkerGroup
     reserve: Callable[[], list[RankPlace]]
     inputs: RunInputs
     full_traceback: bool = False
@@ -61,7 +61,7 @@ class AttemptSeries:
         self.specs = RankSpecs(
             scene.resolved,
             scene.writer,
-            scene.gang,
+            scene.worker_group,
             scene.inputs,
             self.tracking,
             scene.display.status,
@@ -76,7 +76,7 @@ class AttemptSeries:
             verdict = judge_attempt(end, self.scene.writer)
             self._record_end(end, verdict)
             step = self._reached(end, end.fault.rank) if end.fault else None
-            decision = restarts.after(end, step, scheduler_is_there=self.scene.gang.connected)
+            decision = restarts.after(end, step, scheduler_is_there=self.scene.worker_group.connected)
             _log.info(
                 "attempt ended",
                 status=verdict.status,
@@ -96,10 +96,11 @@ class AttemptSeries:
                     self._prepare_another(again, leaving=end.leaving)
 
     def _warn_of_rejected(self) -> None:
-        gang = self.scene.gang
-        if gang.rejected:
+        worker_group = self.scene.worker_group
+        if worker_group.rejected:
             self.recorder.warn(
-                f"{gang.rejected} messages of workers were not valid and were ignored; the first: {gang.first_rejected}"
+                f"{worker_group.rejected} messages of workers were not valid and were ignored; the first: "
+                f"{worker_group.first_rejected}"
             )
 
     def _reached(self, end: AttemptEnd, rank: int) -> int | None:
@@ -108,7 +109,7 @@ class AttemptSeries:
         return self.checkpoint.step if step is None and self.checkpoint else step
 
     def _prepare_another(self, again: Restart, *, leaving: bool) -> None:
-        self.scene.gang.end_attempt()
+        self.scene.worker_group.end_attempt()
         self.scene.writer.update(waiting=True)
         self.checkpoint = newest_verified(self.scene.writer.layout, self.recorder.warn)
         start = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
@@ -137,16 +138,18 @@ class AttemptSeries:
         record = scene.writer.next_attempt(self.checkpoint, len(places))
         attempts = (*scene.writer.record.attempts, record)
         scene.writer.update(world_size=len(places), attempts=attempts, waiting=False)
-        porter = ArtifactTransfer(scene.writer, self.policy, scene.gang.inbox, self.config.checkpoint.max_failures)
+        transfer = ArtifactTransfer(
+            scene.writer, self.policy, scene.worker_group.inbox, self.config.checkpoint.max_failures
+        )
         start_timeout_s = self.config.cluster.start_timeout_s
         fault = scene.cluster.worker_fault
         try:
             watchdog = Watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
-            parts = (porter, self.recorder, scene.gang.inbox, fault, watchdog, start_timeout_s)
+            parts = (transfer, self.recorder, scene.worker_group.inbox, fault, watchdog, start_timeout_s)
             lost_after_s = self.config.failure.lost_after_s
-            return Attempt(scene.gang, specs, *parts, lost_after_s).run()
+            return Attempt(scene.worker_group, specs, *parts, lost_after_s).run()
         finally:
-            porter.close(_STORE_DEADLINE_S)
+            transfer.close(_STORE_DEADLINE_S)
 
     def _record_end(self, end: AttemptEnd, verdict: RunEnd) -> None:
         *others, last = self.scene.writer.record.attempts

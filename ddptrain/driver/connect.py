@@ -20,7 +20,7 @@ from distributed.comm.addressing import parse_host_port
 from distributed.versions import VersionMismatchWarning
 
 from ddptrain.clusters.resolve import Target
-from ddptrain.driver.worker_group import dask_greeting
+from ddptrain.driver import port_diagnosis
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
@@ -64,14 +64,14 @@ def connected(
             ) from error
         except MemoryError as error:  # Dask takes the first bytes of another protocol for a length
             _why_not(target)
-            raise ClusterError(f"{dask_greeting.not_a_scheduler(target.address)} ({error})") from error
+            raise ClusterError(f"{port_diagnosis.not_a_scheduler(target.address)} ({error})") from error
         except (OSError, TimeoutError, ValueError) as error:
             reason = _why_not(target) or str(error)
         left_s = deadline - time.monotonic()
         if (target.name and reason in _NOBODY) or left_s <= 0:
             raise ClusterError(_nobody(target, timeout_s, reason))
         silent_s = time.monotonic() - began
-        if reason == dask_greeting.SILENT and not target.name and silent_s > _SILENT_S:
+        if reason == port_diagnosis.SILENT and not target.name and silent_s > _SILENT_S:
             raise ClusterError(_nobody(target, round(silent_s), reason))
         _log.info("scheduler did not answer", address=target.address, reason=reason, left_s=left_s)
         tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
@@ -103,7 +103,7 @@ def _tried(target: Target, timeout_s: float) -> Client:
         return outcome.result(timeout_s + _MARGIN_S)
     except concurrent.futures.TimeoutError:
         if not outcome.done():
-            raise TimeoutError(dask_greeting.SILENT) from None
+            raise TimeoutError(port_diagnosis.SILENT) from None
         return outcome.result()
 
 
@@ -117,7 +117,7 @@ def _look_before_dask(target: Target) -> None:
     if scheme == "tcp":
         host, port = parse_host_port(location)
         with contextlib.suppress(OSError):  # Dask's own attempt follows, and its error is reported
-            dask_greeting.check_greeting(target.address, host, int(port))
+            port_diagnosis.check_greeting(target.address, host, int(port))
 
 
 def _nobody(target: Target, timeout_s: float, reason: str) -> str:
@@ -146,7 +146,7 @@ def _why_not(target: Target) -> str:
             if scheme == "tls":
                 return _wrong_certificate(target, plain)
             if reason := _talks_tls(target, plain):
-                dask_greeting.check_http(target.address, host, int(port))
+                port_diagnosis.check_http(target.address, host, int(port))
             return reason
     except socket.gaierror as error:
         raise ClusterError(f"the host of {target.address} is unknown: {error.strerror}") from error
@@ -194,7 +194,7 @@ def _wrong_certificate(target: Target, plain: socket.socket) -> str:
             f"({error.verify_message}): it belongs to another cluster, or cluster.tls.ca_file is the wrong one"
         ) from error
     except TimeoutError:
-        return dask_greeting.SILENT
+        return port_diagnosis.SILENT
     except ssl.SSLError as error:
         if _ALERT not in str(error.reason):
             raise ClusterError(
@@ -224,7 +224,7 @@ def _talks_tls(target: Target, plain: socket.socket) -> str:
         with context.wrap_socket(plain):
             pass
     except OSError:
-        return dask_greeting.SILENT
+        return port_diagnosis.SILENT
     address = target.address.replace("tcp", "tls", 1)
     raise ClusterError(
         f"the scheduler at {target.address} speaks TLS: write the address as {address}, and give cluster.tls.ca_file, "

@@ -39,7 +39,7 @@ class RankSpecs:
 
     resolved: ResolvedConfig
     writer: RunWriter
-    gang: WorkerGroup
+    worker_group: WorkerGroup
     inputs: RunInputs
     tracking: TrackingSetup
     tell: Callable[[str], None]
@@ -49,15 +49,15 @@ class RankSpecs:
         """Return the specs in the order of `places`, with secrets encrypted for the rank's worker."""
         folders = [""] * len(places)
         if checkpoint is not None:
-            folders = self.gang.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
-        inputs = self.inputs.place(self.gang, places)
+            folders = self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
+        inputs = self.inputs.place(self.worker_group, places)
         specs = [
             self._spec(attempt, place, places, folder, prepared)
             for place, folder, prepared in zip(places, folders, inputs, strict=True)
         ]
         if not self.resolved.config.cluster.is_embedded:
             specs = self._with_code(specs, places)
-        return self.gang.sealed(specs, places)
+        return self.worker_group.sealed(specs, places)
 
     def _spec(
         self, attempt: int, place: RankPlace, places: Sequence[RankPlace], resume_from: str, inputs: str
@@ -83,7 +83,9 @@ class RankSpecs:
         if project is None:
             return specs
         package = pack(project.folder, [self.writer.layout.root.parent])
-        shipped = upload_code(self.gang, places, package, project.file, self.resolved.config.code.max_mb, self.tell)
+        shipped = upload_code(
+            self.worker_group, places, package, project.file, self.resolved.config.code.max_mb, self.tell
+        )
         if not any(shipped.roots):
             return specs
         size = len(package.names), package.size_bytes
@@ -92,7 +94,7 @@ class RankSpecs:
             dataclasses.replace(spec, code=move_code(spec.code, package.folder, root, shipped.code)) if root else spec
             for spec, root in zip(specs, shipped.roots, strict=True)
         ]
-        check_imports(self.gang, places, project.file, [spec.code.sys_path for spec in moved_specs])
+        check_imports(self.worker_group, places, project.file, [spec.code.sys_path for spec in moved_specs])
         return moved_specs
 
 

@@ -24,7 +24,7 @@ from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display
-from ddptrain.driver.failure import outcome as verdicts
+from ddptrain.driver.failure import run_end as verdicts
 from ddptrain.driver.failure import summary
 from ddptrain.driver.local_resources import LocalResources, local_resources
 from ddptrain.driver.recorder import Recorder
@@ -236,10 +236,10 @@ class _Run:
                 client = stack.enter_context(
                     connected(target, self.config.cluster.start_timeout_s, self.display.status, lost_after_s)
                 )
-                gang = stack.enter_context(
+                worker_group = stack.enter_context(
                     WorkerGroup(client, self.writer.run_id, self.inbox, lost_after_s, foreign=target.foreign)
                 )
-                gang.subscribe()
+                worker_group.subscribe()
                 self.inputs.wait(self.display.notice)
             watchers = self._watchers(client, target)
             scene = RunContext(
@@ -248,8 +248,8 @@ class _Run:
                 self.display,
                 self.signals,
                 self.cluster,
-                gang,
-                lambda: self._reserved(gang, watchers),
+                worker_group,
+                lambda: self._reserved(worker_group, watchers),
                 self.inputs,
                 self.options.full_traceback,
             )
@@ -266,9 +266,9 @@ class _Run:
         self.display.notice(f"resuming {start}")
         return found
 
-    def _reserved(self, gang: WorkerGroup, watchers: WaitHooks) -> list[RankPlace]:
+    def _reserved(self, worker_group: WorkerGroup, watchers: WaitHooks) -> list[RankPlace]:
         with self.signals.interrupting():
-            places = gang.reserve(self._wish(), watchers)
+            places = worker_group.reserve(self._wish(), watchers)
         self.display.expect(len(places), self.log_sizes)
         if self.machine is None:
             self.display.status(f"starting {len(places)} ranks on {self.cluster.words}")

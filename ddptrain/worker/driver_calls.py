@@ -23,7 +23,7 @@ from ddptrain.protocol import commands
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, key_prefix
-from ddptrain.worker import diagnostics, spool
+from ddptrain.worker import spool, stack_reports
 from ddptrain.worker.code_cache import CodeCache
 from ddptrain.worker.foreign_worker import attach, offered_slots, rank_host
 from ddptrain.worker.rank_host import own_host, slot_resources
@@ -70,7 +70,7 @@ async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Wo
             if command is Command.STACKS and (pid := host.server.pid_of(key)) is not None:
                 attempt, rank = (int(part) for part in key.removeprefix(key_prefix(run_id)).split("/"))
                 files = spool.rank_spool(host.scratch, run_id, attempt, rank)
-                diagnostics.report_if_silent(files, pid, attempt, rank)
+                stack_reports.report_if_silent(files, pid, attempt, rank)
             host.server.send_command(key, command)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import socket_dir
-from ddptrain.protocol.notices import describe_status
+from ddptrain.protocol.worker_notices import describe_status
 
 _MAX_REPORT_BYTES = 64 * 1024
 _STORE_LOST_GRACE_S = 2.0  # time for a rank to complete its checkpoint after its store has died

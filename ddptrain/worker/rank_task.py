@@ -13,11 +13,11 @@ from distributed import Worker, get_worker
 
 from ddptrain import log
 from ddptrain.file_ops import open_append
-from ddptrain.protocol import notices
+from ddptrain.protocol import worker_notices
 from ddptrain.protocol.encryption import decrypt_spec
-from ddptrain.protocol.notices import RankExit
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.worker import diagnostics, environment, spool
+from ddptrain.protocol.worker_notices import RankExit
+from ddptrain.worker import environment, spool, stack_reports
 from ddptrain.worker.foreign_worker import rank_host
 from ddptrain.worker.gpu_use import gpu_percent
 from ddptrain.worker.oom import MemoryWatch
@@ -96,7 +96,7 @@ class _RankTask:
             return self.spec
         port = self.host.open_store(self.spec.key, self.spec.group.master_addr)
         self.log.info("rendezvous store opened", address=f"{self.spec.group.master_addr}:{port}")
-        self._notify(notices.StoreOpened(self.spec.attempt, self.spec.rank, port))
+        self._notify(worker_notices.StoreOpened(self.spec.attempt, self.spec.rank, port))
         return self.spec.with_port(port)
 
     def _watch(self) -> str:
@@ -108,18 +108,18 @@ class _RankTask:
             if self.host.leaving and not leaving_sent:
                 leaving_sent = True
                 self.log.info("worker was told to end: the driver is asked to preempt the run")
-                self._notify(notices.Leaving(self.spec.attempt, self.spec.rank))
+                self._notify(worker_notices.Leaving(self.spec.attempt, self.spec.rank))
             self._check_process()
             if time.monotonic() - self.notified_at > self.spec.supervision.alive_s:
                 self._notify(self._alive())
         self._log_start()
-        diagnostics.announce_flight_record(self.spool, self.spec)
-        diagnostics.report_error_file(self.spool, report["status"])
+        stack_reports.announce_flight_record(self.spool, self.spec)
+        stack_reports.report_error_file(self.spool, report["status"])
         self._send_growth()
         rank_exit = self._exit(report)
         self.log.info("rank ended", pid=rank_exit.pid, status=rank_exit.status, oom=rank_exit.oom or None)
         self._notify(rank_exit)
-        return notices.exit_to_json(rank_exit)
+        return worker_notices.exit_to_json(rank_exit)
 
     def _log_start(self) -> None:
         if (started := self.server.start_of(self.spec.key)) is not None:
@@ -128,12 +128,12 @@ class _RankTask:
             gpu = self.host.gpu_of(slot)
             self.log.info("rank started", pid=pid, start=how, slot=slot, gpu=gpu, spool=self.spool.folder)
 
-    def _alive(self) -> notices.Alive:
+    def _alive(self) -> worker_notices.Alive:
         """The CPU time that the rank has used, and the use of its GPU if that is known."""
         cpu_s = self.process.cpu_s() if self.process is not None else 0.0
         gpu = self.host.gpu_of(self.spec.placement.slot) if self.spec.placement.use_gpu else None
         percent = gpu_percent(gpu) if gpu else None
-        return notices.Alive(self.spec.attempt, self.spec.rank, cpu_s, percent)
+        return worker_notices.Alive(self.spec.attempt, self.spec.rank, cpu_s, percent)
 
     def _check_process(self) -> None:
         """Check the memory now and then, because after a kill it can no longer be measured."""
@@ -153,7 +153,7 @@ class _RankTask:
         if report["status"] == -signal.SIGKILL and self.memory is not None:
             oom = self.memory.explain_kill()
         elif report["status"] == -signal.SIGABRT:
-            timed_out = diagnostics.timed_out(self.spool)
+            timed_out = stack_reports.timed_out(self.spool)
         sizes = self.spool.sizes()
         process = report["pid"], report["status"], report["time_ns"]
         return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, oom=oom, timed_out=timed_out)
@@ -165,7 +165,7 @@ class _RankTask:
             return False
         if not self.spec.placement.shared:
             self._send_output(sizes)
-        self._notify(notices.Growth(self.spec.attempt, self.spec.rank, sizes["log"], sizes["events"]))
+        self._notify(worker_notices.Growth(self.spec.attempt, self.spec.rank, sizes["log"], sizes["events"]))
         self.sent = sizes
         return True
 
@@ -177,9 +177,9 @@ class _RankTask:
             end = min(sizes[stream], offset + budget)
             while offset < end:
                 data = spool.read_chunk(path, offset, min(_OUTPUT_BYTES, end - offset))
-                self._notify(notices.Output(self.spec.attempt, self.spec.rank, stream, offset, data))
+                self._notify(worker_notices.Output(self.spec.attempt, self.spec.rank, stream, offset, data))
                 offset += len(data)
 
-    def _notify(self, notice: notices.Notice) -> None:
-        self.worker.log_event(topic(self.spec.run_id), notices.encode(notice))
+    def _notify(self, notice: worker_notices.Notice) -> None:
+        self.worker.log_event(topic(self.spec.run_id), worker_notices.encode(notice))
         self.notified_at = time.monotonic()

@@ -229,11 +229,11 @@ def test_gang_trains_on_workers_of_others(tmp_path: Path) -> None:
             for name in ("one", "two"):
                 driver.attach(name)
             spec = {"workload": "sums:main", "params": {}, "sys_path": (str(tmp_path),), "env": {}}
-            gang = {"world_size": 2, "local_world_size": 2, **spec}
-            first = driver.start("one", "", 0, master_port=0, **gang)
+            worker_group = {"world_size": 2, "local_world_size": 2, **spec}
+            first = driver.start("one", "", 0, master_port=0, **worker_group)
             until(lambda: any("port" in notice for notice in driver.notices), "the store's port", 60)
             port = next(notice["port"] for notice in driver.notices if "port" in notice)
-            second = driver.start("two", "", 1, local_rank=1, master_port=port, **gang)
+            second = driver.start("two", "", 1, local_rank=1, master_port=port, **worker_group)
             assert [ended(first).status, ended(second).status] == [0, 0], driver.said("one") + driver.said("two", 1)
             assert (driver.said("one"), driver.said("two", 1)) == ("total 3.0\n", "total 3.0\n")
             for name in ("one", "two"):

@@ -18,7 +18,7 @@ import fcntl, os, signal, time
 
 
 def hold(ctx, until, slow_s=0.0):
-    """Holds a lock file for its slot (a gang of two has both) until a file appears; ends `slow_s` after SIGTERM."""
+    """Holds a lock file for its slot (two ranks have both) until a file appears; ends `slow_s` after SIGTERM."""
     def slowly(*_):
         print("told to end", flush=True)
         time.sleep(slow_s)

@@ -16,7 +16,7 @@ import pytest
 
 from ddptrain.compat.dask_pytorch_ddp import data, dispatch, failures, outbox, rank_entrypoint, rank_task, results
 from ddptrain.errors import TrainingFailed
-from ddptrain.protocol.notices import RankExit
+from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.errors import UnsafePath
 from tests.unit.specs import make_spec
 

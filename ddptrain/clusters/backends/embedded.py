@@ -95,7 +95,7 @@ class EmbeddedCluster:
         status = self._worker.poll()
         if status is None:
             return None
-        from ddptrain.protocol.notices import describe_status
+        from ddptrain.protocol.worker_notices import describe_status
 
         words = self.worker_log.read_text(errors="replace").strip() if self.worker_log.exists() else ""
         return f"the Dask worker (pid {self._worker.pid}) ended: {describe_status(status)}" + (

@@ -65,10 +65,10 @@ def run(
     if client.asynchronous:
         raise UsageError("dispatch.run needs a client that was not made with asynchronous=True")
     pickled = _pickled(pytorch_function, args, kwargs)
-    gang = WorkerGroup(client, new_run_id("dispatch"), queue.SimpleQueue())
+    worker_group = WorkerGroup(client, new_run_id("dispatch"), queue.SimpleQueue())
     try:
-        places = gang.reserve(SlotRequest(None, False, _START_S, _WAIT_S), _watchers(client))
-        specs = _specs(gang.run_id, places, backend)
+        places = worker_group.reserve(SlotRequest(None, False, _START_S, _WAIT_S), _watchers(client))
+        specs = _specs(worker_group.run_id, places, backend)
         port = _store_port(client, specs[0], places[0])
         futures = []
         for spec, place in zip(specs, places, strict=True):
@@ -76,9 +76,11 @@ def run(
             futures.append(_submit(client, spec, port, place, pickled, given))
     except BaseException:
         with contextlib.suppress(Exception):  # the scheduler may be gone
-            client.run_on_scheduler(slots.release, gang.run_id)
+            client.run_on_scheduler(slots.release, worker_group.run_id)
         raise
-    group_watch.start(client, gang.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)})
+    group_watch.start(
+        client, worker_group.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)}
+    )
     return futures
 
 

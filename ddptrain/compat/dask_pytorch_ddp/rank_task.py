@@ -17,8 +17,8 @@ from distributed import Worker, get_worker
 
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
 from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ERROR, VALUE, answered
-from ddptrain.protocol.notices import RankExit, exit_from_json
 from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.worker_notices import RankExit, exit_from_json
 from ddptrain.worker import rank_task, spool
 from ddptrain.worker.foreign_worker import rank_host
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ddptrain.driver.failure.fault import Fault, Loss
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.events import CheckpointSaved, FileSaved
-from ddptrain.protocol.notices import Output, RankExit
+from ddptrain.protocol.worker_notices import Output, RankExit
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ddptrain.driver.failure.fault import Loss
 from ddptrain.errors import DdptrainError
 from ddptrain.protocol.events import Event
-from ddptrain.protocol.notices import Notice, RankExit
+from ddptrain.protocol.worker_notices import Notice, RankExit
 
 
 @dataclass(frozen=True, slots=True)

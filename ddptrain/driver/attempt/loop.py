@@ -22,8 +22,8 @@ from ddptrain.driver.transfer.log_mirror import LogMirror
 from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
 from ddptrain.log import Log
 from ddptrain.protocol import events
-from ddptrain.protocol.notices import RankExit
 from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.worker.spool import rank_spool
 
 _log = Log(__name__)
@@ -38,9 +38,9 @@ class Attempt:
 
     def __init__(
         self,
-        gang: WorkerGroup,
+        worker_group: WorkerGroup,
         ranks: Sequence[tuple[RankSpec, RankPlace, Path]],
-        porter: ArtifactTransfer,
+        transfer: ArtifactTransfer,
         recorder: Recorder,
         inbox: Inbox,
         worker_fault: Callable[[], str | None],
@@ -49,7 +49,7 @@ class Attempt:
         lost_after_s: float,
     ) -> None:
         """`ranks` has the spec, the place and the log file of each rank, in their order."""
-        self.gang, self.porter, self.recorder, self.inbox = gang, porter, recorder, inbox
+        self.worker_group, self.transfer, self.recorder, self.inbox = worker_group, transfer, recorder, inbox
         self.worker_fault = worker_fault
         self.mirrors = [self._mirror(*rank) for rank in ranks]
         watched = [RankState(spec, place) for spec, place, _ in ranks]
@@ -58,7 +58,9 @@ class Attempt:
 
     def _mirror(self, spec: RankSpec, place: RankPlace, home_log: Path) -> LogMirror:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
-        return LogMirror(spool, home_log, shared=place.shared, fetch=partial(self.gang.fetch, place.slot.worker))
+        return LogMirror(
+            spool, home_log, shared=place.shared, fetch=partial(self.worker_group.fetch, place.slot.worker)
+        )
 
     def run(self) -> AttemptEnd:
         """Start rank 0, the others once its store is open, and watch until every rank is over."""
@@ -89,7 +91,7 @@ class Attempt:
         if now < look_at and (due is None or now < due):
             return
         self._looked_at = now
-        self.handle(inbox.Tick(self.gang.connected, self.worker_fault(), all_read))
+        self.handle(inbox.Tick(self.worker_group.connected, self.worker_fault(), all_read))
 
     def handle(self, message: Message) -> None:
         """Take one step, and do what it asks for."""
@@ -125,15 +127,15 @@ class Attempt:
             case actions.SubmitRank(rank, port):
                 self._submit(rank, port)
             case actions.StopRanks(ranks, grace_s):
-                self.gang.stop(self._specs(ranks), grace_s)
+                self.worker_group.stop(self._specs(ranks), grace_s)
             case actions.SendCommand(ranks, command):
-                self.gang.tell(self._specs(ranks), command)
+                self.worker_group.tell(self._specs(ranks), command)
             case actions.FetchArtifact(rank, event):
                 self._fetch(rank, event)
             case actions.AvoidWorker(address, lost):
-                (self.gang.forget if lost else self.gang.avoid)(address)
+                (self.worker_group.forget if lost else self.worker_group.avoid)(address)
             case actions.RejectNotice(reason):
-                self.gang.reject(reason)
+                self.worker_group.reject(reason)
             case _:
                 self._record(action)
 
@@ -176,7 +178,7 @@ class Attempt:
             read(self.mirrors[rank])
         except Exception as raised:  # the files are on another machine, and their content is not trusted
             # If the worker is lost, a message says so, with the reason.
-            error = (str(raised) or repr(raised)) if self.gang.has(self._place(rank).slot.worker) else ""
+            error = (str(raised) or repr(raised)) if self.worker_group.has(self._place(rank).slot.worker) else ""
         self._take_events(rank)
         if error or ended is not None:
             self.handle(inbox.OutputRead(rank, ended=ended, error=error))
@@ -188,16 +190,16 @@ class Attempt:
 
     def _submit(self, rank: int, port: int) -> None:
         spec = self.state.ranks[rank].spec
-        self.gang.submit(spec.with_port(port) if port else spec, self._place(rank).slot)
+        self.worker_group.submit(spec.with_port(port) if port else spec, self._place(rank).slot)
 
     def _fetch(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
         place = self._place(rank)
-        fetch = None if place.shared else partial(self.gang.fetch, place.slot.worker)
+        fetch = None if place.shared else partial(self.worker_group.fetch, place.slot.worker)
         staging = self.mirrors[rank].spool.staging
         if isinstance(event, events.CheckpointSaved):
-            self.porter.bring_checkpoint(rank, event, staging, fetch)
+            self.transfer.bring_checkpoint(rank, event, staging, fetch)
         else:
-            self.porter.bring_file(rank, event, staging, fetch)
+            self.transfer.bring_file(rank, event, staging, fetch)
 
     def _place(self, rank: int) -> RankPlace:
         return self.state.ranks[rank].place

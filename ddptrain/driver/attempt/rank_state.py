@@ -11,8 +11,8 @@ from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.worker_group.worker_group import RankPlace
 from ddptrain.errors import DdptrainError
 from ddptrain.protocol import events
-from ddptrain.protocol.notices import RankExit
 from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.run_record import RankRecord
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
-from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
+from ddptrain.driver.failure.root_cause import find_root_cause
 from ddptrain.driver.failure.stack_collector import StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Watchdog
 from ddptrain.driver.failure.worker_heartbeat import WorkerHeartbeat
@@ -72,7 +72,7 @@ class AttemptState(NamedTuple):
     def end(self) -> AttemptEnd:
         """How the attempt has ended, once it is over."""
         finished = [rank.spec.rank for rank in self.ranks if rank.finished]
-        fault = failure_fault.find_root_cause(self.faults, finished) if self.faults else None
+        fault = find_root_cause(self.faults, finished) if self.faults else None
         explained = self.inquiry.explained(fault) if fault is not None else None
         return AttemptEnd(self.ranks, explained, self.signum, self.notice, self.loss, self.leaving)
 

@@ -18,14 +18,14 @@ from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.inbox import Message
 from ddptrain.driver.attempt.state import AttemptState, Draft, Moment
 from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure import grace
+from ddptrain.driver.failure import grace_periods
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
-from ddptrain.driver.failure.outcome import was_sent
+from ddptrain.driver.failure.run_end import was_sent
 from ddptrain.driver.failure.watchdog import Activity, Hang, is_stacks_file
 from ddptrain.errors import ExitCode
-from ddptrain.protocol import events, notices
+from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.commands import Command
-from ddptrain.protocol.notices import Notice, RankExit, describe_status
+from ddptrain.protocol.worker_notices import Notice, RankExit, describe_status
 from ddptrain.results.errors import UnsafePath
 
 
@@ -95,15 +95,15 @@ class _Step(Draft):
             return
         self.put_activity(rank, self._activity_after(notice))
         match notice:
-            case notices.Growth(log_size=log_size, events_size=events_size):
+            case worker_notices.Growth(log_size=log_size, events_size=events_size):
                 self.do(actions.ReadOutput(rank, log_size, events_size))
             case RankExit(log_size=log_size, events_size=events_size):
                 self.do(actions.ReadOutput(rank, log_size, events_size, ended=notice))
-            case notices.Output():
+            case worker_notices.Output():
                 self.do(actions.ReceiveOutput(notice))
-            case notices.StoreOpened() if rank == 0:
+            case worker_notices.StoreOpened() if rank == 0:
                 self._start_others(notice.port)
-            case notices.Leaving():
+            case worker_notices.Leaving():
                 place = self.state.ranks[rank].place
                 self.change(leaving=True)
                 self.do(actions.AvoidWorker(place.slot.worker))
@@ -112,9 +112,9 @@ class _Step(Draft):
     def _activity_after(self, notice: Notice) -> Activity:
         activity = self.state.activities[notice.rank].noticed(self.now)
         match notice:
-            case notices.Growth(log_size=log_size) | RankExit(log_size=log_size):
+            case worker_notices.Growth(log_size=log_size) | RankExit(log_size=log_size):
                 return activity.grew(log_size, self.now)
-            case notices.Alive(cpu_s=cpu_s, gpu_percent=gpu_percent):
+            case worker_notices.Alive(cpu_s=cpu_s, gpu_percent=gpu_percent):
                 if cpu_s is not None:
                     activity = self.state.watchdog.after_cpu(activity, cpu_s, self.now)
                 return activity if gpu_percent is None else activity.used_gpu(gpu_percent, self.now)
@@ -190,7 +190,9 @@ class _Step(Draft):
                 text = f"rank {rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 self.do(actions.Warn(text))
         elif self.state.notice is not None and ended.status == -signal.SIGTERM:
-            self._stop(grace.at_once_s(self.state.ranks[0].spec))  # it never saves: there is nothing to wait for
+            self._stop(
+                grace_periods.at_once_s(self.state.ranks[0].spec)
+            )  # it never saves: there is nothing to wait for
         elif watched.fault is None and not self.state.stopping:
             fault = failure_fault.from_exit(ended)
             self.change_rank(rank, fault=fault)
@@ -236,7 +238,7 @@ class _Step(Draft):
             return
         if fault.timed_out and not self.state.inquiry.begun:
             self._begin_inquiry()
-        until = self.now + (grace.VICTIM_SETTLE_S if fault.victim else grace.SETTLE_S)
+        until = self.now + (grace_periods.VICTIM_SETTLE_S if fault.victim else grace_periods.SETTLE_S)
         self.change(settle_until=_earlier(self.state.settle_until, until))
 
     def _on_signal(self, signum: int) -> None:
@@ -257,12 +259,12 @@ class _Step(Draft):
         self.change(notice=notice)
         first = self.state.ranks[0].spec
         if not all(rank.entered for rank in self.state.ranks):  # nothing is done yet that could be saved
-            self._stop(grace.at_once_s(first))
+            self._stop(grace_periods.at_once_s(first))
             return
         text = f"{notice}: the ranks finish their step and save, within {self.grace_s:g} s (again to stop them)"
         self.do(actions.Announce(text))
         self.do(actions.SendCommand(self._alive(), Command.PREEMPT))
-        self.change(preempt_until=self.now + grace.preempt_s(first))
+        self.change(preempt_until=self.now + grace_periods.preempt_s(first))
 
     def _on_tick(self, tick: inbox.Tick) -> None:
         presence, suspended_s = self.state.presence.looked(self.now, connected=tick.connected)
@@ -310,7 +312,7 @@ class _Step(Draft):
             if self.state.ranks[hung.rank].fault is None:
                 self.change_rank(hung.rank, fault=hung)
             self._add_fault(hung)
-            self._stop(grace.hung_s(self.state.ranks[0].spec))
+            self._stop(grace_periods.hung_s(self.state.ranks[0].spec))
 
     def _check_deadlines(self) -> None:
         if self._is_due(self.state.settle_until) and not self.state.inquiry.under_way:
@@ -318,13 +320,13 @@ class _Step(Draft):
             if not self.state.stopping:
                 self.do(actions.ShowStatus("stopping the other ranks"))
                 self._stop(self.grace_s, spare_failed=True)
-                self.change(spare_until=self.now + grace.CLEAN_UP_S)
+                self.change(spare_until=self.now + grace_periods.CLEAN_UP_S)
         if self._is_due(self.state.preempt_until):
             self.change(preempt_until=None)
             if not self.state.stopping:
                 if not all(rank.well for rank in self.state.ranks if not rank.over):  # else their trackers still work
                     self.do(actions.Warn("the ranks have not come to ctx.checkpoint() in time: they are stopped"))
-                self._stop(grace.PREEMPT_STOP_S)
+                self._stop(grace_periods.PREEMPT_STOP_S)
         if self._is_due(self.state.spare_until):
             self.change(spare_until=None)
             self._stop(self.grace_s)
@@ -334,7 +336,7 @@ class _Step(Draft):
 
     def _stop(self, grace_s: float, *, spare_failed: bool = False) -> None:
         """Stop every rank that is not over. Ranks that were never submitted are over now."""
-        until = self.now + grace_s + grace.STOP_MARGIN_S
+        until = self.now + grace_s + grace_periods.STOP_MARGIN_S
         self.change(stop_until=_earlier(self.state.stop_until, until))
         stopped = []
         for rank, watched in enumerate(self.state.ranks):

@@ -10,7 +10,7 @@ from ddptrain.results.run_record import as_json_data
 from ddptrain.results.run_writer import RunWriter
 
 if TYPE_CHECKING:
-    from ddptrain.driver.failure.outcome import RunEnd
+    from ddptrain.driver.failure.run_end import RunEnd
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import RunView
     from ddptrain.results.run_record import FailureRecord

@@ -28,7 +28,7 @@ class UploadedCode:
 
 
 def upload_code(
-    gang: WorkerGroup,
+    worker_group: WorkerGroup,
     places: Sequence[RankPlace],
     package: CodePackage,
     needed: Path,
@@ -44,26 +44,28 @@ def upload_code(
     host_of = {place.slot.worker: place.hostname for place in places}
     arguments = (str(package.folder), package.sample, inode_digest(package.folder, package.sample))
     # An empty sample cannot identify the folder.
-    seen = _run_on(gang, [*host_of], driver_calls.sees_code, *arguments) if package.sample else {}
+    seen = _run_on(worker_group, [*host_of], driver_calls.sees_code, *arguments) if package.sample else {}
     without = [worker for worker in host_of if not seen.get(worker)]
     found = dict.fromkeys(host_of, "")
     code = ""
     if without:
         package.check(needed, max_mb)
         code = package.hash
-        found |= _run_on(gang, without, driver_calls.use_code, gang.run_id, code)
+        found |= _run_on(worker_group, without, driver_calls.use_code, worker_group.run_id, code)
     if not all(found[worker] for worker in without):
         archive, code = package.archive()
         for worker in without:
             # It may be in the cache by now: another worker of this host may just have got it.
-            found |= _run_on(gang, [worker], driver_calls.use_code, gang.run_id, code)
+            found |= _run_on(worker_group, [worker], driver_calls.use_code, worker_group.run_id, code)
             if not found[worker]:
                 tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
-                found[worker] = _send(gang, worker, package.names, code, archive)
+                found[worker] = _send(worker_group, worker, package.names, code, archive)
     return UploadedCode(code, [found[place.slot.worker] for place in places])
 
 
-def check_imports(gang: WorkerGroup, places: Sequence[RankPlace], file: Path, paths: Sequence[Sequence[str]]) -> None:
+def check_imports(
+    worker_group: WorkerGroup, places: Sequence[RankPlace], file: Path, paths: Sequence[Sequence[str]]
+) -> None:
     """Checks that the workers have the modules that a workload's file imports; `paths` are their search paths.
 
     Raises ClusterError with the missing modules and their hosts.
@@ -72,7 +74,7 @@ def check_imports(gang: WorkerGroup, places: Sequence[RankPlace], file: Path, pa
     lacking: dict[str, list[str]] = {}
     first_on = {place.slot.worker: (place, path) for place, path in zip(places, paths, strict=True)}
     for worker, (place, path) in first_on.items():
-        for module in _run_on(gang, [worker], driver_calls.missing_modules, modules, list(path))[worker]:
+        for module in _run_on(worker_group, [worker], driver_calls.missing_modules, modules, list(path))[worker]:
             lacking.setdefault(module, []).append(place.hostname)
     if lacking:
         what = "; ".join(f"{module} on {', '.join(dict.fromkeys(hosts))}" for module, hosts in lacking.items())
@@ -96,19 +98,23 @@ def _imported(file: Path) -> set[str]:
     return found
 
 
-def _send(gang: WorkerGroup, worker: str, names: list[str], code: str, archive: bytes) -> str:
+def _send(worker_group: WorkerGroup, worker: str, names: list[str], code: str, archive: bytes) -> str:
     """Sends the archive in chunks, and returns the folder in which the worker has unpacked it."""
     name = f"code-{code}.tar.gz"
     for offset in range(0, len(archive), READ_LIMIT_BYTES):
         chunk = archive[offset : offset + READ_LIMIT_BYTES]
-        _run_on(gang, [worker], driver_calls.write_spool, gang.run_id, name, offset, chunk)
-    return str(_run_on(gang, [worker], driver_calls.unpack_code, gang.run_id, code, name, names)[worker])
+        _run_on(worker_group, [worker], driver_calls.write_spool, worker_group.run_id, name, offset, chunk)
+    return str(
+        _run_on(worker_group, [worker], driver_calls.unpack_code, worker_group.run_id, code, name, names)[worker]
+    )
 
 
-def _run_on(gang: WorkerGroup, workers: list[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:
+def _run_on(
+    worker_group: WorkerGroup, workers: list[str], function: Callable[..., Any], *arguments: object
+) -> dict[str, Any]:
     """Runs a function on these workers; returns the results by worker. Raises ClusterError."""
     try:
-        return dict(gang.client.run(function, *arguments, workers=workers))
+        return dict(worker_group.client.run(function, *arguments, workers=workers))
     except ClusterError:
         raise
     except Exception as error:  # whatever the function raises on the worker, or Dask if the worker is gone

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
 from ddptrain.file_ops import hash_file
-from ddptrain.protocol.notices import describe_status
+from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.errors import naming
 from ddptrain.results.run_files import make_folder, write_file
 
@@ -92,14 +92,14 @@ class RunInputs:
         self._files = (*listed, CONTENTS)
         write_file(self._folder / CONTENTS, (json.dumps({"files": listed}, indent=2) + "\n").encode())
 
-    def place(self, gang: WorkerGroup, places: Sequence[RankPlace]) -> list[str]:
+    def place(self, worker_group: WorkerGroup, places: Sequence[RankPlace]) -> list[str]:
         """For each place, the folder of the inputs on its worker: this one, or a copy; "" if there are no inputs.
 
         Raises ClusterError.
         """
         if not self._files:
             return [""] * len(places)
-        return gang.place(places, self._folder, self._files, CONTENTS, "the inputs")
+        return worker_group.place(places, self._folder, self._files, CONTENTS, "the inputs")
 
     def close(self) -> None:
         """Kills the process if it still runs, and removes the folder if it is empty."""

@@ -21,7 +21,7 @@ from ddptrain.driver.worker_group import dask_call
 from ddptrain.driver.worker_group.folder_copy import copy_folder
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
 from ddptrain.errors import ClusterError
-from ddptrain.protocol import notices
+from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.encryption import encrypt_spec, has_secrets
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
@@ -213,8 +213,8 @@ class WorkerGroup:
             self._echo.add(str(message["ping"]))
             return
         try:
-            notice = notices.decode(message)
-        except notices.NoticeError as error:
+            notice = worker_notices.decode(message)
+        except worker_notices.NoticeError as error:
             self.reject(str(error))
             return
         self._heard[self._worker_of.get(notice.rank, "")] += 1

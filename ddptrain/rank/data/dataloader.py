@@ -66,7 +66,7 @@ class RankLoader(DataLoader[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], sampler: RankSampler, batch_size: int, **more: Any) -> None:
-        self._gang_sampler, self._batch_size = sampler, batch_size
+        self._rank_sampler, self._batch_size = sampler, batch_size
         self._step = batch_size * sampler._world_size  # noqa: SLF001
         # As a batch sampler, because DataLoader does not allow changes of its own sampler between epochs.
         super().__init__(dataset, batch_sampler=BatchSampler(sampler, batch_size, drop_last=False), **more)
@@ -74,36 +74,36 @@ class RankLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's returns its own iterator class
         for batch in super().__iter__():
             # Before the step, so that a checkpoint after the step counts this batch.
-            self._gang_sampler.taken += self._step
+            self._rank_sampler.taken += self._step
             yield batch
-        self.set_epoch(self._gang_sampler.epoch + 1)
+        self.set_epoch(self._rank_sampler.epoch + 1)
 
     @property
     def epoch(self) -> int:
         """The current or next epoch, from 1."""
-        return self._gang_sampler.epoch
+        return self._rank_sampler.epoch
 
     @property
     def remaining(self) -> int:
         """Batches of this rank that remain in the epoch `epoch`."""
-        return -(-self._gang_sampler.remaining // self._batch_size)
+        return -(-self._rank_sampler.remaining // self._batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Starts an epoch at its first sample; for the current epoch the position stays."""
-        if epoch != self._gang_sampler.epoch:
-            self._gang_sampler.epoch, self._gang_sampler.taken = epoch, 0
+        if epoch != self._rank_sampler.epoch:
+            self._rank_sampler.epoch, self._rank_sampler.taken = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
         """The position: the epoch, and the number of its samples that all ranks together have read."""
-        size = len(self._gang_sampler._data)  # noqa: SLF001
-        return {"epoch": self.epoch, "taken": min(self._gang_sampler.taken, size)}
+        size = len(self._rank_sampler._data)  # noqa: SLF001
+        return {"epoch": self.epoch, "taken": min(self._rank_sampler.taken, size)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues at a position; after a complete epoch the next one starts."""
-        size = len(self._gang_sampler._data)  # noqa: SLF001
+        size = len(self._rank_sampler._data)  # noqa: SLF001
         over = state["taken"] >= size
-        self._gang_sampler.epoch = state["epoch"] + int(over)
-        self._gang_sampler.taken = 0 if over else state["taken"]
+        self._rank_sampler.epoch = state["epoch"] + int(over)
+        self._rank_sampler.taken = 0 if over else state["taken"]
 
 
 def make_loader(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shorten
-from ddptrain.protocol.notices import describe_status
+from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord, RunStatus

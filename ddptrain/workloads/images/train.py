@@ -22,7 +22,7 @@ from ddptrain.workloads.images.epoch_metrics import Meter
 from ddptrain.workloads.images.evaluate import evaluate, share_buffers
 from ddptrain.workloads.images.loader.image_loader import Batch, ImageLoader, check_bad
 from ddptrain.workloads.images.model.build_model import PixelNormalizer
-from ddptrain.workloads.images.model.init import begin_with_weights, built_model, described_model
+from ddptrain.workloads.images.model.initial_weights import begin_with_weights, built_model, described_model
 from ddptrain.workloads.images.optimizer import Schedule, highest_rate, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.predictions import (

@@ -24,12 +24,12 @@ def main(address: str, folder: Path, workers: int) -> None:
         client.wait_for_workers(workers, timeout=60)
         for number in range(2):
             inbox: Inbox = queue.SimpleQueue()
-            with WorkerGroup(client, f"ship-{number}", inbox) as gang:
+            with WorkerGroup(client, f"ship-{number}", inbox) as worker_group:
                 nobody = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "")
-                places = gang.reserve(SlotRequest(workers, False, 60.0, 0.0), nobody)
+                places = worker_group.reserve(SlotRequest(workers, False, 60.0, 0.0), nobody)
                 began = time.perf_counter()
                 package = pack(folder, [])
-                shipped = upload_code(gang, places, package, folder / package.names[0], 200.0, lambda _: None)
+                shipped = upload_code(worker_group, places, package, folder / package.names[0], 200.0, lambda _: None)
                 took.append(time.perf_counter() - began)
                 assert all(shipped.roots), "the workers see the folder themselves"
     print(json.dumps({"first_s": took[0], "again_s": took[1]}))

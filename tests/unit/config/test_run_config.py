@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
+from ddptrain.config.json_schema import config_schema
 from ddptrain.config.run_config import ClusterConfig, RunConfig
-from ddptrain.config.schema import config_schema
 from ddptrain.config.types import default_name, slug
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.config.schema import config_schema
+from ddptrain.config.json_schema import config_schema
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

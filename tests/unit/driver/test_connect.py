@@ -14,8 +14,8 @@ import pytest
 
 from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.security import make_tls, own_security
+from ddptrain.driver import port_diagnosis
 from ddptrain.driver.connect import connected
-from ddptrain.driver.worker_group import dask_greeting
 from ddptrain.errors import ClusterError
 
 SOON_S = 60.0  # for what takes ten seconds where nothing else runs; the cluster may take ten minutes to start
@@ -174,7 +174,7 @@ def test_answer_that_is_no_dask_message_after_a_late_greeting_is_no_bug_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Dask takes the first bytes for a length, and allocates them."""
-    monkeypatch.setattr("ddptrain.driver.worker_group.dask_greeting._GREETING_S", 0.01)
+    monkeypatch.setattr("ddptrain.driver.port_diagnosis._GREETING_S", 0.01)
 
     def late(connection: socket.socket) -> None:
         time.sleep(0.5)
@@ -204,7 +204,7 @@ GREETING += b"\x83\xabcompression\xc0\xa6python\x93\x03\x0b\x07\xafpickle-protoc
     ],
 )
 def test_greeting_of_a_dask_scheduler_is_known_by_its_length_and_names(data: bytes, expected: bool) -> None:
-    assert dask_greeting.is_not_dask(data) is expected
+    assert port_diagnosis.is_not_dask(data) is expected
 
 
 def test_cluster_of_the_users_own_that_is_gone_says_how_to_clear_up() -> None:

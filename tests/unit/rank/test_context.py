@@ -124,11 +124,11 @@ def test_checkpoints_are_due_every_so_many_epochs_and_at_the_last(tmp_path: Path
 
 
 def test_other_ranks_write_nothing_but_send_their_state_to_rank_0(tmp_path: Path) -> None:
-    gang = Gang()
+    worker_group = Gang()
     ranks = []
     for number in range(2):
         (tmp_path / str(number)).mkdir()
-        spec = gang.spec(number, 2)
+        spec = worker_group.spec(number, 2)
         ranks.append(Rank(tmp_path / str(number), **{name: getattr(spec, name) for name in _GANG}))
     model = torch.nn.Linear(1, 1)
     for rank in ranks:
@@ -143,8 +143,8 @@ def test_other_ranks_write_nothing_but_send_their_state_to_rank_0(tmp_path: Path
 
 
 def test_rank_that_does_not_call_is_reported_and_not_waited_for(tmp_path: Path) -> None:
-    gang = Gang()
-    spec = gang.spec(0, 2)
+    worker_group = Gang()
+    spec = worker_group.spec(0, 2)
     rank = Rank(tmp_path, **{name: getattr(spec, name) for name in _GANG})
     assert rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=1)
     WorkerGroupStore(spec).set(done_key(1), "")

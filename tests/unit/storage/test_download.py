@@ -18,7 +18,7 @@ import torch
 
 from ddptrain.storage import download
 from ddptrain.storage.download import DownloadFailed, ServerUnreachable, fetch_file
-from ddptrain.workloads.images.model import init
+from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.preflight import BadWeights, weights_path
 from ddptrain.workloads.images.model.weights import PretrainedWeights
 from ddptrain.workloads.images.params import ImagesParams
@@ -172,12 +172,14 @@ def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url = "http://127.0.0.1:9/models/resnet18-f37072fd.pth"
-    monkeypatch.setattr(init, "find_pretrained", lambda *_: PretrainedWeights(url, (0.5,) * 3, (0.5,) * 3, 224))
+    monkeypatch.setattr(
+        initial_weights, "find_pretrained", lambda *_: PretrainedWeights(url, (0.5,) * 3, (0.5,) * 3, 224)
+    )
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(download, "_PAUSE_S", 0.0)
     settings = ImagesParams(architecture="resnet18", weights="DEFAULT")
     with pytest.raises(BadWeights) as caught:
-        init.weights_file(settings, "DEFAULT", lambda *_: None, lambda _: None)
+        initial_weights.weights_file(settings, "DEFAULT", lambda *_: None, lambda _: None)
     told = str(caught.value)
     assert told.startswith(
         f"the weights DEFAULT of resnet18 can't be fetched: can't fetch {url} to {tmp_path}/checkpoints/"

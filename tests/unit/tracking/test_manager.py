@@ -120,7 +120,7 @@ def test_tracker_that_hangs_is_abandoned_at_its_deadline(house: House, where: st
     waits = []
     for _ in range(5):
         again = time.monotonic()
-        manager.wait()  # the thread that hears of the gang's end waits as well
+        manager.wait()  # the thread that hears of the worker group's end waits as well
         waits.append(time.monotonic() - again)
     assert min(waits) < 0.3
 

@@ -16,8 +16,8 @@ from typing import Any, Self
 import psutil
 from distributed import Client, Future, Security
 
-from ddptrain.protocol.notices import RankExit, exit_from_json
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, attached_plugin
+from ddptrain.protocol.worker_notices import RankExit, exit_from_json
 from ddptrain.worker import driver_calls as worker_tasks
 from ddptrain.worker import rank_task
 from tests.conftest import PATIENCE_S

@@ -109,7 +109,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         tell(f"{_summary(manifest)}{source.words}")
     labels = checked_labels(settings, manifest.classes)
     if known is None and settings.weights is not None and not is_weights_name(settings.weights):
-        from ddptrain.workloads.images.model.init import check_weights_fit  # imports torch: two seconds
+        from ddptrain.workloads.images.model.initial_weights import check_weights_fit  # imports torch: two seconds
 
         check_weights_fit(settings, manifest.classes, labels, tell)
     if settings.scheduler == "plateau" and not manifest.val:

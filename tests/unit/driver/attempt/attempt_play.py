@@ -11,7 +11,7 @@ from ddptrain.driver.attempt.state import Moment, new_state
 from ddptrain.driver.attempt.step import step
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.watchdog import Watchdog
-from ddptrain.protocol import events, notices
+from ddptrain.protocol import events, worker_notices
 from tests.unit.driver.attempt.ranks import running
 
 GRACE_S = 20.0
@@ -73,7 +73,7 @@ class Play:
 
     def start(self, *, entered: bool = True) -> Play:
         """The store opens, all ranks start, and enter the workload."""
-        self.send(notices.StoreOpened(self.attempt, 0, PORT))
+        self.send(worker_notices.StoreOpened(self.attempt, 0, PORT))
         for rank in range(len(self.state.ranks)):
             self.event(rank, events.Started(self.moment().time_ns, 1000 + rank, f"h{rank}"))
             self.alive(rank)
@@ -89,12 +89,12 @@ class Play:
         self.send(inbox.RankEvent(rank, event))
 
     def alive(self, rank: int, cpu_s: float = 0.0) -> None:
-        self.send(notices.Alive(self.attempt, rank, cpu_s))
+        self.send(worker_notices.Alive(self.attempt, rank, cpu_s))
 
     def exit(self, rank: int, status: int = 0, at_s: float | None = None, **more: Any) -> None:
         """The process of a rank ends, at a time of its own host's clock."""
         time_ns = int((self.now if at_s is None else at_s) * 1e9)
-        self.send(notices.RankExit(self.attempt, rank, 1000 + rank, status, time_ns, 0, 0, **more))
+        self.send(worker_notices.RankExit(self.attempt, rank, 1000 + rank, status, time_ns, 0, 0, **more))
 
     def fail(self, rank: int, at_s: float | None = None, **more: Any) -> None:
         """A rank reports an exception."""

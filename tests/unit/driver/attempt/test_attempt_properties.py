@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ddptrain.driver.attempt import actions, inbox
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError
-from ddptrain.protocol import events, notices
+from ddptrain.protocol import events, worker_notices
 from ddptrain.results.errors import UnsafePath
 from tests.unit.driver.attempt.attempt_play import GRACE_S, Play
 
@@ -49,11 +49,11 @@ EVENTS = st.one_of(
     st.builds(events.Finishing, TIMES, st.just(5.0)),
 )
 MESSAGES = st.one_of(
-    st.builds(notices.Alive, *HEAD, st.none() | st.floats(0, 99), st.none() | st.floats(0, 100)),
-    st.builds(notices.Leaving, *HEAD),
-    st.builds(notices.StoreOpened, *HEAD, st.integers(1, 9)),
-    st.builds(notices.Growth, *HEAD, SIZES, SIZES),
-    st.builds(notices.RankExit, *HEAD, st.just(5), STATUSES, TIMES, SIZES, SIZES),
+    st.builds(worker_notices.Alive, *HEAD, st.none() | st.floats(0, 99), st.none() | st.floats(0, 100)),
+    st.builds(worker_notices.Leaving, *HEAD),
+    st.builds(worker_notices.StoreOpened, *HEAD, st.integers(1, 9)),
+    st.builds(worker_notices.Growth, *HEAD, SIZES, SIZES),
+    st.builds(worker_notices.RankExit, *HEAD, st.just(5), STATUSES, TIMES, SIZES, SIZES),
     st.builds(inbox.TaskFailed, ATTEMPTS, RANKS, st.just("no")),
     st.builds(inbox.WorkerLost, st.sampled_from(["tcp://h0", "tcp://h1", "tcp://elsewhere"])),
     st.builds(inbox.SignalReceived, st.sampled_from([signal.SIGTERM, signal.SIGINT])),

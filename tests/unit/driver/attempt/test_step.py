@@ -11,7 +11,7 @@ import pytest
 from ddptrain.driver.attempt import actions, inbox
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError, ExitCode
-from ddptrain.protocol import events, notices
+from ddptrain.protocol import events, worker_notices
 from ddptrain.results.errors import ResultsError, UnsafePath
 from tests.unit.driver.attempt.attempt_play import GRACE_S, PORT, Play
 
@@ -206,10 +206,10 @@ def test_root_cause_is_found_and_every_rank_ends(case: Case) -> None:
 def test_other_ranks_start_with_the_port_of_rank_0s_store() -> None:
     play = Play()
     assert [action for _, action in play.done] == [actions.SubmitRank(0)]
-    play.send(notices.StoreOpened(1, 1, 99))  # only rank 0 has the store
+    play.send(worker_notices.StoreOpened(1, 1, 99))  # only rank 0 has the store
     assert len(play.all(actions.SubmitRank)) == 1
-    play.send(notices.StoreOpened(1, 0, PORT))
-    play.send(notices.StoreOpened(1, 0, 99))  # a repetition
+    play.send(worker_notices.StoreOpened(1, 0, PORT))
+    play.send(worker_notices.StoreOpened(1, 0, 99))  # a repetition
     assert [action for _, action in play.done][1:] == [actions.SubmitRank(1, PORT), actions.SubmitRank(2, PORT)]
 
 
@@ -226,20 +226,20 @@ def test_store_that_opens_while_the_group_is_stopping_starts_nobody() -> None:
     play = Play()
     play.exit(0, 1)
     play.wait(1.0)
-    play.send(notices.StoreOpened(1, 0, PORT))
+    play.send(worker_notices.StoreOpened(1, 0, PORT))
     assert [action.rank for _, action in play.all(actions.SubmitRank)] == [0]
     assert play.state.over
     assert play.stops() == []  # there is nobody to stop
 
 
 OLD = [
-    notices.Alive(1, 0, 5.0),
-    notices.Leaving(1, 0),
-    notices.StoreOpened(1, 0, PORT),
-    notices.Growth(1, 0, 10, 10),
-    notices.Output(1, 0, "log", 0, b"x"),
-    notices.RankExit(1, 0, 5, 1, 5, 0, 0),
-    notices.RankExit(1, 77, 5, 1, 5, 0, 0),
+    worker_notices.Alive(1, 0, 5.0),
+    worker_notices.Leaving(1, 0),
+    worker_notices.StoreOpened(1, 0, PORT),
+    worker_notices.Growth(1, 0, 10, 10),
+    worker_notices.Output(1, 0, "log", 0, b"x"),
+    worker_notices.RankExit(1, 0, 5, 1, 5, 0, 0),
+    worker_notices.RankExit(1, 77, 5, 1, 5, 0, 0),
     inbox.TaskFailed(1, 0, "late"),
 ]
 
@@ -256,7 +256,7 @@ def test_late_messages_of_an_earlier_attempt_are_ignored(message: inbox.Message)
 def test_notice_of_a_rank_that_does_not_exist_is_counted() -> None:
     play = Play().start()
     play.done.clear()
-    play.send(notices.Growth(1, 3, 10, 10))
+    play.send(worker_notices.Growth(1, 3, 10, 10))
     assert [action for _, action in play.done] == [actions.RejectNotice("growth: there is no rank 3")]
 
 
@@ -452,7 +452,7 @@ def test_preemption_while_stopping_changes_nothing() -> None:
     play = Play().start()
     play.fail(1)
     play.tick(0.2)
-    play.send(notices.Leaving(1, 0))
+    play.send(worker_notices.Leaving(1, 0))
     assert play.state.notice is None and play.commands() == []
     assert play.state.leaving  # the next attempt avoids the worker nevertheless
 
@@ -498,7 +498,7 @@ def test_rank_that_ends_with_75_before_it_hears_of_the_preemption_is_preempted()
 
 def test_next_attempt_avoids_a_worker_that_is_leaving() -> None:
     play = Play().start()
-    play.send(notices.Leaving(1, 2))
+    play.send(worker_notices.Leaving(1, 2))
     assert [avoided for _, avoided in play.all(actions.AvoidWorker)] == [actions.AvoidWorker("tcp://h2", lost=False)]
     assert play.state.end().leaving and play.state.notice == "the worker on host h2 was sent SIGTERM"
     assert play.commands() == [(0.0, "preempt", (0, 1, 2))]
@@ -700,7 +700,7 @@ def test_result_that_cannot_be_stored_after_the_ranks_have_ended_is_still_the_fa
 
 def test_rank_that_its_worker_never_begins_with_ends_the_attempt() -> None:
     play = Play()
-    play.send(notices.StoreOpened(1, 0, PORT))
+    play.send(worker_notices.StoreOpened(1, 0, PORT))
     for _ in range(31):
         play.alive(0)
         play.alive(1)

@@ -6,9 +6,10 @@ import pytest
 
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault, FaultKind
+from ddptrain.driver.failure.root_cause import find_root_cause
 from ddptrain.errors import ExitCode
 from ddptrain.protocol import events
-from ddptrain.protocol.notices import RankExit
+from ddptrain.protocol.worker_notices import RankExit
 
 
 def fault(
@@ -18,25 +19,25 @@ def fault(
 
 
 def test_earliest_fault_is_the_cause() -> None:
-    assert failure_fault.find_root_cause([fault(0, 5), fault(1, 3)]).rank == 1
+    assert find_root_cause([fault(0, 5), fault(1, 3)]).rank == 1
 
 
 def test_victim_is_never_the_cause_however_early() -> None:
-    assert failure_fault.find_root_cause([fault(0, 1, victim=True), fault(1, 3)]).rank == 1
+    assert find_root_cause([fault(0, 1, victim=True), fault(1, 3)]).rank == 1
 
 
 def test_earliest_victim_is_named_where_there_is_nobody_else() -> None:
-    assert failure_fault.find_root_cause([fault(0, 2, victim=True), fault(1, 1, victim=True)]).rank == 1
+    assert find_root_cause([fault(0, 2, victim=True), fault(1, 1, victim=True)]).rank == 1
 
 
 def test_lost_worker_is_told_of_its_first_rank() -> None:
     lost = [fault(rank, 10 - rank, kind=FaultKind.WORKER_LOST, message="the worker was lost") for rank in range(3)]
-    assert failure_fault.find_root_cause(lost).rank == 0
+    assert find_root_cause(lost).rank == 0
 
 
 def test_lost_worker_does_not_hide_an_earlier_exception() -> None:
     faults = [fault(1, 1), fault(0, 5, kind=FaultKind.WORKER_LOST), fault(1, 6, kind=FaultKind.WORKER_LOST)]
-    assert failure_fault.find_root_cause(faults).kind == FaultKind.EXCEPTION
+    assert find_root_cause(faults).kind == FaultKind.EXCEPTION
 
 
 @pytest.mark.parametrize(
@@ -84,13 +85,13 @@ def test_silent_end_is_told_by_its_status(status: int, kind: FaultKind, words: s
 
 
 def test_rank_that_returned_is_the_cause_where_all_others_only_lost_it() -> None:
-    first = failure_fault.find_root_cause([fault(0, 5, victim=True), fault(2, 6, victim=True)], finished=[1])
+    first = find_root_cause([fault(0, 5, victim=True), fault(2, 6, victim=True)], finished=[1])
     assert (first.rank, first.kind, first.exit_code) == (1, FaultKind.EXIT, ExitCode.TRAINING_FAILED)
     assert first.line == "returned from the workload while rank 0, 2 waited for it in a collective operation"
 
 
 def test_rank_that_returned_is_not_the_cause_of_an_error_of_another() -> None:
-    assert failure_fault.find_root_cause([fault(0, 5)], finished=[1]).rank == 0
+    assert find_root_cause([fault(0, 5)], finished=[1]).rank == 0
 
 
 def test_time_out_in_a_collective_is_a_victims() -> None:

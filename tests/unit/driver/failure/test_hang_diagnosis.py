@@ -1,4 +1,4 @@
-"""The rank that a gang waits for is told from those that wait."""
+"""The rank that a worker group waits for is told from those that wait."""
 
 from __future__ import annotations
 

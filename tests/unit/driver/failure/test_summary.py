@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.failure.outcome import RunEnd
+from ddptrain.driver.failure.run_end import RunEnd
 from ddptrain.driver.failure.summary import summary_lines
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter

@@ -29,7 +29,7 @@ def inbox() -> Inbox:
 
 
 @pytest.fixture
-def porter(writer: RunWriter, inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[ArtifactTransfer]:
+def transfer(writer: RunWriter, inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[ArtifactTransfer]:
     monkeypatch.setattr(artifacts, "_MAX_PAUSE_S", 0.05)
     made = ArtifactTransfer(writer, CheckpointPolicy(), inbox, max_failures=3)
     yield made
@@ -51,49 +51,49 @@ class FullDisk:
         return self._function(*args)
 
 
-def bring(porter: ArtifactTransfer, staged: tuple[CheckpointSaved, Path]) -> None:
+def bring(transfer: ArtifactTransfer, staged: tuple[CheckpointSaved, Path]) -> None:
     event, folder = staged
-    porter.bring_checkpoint(0, event, folder.parent, None)
+    transfer.bring_checkpoint(0, event, folder.parent, None)
 
 
 @pytest.mark.parametrize("name", ["write_file", "sync_folder", "_publish"])
 def test_checkpoint_that_finds_no_room_is_brought_later(
-    porter: ArtifactTransfer, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    transfer: ArtifactTransfer, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     FullDisk(monkeypatch, name, 2)
-    bring(porter, stage(1))
+    bring(transfer, stage(1))
     messages = [inbox.get(timeout=60) for _ in range(3)]
     assert [type(message) for message in messages] == [ArtifactRetried, ArtifactRetried, ArtifactStored]
-    home = porter.writer.layout.checkpoints_dir / "step-1"
+    home = transfer.writer.layout.checkpoints_dir / "step-1"
     assert (home / "model.safetensors").read_bytes() == b"w" * 1000
-    assert (porter.writer.layout.checkpoints_dir / "latest").read_text() == "step-1\n"
+    assert (transfer.writer.layout.checkpoints_dir / "latest").read_text() == "step-1\n"
 
 
 def test_disk_that_stays_full_is_given_up_and_the_checkpoint_before_stays(
-    porter: ArtifactTransfer, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
+    transfer: ArtifactTransfer, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bring(porter, stage(1))
+    bring(transfer, stage(1))
     assert isinstance(inbox.get(timeout=60), ArtifactStored)
     FullDisk(monkeypatch, "_publish", 100)
-    bring(porter, stage(2))
+    bring(transfer, stage(2))
     messages = [inbox.get(timeout=60) for _ in range(3)]
     assert [type(message) for message in messages] == [ArtifactRetried, ArtifactRetried, ArtifactFailed]
-    assert sorted(os.listdir(porter.writer.layout.checkpoints_dir)) == ["latest", "step-1"]
+    assert sorted(os.listdir(transfer.writer.layout.checkpoints_dir)) == ["latest", "step-1"]
 
 
-def test_damaged_checkpoint_is_not_tried_again(porter: ArtifactTransfer, inbox: Inbox, stage: Any) -> None:
+def test_damaged_checkpoint_is_not_tried_again(transfer: ArtifactTransfer, inbox: Inbox, stage: Any) -> None:
     event, folder = stage(1)
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
-    bring(porter, (event, folder))
+    bring(transfer, (event, folder))
     assert isinstance(inbox.get(timeout=60), ArtifactFailed)
 
 
 @pytest.mark.parametrize(("area", "vital"), [("artifacts", True), ("tracking", False), ("elsewhere", True)])
 def test_run_can_do_without_what_trackers_have_written(
-    porter: ArtifactTransfer, inbox: Inbox, tmp_path: Path, area: str, vital: bool
+    transfer: ArtifactTransfer, inbox: Inbox, tmp_path: Path, area: str, vital: bool
 ) -> None:
     (tmp_path / "file-0").write_bytes(b"other than announced")
-    porter.bring_file(0, FileSaved(1, "a/b", "file-0", 3, "ab", area), tmp_path, None)
+    transfer.bring_file(0, FileSaved(1, "a/b", "file-0", 3, "ab", area), tmp_path, None)
     message = inbox.get(timeout=60)
     assert isinstance(message, ArtifactFailed)
     assert message.vital is vital

@@ -173,12 +173,12 @@ def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begu
     inputs = begun("writes")
     inputs.wait(lambda line: None)
     client = Elsewhere(tmp_path / "far", {"w2"})
-    gang = WorkerGroup(cast("Any", client), "run", queue.SimpleQueue())
+    worker_group = WorkerGroup(cast("Any", client), "run", queue.SimpleQueue())
     places = [
         RankPlace(rank, rank, 1, 0, Slot(worker, "host", 0, gpu=False), "host", tmp_path, True)
         for rank, worker in enumerate(["w1", "w2", "w1"])
     ]
-    own, copy, again = inputs.place(gang, places)
+    own, copy, again = inputs.place(worker_group, places)
     assert own == again == str(tmp_path / "inputs")
     assert Path(copy).is_relative_to(tmp_path / "far" / "w2")
     for name in ("list.json", "more.bin", CONTENTS):

@@ -15,7 +15,7 @@ from ddptrain.driver.worker_group.folder_copy import copy_folder
 from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError
-from ddptrain.protocol import notices
+from ddptrain.protocol import worker_notices
 from tests.unit.specs import make_spec
 
 WORKERS = ("tcp://h0:1", "tcp://h1:1", "tcp://h2:1")
@@ -86,64 +86,64 @@ def client(tmp_path: Path) -> FakeClient:
 
 
 @pytest.fixture
-def gang(client: FakeClient, inbox: Inbox) -> WorkerGroup:
+def worker_group(client: FakeClient, inbox: Inbox) -> WorkerGroup:
     return WorkerGroup(cast("Any", client), "r-1", inbox)
 
 
-def reserved(gang: WorkerGroup) -> list[str]:
+def reserved(worker_group: WorkerGroup) -> list[str]:
     watchers = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "")
-    return [place.slot.worker for place in gang.reserve(WISH, watchers)]
+    return [place.slot.worker for place in worker_group.reserve(WISH, watchers)]
 
 
-def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(gang: WorkerGroup, client: FakeClient) -> None:
-    assert reserved(gang) == ["tcp://h0:1", "tcp://h1:1"]
-    gang.avoid("tcp://h0:1")
-    assert gang.has("tcp://h0:1")  # it leaves: it still answers
-    assert reserved(gang) == ["tcp://h1:1", "tcp://h2:1"]
-    gang.forget("tcp://h1:1")
-    assert not gang.has("tcp://h1:1")
-    assert reserved(gang) == ["tcp://h2:1"]
+def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(worker_group: WorkerGroup, client: FakeClient) -> None:
+    assert reserved(worker_group) == ["tcp://h0:1", "tcp://h1:1"]
+    worker_group.avoid("tcp://h0:1")
+    assert worker_group.has("tcp://h0:1")  # it leaves: it still answers
+    assert reserved(worker_group) == ["tcp://h1:1", "tcp://h2:1"]
+    worker_group.forget("tcp://h1:1")
+    assert not worker_group.has("tcp://h1:1")
+    assert reserved(worker_group) == ["tcp://h2:1"]
     assert [asked["without"] for asked in client.asked] == [[], ["tcp://h0:1"], ["tcp://h0:1", "tcp://h1:1"]]
 
 
-def test_worker_that_comes_back_is_avoided_no_longer(gang: WorkerGroup, inbox: Inbox) -> None:
-    gang._on_all((1.0, {"action": "remove-worker", "worker": "tcp://h0:1"}))
+def test_worker_that_comes_back_is_avoided_no_longer(worker_group: WorkerGroup, inbox: Inbox) -> None:
+    worker_group._on_all((1.0, {"action": "remove-worker", "worker": "tcp://h0:1"}))
     assert inbox.get_nowait() == WorkerLost("tcp://h0:1")
-    assert reserved(gang) == ["tcp://h1:1", "tcp://h2:1"]
-    gang._on_all((1.0, {"action": "add-worker", "worker": "tcp://h0:1"}))
-    assert reserved(gang) == ["tcp://h0:1", "tcp://h1:1"]
-    gang._on_all((1.0, "noise"))
+    assert reserved(worker_group) == ["tcp://h1:1", "tcp://h2:1"]
+    worker_group._on_all((1.0, {"action": "add-worker", "worker": "tcp://h0:1"}))
+    assert reserved(worker_group) == ["tcp://h0:1", "tcp://h1:1"]
+    worker_group._on_all((1.0, "noise"))
     assert inbox.empty()
 
 
 def test_places_say_where_ranks_run_and_whether_the_driver_sees_their_files(
-    gang: WorkerGroup, client: FakeClient
+    worker_group: WorkerGroup, client: FakeClient
 ) -> None:
-    places = gang.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))
+    places = worker_group.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))
     assert [(place.rank, place.local_rank, place.node_rank, place.host, place.shared) for place in places] == [
         (0, 0, 0, "name (h0)", True),
         (1, 0, 1, "name (h1)", True),
     ]
     (client.folder / "token").write_text("another")
-    assert not gang.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))[0].shared
+    assert not worker_group.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))[0].shared
 
 
-def test_worker_that_does_not_answer_is_named(gang: WorkerGroup, client: FakeClient) -> None:
+def test_worker_that_does_not_answer_is_named(worker_group: WorkerGroup, client: FakeClient) -> None:
     client.silent = True
     with pytest.raises(ClusterError, match="the Dask worker tcp://h0:1 of host h0 does not answer: cut"):
-        reserved(gang)
+        reserved(worker_group)
 
 
-def test_valid_notices_reach_the_inbox_and_others_are_counted(gang: WorkerGroup, inbox: Inbox) -> None:
-    notice = notices.Growth(1, 0, 10, 20)
-    gang._on_notice((1.0, {**notices.encode(notice), "worker": "tcp://h0:1"}))
+def test_valid_notices_reach_the_inbox_and_others_are_counted(worker_group: WorkerGroup, inbox: Inbox) -> None:
+    notice = worker_notices.Growth(1, 0, 10, 20)
+    worker_group._on_notice((1.0, {**worker_notices.encode(notice), "worker": "tcp://h0:1"}))
     assert inbox.get_nowait() == notice
     wrong: list[object] = [{"rank": "x"}, None, "text", {"notice": "growth"}, {"notice": {}}, [1], {1: 2}]
     for message in wrong:
-        gang._on_notice((1.0, message))
-    gang._on_notice((1.0, {"ping": ["not", "hashable"]}))
-    assert inbox.empty() and gang.rejected == 7
-    assert gang.first_rejected == "unknown kind a value of type NoneType"
+        worker_group._on_notice((1.0, message))
+    worker_group._on_notice((1.0, {"ping": ["not", "hashable"]}))
+    assert inbox.empty() and worker_group.rejected == 7
+    assert worker_group.first_rejected == "unknown kind a value of type NoneType"
 
 
 @pytest.mark.parametrize(
@@ -154,16 +154,18 @@ def test_valid_notices_reach_the_inbox_and_others_are_counted(gang: WorkerGroup,
         ("finished", ""),
     ],
 )
-def test_end_of_a_task_is_a_message_if_it_failed(gang: WorkerGroup, inbox: Inbox, status: str, text: str) -> None:
-    gang.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))
-    cast("Any", gang.futures[1]).end(status)
+def test_end_of_a_task_is_a_message_if_it_failed(
+    worker_group: WorkerGroup, inbox: Inbox, status: str, text: str
+) -> None:
+    worker_group.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))
+    cast("Any", worker_group.futures[1]).end(status)
     assert (None if inbox.empty() else inbox.get_nowait()) == (TaskFailed(2, 1, text) if text else None)
 
 
-def test_end_of_a_task_of_an_earlier_attempt_is_no_message(gang: WorkerGroup, inbox: Inbox) -> None:
-    gang.submit(make_spec(rank=1), slots.Slot("tcp://h0:1", "h0", 0, False))
-    earlier = cast("Any", gang.futures[1])
-    gang.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))
+def test_end_of_a_task_of_an_earlier_attempt_is_no_message(worker_group: WorkerGroup, inbox: Inbox) -> None:
+    worker_group.submit(make_spec(rank=1), slots.Slot("tcp://h0:1", "h0", 0, False))
+    earlier = cast("Any", worker_group.futures[1])
+    worker_group.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))
     earlier.end("cancelled")
     assert inbox.empty()
 

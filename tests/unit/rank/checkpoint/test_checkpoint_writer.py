@@ -156,9 +156,11 @@ def test_scheduler_and_sampler_come_back_and_random_numbers_go_on(rank: Rank, tm
 def test_other_ranks_than_before_are_told_and_get_new_random_states(rank: Rank, tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1, rank_state=1)
-    gang = Gang()
-    WorkerGroupStore(gang.spec(1, 2)).set("met/resume/1/1", "")  # the other rank has called it as well
-    again = resumed_in(tmp_path / "again", rank, world_size=2, master_addr="127.0.0.1", master_port=gang.store.port)
+    worker_group = Gang()
+    WorkerGroupStore(worker_group.spec(1, 2)).set("met/resume/1/1", "")  # the other rank has called it as well
+    again = resumed_in(
+        tmp_path / "again", rank, world_size=2, master_addr="127.0.0.1", master_port=worker_group.store.port
+    )
     found = again.context.resume(model=model)
     assert found is not None and (found.rank_state, found.world_size) == (None, 1)
     (note,) = again.events()

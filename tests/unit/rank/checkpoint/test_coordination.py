@@ -16,7 +16,7 @@ from tests.unit.specs import make_spec
 
 
 @pytest.fixture
-def gang() -> Gang:
+def worker_group() -> Gang:
     return Gang()
 
 
@@ -54,9 +54,9 @@ def test_every_call_saves_where_nothing_else_could_tell() -> None:
     assert due_at(due(every_s=100.0), [1, 2], [None] * 2) == [False, False]
 
 
-def test_seconds_are_counted_by_rank_0_and_all_ranks_save_in_the_same_calls(gang: Gang) -> None:
+def test_seconds_are_counted_by_rank_0_and_all_ranks_save_in_the_same_calls(worker_group: Gang) -> None:
     def train(rank: int) -> tuple[list[int], float]:
-        spec = gang.spec(rank, 3, every_epochs=None, every_s=0.1)
+        spec = worker_group.spec(rank, 3, every_epochs=None, every_s=0.1)
         began = time.monotonic()
         rule, saved = SaveSchedule(spec, WorkerGroupStore(spec)), list[int]()
         for call in range(1, 201):
@@ -77,7 +77,7 @@ def test_calls_that_are_not_due_cost_next_to_nothing() -> None:
     assert is_cheap(lambda call: rule.now(call + 1, call + 1, 0.5), 10e-6)
 
 
-def test_other_ranks_ask_the_store_in_few_of_their_calls(gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_ask_the_store_in_few_of_their_calls(worker_group: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     get = WorkerGroupStore.get
 
@@ -88,7 +88,7 @@ def test_other_ranks_ask_the_store_in_few_of_their_calls(gang: Gang, monkeypatch
     monkeypatch.setattr(WorkerGroupStore, "get", noted)
     leader, other = (
         SaveSchedule(spec, WorkerGroupStore(spec))
-        for spec in (gang.spec(rank, 2, every_epochs=None, every_s=3600.0) for rank in (0, 1))
+        for spec in (worker_group.spec(rank, 2, every_epochs=None, every_s=3600.0) for rank in (0, 1))
     )
     for call in range(1, 10_001):
         assert leader.now(call, call, None) is other.now(call, call, None) is False
@@ -96,9 +96,9 @@ def test_other_ranks_ask_the_store_in_few_of_their_calls(gang: Gang, monkeypatch
     assert asked == [f"pace/{2**n}" for n in range(14)]
 
 
-def test_ranks_end_with_the_same_call_wherever_they_were_when_they_were_told(gang: Gang) -> None:
+def test_ranks_end_with_the_same_call_wherever_they_were_when_they_were_told(worker_group: Gang) -> None:
     """Rank 0 is ahead, rank 1 is told late and goes on meanwhile: nobody has passed the call that they agree on."""
-    specs = [gang.spec(rank, 3, grace_s=60.0) for rank in range(3)]
+    specs = [worker_group.spec(rank, 3, grace_s=60.0) for rank in range(3)]
     calls = [CheckpointCalls(spec, WorkerGroupStore(spec)) for spec in specs]
     entered = (5, 2, 3)
     for counter, times in zip(calls, entered, strict=True):
@@ -118,8 +118,8 @@ def test_ranks_end_with_the_same_call_wherever_they_were_when_they_were_told(gan
     assert ends == [21] * 3
 
 
-def test_a_rank_that_hears_nothing_keeps_the_others_only_for_the_grace(gang: Gang) -> None:
-    spec = gang.spec(0, 2, grace_s=0.3)
+def test_a_rank_that_hears_nothing_keeps_the_others_only_for_the_grace(worker_group: Gang) -> None:
+    spec = worker_group.spec(0, 2, grace_s=0.3)
     calls = CheckpointCalls(spec, WorkerGroupStore(spec))
     calls.tell_to_end()
     began = time.monotonic()
@@ -128,8 +128,8 @@ def test_a_rank_that_hears_nothing_keeps_the_others_only_for_the_grace(gang: Gan
     assert not calls.is_last(calls.enter())
 
 
-def test_keys_of_another_attempt_are_not_seen(gang: Gang) -> None:
-    first = gang.spec(0, 2)
+def test_keys_of_another_attempt_are_not_seen(worker_group: Gang) -> None:
+    first = worker_group.spec(0, 2)
     WorkerGroupStore(first).set("a", "1")
     assert WorkerGroupStore(first).get("a") == b"1"
     assert not WorkerGroupStore(dataclasses.replace(first, attempt=2)).has("a")

@@ -23,11 +23,11 @@ class Group:
     """Rank 0 of two, and the store through which rank 1 leaves its state."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
-        gang = Gang()
-        self.gang, self.folder = gang, folder
+        worker_group = Gang()
+        self.worker_group, self.folder = worker_group, folder
         self.file = (folder / "events").open("ab", buffering=0)
-        spec = gang.spec(0, 2, staging=str(folder), **changes)
-        self.store, self.other = WorkerGroupStore(spec), WorkerGroupStore(gang.spec(1, 2))
+        spec = worker_group.spec(0, 2, staging=str(folder), **changes)
+        self.store, self.other = WorkerGroupStore(spec), WorkerGroupStore(worker_group.spec(1, 2))
         self.saver = CheckpointWriter(spec, Emitter(self.file.fileno()), self.store)
 
     def start(self, number: int) -> None:

@@ -25,10 +25,10 @@ from tests.unit.rank.test_context import Rank
 class Told:
     """The calls of rank 0 of 2, and the events that it emits."""
 
-    def __init__(self, folder: Path, gang: Gang) -> None:
+    def __init__(self, folder: Path, worker_group: Gang) -> None:
         self.path = folder / "events"
         self.file = self.path.open("ab", buffering=0)
-        self.calls = CollectiveCalls(gang.spec(0, 2), Emitter(self.file.fileno()))
+        self.calls = CollectiveCalls(worker_group.spec(0, 2), Emitter(self.file.fileno()))
 
     def events(self) -> list[events.Event]:
         return [events.decode(line) for line in self.path.read_bytes().splitlines()]
@@ -67,17 +67,17 @@ def test_calls_are_counted_by_name(told: Told) -> None:
 
 
 def test_ranks_wait_in_a_call_until_the_last_one_has_begun_it(tmp_path: Path) -> None:
-    gang = Gang()
+    worker_group = Gang()
     met: list[int] = []
 
     def come(rank: int) -> None:
-        spec = gang.spec(rank, 2)
+        spec = worker_group.spec(rank, 2)
         CollectiveCalls(spec, Emitter(-1)).meet("resume", 1, WorkerGroupStore(spec))
         met.append(rank)
 
     first = threading.Thread(target=come, args=(0,))
     first.start()
-    store = WorkerGroupStore(gang.spec(1, 2))
+    store = WorkerGroupStore(worker_group.spec(1, 2))
     deadline = time.monotonic() + PATIENCE_S
     while not store.has("met/resume/1/0") and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -92,8 +92,8 @@ def test_checkpoint_that_other_ranks_do_not_join_is_reported_as_a_wait(
 ) -> None:
     monkeypatch.setattr(calls, "FIRST_REPORT_S", 0.05)
     monkeypatch.setattr(calls, "_POLL_S", 0.01)
-    gang = Gang()
-    rank = Rank(tmp_path, world_size=2, master_addr="127.0.0.1", master_port=gang.store.port, timeout_s=20.0)
+    worker_group = Gang()
+    rank = Rank(tmp_path, world_size=2, master_addr="127.0.0.1", master_port=worker_group.store.port, timeout_s=20.0)
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1)
     second = threading.Thread(target=lambda: rank.context.checkpoint(model=model, step=2))
@@ -105,7 +105,7 @@ def test_checkpoint_that_other_ranks_do_not_join_is_reported_as_a_wait(
     assert isinstance(waiting, events.Waiting) and (waiting.call, waiting.step) == ("checkpoint", 2)
     own = plain_bytes({"random": None, "rank_state": None})
     for number in (1, 2):
-        WorkerGroupStore(gang.spec(1, 2)).set(state_key(number, 1), own)
+        WorkerGroupStore(worker_group.spec(1, 2)).set(state_key(number, 1), own)
     second.join(PATIENCE_S)
     rank.context.close()
     rank.file.close()

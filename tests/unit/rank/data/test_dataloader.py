@@ -20,10 +20,10 @@ def loaders(size: int, ranks: int, batch_size: int = 3, **more: object) -> list[
     return [make_loader(data, batch_size, rank, ranks, CPU, **how) for rank in range(ranks)]  # type: ignore[arg-type]
 
 
-def seen(gang: list[RankLoader], steps: int | None = None) -> list[int]:
+def seen(worker_group: list[RankLoader], steps: int | None = None) -> list[int]:
     """The samples of all ranks, in `steps` steps or to the epoch's end."""
     found: list[int] = []
-    for loader in gang:
+    for loader in worker_group:
         for number, batch in enumerate(loader, 1):
             found += batch.tolist()
             if number == steps:
@@ -32,12 +32,12 @@ def seen(gang: list[RankLoader], steps: int | None = None) -> list[int]:
 
 
 def test_all_ranks_together_see_every_sample_once_in_an_order_of_the_epoch() -> None:
-    gang = loaders(24, ranks=2)
-    first = seen(gang)
+    worker_group = loaders(24, ranks=2)
+    first = seen(worker_group)
     assert sorted(first) == list(range(24))
     assert first == seen(loaders(24, ranks=2))
-    assert gang[0].epoch == 2
-    second = seen(gang)
+    assert worker_group[0].epoch == 2
+    second = seen(worker_group)
     assert sorted(second) == list(range(24)) and second != first
 
 
@@ -49,8 +49,8 @@ def test_ranks_have_equally_many_samples_of_an_odd_number(
     size: int, drop_last: bool, each: int, different: int
 ) -> None:
     """`drop_last` leaves out the last batches that are not full on every rank, and repeats no sample."""
-    gang = loaders(size, ranks=2, drop_last=drop_last)
-    shares = [seen([loader]) for loader in gang]
+    worker_group = loaders(size, ranks=2, drop_last=drop_last)
+    shares = [seen([loader]) for loader in worker_group]
     assert [len(share) for share in shares] == [each, each]
     assert len({*shares[0], *shares[1]}) == different
     assert {*shares[0], *shares[1]} <= set(range(size))
@@ -140,11 +140,11 @@ def test_27_samples_for_two_ranks_with_batches_of_3(drop_last: bool, expected: l
 
 @pytest.mark.parametrize(("drop_last", "expected"), [(True, (3, 3)), (False, (4, 4))])
 def test_27_samples_after_a_resume(drop_last: bool, expected: tuple[int, int]) -> None:
-    gang = loaders(27, 2, drop_last=drop_last)
-    for loader in gang:
+    worker_group = loaders(27, 2, drop_last=drop_last)
+    for loader in worker_group:
         loader.load_state_dict({"epoch": 2, "taken": 6})
-    assert (gang[0].remaining, gang[1].remaining) == expected, "21 samples in steps of 6"
-    assert [len([*loader]) for loader in gang] == [*expected]
+    assert (worker_group[0].remaining, worker_group[1].remaining) == expected, "21 samples in steps of 6"
+    assert [len([*loader]) for loader in worker_group] == [*expected]
 
 
 def test_repeated_samples_fill_ranks_that_outnumber_the_samples() -> None:

@@ -147,7 +147,7 @@ def test_a_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:
 def test_labels_that_miss_a_class_end_it_before_anything_starts(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddptrain.workloads.images.model.init.check_weights_fit", lambda *_: None)
+    monkeypatch.setattr("ddptrain.workloads.images.model.initial_weights.check_weights_fit", lambda *_: None)
     labels = tmp_path / "labels.json"
     mapped = {"weights": "https://nowhere/weights.pth", "label_map": str(labels)}
     labels.write_text(json.dumps(["Chihuahua", "beagle"]))

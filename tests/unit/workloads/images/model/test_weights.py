@@ -21,9 +21,9 @@ from ddptrain.rank.context import RankContext
 from ddptrain.storage import download
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import FILE
-from ddptrain.workloads.images.model import init
+from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe
-from ddptrain.workloads.images.model.init import begin_with_weights, described_model, weights_file
+from ddptrain.workloads.images.model.initial_weights import begin_with_weights, described_model, weights_file
 from ddptrain.workloads.images.model.weights import PretrainedWeights
 from ddptrain.workloads.images.params import ImagesParams
 
@@ -144,8 +144,8 @@ class Beginning:
         self.theirs = pretrained(1000, "squeezenet1_1")
         save_file(self.theirs, self.path)
         known = PretrainedWeights(self.path.as_uri(), MEAN, STD, 300)
-        monkeypatch.setattr(init, "find_pretrained", lambda *_: known)
-        monkeypatch.setattr(init, "weights_file", lambda *_: self.path)
+        monkeypatch.setattr(initial_weights, "find_pretrained", lambda *_: known)
+        monkeypatch.setattr(initial_weights, "weights_file", lambda *_: self.path)
         self.ctx = cast("RankContext", SimpleNamespace(rank=0, progress=lambda *_, **__: None))
 
     def keeps_head(self, weights: str, **params: Any) -> bool:

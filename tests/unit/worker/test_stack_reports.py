@@ -15,7 +15,7 @@ import pytest
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL
-from ddptrain.worker import diagnostics
+from ddptrain.worker import stack_reports
 from ddptrain.worker.process_monitor import ProcessMonitor, has_handler
 from ddptrain.worker.spool import RankSpool
 from tests.unit.specs import make_spec
@@ -48,7 +48,7 @@ def test_stopped_process_is_reported_at_once_with_a_file(spool: RankSpool, sleep
     sleeper.send_signal(signal.SIGSTOP)
     while ProcessMonitor(sleeper.pid).status() != "stopped":
         time.sleep(0.01)
-    diagnostics.report_if_silent(spool, sleeper.pid, 2, 1)
+    stack_reports.report_if_silent(spool, sleeper.pid, 2, 1)
     stacks, file = told(spool, 2)
     assert isinstance(stacks, events.Stacks)
     assert stacks.state == "stopped"
@@ -61,7 +61,7 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
     spool: RankSpool, sleeper: subprocess.Popen[bytes]
 ) -> None:
     assert not has_handler(sleeper.pid, STACKS_SIGNAL)
-    diagnostics.report_if_silent(spool, sleeper.pid, 1, 1)
+    stack_reports.report_if_silent(spool, sleeper.pid, 1, 1)
     stacks, _ = told(spool, 2)
     assert isinstance(stacks, events.Stacks)
     assert (stacks.state, stacks.main) == ("busy", ())
@@ -69,7 +69,7 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
 
 
 def test_stacks_that_are_written_slowly_are_waited_for(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnostics, "_DUMP_S", 30 * diagnostics._DUMP_S)  # in case it is even busier
+    monkeypatch.setattr(stack_reports, "_DUMP_S", 30 * stack_reports._DUMP_S)  # in case it is even busier
     code = """
 import signal, sys, time
 def write(*_):
@@ -83,14 +83,14 @@ time.sleep(600)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
         try:
-            assert diagnostics._dump(spool, process.pid) == "slowly"
+            assert stack_reports._dump(spool, process.pid) == "slowly"
         finally:
             process.kill()
 
 
 def test_rank_that_answers_by_itself_is_not_reported_again(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnostics, "_ANSWER_S", 60.0)
-    diagnostics.report_if_silent(spool, os.getpid(), 1, 1)
+    monkeypatch.setattr(stack_reports, "_ANSWER_S", 60.0)
+    stack_reports.report_if_silent(spool, os.getpid(), 1, 1)
     spool.events.write_bytes(events.encode(events.Stacks(1, ("a.py:1 f",))))
     for thread in threading.enumerate():
         if thread.name == "ddptrain-stacks":
@@ -101,19 +101,19 @@ def test_rank_that_answers_by_itself_is_not_reported_again(spool: RankSpool, mon
 
 def test_flight_record_is_announced_if_there_is_one(spool: RankSpool) -> None:
     spec = make_spec(rank=1)
-    diagnostics.announce_flight_record(spool, spec)
+    stack_reports.announce_flight_record(spool, spec)
     assert told(spool, 0) == []
     (spool.staging / "flight-record-1").write_bytes(b"pickle")
-    diagnostics.announce_flight_record(spool, spec)
+    stack_reports.announce_flight_record(spool, spec)
     (file,) = told(spool, 1)
     assert isinstance(file, events.FileSaved)
     assert (file.path, file.staging, file.size_bytes) == ("flight-recorder/rank-1.pickle", "flight-record-1", 6)
 
 
 def test_message_of_nccls_watchdog_in_the_log_is_recognized(spool: RankSpool) -> None:
-    assert not diagnostics.timed_out(spool)
+    assert not stack_reports.timed_out(spool)
     spool.log.write_text("[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
-    assert diagnostics.timed_out(spool)
+    assert stack_reports.timed_out(spool)
 
 
 def test_cpu_time_includes_children_in_the_process_group() -> None:

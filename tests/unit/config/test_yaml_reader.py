@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.yaml import MAX_NODES, Node, Place, make_nodes, parse_yaml, plain, scalar
+from ddptrain.config.yaml_reader import MAX_NODES, Node, Place, make_nodes, parse_yaml, plain, scalar
 from ddptrain.errors import ConfigError
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.protocol import notices
-from ddptrain.protocol.notices import Alive, Growth, Leaving, Notice, NoticeError, Output, RankExit, StoreOpened
+from ddptrain.protocol import worker_notices
+from ddptrain.protocol.worker_notices import Alive, Growth, Leaving, Notice, NoticeError, Output, RankExit, StoreOpened
 
 COUNTS = st.integers(0, 1 << 50)
 AMOUNTS = st.none() | st.floats(0.0, allow_infinity=False, allow_nan=False)
@@ -31,34 +31,34 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(sorted({name for cls in notices.KINDS.values() for name in cls.__dataclass_fields__}))
+NAMES = st.sampled_from(sorted({name for cls in worker_notices.KINDS.values() for name in cls.__dataclass_fields__}))
 EXIT = RankExit(2, 1, 4711, -9, 1_700_000_000_000_000_000, 10, 20, "out of memory", timed_out=True)
 
 
 @given(VALID)
 def test_valid_notice_survives_messagepack(notice: Notice) -> None:
-    travelled = msgpack.unpackb(msgpack.packb(notices.encode(notice)))
-    assert notices.decode({**travelled, "worker": "tcp://added-by-the-scheduler"}) == notice
+    travelled = msgpack.unpackb(msgpack.packb(worker_notices.encode(notice)))
+    assert worker_notices.decode({**travelled, "worker": "tcp://added-by-the-scheduler"}) == notice
 
 
 def test_exit_survives_as_the_result_of_a_task() -> None:
-    assert notices.exit_from_json(notices.exit_to_json(EXIT)) == EXIT
-    assert json.loads(notices.exit_to_json(EXIT))["notice"] == "exit"
+    assert worker_notices.exit_from_json(worker_notices.exit_to_json(EXIT)) == EXIT
+    assert json.loads(worker_notices.exit_to_json(EXIT))["notice"] == "exit"
 
 
 @given(ANYTHING)
 def test_anything_else_is_refused_and_nothing_but_noticeerror_is_raised(message: Any) -> None:
     with pytest.raises(NoticeError):
-        notices.decode(message)
+        worker_notices.decode(message)
 
 
 @given(VALID, NAMES, ANYTHING)
 def test_any_value_in_any_field_is_refused_or_gives_a_valid_notice(notice: Notice, name: str, value: Any) -> None:
     try:
-        decoded = notices.decode({**notices.encode(notice), name: value})
+        decoded = worker_notices.decode({**worker_notices.encode(notice), name: value})
     except NoticeError:
         return
-    assert notices.decode(notices.encode(decoded)) == decoded
+    assert worker_notices.decode(worker_notices.encode(decoded)) == decoded
     for field in dataclasses.fields(decoded):
         number = getattr(decoded, field.name)
         if isinstance(number, int | float):
@@ -88,21 +88,21 @@ def test_any_value_in_any_field_is_refused_or_gives_a_valid_notice(notice: Notic
         ({"notice": "output", "attempt": 1, "rank": 0, "stream": "err", "offset": 0, "data": b""}, "stream"),
         ({"notice": "output", "attempt": 1, "rank": 0, "stream": "log", "offset": 0, "data": "text"}, "data"),
         ({"notice": "output", "attempt": 1, "rank": 0, "stream": "log", "offset": 0, "data": bytes(1 << 15)}, "data"),
-        ({**notices.encode(EXIT), "status": 256}, "status"),
-        ({**notices.encode(EXIT), "status": "-9"}, "exit: status is a value of type str '-9'"),
-        ({**notices.encode(EXIT), "timed_out": 1}, "timed_out"),
-        ({**notices.encode(EXIT), "oom": "x" * 5000}, "oom"),
+        ({**worker_notices.encode(EXIT), "status": 256}, "status"),
+        ({**worker_notices.encode(EXIT), "status": "-9"}, "exit: status is a value of type str '-9'"),
+        ({**worker_notices.encode(EXIT), "timed_out": 1}, "timed_out"),
+        ({**worker_notices.encode(EXIT), "oom": "x" * 5000}, "oom"),
     ],
 )
 def test_reason_names_the_field_and_its_value(message: dict[str, Any], reason: str) -> None:
     with pytest.raises(NoticeError, match=reason):
-        notices.decode(message)
+        worker_notices.decode(message)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "1", '{"notice": "leaving", "attempt": 1, "rank": 0}'])
 def test_text_that_is_no_exit_is_refused(text: str) -> None:
     with pytest.raises(NoticeError):
-        notices.exit_from_json(text)
+        worker_notices.exit_from_json(text)
 
 
 @pytest.mark.parametrize(
