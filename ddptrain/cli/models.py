@@ -10,7 +10,7 @@ import typer
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
-    from ddptrain.model_registry.reader import ModelState
+    from ddptrain.model_registry.model_reader import ModelState
     from ddptrain.model_registry.records import Change, VersionRecord
     from ddptrain.model_registry.registry import ModelRegistry
 
@@ -232,8 +232,8 @@ def open_trained(source: str, runs_dir: str, models_dir: str | None) -> tuple[Pa
     from ddptrain.model_registry.reference import is_model_reference, parse_reference
 
     if is_model_reference(source):
-        from ddptrain.model_registry.local_copy import open_version
         from ddptrain.model_registry.registry import ModelRegistry
+        from ddptrain.model_registry.version_copy import open_version
 
         registry = ModelRegistry.open(models_dir or _DEFAULT_MODELS_DIR)
         record = registry.resolve(parse_reference(source))

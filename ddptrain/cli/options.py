@@ -12,7 +12,7 @@ import typer
 Loaded = TypeVar("Loaded")
 
 
-class Output(StrEnum):
+class OutputMode(StrEnum):
     """How `train` and `run` show what happens."""
 
     AUTO = "auto"
@@ -79,7 +79,7 @@ VerboseOption = Annotated[
 AllRanksOption = Annotated[
     bool, typer.Option("--all-ranks", help="Show each rank by itself, also where 17 or more would be shown as a group.")
 ]
-OutputOption = Annotated[Output, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")]
+OutputOption = Annotated[OutputMode, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")]
 ReadyFdOption = Annotated[int | None, typer.Option(hidden=True)]
 
 

@@ -14,7 +14,7 @@ from ddptrain.cli.options import (
     DetachOption,
     DryRunOption,
     FullTracebackOption,
-    Output,
+    OutputMode,
     OutputOption,
     RanksOption,
     ReadyFdOption,
@@ -59,7 +59,7 @@ def run(
     full_traceback: FullTracebackOption = False,
     all_ranks: AllRanksOption = False,
     verbose: VerboseOption = False,
-    output: OutputOption = Output.AUTO,
+    output: OutputOption = OutputMode.AUTO,
     ready_fd: ReadyFdOption = None,
 ) -> None:
     """Run an unmodified torchrun script on every GPU: on this machine, or on a running cluster."""

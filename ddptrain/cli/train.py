@@ -15,7 +15,7 @@ from ddptrain.cli.options import (
     DetachOption,
     DryRunOption,
     FullTracebackOption,
-    Output,
+    OutputMode,
     OutputOption,
     RanksOption,
     ReadyFdOption,
@@ -50,7 +50,7 @@ def train(
     full_traceback: FullTracebackOption = False,
     all_ranks: AllRanksOption = False,
     verbose: VerboseOption = False,
-    output: OutputOption = Output.AUTO,
+    output: OutputOption = OutputMode.AUTO,
     ready_fd: ReadyFdOption = None,
     ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
 ) -> None:
@@ -83,7 +83,7 @@ def start(
     detach: bool,
     full_traceback: bool,
     all_ranks: bool,
-    output: Output,
+    output: OutputMode,
     ready_fd: int | None,
 ) -> None:
     """Run a configuration with the options of `train` and `run`. Raises typer.Exit with the exit code."""
@@ -103,7 +103,7 @@ def start(
             "the run with that id or goes on with it"
         )
     if detach:
-        raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=output is Output.JSON))
+        raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=output is OutputMode.JSON))
     chosen = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks)
     raise typer.Exit(launch(resolved, chosen))
 
@@ -118,7 +118,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
 
     command = str(ctx.command.name)
     typed = _typed(ctx, leave_out={"detach", "output", "verbose"})
-    begun = start_detached([command, "--output", Output.PLAIN.value, *typed])
+    begun = start_detached([command, "--output", OutputMode.PLAIN.value, *typed])
     if isinstance(begun, EndedEarly):
         say(begun.said.rstrip("\n"))
         return begun.exit_code

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddptrain.clusters import compatibility_probe
-from ddptrain.clusters.compatibility_table import Row, table
+from ddptrain.clusters.compatibility_table import VersionRow, table
 from ddptrain.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -123,10 +123,10 @@ def _numbers(version: str | None) -> tuple[int, ...]:
 def _message(
     answers: Answers, wrong: Mapping[str, frozenset[str]], driver: Mapping[str, str | None], needs: Needs
 ) -> str:
-    rows = [Row(_DRIVER, _cells(driver, needs, _OF_RANKS))]
+    rows = [VersionRow(_DRIVER, _cells(driver, needs, _OF_RANKS))]
     for who, answer in answers.told.items():
-        rows.append(Row(who, _cells(answer, needs, _OF_RANKS if who == _SCHEDULER else ()), wrong[who]))
-    rows += [Row(who, {}, reason=reason) for who, reason in answers.failed.items()]
+        rows.append(VersionRow(who, _cells(answer, needs, _OF_RANKS if who == _SCHEDULER else ()), wrong[who]))
+    rows += [VersionRow(who, {}, reason=reason) for who, reason in answers.failed.items()]
     advice = _advice(answers, frozenset().union(*wrong.values()), driver, needs)
     return table("this cluster can't run the training (! marks what does not fit):", rows, advice)
 

@@ -20,7 +20,7 @@ _MOST_OF_A_REASON = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class VersionRow:
     """One process: its value in each column, or the `reason` for no answer; the columns in `wrong` are marked."""
 
     who: str
@@ -29,12 +29,12 @@ class Row:
     reason: str = ""
 
 
-def table(title: str, rows: Sequence[Row], below: str) -> str:
+def table(title: str, rows: Sequence[VersionRow], below: str) -> str:
     """The lines of the table, at most 90 characters wide unless every column is needed.
 
     Workers with equal values share a row.
     """
-    alike: dict[tuple[object, ...], list[Row]] = {}
+    alike: dict[tuple[object, ...], list[VersionRow]] = {}
     for row in rows:
         kind = row.who if not _is_address(row.who) else ""
         alike.setdefault((kind, tuple(row.cells.items()), row.wrong, row.reason), []).append(row)
@@ -45,7 +45,7 @@ def table(title: str, rows: Sequence[Row], below: str) -> str:
     return "\n".join([title, *(f"{_INDENT}{line}".rstrip() for line in lines), *advice])
 
 
-def _aligned(groups: Sequence[tuple[str, Row]], columns: Mapping[str, int]) -> list[str]:
+def _aligned(groups: Sequence[tuple[str, VersionRow]], columns: Mapping[str, int]) -> list[str]:
     """The lines of one row; a name that is too long for its column gets a line of its own."""
     room = _WIDTH - len(_INDENT) - sum(len(_GAP) + width for width in columns.values())
     names_width = min(max(len(name) for name, _ in groups), max(_LEAST_NAMES_WIDTH, room))
@@ -58,7 +58,7 @@ def _aligned(groups: Sequence[tuple[str, Row]], columns: Mapping[str, int]) -> l
     return lines
 
 
-def _values(row: Row, columns: Mapping[str, int], width: int) -> list[str]:
+def _values(row: VersionRow, columns: Mapping[str, int], width: int) -> list[str]:
     if row.reason:
         return textwrap.wrap(shorten(row.reason, _MOST_OF_A_REASON), width)
     return [_joined((_cell(row, column) for column in columns), columns)]
@@ -68,11 +68,11 @@ def _joined(cells: Iterable[str], columns: Mapping[str, int]) -> str:
     return _GAP.join(f"{cell:{width}}" for cell, width in zip(cells, columns.values(), strict=True))
 
 
-def _cell(row: Row, column: str) -> str:
+def _cell(row: VersionRow, column: str) -> str:
     return shorten(row.cells[column], _VALUE_WIDTH) + (_MARK if column in row.wrong else "")
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, int]:
+def _columns(rows: Sequence[VersionRow]) -> dict[str, int]:
     """The columns with their widths. If the table is too wide, columns without errors are left out, last first."""
     told = [row for row in rows if row.cells]
     widths = {column: max(len(column), *(len(_cell(row, column)) for row in told)) for column in told[0].cells}
@@ -86,7 +86,7 @@ def _is_address(who: str) -> bool:
     return "://" in who
 
 
-def _names(groups: Sequence[Sequence[Row]]) -> list[str]:
+def _names(groups: Sequence[Sequence[VersionRow]]) -> list[str]:
     """The label of each group: its hosts, or worker addresses if a host is in several groups."""
     hosts = [{_host(row.who) for row in group if _is_address(row.who)} for group in groups]
     names = []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from ddptrain.clusters.status import RunView, State, View, WorkerView
+from ddptrain.clusters.status import ClusterRun, State, View, WorkerView
 from ddptrain.config.wording import counted
 from ddptrain.text_tables import Section, clean, clean_line
 
@@ -80,7 +80,7 @@ def _worker(worker: WorkerView) -> str:
     return f"{counted(worker.slots, 'slot')}, {worker.free} free{gpus}{warm}{name}"
 
 
-def _waits(run: RunView) -> str:
+def _waits(run: ClusterRun) -> str:
     asked = counted(run.asked, "slot") if run.asked is not None else "all slots"
     return f"for {asked}, for {run.waited_s:.0f} s"
 

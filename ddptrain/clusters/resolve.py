@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ddptrain import __version__
 from ddptrain.clusters import cluster_records
 from ddptrain.clusters.security import own_security, security
-from ddptrain.config import registry
+from ddptrain.config import known_names
 from ddptrain.errors import ClusterError
 from ddptrain.hosts import Relation
 
@@ -52,7 +52,7 @@ def reopen(deployment: cluster_records.Deployment) -> None:
     Raises ClusterError, also on another host than that of the cluster.
     """
     deployment.check_here()
-    again = getattr(registry.provider_class(deployment.record.backend), "reopen", None)  # only some backends have it
+    again = getattr(known_names.provider_class(deployment.record.backend), "reopen", None)  # only some backends have it
     if again is not None:
         again(deployment)
 

@@ -50,7 +50,7 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
-class RunView:
+class ClusterRun:
     """A run with the slots that it holds, or waits for (`asked`, None: all) since `waited_s` seconds."""
 
     run_id: str
@@ -69,8 +69,8 @@ class View:
     reason: str = ""
     certain: bool = True
     workers: tuple[WorkerView, ...] = ()
-    runs: tuple[RunView, ...] = ()
-    waiting: tuple[RunView, ...] = ()
+    runs: tuple[ClusterRun, ...] = ()
+    waiting: tuple[ClusterRun, ...] = ()
 
     @property
     def name(self) -> str:
@@ -155,8 +155,8 @@ def seen(deployment: Deployment, told: Mapping[str, Any]) -> View:
     """The view of a cluster that is up, from the answer of its scheduler (`slots.overview`)."""
     fields = [field.name for field in dataclasses.fields(WorkerView)]
     workers = [WorkerView(**{name: worker[name] for name in fields}) for worker in told["workers"]]
-    runs = [RunView(run["run_id"], run["slots"], tuple(run["hosts"])) for run in told["runs"]]
-    waiting = [RunView(run["run_id"], asked=run["asked"], waited_s=run["waited_s"]) for run in told["waiting"]]
+    runs = [ClusterRun(run["run_id"], run["slots"], tuple(run["hosts"])) for run in told["runs"]]
+    waiting = [ClusterRun(run["run_id"], asked=run["asked"], waited_s=run["waited_s"]) for run in told["waiting"]]
     return View(deployment, State.UP, "", True, tuple(workers), tuple(runs), tuple(waiting))
 
 

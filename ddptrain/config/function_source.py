@@ -15,8 +15,8 @@ from typing import Any, Literal, Union
 
 from pydantic import BaseModel
 
+from ddptrain.config.known_names import takes_context
 from ddptrain.config.params_check import Parameter, make_model
-from ddptrain.config.registry import takes_context
 
 _MAX_BYTES = 1 << 20
 _SIMPLE: Mapping[str, Any] = types.MappingProxyType(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.config.registry import is_built_in, workload_target
+from ddptrain.config.known_names import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.failure.watchdog import alive_s

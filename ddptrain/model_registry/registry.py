@@ -21,8 +21,8 @@ from pathlib import Path
 
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import hash_file, sha256
+from ddptrain.model_registry.model_reader import RECORD, ModelReader, ModelState
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.model_registry.reader import RECORD, ModelReader, ModelState
 from ddptrain.model_registry.records import Change, ModelFile, VersionRecord
 from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, check_alias, check_model_name
 from ddptrain.storage.remote_folder import RemoteFolder

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
-MAX_DATA_BYTES = 16 * 1024  # in one Output: the scheduler keeps the last thousand messages of a topic
+MAX_DATA_BYTES = 16 * 1024  # in one OutputBytes: the scheduler keeps the last thousand messages of a topic
 _MAX_COUNT = 1 << 50  # of sizes, offsets, ranks and attempts; more is a mistake or an attack
 _MAX_TIME_NS = 1 << 63
 _MAX_TEXT = 4_096  # characters
@@ -71,7 +71,7 @@ class Growth(Notice):
 
 
 @dataclass(frozen=True, slots=True)
-class Output(Notice):
+class OutputBytes(Notice):
     """Bytes of the rank's log or events file, for a driver that does not share the worker's file system."""
 
     kind: ClassVar[str] = "output"
@@ -114,11 +114,11 @@ def describe_status(status: int) -> str:
         return f"killed by signal {-status}"
 
 
-KINDS: dict[str, type[Notice]] = {cls.kind: cls for cls in (Alive, Leaving, StoreOpened, Growth, Output, RankExit)}
+KINDS: dict[str, type[Notice]] = {cls.kind: cls for cls in (Alive, Leaving, StoreOpened, Growth, OutputBytes, RankExit)}
 
 
 def encode(notice: Notice) -> dict[str, Any]:
-    """The notice as plain values for MessagePack (Output has bytes) or JSON (all others)."""
+    """The notice as plain values for MessagePack (OutputBytes has bytes) or JSON (all others)."""
     return {"notice": notice.kind, **{name: getattr(notice, name) for name in notice.__dataclass_fields__}}
 
 

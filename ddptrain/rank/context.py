@@ -14,9 +14,9 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.artifact_files import ArtifactFiles
 from ddptrain.rank.checkpoint import random_state
+from ddptrain.rank.checkpoint.checkpoint_reader import Resumed, loaded
 from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
-from ddptrain.rank.checkpoint.coordination import CheckpointCalls, Preempted, SaveSchedule, WorkerGroupStore
-from ddptrain.rank.checkpoint.load import Resumed, loaded
+from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveSchedule, WorkerGroupStore
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, plain_bytes
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from ddptrain.rank.collective.reductions import CollectiveValues
     from ddptrain.rank.data.dataloader import RankLoader
-    from ddptrain.rank.media.log import MediaLog
+    from ddptrain.rank.media.media_log import MediaLog
 
-__all__ = ["Preempted", "RankContext", "Resumed"]
+__all__ = ["PreemptedExit", "RankContext", "Resumed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +185,7 @@ class RankContext:
 
     @cached_property
     def _media(self) -> MediaLog:
-        from ddptrain.rank.media.log import MediaLog
+        from ddptrain.rank.media.media_log import MediaLog
 
         return MediaLog(self.rank, self._files, self._tracked)
 
@@ -316,7 +316,7 @@ class RankContext:
         Raises:
             TypeError: something cannot be saved in a form that loads without executing a pickle.
             OSError: an earlier checkpoint could not be written, `checkpoint.max_failures` times in a row.
-            Preempted: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
+            PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
         self._collective_calls.enter("checkpoint")
         with self._collective_calls.waiting("checkpoint", int(step), self._waits_for_others):
@@ -328,7 +328,7 @@ class RankContext:
                 self._saver.wait()
             if ends and not last:
                 self._emitter.emit(events.Preempted(time.time_ns(), int(step)))
-                raise Preempted
+                raise PreemptedExit
             return True
 
     def _waits_for_others(self) -> bool:

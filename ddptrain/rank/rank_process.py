@@ -18,7 +18,7 @@ from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.exec_env import names_working_directory
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.lifecycle import RankLifecycle
+from ddptrain.rank.rank_lifecycle import RankLifecycle
 from ddptrain.rank.server import process_control
 
 _COLD_START = (

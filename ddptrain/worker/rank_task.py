@@ -177,7 +177,7 @@ class _RankTask:
             end = min(sizes[stream], offset + budget)
             while offset < end:
                 data = spool.read_chunk(path, offset, min(_OUTPUT_BYTES, end - offset))
-                self._notify(worker_notices.Output(self.spec.attempt, self.spec.rank, stream, offset, data))
+                self._notify(worker_notices.OutputBytes(self.spec.attempt, self.spec.rank, stream, offset, data))
                 offset += len(data)
 
     def _notify(self, notice: worker_notices.Notice) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.model_registry.local_copy import open_version
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import parse_reference
 from ddptrain.model_registry.registry import ModelRegistry
+from ddptrain.model_registry.version_copy import open_version
 from tests.integration.s3server import s3_server
 from tests.integration.seaweed import seaweed
 

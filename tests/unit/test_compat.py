@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from ddptrain.compat.dask_pytorch_ddp import data, dispatch, failures, outbox, rank_entrypoint, rank_task, results
+from ddptrain.compat.dask_pytorch_ddp import data, dispatch, failures, notebook_task, outbox, rank_entrypoint, results
 from ddptrain.errors import TrainingFailed
 from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.errors import UnsafePath
@@ -113,7 +113,7 @@ def test_first_cause_is_the_earliest_that_did_not_lose_a_peer() -> None:
 def outcome(folder: Path, status: int) -> Any:
     log = folder / "log"
     log.write_text("last words\n")
-    return rank_task._outcome(make_spec(rank=1), str(folder / "answer"), log, RankExit(1, 1, 7, status, 9, 0, 0))
+    return notebook_task._outcome(make_spec(rank=1), str(folder / "answer"), log, RankExit(1, 1, 7, status, 9, 0, 0))
 
 
 def test_rank_that_was_killed_fails_with_its_last_words(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from ddptrain.config.registry import TRACKER_PACKAGES, TRACKERS
+from ddptrain.config.known_names import TRACKER_PACKAGES, TRACKERS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

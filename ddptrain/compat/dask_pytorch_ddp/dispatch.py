@@ -15,7 +15,7 @@ from distributed import Client, Future
 
 from ddptrain.clusters.compatibility import Needs, check_cluster
 from ddptrain.clusters.scheduler import slots
-from ddptrain.compat.dask_pytorch_ddp import group_watch, rank_task
+from ddptrain.compat.dask_pytorch_ddp import group_watch, notebook_task
 from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
 from ddptrain.errors import ClusterError, UsageError
@@ -144,7 +144,7 @@ def _search_path() -> tuple[str, ...]:
 def _store_port(client: Client, first: RankSpec, place: RankPlace) -> int:
     worker = place.slot.worker
     try:
-        ports = client.run(rank_task.open_store, first.run_id, first.key, first.group.master_addr, workers=[worker])
+        ports = client.run(notebook_task.open_store, first.run_id, first.key, first.group.master_addr, workers=[worker])
     except OSError as error:
         raise ClusterError(f"the worker {worker} can't listen on {first.group.master_addr}: {error}") from error
     return int(ports[worker])
@@ -154,7 +154,7 @@ def _submit(
     client: Client, spec: RankSpec, port: int, place: RankPlace, pickled: bytes, given: dict[int | str, Any]
 ) -> Future[Any]:
     return client.submit(
-        rank_task.run_job,
+        notebook_task.run_job,
         spec.with_port(port).to_json(),
         pickled,
         given,

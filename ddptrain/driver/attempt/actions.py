@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ddptrain.driver.failure.fault import Fault, Loss
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.events import CheckpointSaved, FileSaved
-from ddptrain.protocol.worker_notices import Output, RankExit
+from ddptrain.protocol.worker_notices import OutputBytes, RankExit
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ReadOutput:
 class ReceiveOutput:
     """Take the bytes of a rank's files that came with a notice. Answered as ReadOutput is."""
 
-    output: Output
+    output: OutputBytes
 
 
 @dataclass(frozen=True, slots=True)

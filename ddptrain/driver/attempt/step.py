@@ -31,14 +31,14 @@ from ddptrain.results.errors import UnsafePath
 
 def step(state: AttemptState, message: Message, now: Moment) -> tuple[AttemptState, Sequence[Action]]:
     """The next state and the actions, in order. Every message is accepted in every state."""
-    work = _Step(state, now)
+    work = Transition(state, now)
     work.take(message)
     if work.state.inquiry.under_way and not work.state.stopping:
         work.conclude_inquiry()
     return work.state, work.actions
 
 
-class _Step(Draft):
+class Transition(Draft):
     """One step under way."""
 
     def take(self, message: Message) -> None:
@@ -99,7 +99,7 @@ class _Step(Draft):
                 self.do(actions.ReadOutput(rank, log_size, events_size))
             case RankExit(log_size=log_size, events_size=events_size):
                 self.do(actions.ReadOutput(rank, log_size, events_size, ended=notice))
-            case worker_notices.Output():
+            case worker_notices.OutputBytes():
                 self.do(actions.ReceiveOutput(notice))
             case worker_notices.StoreOpened() if rank == 0:
                 self._start_others(notice.port)

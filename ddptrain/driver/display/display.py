@@ -22,7 +22,7 @@ from ddptrain import log
 from ddptrain.driver.display import messages, terminal
 from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper
 from ddptrain.driver.display.jsonl import JsonRenderer
-from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.display.live import LiveRenderer
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
@@ -255,11 +255,11 @@ class Display:
             self._grouper = LineGrouper(message.world_size) if is_group else None
         self._renderer.tell(message)
 
-    def _show(self, groups: Iterable[tuple[Sequence[int], Sequence[Line]]]) -> None:
+    def _show(self, groups: Iterable[tuple[Sequence[int], Sequence[RankLine]]]) -> None:
         for ranks, lines in groups:
             self._renderer.log(ranks, lines)
 
-    def _show_lines(self, rank: int, lines: Sequence[Line]) -> None:
+    def _show_lines(self, rank: int, lines: Sequence[RankLine]) -> None:
         if self._grouper is not None:
             self._grouper.add(rank, lines, time.monotonic())
         else:

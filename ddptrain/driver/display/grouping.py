@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.failure.fault import format_ranks
 
 MIN_RANKS = 17  # the smallest run whose ranks are shown as a group
@@ -20,7 +20,7 @@ _MAX_LABEL_CHARS = 40
 
 @dataclass
 class _Group:
-    line: Line
+    line: RankLine
     since_s: float
     ranks: set[int] = field(default_factory=set)
 
@@ -31,11 +31,11 @@ class LineGrouper:
     def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
         self._world_size, self._hold_s = world_size, hold_s
         self._held: dict[int, _Group] = {}  # by number, in the order in which they are shown
-        self._numbers: dict[Line, list[int]] = {}  # line -> the groups that hold it, in their order
+        self._numbers: dict[RankLine, list[int]] = {}  # line -> the groups that hold it, in their order
         self._last_of: dict[int, int] = {}  # rank -> the last group that holds a line of it
         self._count = self._chars = 0
 
-    def add(self, rank: int, lines: Sequence[Line], now_s: float) -> None:
+    def add(self, rank: int, lines: Sequence[RankLine], now_s: float) -> None:
         """Take in lines that a rank has printed, at a monotonic time in seconds."""
         for line in lines:
             # The rank's earlier lines must be shown first: its group has to come after theirs.
@@ -46,15 +46,15 @@ class LineGrouper:
             self._held[numbers[index]].ranks.add(rank)
             self._last_of[rank] = numbers[index]
 
-    def due(self, now_s: float) -> Iterator[tuple[list[int], list[Line]]]:
+    def due(self, now_s: float) -> Iterator[tuple[list[int], list[RankLine]]]:
         """Yield what no longer waits: lines that all ranks have printed, and those held long enough."""
         yield from _runs(self._taken(now_s))
 
-    def flush(self) -> Iterator[tuple[list[int], list[Line]]]:
+    def flush(self) -> Iterator[tuple[list[int], list[RankLine]]]:
         """Yield everything that is held."""
         yield from _runs(self._taken(float("inf")))
 
-    def _new_group(self, line: Line, now_s: float) -> int:
+    def _new_group(self, line: RankLine, now_s: float) -> int:
         self._count += 1
         self._held[self._count] = _Group(line, now_s)
         self._chars += len(line.text)
@@ -76,10 +76,10 @@ class LineGrouper:
             yield group
 
 
-def _runs(groups: Iterator[_Group]) -> Iterator[tuple[list[int], list[Line]]]:
+def _runs(groups: Iterator[_Group]) -> Iterator[tuple[list[int], list[RankLine]]]:
     """Put consecutive lines of the same ranks together."""
     ranks: set[int] = set()
-    lines: list[Line] = []
+    lines: list[RankLine] = []
     for group in groups:
         if lines and group.ranks != ranks:
             yield sorted(ranks), lines

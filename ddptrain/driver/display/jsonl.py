@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddptrain.driver.display import messages
-from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.display.stream import Stream
 from ddptrain.protocol.events import Progress
 
@@ -27,7 +27,7 @@ class JsonRenderer:
         self._progress: dict[int, Progress] = {}  # not yet written
         self._written_s: dict[int, float] = {}
 
-    def log(self, ranks: Sequence[int], lines: Sequence[Line]) -> None:
+    def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
         """Write an object a line; "partial" marks one without a newline (yet): a piece, or a redrawn bar."""
         encode = json.encoder.encode_basestring_ascii
         for rank in ranks:
@@ -39,7 +39,7 @@ class JsonRenderer:
         """Write the message as an object; progress at most once a second and rank."""
         match message:
             case messages.RedrawnLine(rank, text) if text:
-                self.log([rank], [Line(text, ended=False)])
+                self.log([rank], [RankLine(text, ended=False)])
             case messages.RankProgress(rank, event):
                 self._progress[rank] = event
             case messages.LogLine(text):

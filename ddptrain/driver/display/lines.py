@@ -8,7 +8,7 @@ from typing import NamedTuple
 MAX_LINE_CHARS = 64 * 1024  # a longer line is passed on in pieces, so that memory stays bounded
 
 
-class Line(NamedTuple):
+class RankLine(NamedTuple):
     """A line's text; `ended` is False for a piece of a long line and for a last line without a newline."""
 
     text: str
@@ -29,38 +29,38 @@ class LineAssembler:
         """The unfinished line as a terminal shows it, if it uses carriage returns; else ""."""
         return self._text if self._redrawn else ""
 
-    def feed(self, data: bytes) -> list[Line]:
+    def feed(self, data: bytes) -> list[RankLine]:
         """Return the lines that `data` completes, and the pieces of a line that has become too long."""
         return self._cut(self._decoder.decode(data))
 
-    def finish(self) -> list[Line]:
+    def finish(self) -> list[RankLine]:
         """Return the last line of the stream, if it has no newline."""
         lines = self._cut(self._decoder.decode(b"", True))
         if self._text:
-            lines.append(Line(self._text, ended=False))
+            lines.append(RankLine(self._text, ended=False))
         self._restart()
         return lines
 
-    def _cut(self, text: str) -> list[Line]:
-        lines: list[Line] = []
+    def _cut(self, text: str) -> list[RankLine]:
+        lines: list[RankLine] = []
         first, *others = text.split("\n")
         self._extend(first, lines)
         if not others:
             return lines
-        lines.append(Line(self._text))
+        lines.append(RankLine(self._text))
         self._restart()
         last = others.pop()
         for part in others:
             if len(part) <= MAX_LINE_CHARS and "\r" not in part:  # the fast path for nearly every line
-                lines.append(Line(part))
+                lines.append(RankLine(part))
             else:
                 self._extend(part, lines)
-                lines.append(Line(self._text))
+                lines.append(RankLine(self._text))
                 self._restart()
         self._extend(last, lines)
         return lines
 
-    def _extend(self, text: str, lines: list[Line]) -> None:
+    def _extend(self, text: str, lines: list[RankLine]) -> None:
         """Add text without a newline to the current line."""
         for index, part in enumerate(text.split("\r")):
             if index:
@@ -68,12 +68,12 @@ class LineAssembler:
             if part:
                 self._append(part, lines)
 
-    def _append(self, part: str, lines: list[Line]) -> None:
+    def _append(self, part: str, lines: list[RankLine]) -> None:
         if self._returned:
             self._text, self._returned = "", False
         self._text += part
         while len(self._text) > MAX_LINE_CHARS:
-            lines.append(Line(self._text[:MAX_LINE_CHARS], ended=False))
+            lines.append(RankLine(self._text[:MAX_LINE_CHARS], ended=False))
             self._text = self._text[MAX_LINE_CHARS:]
 
     def _restart(self) -> None:

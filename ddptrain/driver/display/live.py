@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ddptrain.driver.display import messages, progress_bars, terminal
-from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.display.plain import format_lines, format_notice, format_own
 from ddptrain.driver.display.stream import Stream
 
@@ -42,7 +42,7 @@ class LiveRenderer:
         self._drawn_size = (0, 0)
         self._started_s = time.monotonic()
 
-    def log(self, ranks: Sequence[int], lines: Sequence[Line]) -> None:
+    def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
         """Print the lines above the bars, with the next frame."""
         self._above.append(format_lines(ranks, lines, self._colour, on_terminal=True))
 

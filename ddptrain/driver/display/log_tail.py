@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddptrain.driver.display.lines import Line, LineAssembler
+from ddptrain.driver.display.lines import LineAssembler, RankLine
 from ddptrain.file_ops import open_regular
 
 READ_BYTES = 64 * 1024  # per read; small, because each short line becomes an object
@@ -27,7 +27,7 @@ class LogTail:
         """Everything up to `end` has been read."""
         return self.end is not None and self.offset >= self.end
 
-    def read(self) -> list[Line]:
+    def read(self) -> list[RankLine]:
         """Return the lines that the next READ_BYTES bytes complete."""
         size = READ_BYTES if self.end is None else min(READ_BYTES, self.end - self.offset)
         if size <= 0:
@@ -62,7 +62,7 @@ class LogTail:
         self._shown, self._due_s = state, now_s + every_s
         return state
 
-    def finish(self) -> list[Line]:
+    def finish(self) -> list[RankLine]:
         """Return the last line, if it has no newline."""
         return self._lines.finish()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.lines import RankLine
 from ddptrain.protocol.events import Metrics, Progress
 
 
@@ -116,7 +116,7 @@ class Renderer(Protocol):
 
     redraw_every_s: float  # how often it wants the state of a redrawn line
 
-    def log(self, ranks: Sequence[int], lines: Sequence[Line]) -> None:
+    def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
         """Show lines that each of these ranks has printed."""
 
     def tell(self, message: Message) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddptrain.driver.display import messages
 from ddptrain.driver.display.grouping import label
-from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.display.stream import Stream
 from ddptrain.driver.display.terminal import coloured, harmless, rank_colour
 
@@ -22,7 +22,7 @@ class PlainRenderer:
         self._on_terminal = stdout.is_terminal
         self._status = ""
 
-    def log(self, ranks: Sequence[int], lines: Sequence[Line]) -> None:
+    def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
         """Write the lines with the prefix of their ranks; a piece of a long line is a line of its own."""
         self._stdout.write(format_lines(ranks, lines, self._colour, self._on_terminal))
 
@@ -30,7 +30,7 @@ class PlainRenderer:
         """Write status, notices and ddptrain's log to stderr, the end-of-run summary to stdout."""
         match message:
             case messages.RedrawnLine(rank, text) if text:
-                self.log([rank], [Line(text, ended=False)])
+                self.log([rank], [RankLine(text, ended=False)])
             case messages.DriverNotice(text, _):
                 self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
             case messages.DriverStatus(text) if text and text != self._status:
@@ -47,7 +47,7 @@ class PlainRenderer:
         """Nothing is held back, so there is nothing to do."""
 
 
-def format_lines(ranks: Sequence[int], lines: Sequence[Line], colour: bool, on_terminal: bool) -> str:
+def format_lines(ranks: Sequence[int], lines: Sequence[RankLine], colour: bool, on_terminal: bool) -> str:
     """The lines as text, each with its prefix; on a terminal without control sequences other than colours."""
     prefix = label(ranks)
     if colour:

@@ -45,7 +45,7 @@ from ddptrain.tracking.wandb.run_parts import (
     waiting,
 )
 from ddptrain.tracking.wandb.sync_command import sync_environment, sync_logs
-from ddptrain.tracking.wandb.transaction_log import SeparateRun, StagedFile
+from ddptrain.tracking.wandb.transaction_log import LoggedFile, SeparateRun
 
 _LOCK = ".sync.lock"
 _STAGED = "/artifacts/staging/"  # below wandb's data folder: its copies of the files of artifacts
@@ -289,7 +289,7 @@ def _prepare(part: RunPart, family: Sequence[RunPart], view: RunView, scratch: P
     return new, len({Path(file.path).parent for file in missing})
 
 
-def _locate(file: StagedFile, view: RunView) -> Path | None:
+def _locate(file: LoggedFile, view: RunView) -> Path | None:
     """Where a file of an artifact is now; None if it is gone, or if the log names a file that is not of the run."""
     if file.artifact_type == CHECKPOINT_TYPE:
         *_, folder, name = ("", *Path(file.path).parts)

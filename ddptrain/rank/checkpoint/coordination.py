@@ -23,7 +23,7 @@ _POLL_S = 0.005
 EXIT_PREEMPTED = 75
 
 
-class Preempted(SystemExit):
+class PreemptedExit(SystemExit):
     """Ends a rank after the checkpoint of a preemption. It is a clean end, not a failure."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ddptrain.config.wording import counted
 
 _PACKAGE = Path(__file__).parents[2]
-_LAUNCHER_FILES = ("rank_process.py", "lifecycle.py", "script.py", "entrypoint.py")
+_LAUNCHER_FILES = ("rank_process.py", "rank_lifecycle.py", "script.py", "entrypoint.py")
 _LAUNCHER = {str(_PACKAGE / "rank" / name) for name in _LAUNCHER_FILES}
 _FRAME = r'  File "[^"\n]*", line [^\n]*\n(?:    [^\n]*\n|  \[Previous line repeated[^\n]*\n)*'
 _FILE = re.compile(r'  File "([^"\n]*)"')

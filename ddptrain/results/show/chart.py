@@ -15,7 +15,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of the chara
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One curve; it has a gap where y is not finite."""
 
     label: str
@@ -33,7 +33,7 @@ class Style:
     colour: bool = False
 
 
-def draw_chart(title: str, x_name: str, lines: Sequence[Line], style: Style) -> str:
+def draw_chart(title: str, x_name: str, lines: Sequence[ChartLine], style: Style) -> str:
     """The chart as lines of text, none wider than `style.width` columns (at least 40)."""
     finite = [_finite(line) for line in lines]
     points = [point for line in finite for run in line for point in run]
@@ -58,7 +58,7 @@ def draw_chart(title: str, x_name: str, lines: Sequence[Line], style: Style) -> 
     return "\n".join((title, *rows, f"{'':>{margin}} {corner}{floor * width}", f"{'':>{margin}}  {under}", *legend))
 
 
-def _finite(line: Line) -> list[list[tuple[float, float]]]:
+def _finite(line: ChartLine) -> list[list[tuple[float, float]]]:
     """The parts of the line between its gaps."""
     stretches: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):

@@ -10,7 +10,7 @@ from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.run_files import write_file
 from ddptrain.results.run_record import BestRecord
-from ddptrain.results.show.chart import Line, Style, draw_chart
+from ddptrain.results.show.chart import ChartLine, Style, draw_chart
 from ddptrain.results.show.curves import Curve, Panel, Plot
 from ddptrain.text_tables import clean_line
 
@@ -103,7 +103,7 @@ def terminal_charts(plot: Plot, style: Style) -> str:
     )
 
 
-def _line(curve: Curve) -> Line:
+def _line(curve: Curve) -> ChartLine:
     last = next((value for value in reversed(curve.main[1]) if value == value), None)
     label = clean_line(curve.label)
-    return Line(label if last is None else f"{label}: {last:.4g}", *curve.main)
+    return ChartLine(label if last is None else f"{label}: {last:.4g}", *curve.main)

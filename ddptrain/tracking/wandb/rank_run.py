@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import wandb
 
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb.artifacts import Uploads
+from ddptrain.tracking.wandb.wandb_artifacts import Uploads
 from ddptrain.tracking.wandb.wandb_run import RunOptions, open_run, reason_of
 
 if TYPE_CHECKING:

@@ -112,7 +112,7 @@ class RowFilter:
 
 
 @dataclass(slots=True)
-class Row:
+class WandbRow:
     """The values of one step, collected before they are logged. `since_s` is when it was created (monotonic)."""
 
     step: float | None

@@ -21,10 +21,10 @@ import wandb
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts, State
 from ddptrain.tracking.wandb import media, wandb_run
-from ddptrain.tracking.wandb.artifacts import CheckpointArtifacts
 from ddptrain.tracking.wandb.rank_run import RankRun
-from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, BestValues, Row, RowFilter, goal_of
+from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, BestValues, RowFilter, WandbRow, goal_of
 from ddptrain.tracking.wandb.run_parts import SENDING
+from ddptrain.tracking.wandb.wandb_artifacts import CheckpointArtifacts
 
 _GATHER_S = 0.5  # a row waits this long for more values of its step
 _DISK_CHECK_S = 10.0
@@ -46,7 +46,7 @@ class WandbTracker:
         self._run: wandb.Run
         self._filter = RowFilter(int(options.get("log_every", 10)))
         self._bests = BestValues()
-        self._row: Row | None = None
+        self._row: WandbRow | None = None
         self._done: set[str] = set()  # metrics that are defined, and messages that were sent
         self._model: Any = None
         self._rows_until_watch = 0
@@ -147,7 +147,7 @@ class WandbTracker:
         if self._row is not None and not self._row.fits(step, values):
             self._flush()
         if self._row is None:
-            self._row = Row(step)
+            self._row = WandbRow(step)
             self._lock.notify_all()
         self._row.add(values, epoch, time_s)
         if step is None:
@@ -201,7 +201,7 @@ class WandbTracker:
             with suppress(wandb.Error):  # a name that wandb refuses here, for example with a *: it keeps the last value
                 self._run.define_metric(f"{self._prefix}{name}", step_metric=step, summary=f"{goal},last")
 
-    def _histograms(self, row: Row) -> dict[str, Any]:
+    def _histograms(self, row: WandbRow) -> dict[str, Any]:
         """Histograms of the model for every tenth row, but none for an old row: they show the model as it is now."""
         watch = self._options.get("watch", "off")
         if self._model is None or watch == "off" or time.time() - row.time_s > _STALE_S:

@@ -90,7 +90,7 @@ def is_empty(log: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedFile:
+class LoggedFile:
     """A file of an artifact, as the log names it; the artifact is lost without it. `md5` is "" if it is unknown.
 
     With `is_list`, it is wandb's list of the artifact's files, which wandb writes beside the log if they are many.
@@ -102,19 +102,19 @@ class StagedFile:
     is_list: bool = False
 
 
-def staged_files(log: Path) -> list[StagedFile]:
+def staged_files(log: Path) -> list[LoggedFile]:
     """The files of all artifacts in a log. Raises OSError, ValueError."""
     return [file for data in records(log) for file, _ in _staged(parse_record(data))]
 
 
-def _staged(record: Any) -> Iterator[tuple[StagedFile, Any]]:
+def _staged(record: Any) -> Iterator[tuple[LoggedFile, Any]]:
     """The files of an artifact's record, each with its entry in the record's list."""
     if listed := record.artifact.manifest.manifest_file_path:
-        yield StagedFile(listed, "", "", is_list=True), None
+        yield LoggedFile(listed, "", "", is_list=True), None
     for entry in record.artifact.manifest.contents:
         if entry.local_path:
             md5 = "" if entry.extra else entry.digest  # `extra` names another algorithm
-            yield StagedFile(entry.local_path, record.artifact.type, md5), entry
+            yield LoggedFile(entry.local_path, record.artifact.type, md5), entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class SeparateRun:
 def rewrite(
     log: Path,
     new: Path,
-    locate: Callable[[StagedFile], Path | None],
+    locate: Callable[[LoggedFile], Path | None],
     exit_code: int | None = None,
     separate: SeparateRun | None = None,
 ) -> None:

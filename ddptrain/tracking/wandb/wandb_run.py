@@ -19,8 +19,8 @@ import wandb
 
 from ddptrain.redact import hide_credentials
 from ddptrain.tracking.wandb import internals
-from ddptrain.tracking.wandb.artifacts import Uploads
 from ddptrain.tracking.wandb.run_parts import OPEN, SENT, UNSENT
+from ddptrain.tracking.wandb.wandb_artifacts import Uploads
 
 FLUSH_S = 0.25  # wandb writes rows to its log file this often; rows in the file survive if the rank is killed
 _KEY = "WANDB_API_KEY"

@@ -15,7 +15,14 @@ from ddptrain.storage.store import Location
 from ddptrain.workloads.images.data.listing_process import list_by_class, list_in_process
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.decode import FORMATS
-from ddptrain.workloads.images.loader.reader import REQUESTS, SURVIVE_A_FORK, ImageRef, Reader, ReadFailure, RetryPolicy
+from ddptrain.workloads.images.loader.image_reader import (
+    REQUESTS,
+    SURVIVE_A_FORK,
+    ImageRef,
+    Reader,
+    ReadFailure,
+    RetryPolicy,
+)
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.data import S3ImageFolder

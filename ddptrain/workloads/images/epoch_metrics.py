@@ -17,7 +17,7 @@ _STEPS_PER_READING = 10  # on a GPU
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class StepSums:
     """A step that is not logged yet; sums: its summed loss and hits, on the device."""
 
     step: int
@@ -32,7 +32,7 @@ class Meter:
 
     def __init__(self, ctx: RankContext) -> None:
         self._ctx = ctx
-        self._waiting: list[_Step] = []
+        self._waiting: list[StepSums] = []
         self._most_waiting = _STEPS_PER_READING if ctx.device.type == "cuda" else 1
         self._sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
         self._n = 0
@@ -46,7 +46,7 @@ class Meter:
             return
         self._sums += sums
         self._n += n
-        self._waiting.append(_Step(step, epoch, learning_rate, n, sums))
+        self._waiting.append(StepSums(step, epoch, learning_rate, n, sums))
         if len(self._waiting) >= self._most_waiting:
             self.flush()
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import UsageError
-from ddptrain.rank.context import Preempted
+from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.epoch_metrics import Meter
 from ddptrain.workloads.images.evaluate import evaluate, share_buffers
@@ -55,7 +55,7 @@ def train(ctx: RankContext, **params: Any) -> None:
     manifest = Manifest.read(ctx.inputs)
     location = manifest.location(settings)
     with ImageLoader(manifest, location, settings, ctx.device, ctx.rank, ctx.world_size, _tell) as feeder:
-        trainer = _Trainer(ctx, settings, manifest, feeder)
+        trainer = ImageTrainer(ctx, settings, manifest, feeder)
         trainer.greet()
         for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
             trainer.train_epoch(epoch)
@@ -63,7 +63,7 @@ def train(ctx: RankContext, **params: Any) -> None:
             trainer.save(epoch, metrics, last=epoch == settings.epochs)
 
 
-class _Trainer:
+class ImageTrainer:
     """The training of one rank: the model, its optimizer, and its progress.
 
     A checkpoint within an epoch also contains `taken` (how many ranks took how many steps of the epoch, for
@@ -190,7 +190,7 @@ class _Trainer:
                 model_config=self._model_config,
                 **self._part.state(self._ctx.world_size),
             )
-        except Preempted:
+        except PreemptedExit:
             self._meter.flush()  # a run that resumes from this checkpoint does not log these steps again
             raise
         if saved:

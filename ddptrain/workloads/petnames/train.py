@@ -44,7 +44,7 @@ def train(ctx: RankContext, **params: Any) -> None:
     optimizer = AdamW(model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
     ddp = _distributed(ctx, model, rows)
     resumed = ctx.resume(model=model, optimizer=optimizer)
-    trainer = _Trainer(ctx, settings, rows, ddp, optimizer, resumed)
+    trainer = NamesTrainer(ctx, settings, rows, ddp, optimizer, resumed)
     _greet(ctx, model, rows, trainer)
 
     for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
@@ -63,7 +63,7 @@ def train(ctx: RankContext, **params: Any) -> None:
         trainer.save(epoch, metrics, last=epoch == settings.epochs)
 
 
-class _Trainer:
+class NamesTrainer:
     """The training of one rank: the DDP model, and its progress.
 
     A checkpoint within an epoch also contains `taken` (how many ranks took how many steps of the epoch, for
@@ -231,7 +231,7 @@ def _rows(ctx: RankContext, settings: PetnamesParams, names: Sequence[str]) -> R
     return make_rows(names, settings.context, settings.window, ctx.device, skip_blanks=settings.skip_blanks)
 
 
-def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: _Trainer) -> None:
+def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: NamesTrainer) -> None:
     if ctx.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(

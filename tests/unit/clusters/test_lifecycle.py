@@ -21,7 +21,7 @@ from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.processes import DaemonOrder
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.signals import interruptible
-from ddptrain.config import registry
+from ddptrain.config import known_names
 from ddptrain.config.clusters import SshSettings
 from ddptrain.config.run_config import ClusterConfig
 from ddptrain.errors import ClusterError, Interrupted, UsageError
@@ -65,7 +65,7 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def provider(monkeypatch: pytest.MonkeyPatch) -> Provider:
     made = Provider()
-    monkeypatch.setattr(registry, "provider_class", lambda backend: lambda: made)
+    monkeypatch.setattr(known_names, "provider_class", lambda backend: lambda: made)
     return made
 
 
@@ -235,7 +235,7 @@ def test_host_that_was_added_is_another_setting_and_its_environment_is_not_print
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> OneWorker:
     made = OneWorker()
     made.written = {"scheduler": "fine", "worker a": "also fine", "worker b": "no torch here"}
-    monkeypatch.setattr(registry, "provider_class", lambda backend: lambda: made)
+    monkeypatch.setattr(known_names, "provider_class", lambda backend: lambda: made)
     return made
 
 

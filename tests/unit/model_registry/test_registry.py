@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.model_registry.reader import RECORD
+from ddptrain.model_registry.model_reader import RECORD
 from ddptrain.model_registry.records import Change, RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import ModelReference, is_model_reference, parse_reference
 from ddptrain.model_registry.registry import Edit, ModelRegistry

@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.protocol import worker_notices
-from ddptrain.protocol.worker_notices import Alive, Growth, Leaving, Notice, NoticeError, Output, RankExit, StoreOpened
+from ddptrain.protocol.worker_notices import (
+    Alive,
+    Growth,
+    Leaving,
+    Notice,
+    NoticeError,
+    OutputBytes,
+    RankExit,
+    StoreOpened,
+)
 
 COUNTS = st.integers(0, 1 << 50)
 AMOUNTS = st.none() | st.floats(0.0, allow_infinity=False, allow_nan=False)
@@ -23,7 +32,7 @@ VALID = st.one_of(
     st.builds(Leaving, *HEAD),
     st.builds(StoreOpened, *HEAD, st.integers(1, 65_535)),
     st.builds(Growth, *HEAD, COUNTS, COUNTS),
-    st.builds(Output, *HEAD, st.sampled_from(["log", "events"]), COUNTS, st.binary(max_size=1000)),
+    st.builds(OutputBytes, *HEAD, st.sampled_from(["log", "events"]), COUNTS, st.binary(max_size=1000)),
     st.builds(RankExit, *HEAD, COUNTS, st.integers(-64, 255), COUNTS, COUNTS, COUNTS, st.text(), st.booleans()),
 )
 ANYTHING = st.recursive(

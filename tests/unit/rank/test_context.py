@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from ddptrain.protocol import events
 from ddptrain.rank.checkpoint.checkpoint_writer import done_key
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
-from ddptrain.rank.context import Preempted, RankContext
+from ddptrain.rank.context import PreemptedExit, RankContext
 from ddptrain.rank.emitter import Emitter
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
@@ -184,7 +184,7 @@ def test_workload_ends_early_if_it_has_read_preempted_and_not_saved_its_last_ste
     rank.context.checkpoint(model=model, step=3, last=True)
     found += [(rank.context.preempted, calls.ends_early, calls.has_saved)]
     assert found == [(False, False, False), (True, False, False), (True, True, False), (True, False, True)]
-    with pytest.raises(Preempted):
+    with pytest.raises(PreemptedExit):
         rank.context.checkpoint(model=model, step=4)
     assert calls.ends_early
 

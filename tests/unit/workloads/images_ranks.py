@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddptrain.rank.context import Preempted
+from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.images import train as workload
 from ddptrain.workloads.images.loader.image_loader import Batch
 from tests.unit.specs import make_spec
@@ -39,12 +39,12 @@ class ImagesContext(WatchedContext):
         self.tables.append((name, len(rows)))
 
 
-def record_images(trainer: type[workload._Trainer]) -> list[list[int]]:
+def record_images(trainer: type[workload.ImageTrainer]) -> list[list[int]]:
     """The images of every step, in order, as the trainer takes them; nothing where a rank has none."""
     taken: list[list[int]] = []
     forward = trainer._forward
 
-    def recording(self: workload._Trainer, batch: Batch) -> tuple[Tensor, Tensor]:
+    def recording(self: workload.ImageTrainer, batch: Batch) -> tuple[Tensor, Tensor]:
         taken.append(batch.index.tolist() if batch.n_counted else [])
         return forward(self, batch)
 
@@ -76,7 +76,7 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
         ctx = ImagesContext(spec, folder, case.get("stop_after"))
         failure = ""
         try:
-            with contextlib.suppress(Preempted):
+            with contextlib.suppress(PreemptedExit):
                 workload.train(ctx, **case["params"])
         except Exception as error:
             if "fails" not in case:
@@ -97,5 +97,5 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
 
 
 if __name__ == "__main__":
-    images_taken = record_images(workload._Trainer)
+    images_taken = record_images(workload.ImageTrainer)
     run_groups(lambda root, rank, world_size: run_cases(root, rank, world_size, images_taken))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.context import Preempted, RankContext
+from ddptrain.rank.context import PreemptedExit, RankContext
 from ddptrain.rank.emitter import Emitter
 from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.sharding import RankShare
@@ -66,12 +66,12 @@ class WatchedContext(RankContext):
         self._events.close()
 
 
-def record_rows(trainer: type[workload._Trainer], seeds: set[int]) -> list[list[int]]:
+def record_rows(trainer: type[workload.NamesTrainer], seeds: set[int]) -> list[list[int]]:
     """Every part of every share that counts, in order, as the trainer takes it; and the seeds of their dropout."""
     taken: list[list[int]] = []
     parts = trainer._parts
 
-    def recording(self: workload._Trainer, share: RankShare) -> Iterator[tuple[torch.Tensor, float, bool]]:
+    def recording(self: workload.NamesTrainer, share: RankShare) -> Iterator[tuple[torch.Tensor, float, bool]]:
         for index, weight, is_last in parts(self, share):
             seeds.add(torch.initial_seed())
             if weight:
@@ -127,7 +127,7 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]], se
             staging=str(folder / f"staging-{rank}"),
         )
         ctx = WatchedContext(spec, folder, case.get("stop_after"))
-        with contextlib.suppress(Preempted):
+        with contextlib.suppress(PreemptedExit):
             workload.train(ctx, **case["params"])
         ctx.hand_over()
         seen = {"rows": taken, "logged": ctx.logged, "progressed": ctx.progressed, "seeds": [*seeds]}
@@ -137,5 +137,5 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]], se
 
 if __name__ == "__main__":
     seeds_seen: set[int] = set()
-    rows_taken = record_rows(workload._Trainer, seeds_seen)
+    rows_taken = record_rows(workload.NamesTrainer, seeds_seen)
     run_groups(lambda root, rank, world_size: run_cases(root, rank, world_size, rows_taken, seeds_seen))

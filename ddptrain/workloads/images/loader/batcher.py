@@ -18,8 +18,8 @@ from ddptrain.config.wording import shorten
 from ddptrain.storage.store import StoreUnreachable
 from ddptrain.workloads.images.loader.bad_images import BadImages
 from ddptrain.workloads.images.loader.decode_pool import DecodePool, ProcessDied
+from ddptrain.workloads.images.loader.image_reader import ImageRef
 from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult
-from ddptrain.workloads.images.loader.reader import ImageRef
 from ddptrain.workloads.sharding import RankShare
 
 if TYPE_CHECKING:

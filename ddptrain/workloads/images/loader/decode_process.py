@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 from ddptrain.storage.store import Location
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.decode import Augment
+from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, RetryPolicy, TwoLocationReader
 from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult, Pipeline
-from ddptrain.workloads.images.loader.reader import ImageRef, Reader, RetryPolicy, TwoLocationReader
 
 _MOST_RESULTS = 64  # results in a line
 _CHECK_PARENT_S = 2.0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddptrain.workloads.images.loader.decode import Augment, CorruptImage, decode_pixels
-from ddptrain.workloads.images.loader.reader import ImageRef, Reader, ReadFailure, TwoLocationReader
+from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, TwoLocationReader
 
 
 @dataclass(frozen=True, slots=True)

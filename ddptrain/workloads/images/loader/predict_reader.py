@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput, describe_reason
 from ddptrain.workloads.images.loader.decode import CorruptImage, decode_eval
-from ddptrain.workloads.images.loader.reader import ImageRef, Reader, ReadFailure, RetryPolicy
+from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
 
 Image = NDArray[np.uint8]  # [3, size, size]
 Look = Callable[[], Image | str]

@@ -237,7 +237,7 @@ OLD = [
     worker_notices.Leaving(1, 0),
     worker_notices.StoreOpened(1, 0, PORT),
     worker_notices.Growth(1, 0, 10, 10),
-    worker_notices.Output(1, 0, "log", 0, b"x"),
+    worker_notices.OutputBytes(1, 0, "log", 0, b"x"),
     worker_notices.RankExit(1, 0, 5, 1, 5, 0, 0),
     worker_notices.RankExit(1, 77, 5, 1, 5, 0, 0),
     inbox.TaskFailed(1, 0, "late"),

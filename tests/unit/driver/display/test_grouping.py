@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.driver.display.grouping import HOLD_S, MAX_HELD_CHARS, LineGrouper, label
-from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.lines import RankLine
 
 
-def texts(groups: Iterable[tuple[Sequence[int], Sequence[Line]]]) -> list[tuple[str, str]]:
+def texts(groups: Iterable[tuple[Sequence[int], Sequence[RankLine]]]) -> list[tuple[str, str]]:
     return [(label(ranks), line.text) for ranks, lines in groups for line in lines]
 
 
-def lines(*words: str) -> list[Line]:
-    return [Line(word) for word in words]
+def lines(*words: str) -> list[RankLine]:
+    return [RankLine(word) for word in words]
 
 
 def test_line_that_all_ranks_have_printed_is_shown_once_and_at_once() -> None:
@@ -58,14 +58,14 @@ def test_line_behind_one_that_waits_is_shown_after_it() -> None:
 
 def test_piece_of_a_line_is_not_merged_with_a_whole_line() -> None:
     grouper = LineGrouper(2)
-    grouper.add(0, [Line("a")], 0.0)
-    grouper.add(1, [Line("a", ended=False)], 0.0)
+    grouper.add(0, [RankLine("a")], 0.0)
+    grouper.add(1, [RankLine("a", ended=False)], 0.0)
     assert texts(grouper.flush()) == [("[rank 0]", "a"), ("[rank 1]", "a")]
 
 
 def test_memory_is_bounded_while_lines_wait() -> None:
     grouper = LineGrouper(2)
-    grouper.add(0, [Line(f"{number:099}") for number in range(20_000)], 0.0)
+    grouper.add(0, [RankLine(f"{number:099}") for number in range(20_000)], 0.0)
     shown = texts(grouper.due(0.0))
     left = texts(grouper.flush())
     assert sum(len(text) for _, text in left) <= MAX_HELD_CHARS

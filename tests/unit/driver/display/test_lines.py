@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.driver.display import lines as module
-from ddptrain.driver.display.lines import Line, LineAssembler
+from ddptrain.driver.display.lines import LineAssembler, RankLine
 
 
-def assemble(*chunks: bytes) -> list[Line]:
+def assemble(*chunks: bytes) -> list[RankLine]:
     assembler = LineAssembler()
     found = [line for chunk in chunks for line in assembler.feed(chunk)]
     return found + assembler.finish()
@@ -21,11 +21,11 @@ def texts(data: bytes) -> list[str]:
 
 
 def test_newline_and_windows_newline_end_a_line() -> None:
-    assert assemble(b"a\nb\r\nc\r\r\n\n") == [Line("a"), Line("b"), Line("c"), Line("")]
+    assert assemble(b"a\nb\r\nc\r\r\n\n") == [RankLine("a"), RankLine("b"), RankLine("c"), RankLine("")]
 
 
 def test_last_line_without_newline_comes_at_the_end_and_is_marked() -> None:
-    assert assemble(b"a\nb") == [Line("a"), Line("b", ended=False)]
+    assert assemble(b"a\nb") == [RankLine("a"), RankLine("b", ended=False)]
 
 
 def test_nothing_makes_no_line() -> None:
@@ -38,7 +38,7 @@ def test_text_after_the_last_carriage_return_wins() -> None:
 
 def test_character_broken_between_chunks_is_whole() -> None:
     data = "Zoë 🐶\n".encode()
-    assert assemble(*(data[i : i + 1] for i in range(len(data)))) == [Line("Zoë 🐶")]
+    assert assemble(*(data[i : i + 1] for i in range(len(data)))) == [RankLine("Zoë 🐶")]
 
 
 def test_broken_utf8_is_replaced_and_the_rest_kept() -> None:
@@ -67,12 +67,12 @@ def short_limit(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.usefixtures("short_limit")
 def test_long_line_comes_in_pieces_and_its_end_is_marked() -> None:
-    assert assemble(b"abcdefghij\n") == [Line("abcd", False), Line("efgh", False), Line("ij")]
+    assert assemble(b"abcdefghij\n") == [RankLine("abcd", False), RankLine("efgh", False), RankLine("ij")]
 
 
 @pytest.mark.usefixtures("short_limit")
 def test_line_of_exactly_the_limit_is_one_line() -> None:
-    assert assemble(b"abcd\nefgh") == [Line("abcd"), Line("efgh", False)]
+    assert assemble(b"abcd\nefgh") == [RankLine("abcd"), RankLine("efgh", False)]
 
 
 PRINTED = st.lists(st.sampled_from([b"a", b"bcd", b"\r", b"\n", b"\r\n", "ë".encode(), b"\xf0\x9f", b"\xff", b"\0"]))

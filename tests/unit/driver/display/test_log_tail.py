@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddptrain.driver.display.lines import Line
+from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
 
 
@@ -17,9 +17,9 @@ def test_file_that_comes_later_is_read_from_its_start(tmp_path: Path) -> None:
     tail = LogTail(tmp_path / "rank-0.log")
     assert tail.read() == []
     append(tail.path, b"one\ntw")
-    assert tail.read() == [Line("one")]
+    assert tail.read() == [RankLine("one")]
     append(tail.path, b"o\n")
-    assert tail.read() == [Line("two")]
+    assert tail.read() == [RankLine("two")]
     assert tail.read() == []
     tail.close()
 
@@ -36,7 +36,7 @@ def test_nothing_is_read_beyond_the_end(tmp_path: Path) -> None:
     tail = LogTail(tmp_path / "rank-0.log")
     append(tail.path, b"one\ntwo\n")
     tail.end = 4
-    assert tail.read() == [Line("one")]
+    assert tail.read() == [RankLine("one")]
     assert tail.read() == [] and tail.drained
     tail.close()
 
@@ -47,7 +47,7 @@ def test_reading_goes_on_after_the_file_was_given_back(tmp_path: Path) -> None:
     tail.read()
     tail.close()
     append(tail.path, b"two\n")
-    assert tail.read() == [Line("two")]
+    assert tail.read() == [RankLine("two")]
     tail.close()
 
 

@@ -20,7 +20,7 @@ from ddptrain.file_ops import hash_file
 from ddptrain.protocol import events
 from ddptrain.rank.checkpoint import checkpoint_writer, file_format
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
-from ddptrain.rank.context import Preempted
+from ddptrain.rank.context import PreemptedExit
 from tests.pace import is_cheap
 from tests.unit.rank.stores import Gang
 from tests.unit.rank.test_context import Rank
@@ -236,7 +236,7 @@ def test_preempted_rank_saves_whatever_is_due_and_ends(tmp_path: Path) -> None:
     flags = [rank.context.preempted]
     rank.context._calls.tell_to_end()
     assert [*flags, rank.context.preempted] == [False, True]
-    with pytest.raises(Preempted) as caught:
+    with pytest.raises(PreemptedExit) as caught:
         rank.context.checkpoint(model=model, step=2)
     assert caught.value.code == 75
     saved, ended = rank.events()

@@ -51,7 +51,7 @@ def test_text_without_frames_is_unchanged() -> None:
 
 
 def test_traceback_starts_with_the_users_frame_and_not_with_the_launchers() -> None:
-    launcher = Path(ddptrain.__file__).parent / "rank" / "lifecycle.py"
+    launcher = Path(ddptrain.__file__).parent / "rank" / "rank_lifecycle.py"
     scope: dict[str, Any] = {}
     exec(compile("def launch(function):\n    function()\n", str(launcher), "exec"), scope)  # our own code
 
@@ -62,7 +62,7 @@ def test_traceback_starts_with_the_users_frame_and_not_with_the_launchers() -> N
         scope["launch"](user)
     text = user_traceback(raised.value)
     assert "in user" in text and text.endswith("ValueError: boom\n")
-    assert "lifecycle.py" not in text
+    assert "rank_lifecycle.py" not in text
 
 
 def test_files_of_the_launcher_exist() -> None:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.results.show.chart import Line, Style, draw_chart
+from ddptrain.results.show.chart import ChartLine, Style, draw_chart
 
 
 def test_ascii_shows_a_falling_line_between_its_bounds() -> None:
-    text = draw_chart("loss", "step", [Line("train/loss", [0, 10], [4.0, 2.0])], Style(width=40, height=5))
+    text = draw_chart("loss", "step", [ChartLine("train/loss", [0, 10], [4.0, 2.0])], Style(width=40, height=5))
     lines = text.split("\n")
     assert text.isascii()
     assert lines[0] == "loss"
@@ -23,24 +23,24 @@ def test_ascii_shows_a_falling_line_between_its_bounds() -> None:
 
 def test_a_terminal_gets_dots_and_colours_of_the_same_width() -> None:
     style = Style(width=60, height=8, unicode=True, colour=True)
-    text = draw_chart("t", "x", [Line("a", [0, 1], [0, 1]), Line("b", [0, 1], [1, 0])], style)
+    text = draw_chart("t", "x", [ChartLine("a", [0, 1], [0, 1]), ChartLine("b", [0, 1], [1, 0])], style)
     assert "\x1b[36m" in text and "\x1b[33m" in text
     assert any(0x2800 < ord(char) < 0x2900 for char in text)
 
 
 def test_without_colour_there_is_no_escape_code() -> None:
-    assert "\x1b" not in draw_chart("t", "x", [Line("a", [0, 1], [0, 1])], Style(unicode=True))
+    assert "\x1b" not in draw_chart("t", "x", [ChartLine("a", [0, 1], [0, 1])], Style(unicode=True))
 
 
 def test_a_gap_interrupts_the_line() -> None:
-    line = Line("a", [0, 1, 2, 3, 4], [1, 1, math.nan, 1, 1])
+    line = ChartLine("a", [0, 1, 2, 3, 4], [1, 1, math.nan, 1, 1])
     (row,) = [row for row in draw_chart("t", "x", [line], Style(width=60)).split("\n")[1:-1] if "*" in row]
     assert "* " in row.rstrip()
 
 
 @pytest.mark.parametrize("y", [[math.nan], [], [math.inf, -math.inf]])
 def test_a_curve_of_no_numbers_says_so(y: list[float]) -> None:
-    assert "no finite values" in draw_chart("t", "x", [Line("a", range(len(y)), y)], Style())
+    assert "no finite values" in draw_chart("t", "x", [ChartLine("a", range(len(y)), y)], Style())
 
 
 @given(
@@ -52,6 +52,6 @@ def test_a_curve_of_no_numbers_says_so(y: list[float]) -> None:
 def test_any_numbers_make_a_chart_that_fits(
     points: list[tuple[float, float]], width: int, height: int, unicode: bool
 ) -> None:
-    line = Line("a", [x for x, _ in points], [y for _, y in points])
+    line = ChartLine("a", [x for x, _ in points], [y for _, y in points])
     text = draw_chart("t", "x", [line], Style(width, height, unicode))
     assert all(len(row) <= max(40, width) for row in text.split("\n"))

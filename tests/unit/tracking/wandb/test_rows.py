@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ddptrain.tracking.wandb.rows import BestValues, Row, RowFilter, goal_of
+from ddptrain.tracking.wandb.rows import BestValues, RowFilter, WandbRow, goal_of
 
 
 def test_every_tenth_step_goes_and_every_value_of_an_epochs_end() -> None:
@@ -64,12 +64,12 @@ def test_every_step_goes_where_log_every_is_one() -> None:
 
 
 def test_row_takes_what_belongs_to_its_step_and_nothing_twice() -> None:
-    row = Row(3)
+    row = WandbRow(3)
     row.add({"train/loss": 1.0}, 0.5, 7.0)
     assert row.fits(3, {"val/loss": 1.0})
     assert not row.fits(3, {"train/loss": 1.0})
     assert not row.fits(4, {"val/loss": 1.0})
-    assert not Row(None).fits(None, {"val/loss": 1.0})
+    assert not WandbRow(None).fits(None, {"val/loss": 1.0})
     row.add({"val/loss": 2.0}, None, 8.0)
     numbers = {"train/loss": 1.0, "val/loss": 2.0}
     assert row.as_logged("", 2) == {**numbers, "step": 3, "epoch": 0.5, "attempt": 2, "_timestamp": 8.0}
@@ -77,7 +77,7 @@ def test_row_takes_what_belongs_to_its_step_and_nothing_twice() -> None:
 
 
 def test_metric_called_step_is_not_overwritten() -> None:
-    row = Row(3)
+    row = WandbRow(3)
     row.add({"step": 99.0}, None, 0.0)
     assert row.as_logged("", 1)["step"] == 99.0
 

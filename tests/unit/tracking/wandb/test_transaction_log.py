@@ -12,8 +12,8 @@ from wandb.proto import wandb_internal_pb2
 
 from ddptrain.tracking.wandb.internals import parse_record
 from ddptrain.tracking.wandb.transaction_log import (
+    LoggedFile,
     SeparateRun,
-    StagedFile,
     is_empty,
     records,
     rewrite,
@@ -79,9 +79,9 @@ def test_files_of_artifacts_are_listed(tmp_path: Path) -> None:
     other = artifact("dataset", "/b", extra=[{"key": "algorithm", "value_json": '"sha"'}])
     write_records(tmp_path / "log", artifact("model", "/a"), other, listed)
     assert staged_files(tmp_path / "log") == [
-        StagedFile("/a", "model", "d"),
-        StagedFile("/b", "dataset", ""),
-        StagedFile("/list", "", "", is_list=True),
+        LoggedFile("/a", "model", "d"),
+        LoggedFile("/b", "dataset", ""),
+        LoggedFile("/list", "", "", is_list=True),
     ]
 
 

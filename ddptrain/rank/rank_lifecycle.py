@@ -22,7 +22,7 @@ from ddptrain.protocol import error_file, events
 from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, script
-from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, CheckpointCalls, Preempted, WorkerGroupStore
+from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, CheckpointCalls, PreemptedExit, WorkerGroupStore
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.control import CommandHandler
 from ddptrain.rank.emitter import Emitter
@@ -188,7 +188,7 @@ class RankLifecycle:
                     self._close()
                 raise
             self._close()
-        except Preempted:
+        except PreemptedExit:
             self.preempted = True
             raise
         except SystemExit as stop:
@@ -207,7 +207,7 @@ class RankLifecycle:
         """Complete the checkpoint that is being written, after the workload has returned.
 
         Raises:
-            Preempted: the workload returned because the run was asked to end.
+            PreemptedExit: the workload returned because the run was asked to end.
             OSError: a checkpoint could not be written.
         """
         if self.context is None:
@@ -217,7 +217,7 @@ class RankLifecycle:
             return
         if self.calls.has_saved:
             self.emitter.emit(events.Preempted(time.time_ns(), step=0))
-            raise Preempted
+            raise PreemptedExit
         text = (
             "the workload returned because the run was asked to end (ctx.preempted), but has saved no checkpoint with "
             "ctx.checkpoint; if it has saved its state itself, raise SystemExit(75)"

@@ -13,7 +13,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.lifecycle import RankLifecycle
+from ddptrain.rank.rank_lifecycle import RankLifecycle
 from tests.unit.specs import make_spec
 
 
