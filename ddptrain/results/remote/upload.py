@@ -19,6 +19,7 @@ from ddptrain.results.layout import INCOMING, RunLayout
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.remote.lease import LOCK, run_for
 from ddptrain.results.remote.local_copy import Origin
+from ddptrain.results.run_record import RecordError, RunRecord
 from ddptrain.results.tracker_records import TEMPORARY
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
@@ -54,6 +55,7 @@ class StoreUpload:
         self._checkpoints = StoredCheckpoints(self.store, RunLayout(root))
         self._sent: dict[str, _Fingerprint] = {}
         self._sent_at: dict[str, float] = {}  # monotonic seconds
+        self._sent_attempts = 0
         self._failures = 0
         self._problem = ""
         self._taken = self._timed_out = False
@@ -206,6 +208,8 @@ class StoreUpload:
         least_s = 0.0 if flushing or not self._checkpoints.is_synced else _FILE_EVERY_S
         for path in self._files():
             self._send_file(path, least_s, flushing)
+        if not self._checkpoints.is_synced:
+            self._send_new_attempt()
         self._checkpoints.sync()
         if not self._checkpoints.is_synced:
             if not flushing:
@@ -250,6 +254,16 @@ class StoreUpload:
             self.store.write(_RECORD, self._record.read_bytes())
             self._sent[_RECORD] = fingerprint
             self._sent_at[_RECORD] = time.monotonic()
+
+    def _send_new_attempt(self) -> None:
+        """Upload the record of a new attempt before its checkpoints: who continues from one counts the attempts."""
+        try:
+            attempts = len(RunRecord.from_json(self._record.read_bytes()).attempts)
+        except (OSError, RecordError):
+            return
+        if attempts != self._sent_attempts:
+            self._send_record(now=True)
+            self._sent_attempts = attempts
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()

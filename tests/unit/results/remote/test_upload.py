@@ -88,6 +88,18 @@ def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept
     assert kept.there() == {*expected, *step, "checkpoints/latest", "checkpoints/best"}
 
 
+def test_record_of_an_attempt_is_there_before_its_first_checkpoint(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_upload, "_RECORD_EVERY_S", 1000.0)
+    kept.uploads.begin()
+    wait_until(lambda: "run.json" in kept.there())
+    attempt = kept.writer.next_attempt(None, 2)
+    kept.writer.update(attempts=(attempt,))
+    kept.save(1)
+    wait_until(lambda: "checkpoints/step-1/checkpoint.json" in kept.there())
+    stored = kept.store.read("run.json")
+    assert stored is not None and [each["attempt"] for each in json.loads(stored)["attempts"]] == [1]
+
+
 def test_what_w_and_b_keeps_for_itself_alone_is_not_uploaded(kept: Kept) -> None:
     for name in ("run-1/run-1.wandb", "cache/obj/1", "sending-rank-0/checkpoints/step-1/model.safetensors"):
         path = kept.writer.layout.tracking_dir / "wandb" / name
