@@ -22,7 +22,8 @@ from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.artifacts import ArtifactTransfer
 from ddptrain.driver.transfer.inputs import RunInputs
-from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.log import Log, set_context
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.checkpoints import CheckpointPolicy

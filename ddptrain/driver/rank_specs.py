@@ -16,7 +16,8 @@ from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import pack, project_of
 from ddptrain.driver.transfer.code_upload import check_imports, upload_code
 from ddptrain.driver.transfer.inputs import RunInputs
-from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.protocol.code_digest import move_path
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,

@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 
     from ddptrain.clusters.resolve import Target
     from ddptrain.driver.resume import Choice
+    from ddptrain.driver.worker_group.rank_place import RankPlace
     from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
-    from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
+    from ddptrain.driver.worker_group.worker_group import WorkerGroup
     from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
     from ddptrain.results.lookup import RunView
 

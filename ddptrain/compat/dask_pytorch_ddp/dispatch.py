@@ -16,8 +16,9 @@ from distributed import Client, Future
 from ddptrain.clusters.compatibility import Needs, check_cluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.compat.dask_pytorch_ddp import group_watch, notebook_task
+from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
-from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,

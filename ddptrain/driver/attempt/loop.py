@@ -19,7 +19,8 @@ from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.transfer.artifacts import ArtifactTransfer
 from ddptrain.driver.transfer.log_mirror import LogMirror
-from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
-from ddptrain.driver.worker_group.worker_group import RankPlace
+from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.errors import DdptrainError
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec

@@ -22,7 +22,7 @@ from ddptrain.results.tracker_records import WANDB, run_argument
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, find_access
 
 if TYPE_CHECKING:
-    from ddptrain.driver.worker_group.worker_group import RankPlace
+    from ddptrain.driver.worker_group.rank_place import RankPlace
 
 _OFFLINE = frozenset({"offline", "dryrun"})
 # These belong to the driver's own process and file system, so they are not passed to ranks on other hosts.

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.driver.transfer.code_package import CodePackage
-from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.worker import driver_calls

@@ -17,7 +17,8 @@ from ddptrain.results.errors import naming
 from ddptrain.results.run_files import make_folder, write_file
 
 if TYPE_CHECKING:
-    from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
+    from ddptrain.driver.worker_group.rank_place import RankPlace
+    from ddptrain.driver.worker_group.worker_group import WorkerGroup
 
 CONTENTS = "contents.json"  # names and hashes of the files; a worker that sees the same file sees the same folder
 _END_S = 5.0

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.worker_group import dask_call
 from ddptrain.driver.worker_group.folder_copy import copy_folder
+from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import worker_notices
@@ -36,31 +36,6 @@ _ANSWER_S = 120.0  # for the answer of a worker that has no rank any more
 _LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
 _log = log.Log(__name__)
 _RELEASE_S = 3.0  # for the scheduler to take the slots back
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where one rank runs.
-
-    scratch: the worker's folder. shared: whether the driver sees that folder, too. gpu: the slot's device, as an entry
-    of CUDA_VISIBLE_DEVICES; "" on the CPU.
-    """
-
-    rank: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    slot: slots.Slot
-    hostname: str
-    scratch: Path
-    shared: bool
-    gpu: str = ""
-
-    @property
-    def host(self) -> str:
-        """The host's name and, if that is another one, its address in the cluster."""
-        known = self.slot.host
-        return self.hostname if known in {self.hostname, "127.0.0.1", "::1"} else f"{self.hostname} ({known})"
 
 
 class WorkerGroup:

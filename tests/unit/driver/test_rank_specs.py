@@ -12,7 +12,7 @@ from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver import rank_specs
-from ddptrain.driver.worker_group.worker_group import RankPlace
+from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.protocol.rank_spec import Checkpointing, Code, Placement, ProcessGroup, Supervision
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.attempt.rank_state import RankState
-from ddptrain.driver.worker_group.worker_group import RankPlace
+from ddptrain.driver.worker_group.rank_place import RankPlace
 from tests.unit.specs import make_spec
 
 

@@ -12,7 +12,7 @@ import pytest
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.transfer.code_package import CodePackage, pack
 from ddptrain.driver.transfer.code_upload import check_imports, upload_code
-from ddptrain.driver.worker_group.worker_group import RankPlace
+from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.errors import ClusterError, UsageError
 
 CACHE = "/cache/code"

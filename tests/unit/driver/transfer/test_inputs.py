@@ -17,7 +17,8 @@ import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
-from ddptrain.driver.worker_group.worker_group import RankPlace, WorkerGroup
+from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.worker import driver_calls
 from tests.unit.worker.stubs import has_ended, until
