@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli.options import VerboseOption, checked
-from ddptrain.cli.printing import say, write
+from ddptrain.cli.printing import print_json, say, write
 
 if TYPE_CHECKING:
     from ddptrain.clusters.status import View
@@ -95,7 +95,7 @@ def list_(json: Json = False, verbose: VerboseOption = False) -> None:
 
     views = clusters_status.every()
     if json:
-        _print_json([view.as_dict() for view in views])
+        print_json([view.as_dict() for view in views])
     elif views:
         from ddptrain.clusters.render import HEADER, row
         from ddptrain.text_tables import plain_table
@@ -134,7 +134,7 @@ def logs(
 
     found = lifecycle.logs(name, lines, source)
     if json:
-        _print_json(found)
+        print_json(found)
         return
     from ddptrain.text_tables import clean
 
@@ -185,7 +185,7 @@ def down(
             except DdptrainError as error:
                 failed[each] = error
     if json:
-        _print_json({"ended": ended, "failed": {each: str(error) for each, error in failed.items()}})
+        print_json({"ended": ended, "failed": {each: str(error) for each, error in failed.items()}})
     for each in ended if not json else ():
         write([f"cluster {each} is down"])
     if not names:
@@ -226,18 +226,12 @@ def _as_overrides(options: Mapping[str, tuple[str, object]]) -> dict[str, str]:
 
 def _print_view(view: View, *, as_json: bool) -> None:
     if as_json:
-        _print_json(view.as_dict())
+        print_json(view.as_dict())
         return
     from ddptrain.clusters.render import sections
     from ddptrain.text_tables import plain_sections
 
     write([plain_sections(sections(view))])
-
-
-def _print_json(data: object) -> None:
-    import json
-
-    write([json.dumps(data, indent=2)])
 
 
 def _tell(text: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddptrain.cli.printing import say, write
+from ddptrain.cli.printing import print_json, say, write
 
 if TYPE_CHECKING:
     from ddptrain.model_registry.model_reader import ModelState
@@ -66,7 +66,7 @@ def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, jso
             registry.resolve(reference)  # raises the error with the names that exist
         records = registry.versions(reference.model)
         if json:
-            _print_json([_as_dict(record, state) for record in records])
+            print_json([_as_dict(record, state) for record in records])
         else:
             header = ("VERSION", "ALIASES", "CREATED (UTC)", "RUN", "STEP", "METRICS")
             rows = [tuple(clean_line(cell) for cell in _row(record, state)) for record in records]
@@ -74,7 +74,7 @@ def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, jso
         return
     record = registry.resolve(reference)
     if json:
-        _print_json({**_as_dict(record, state), "url": f"{registry.where}/{record.model}/versions/{record.version}"})
+        print_json({**_as_dict(record, state), "url": f"{registry.where}/{record.model}/versions/{record.version}"})
         return
     about = [
         ("aliases", ", ".join(state.aliases_of(record.version))),
@@ -106,7 +106,7 @@ def history(ctx: typer.Context, model: Model, models_dir: ModelsDir = None, json
     if not changes:
         registry.resolve(parse_reference(model))
     if json:
-        _print_json([change.as_dict() for change in changes])
+        print_json([change.as_dict() for change in changes])
         return
     header = ("TIME (UTC)", "ACTION", "VERSION", "CHAMPION", "BY", "REASON")
     rows = [
@@ -261,9 +261,9 @@ def _list(ctx: typer.Context, models_dir: str | None, *, as_json: bool) -> None:
     states = [registry.state(name) for name in registry.models()]
     champions = {state.model: _champion(registry, state) for state in states}
     if as_json:
-        _print_json(
+        print_json(
             [
-                {"model": state.model, "aliases": dict(state.aliases or {}), "pinned": list(state.pinned)}
+                {"model": state.model, "aliases": dict(state.aliases), "pinned": list(state.pinned)}
                 | {"champion": champion.as_dict() if (champion := champions[state.model]) else None}
                 for state in states
             ]
@@ -278,7 +278,7 @@ def _list(ctx: typer.Context, models_dir: str | None, *, as_json: bool) -> None:
             created = _time(champion.created_at) if champion else "-"
             metrics = _metrics(champion) if champion else _NO_METRICS
             others = ", ".join(
-                f"{alias} {version}" for alias, version in sorted((state.aliases or {}).items()) if alias != "champion"
+                f"{alias} {version}" for alias, version in sorted(state.aliases.items()) if alias != "champion"
             )
             rows.append((state.model, str(number or "-"), created, metrics, others))
         header = ("MODEL", "CHAMPION", "CREATED (UTC)", "METRICS", "OTHER ALIASES")
@@ -293,7 +293,7 @@ def _champion(registry: ModelRegistry, state: ModelState) -> VersionRecord | Non
 def _report(registry: ModelRegistry, model: str, change: Change | None, unchanged: str, *, as_json: bool) -> None:
     if as_json:
         state = registry.state(model)
-        _print_json({"change": change.as_dict() if change else None, "aliases": dict(state.aliases or {})})
+        print_json({"change": change.as_dict() if change else None, "aliases": dict(state.aliases)})
     elif change is None:
         write([unchanged])
     else:
@@ -324,9 +324,3 @@ def _time(text: str) -> str:
 
 def _as_dict(record: VersionRecord, state: ModelState) -> dict[str, Any]:
     return {**record.as_dict(), "aliases": state.aliases_of(record.version), "pinned": record.version in state.pinned}
-
-
-def _print_json(data: object) -> None:
-    import json
-
-    write([json.dumps(data, indent=2, allow_nan=False)])

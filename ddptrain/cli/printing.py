@@ -24,3 +24,12 @@ def say(text: str) -> None:
     """Print a message on stderr."""
     if sys.stderr is not None:  # the command was started with its stderr closed
         print(sanitized(text), file=sys.stderr, flush=True)
+
+
+def print_json(data: object) -> None:
+    """Print data as indented JSON on stdout; a number that is not finite is null."""
+    import json
+
+    from ddptrain.results.run_record import as_json_data
+
+    write([json.dumps(as_json_data(data), indent=2, allow_nan=False)])

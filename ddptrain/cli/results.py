@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli.options import VerboseOption
-from ddptrain.cli.printing import say, write
+from ddptrain.cli.printing import print_json, say, write
 
 if TYPE_CHECKING:
     from ddptrain.results.lookup import RunView
@@ -59,7 +59,7 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = Fa
     if json:
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()]
         logs = {str(rank): view.layout.told(path) for rank, path in view.layout.logs().items()}
-        _print_json({**view.as_dict(), "artifacts": files, "logs": logs})
+        print_json({**view.as_dict(), "artifacts": files, "logs": logs})
     elif sys.stdout.isatty():
         from rich.console import Console
 
@@ -126,7 +126,7 @@ def plot(
     picture = out or (view.layout.plot_png if in_run else Path(f"{view.run_id}.png"))
     save_picture(drawing, picture, view.record.best)
     if json:
-        _print_json({"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)})
+        print_json({"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)})
         return
     write([] if no_terminal else [terminal_charts(drawing, _chart_style()), ""], colours=True)
     write([f"picture: {picture}"])
@@ -170,7 +170,7 @@ def sync(
 
     all_well = sync_runs(views, timeout, tell)
     if json:
-        _print_json([asdict(sent) for sent in came] if every else asdict(came[0]))
+        print_json([asdict(sent) for sent in came] if every else asdict(came[0]))
     if not all_well:
         raise typer.Exit(ExitCode.CLUSTER)
 
@@ -182,7 +182,7 @@ def _list(runs_dir: str, *, as_json: bool) -> None:
 
     views = open_runs_dir(runs_dir).list()
     if as_json:
-        _print_json([view.as_dict() for view in views])
+        print_json([view.as_dict() for view in views])
     elif not views:
         say(f"no runs in {runs_dir}")
     elif sys.stdout.isatty():
@@ -209,14 +209,6 @@ def _place(ctx: typer.Context, runs_dir: str | None, run: str) -> tuple[Runs, st
 def _view(ctx: typer.Context, runs_dir: str | None, run: str) -> RunView:
     runs, name = _place(ctx, runs_dir, run)
     return runs.find(name)
-
-
-def _print_json(data: object) -> None:
-    import json
-
-    from ddptrain.results.run_record import as_json_data
-
-    write([json.dumps(as_json_data(data), indent=2, allow_nan=False)])
 
 
 def _wait_for_reader() -> Callable[[float], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self
 
@@ -27,16 +27,16 @@ class ModelState:
 
     model: str
     number: int = 0
-    aliases: Mapping[str, int] | None = None
+    aliases: Mapping[str, int] = field(default_factory=dict)
     pinned: tuple[int, ...] = ()
 
     def version_of(self, alias: str) -> int | None:
         """Return the version that an alias points to."""
-        return (self.aliases or {}).get(alias)
+        return self.aliases.get(alias)
 
     def aliases_of(self, version: int) -> list[str]:
         """Return the aliases of a version, in alphabetical order."""
-        return sorted(alias for alias, number in (self.aliases or {}).items() if number == version)
+        return sorted(alias for alias, number in self.aliases.items() if number == version)
 
 
 class ModelReader:
@@ -68,7 +68,7 @@ class ModelReader:
         check_model_name(model)
         newest = max(self._change_numbers(model), default=0)
         if not newest:
-            return ModelState(model, aliases={})
+            return ModelState(model)
         change = self._change(model, newest)
         return ModelState(model, newest, change.aliases, change.pinned)
 
@@ -105,7 +105,7 @@ class ModelReader:
             return self.version(reference.model, reference.version)
         number = state.version_of(reference.alias)
         if number is None:
-            aliases = sorted(state.aliases or ())
+            aliases = sorted(state.aliases)
             hint = did_you_mean(reference.alias, aliases) or "it has no aliases yet"
             raise UsageError(f"model {reference.model} has no alias {reference.alias}: {hint}")
         return self.version(reference.model, number)

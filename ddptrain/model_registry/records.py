@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, ExitCode
+from ddptrain.protocol.typed_json import decode_json_data
 from ddptrain.results.run_record import as_json_data
 
 SCHEMA = 1
@@ -71,29 +72,15 @@ class VersionRecord:
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read version.json. `name` is the file's, for the message. Raises RegistryDamaged."""
-        raw = _object(data, name)
-        try:
-            files = tuple(_file(each) for each in raw["files"])
-            paths = [file.path for file in files]
-            if not files or len(set(paths)) < len(paths):
-                raise ValueError("it lists no files, or one twice")
-            return cls(
-                model=_text(raw["model"]),
-                version=_count(raw["version"]),
-                created_at=_text(raw["created_at"]),
-                run_id=_text(raw["run_id"]),
-                workload=_text(raw["workload"]),
-                step=_count(raw["step"]),
-                metrics={_text(key): float(value) for key, value in raw["metrics"].items() if value is not None},
-                files=files,
-                epoch=None if raw.get("epoch") is None else float(raw["epoch"]),
-                parent=None if raw.get("parent") is None else _count(raw["parent"]),
-                code=_text(raw.get("code", "")),
-                versions={_text(key): _text(value) for key, value in raw.get("versions", {}).items()},
-                schema=_count(raw["schema"]),
-            )
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise RegistryDamaged(f"{name} is damaged: {type(error).__name__}: {shorten(str(error))}") from None
+        record: Self = _decoded(cls, data, name)
+        _require_counts(name, record.version, record.step, record.parent or 0)
+        paths = [file.path for file in record.files]
+        if not paths or len(set(paths)) < len(paths):
+            raise RegistryDamaged(f"{name} is damaged: it lists no files, or one twice")
+        for file in record.files:
+            if problem := _file_problem(file):
+                raise RegistryDamaged(f"{name} is damaged: {shorten(problem)}")
+        return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,57 +114,41 @@ class Change:
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read an entry. Raises RegistryDamaged."""
-        raw = _object(data, name)
-        try:
-            return cls(
-                number=_count(raw["number"]),
-                time=_text(raw["time"]),
-                action=_text(raw["action"]),
-                version=_count(raw["version"]),
-                user=_text(raw["user"]),
-                host=_text(raw["host"]),
-                aliases={_text(alias): _count(version) for alias, version in raw["aliases"].items()},
-                pinned=tuple(_count(version) for version in raw["pinned"]),
-                alias=_text(raw.get("alias", "")),
-                reason=_text(raw.get("reason", "")),
-                schema=_count(raw["schema"]),
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise RegistryDamaged(f"{name} is damaged: {type(error).__name__}: {shorten(str(error))}") from None
+        record: Self = _decoded(cls, data, name)
+        _require_counts(name, record.number, record.version, *record.aliases.values(), *record.pinned)
+        return record
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()
 
 
-def _object(data: bytes, name: str) -> dict[str, Any]:
+def _decoded(cls: Any, data: bytes, name: str) -> Any:
+    """Return a record of the type `cls`; fields of newer versions are ignored. Raises RegistryDamaged."""
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError):
         raise RegistryDamaged(f"{name} is damaged: it is not JSON") from None
     if not isinstance(raw, dict):
         raise RegistryDamaged(f"{name} is damaged: it is no JSON object")
-    return raw
+    known = {field.name for field in dataclasses.fields(cls)}
+    try:
+        return decode_json_data(cls, {field: value for field, value in raw.items() if field in known})
+    except (ValueError, OverflowError) as error:
+        raise RegistryDamaged(f"{name} is damaged: {shorten(str(error))}") from None
 
 
-def _file(raw: Any) -> ModelFile:
-    file = ModelFile(_text(raw["path"]), _count(raw["size_bytes"]), _text(raw["sha256"]))
+def _require_counts(name: str, *numbers: int) -> None:
+    if min(numbers) < 0:
+        raise RegistryDamaged(f"{name} is damaged: {min(numbers)} is no number of 0 or more")
+
+
+def _file_problem(file: ModelFile) -> str:
+    """Return why a file of a record cannot be right, or ""."""
     parts = PurePosixPath(file.path).parts
     is_inside = parts and not file.path.startswith("/") and not {"..", "."} & set(file.path.split("/"))
     if not is_inside or "\\" in file.path or not file.path.isprintable() or len(parts) > _DEEPEST_PATH:
-        raise ValueError(f"the path {file.path!r} leads out of the version's folder")
-    if not _SHA256.fullmatch(file.sha256):
-        raise ValueError(f"{file.path} has no SHA-256")
-    return file
-
-
-def _text(raw: Any) -> str:
-    if not isinstance(raw, str):
-        raise TypeError(f"{raw!r} is no text")
-    return raw
-
-
-def _count(raw: Any) -> int:
-    if not isinstance(raw, int) or isinstance(raw, bool) or raw < 0:
-        raise TypeError(f"{raw!r} is no number of 0 or more")
-    return raw
+        return f"the path {file.path!r} leads out of the version's folder"
+    if file.size_bytes < 0 or not _SHA256.fullmatch(file.sha256):
+        return f"{file.path} has no size or no SHA-256"
+    return ""

@@ -71,7 +71,7 @@ class ModelRegistry(ModelReader):
         complete = replace(record, model=model, version=number, created_at=_now(), files=tuple(files))
         self.verify(complete)  # a file may have changed while it was copied
         folder.write(RECORD, complete.to_json())
-        self.change(model, lambda state: Edit("created", number, dict(state.aliases or {}), state.pinned))
+        self.change(model, lambda state: Edit("created", number, state.aliases, state.pinned))
         return complete
 
     def promote(self, model: str, number: int, reason: str = "", expected: int | None = -1) -> Change | None:
@@ -93,7 +93,7 @@ class ModelRegistry(ModelReader):
                     f"model {model} was changed meanwhile: its champion is version {champion or 'none'}, not "
                     f"{expected or 'none'}"
                 )
-            moved = {**(state.aliases or {}), CHAMPION: number}
+            moved = {**state.aliases, CHAMPION: number}
             if champion is not None:
                 moved[PREVIOUS] = champion
             return Edit("promoted", number, moved, state.pinned)
@@ -117,7 +117,7 @@ class ModelRegistry(ModelReader):
             if verified != previous:
                 self.verify(self.version(model, previous))
                 verified = previous
-            moved = {**(state.aliases or {}), CHAMPION: previous, PREVIOUS: champion}
+            moved = {**state.aliases, CHAMPION: previous, PREVIOUS: champion}
             return Edit("rolled back", previous, moved, state.pinned)
 
         change = self.change(model, edit, reason)
@@ -133,7 +133,7 @@ class ModelRegistry(ModelReader):
             self.version(model, number)
 
         def edit(state: ModelState) -> Edit | None:
-            aliases = dict(state.aliases or {})
+            aliases = dict(state.aliases)
             before = aliases.pop(alias, None)
             if number is not None:
                 aliases[alias] = number
@@ -153,7 +153,7 @@ class ModelRegistry(ModelReader):
             if pinned == (number in state.pinned):
                 return None
             action = "pinned" if pinned else "unpinned"
-            return Edit(action, number, dict(state.aliases or {}), (*others, number) if pinned else others)
+            return Edit(action, number, state.aliases, (*others, number) if pinned else others)
 
         return self.change(model, edit, reason)
 
@@ -166,7 +166,7 @@ class ModelRegistry(ModelReader):
                 raise UsageError(f"version {number} of {model} is {', '.join(aliases)}: move the alias first")
             if number in state.pinned:
                 raise UsageError(f"version {number} of {model} is pinned: unpin it first")
-            return Edit("removed", number, dict(state.aliases or {}), state.pinned)
+            return Edit("removed", number, state.aliases, state.pinned)
 
         change = self.change(model, edit, reason)
         folder = self._version_folder(model, number)

@@ -160,6 +160,8 @@ def test_fetch_copies_the_files(registry: ModelRegistry, run: Path, tmp_path: Pa
         ("version", 7),
         ("version", True),
         ("metrics", ["val/loss"]),
+        ("metrics", {"val/loss": 10**400}),
+        ("step", -1),
         ("model", "other"),
         ("run_id", None),
     ],
@@ -270,14 +272,12 @@ def test_concurrent_changes_all_happen_one_after_the_other(registry: ModelRegist
 
     def change(number: int) -> Change | None:
         own = ModelRegistry.open(str(tmp_path / "models"))
-        return own.change(
-            "names", lambda state: Edit("alias", 1, {**(state.aliases or {}), f"a{number}": 1}, state.pinned)
-        )
+        return own.change("names", lambda state: Edit("alias", 1, {**state.aliases, f"a{number}": 1}, state.pinned))
 
     with ThreadPoolExecutor(8) as pool:
         changes = list(pool.map(change, range(24)))
     assert sorted(each.number for each in changes if each) == list(range(before + 1, before + 25))
-    assert set(registry.state("names").aliases or ()) == {f"a{number}" for number in range(24)}
+    assert set(registry.state("names").aliases) == {f"a{number}" for number in range(24)}
 
 
 def test_unknown_model_is_told_with_what_there_is(registry: ModelRegistry, run: Path) -> None:
