@@ -16,7 +16,9 @@ from tests.integration.ports import free_ports
 
 WEED = Path(sys.executable).with_name("weed")
 _PARTS = ("master", "volume", "filer", "s3")
-_QUIET = ("-s3.port.iceberg=0", "-master.volumeSizeLimitMB=64", "-volume.max=20", "-ip=127.0.0.1", "-ip.bind=127.0.0.1")
+# Ports that it opens unless told otherwise are off: a second server could not have them. It reports to nobody.
+_OFF = ("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false")
+_SMALL = ("-master.volumeSizeLimitMB=64", "-volume.max=20", "-ip=127.0.0.1", "-ip.bind=127.0.0.1")
 
 
 @contextmanager
@@ -33,10 +35,11 @@ def seaweed(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
     ports = free_ports(2 * len(_PARTS))
     words = [f"-{part}.port={ports.pop()}" for part in _PARTS] + [f"-{part}.port.grpc={ports.pop()}" for part in _PARTS]
     port = next(word.partition("=")[2] for word in words if word.startswith("-s3.port="))
+    sockets = [f"-{part}.localSocket={folder / part}.sock" for part in ("filer", "s3")]
     places = [f"-dir={folder / 'data'}", f"-s3.config={folder / 's3.json'}"]
     log = folder / "weed.log"
     with log.open("wb") as out:
-        command = [str(WEED), "server", "-filer", "-s3", *words, *places, *_QUIET]
+        command = [str(WEED), "server", "-filer", "-s3", *words, *places, *sockets, *_OFF, *_SMALL]
         server = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
