@@ -8,6 +8,8 @@ DdptrainError               3  (only as a base; a bare one is a bug of ours)
 ├── ClusterError            4  no cluster, too few slots, a worker lost
 ├── TrainingFailed          1  the training code failed
 ├── HangDetected            5  no progress in time
+├── ModelRejected           7  retrain: the new version did not pass the gate
+├── DeadlineReached         8  retrain: out of time; saved, the next start continues
 ├── RunPreempted           75  the run was preempted and has saved a checkpoint
 └── Interrupted       130/143  Ctrl-C or SIGTERM
 """
@@ -36,6 +38,8 @@ class ExitCode(IntEnum):
     CLUSTER = 4
     HANG = 5
     LOCKED = 6
+    REJECTED = 7
+    DEADLINE = 8
     PREEMPTED = 75
     INTERRUPTED = 130
     TERMINATED = 143
@@ -103,6 +107,18 @@ class HangDetected(DdptrainError):
     """No progress in time; the message names the cause."""
 
     exit_code = ExitCode.HANG
+
+
+class ModelRejected(DdptrainError):
+    """The new version of a model did not pass the gate; it is kept, and the champion stays."""
+
+    exit_code = ExitCode.REJECTED
+
+
+class DeadlineReached(DdptrainError):
+    """The time of a retraining is over; it has saved, and the next start continues."""
+
+    exit_code = ExitCode.DEADLINE
 
 
 class RunPreempted(DdptrainError):

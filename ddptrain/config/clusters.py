@@ -1,13 +1,27 @@
-"""The sections of `cluster:` in the YAML file, one model for each backend."""
+"""The section `cluster:` of the YAML file, and its sections for the backends."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from ddptrain.config.types import FilledText, Line, Ranks, Strict, SystemText, VariableName
+from ddptrain.config import known_names
+from ddptrain.config.types import (
+    MOST_RANKS,
+    NAME_PATTERN,
+    FilledText,
+    Line,
+    Ranks,
+    SchedulerAddress,
+    Seconds,
+    Strict,
+    SystemText,
+    VariableName,
+    wrong_field,
+)
+from ddptrain.config.wording import describe_value, did_you_mean
 
 
 def _no_option(host: str) -> str:
@@ -130,3 +144,156 @@ class KubernetesSettings(Strict):
         default="ClusterIP",
         description="How the scheduler is reached from outside: ClusterIP by a port-forward, or a LoadBalancer.",
     )
+
+
+def _known_backend(name: str) -> str:
+    if name in known_names.BACKENDS or name in (known := known_names.backends()):
+        return name
+    raise wrong_field("", f"there is no such cluster backend, got {describe_value(name)}", did_you_mean(name, known))
+
+
+_SECTIONS = ("ssh", "slurm", "saturn", "kubernetes")
+_IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")} | {"scheduler_file": "address"}
+_REQUIRED = {"ssh": "hosts", "kubernetes": "image"}
+
+
+class RankRange(Strict):
+    """The lowest and highest number of ranks."""
+
+    min: Ranks = Field(description="With fewer the run does not start, nor continue after a loss.")
+    max: Ranks = Field(description="More are not used.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min > self.max:
+            raise wrong_field("min", f"is {self.min}, above max, which is {self.max}", "swap them")
+        return self
+
+
+# The kind is determined first, so that an error mentions only one of them.
+_AnyRanks = Annotated[
+    Annotated[RankRange, Tag("range")] | Annotated[Literal["auto"] | Ranks, Tag("number")],
+    Discriminator(lambda value: "range" if isinstance(value, dict | RankRange) else "number"),
+]
+
+
+class ClusterConfig(Strict):
+    """Where the ranks run, and how many there are."""
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)] | None = Field(
+        default=None, description="A cluster that `ddptrain cluster up` has started, or will start under this name."
+    )
+    backend: Annotated[str, AfterValidator(_known_backend)] = Field(
+        default="local",
+        description="Where workers come from: local, address, ssh, slurm, saturn, kubernetes, class, or another name.",
+        json_schema_extra={"examples": [*known_names.BACKENDS]},
+    )
+    address: SchedulerAddress | None = Field(
+        default=None,
+        description="The scheduler of a cluster that is up, as tcp://host:8786; for backend address only.",
+    )
+    scheduler_file: FilledText | None = Field(
+        default=None, description="The file that `dask scheduler --scheduler-file` wrote; for backend address only."
+    )
+    tls: TlsSettings | None = Field(
+        default=None, description="Certificate for the cluster of backend address; by default Dask's own configuration."
+    )
+    ranks: _AnyRanks = Field(
+        default="auto",
+        description="Training processes; auto is one per GPU, or one per 2 CPU cores and at least 2; "
+        "{min: 2, max: 8} takes what there is.",
+    )
+    gpus: Literal["auto"] | Annotated[int, Field(ge=0, le=MOST_RANKS)] = Field(
+        default="auto", description="GPUs to use; auto is all there are, 0 trains on the CPU."
+    )
+    start_timeout_s: Seconds = Field(default=60.0, gt=0, description="Seconds that the cluster may take to start.")
+    wait_s: Seconds = Field(default=0.0, ge=0, description="Seconds to wait in line for free slots; 0 fails at once.")
+    idle_timeout_s: Seconds = Field(
+        default=0.0, ge=0, description="Seconds without a run after which a cluster ends by itself; 0 is never."
+    )
+    ssh: SshSettings | None = Field(default=None, description="For backend ssh.")
+    slurm: SlurmSettings | None = Field(default=None, description="For backend slurm.")
+    saturn: SaturnSettings | None = Field(default=None, description="For backend saturn.")
+    kubernetes: KubernetesSettings | None = Field(default=None, description="For backend kubernetes.")
+    class_: FilledText | None = Field(
+        default=None,
+        alias="class",
+        description="For backend class: any distributed.deploy.Cluster, as package.Cluster.",
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="For backend class: the arguments of that class.")
+    options: dict[str, Any] = Field(default_factory=dict, description="For a backend of another package.")
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the cluster runs already, and keeps running after the run."""
+        return self.name is not None or self.backend == "address"
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the cluster is part of the driver and ends with the run."""
+        return self.name is None and self.backend == "local"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _backend_follows_from_its_section(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "backend" not in data:
+            implied = [backend for field, backend in _IMPLIED.items() if data.get(field) is not None]
+            return {**data, "backend": implied[0]} if implied else data
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _section_that_may_be_left_out_has_its_defaults(cls, data: Any) -> Any:
+        backend = data.get("backend") if isinstance(data, dict) else None
+        if backend in _SECTIONS and backend not in _REQUIRED and data.get(backend) is None:
+            return {**data, backend: {}}
+        return data
+
+    @model_validator(mode="after")
+    def _address_goes_with_its_backend(self) -> Self:
+        given = {"address": self.address, "scheduler_file": self.scheduler_file, "tls": self.tls}
+        if self.backend != "address":
+            for field, value in given.items():
+                if value is not None:
+                    raise _misplaced(field, self.backend, "address")
+        elif self.address is None and self.scheduler_file is None:
+            raise wrong_field(
+                "address",
+                "is required, as cluster.backend is address",
+                "give the scheduler's address, as tcp://host:8786, or a scheduler_file",
+            )
+        elif self.address is not None and self.scheduler_file is not None:
+            raise wrong_field("scheduler_file", "is given, and so is cluster.address", "leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _section_goes_with_its_backend(self) -> Self:
+        for field in _SECTIONS:
+            if getattr(self, field) is not None and self.backend != field:
+                raise _misplaced(field, self.backend, field)
+        if self.backend in _REQUIRED and getattr(self, self.backend) is None:
+            field = f"{self.backend}.{_REQUIRED[self.backend]}"
+            raise wrong_field(field, f"is required, as cluster.backend is {self.backend}", f"write cluster.{field}")
+        if self.class_ is not None and self.backend != "class":
+            raise _misplaced("class", self.backend, "class")
+        if self.backend == "class" and self.class_ is None:
+            raise wrong_field("class", "is required, as cluster.backend is class", "name it as package.Cluster")
+        if self.kwargs and self.backend != "class":
+            raise _misplaced("kwargs", self.backend, "class")
+        if self.options and self.backend in known_names.BACKENDS:
+            raise wrong_field(
+                "options", f"is given, but cluster.backend is {self.backend}", "it is for other packages' backends"
+            )
+        return self
+
+
+def _misplaced(field: str, backend: str, wanted: str) -> Exception:
+    return wrong_field(
+        field, f"is given, but cluster.backend is {backend}", f"write cluster.backend: {wanted}, or leave it out"
+    )
+
+
+class ClusterFile(Strict):
+    """A file with only a `cluster` section."""
+
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run, and how many there are.")

@@ -14,7 +14,7 @@ from ddptrain.config import known_names
 from ddptrain.config.params_check import check_params
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.yaml_reader import scalar
-from ddptrain.redact import hide_secrets, known_secrets
+from ddptrain.redact import hide_known, hide_secrets, known_secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class ResolvedConfig:
 def resolve(config: RunConfig, path: Path) -> ResolvedConfig:
     """Fill in the defaults, remove the secrets and serialize the configuration of the file `path`."""
     complete = config.model_dump()
-    recorded = hide_secrets({**complete, "params": _complete_params(config)})
-    return ResolvedConfig(
-        config, path, recorded, dump_yaml(recorded), tuple(known_secrets(complete)), import_folders(path)
-    )
+    urls = config.notify.literal_urls
+    recorded = hide_known(hide_secrets({**complete, "params": _complete_params(config)}), urls)
+    secrets = tuple(sorted({*known_secrets(complete), *urls}, key=len, reverse=True))
+    return ResolvedConfig(config, path, recorded, dump_yaml(recorded), secrets, import_folders(path))
 
 
 def import_folders(path: Path) -> tuple[str, str]:

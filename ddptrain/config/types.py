@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 MODULE_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*$"
+TARGET_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 # Longer waits overflow timedelta and poll().
 _A_YEAR_S = 31_536_000

@@ -16,9 +16,10 @@ from ddptrain.clusters import cluster_records
 from ddptrain.clusters.backends.attached import AttachedCluster
 from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.provider import Cluster
+from ddptrain.config.clusters import RankRange
 from ddptrain.config.known_names import is_built_in, prepare_target, workload_target
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.config.run_config import RankRange, RunConfig
+from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.attempt.inbox import Inbox, ResultsLost
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to

@@ -36,7 +36,11 @@ ALLOWED: dict[str, set[str]] = {
         "tracking",
         "worker",
     },
-    "cli": {"clusters", "driver", "model_registry", "results"},
+    "notify": set(),
+    "reports": {"results"},
+    "retrain": {"clusters", "driver", "model_registry", "notify", "reports", "results", "storage"},
+    "schedule": {"model_registry", "notify", "retrain", "storage"},
+    "cli": {"clusters", "driver", "model_registry", "notify", "reports", "results", "retrain", "schedule"},
     "compat": {"clusters", "driver", "rank", "results", "worker"},  # parts of it run in each of these
 }
 # (file or room, the one module of a closed room that it may import)
@@ -55,7 +59,22 @@ DOORS = {
 # Open inside functions: sampling names is the workload's business, once `generate` has been asked for it.
 LAZY_DOORS = {("cli", "workloads")}
 
-TORCH_FREE = ("cli", "clusters", "config", "driver", "model_registry", "protocol", "results", "storage", "worker", HALL)
+TORCH_FREE = (
+    "cli",
+    "clusters",
+    "config",
+    "driver",
+    "model_registry",
+    "notify",
+    "protocol",
+    "reports",
+    "results",
+    "retrain",
+    "schedule",
+    "storage",
+    "worker",
+    HALL,
+)
 TORCH = {"torch", "torchvision", "dask_pytorch_ddp"}
 
 

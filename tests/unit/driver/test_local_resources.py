@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ddptrain.config.run_config import ClusterConfig
+from ddptrain.config.clusters import ClusterConfig
 from ddptrain.driver import local_resources
 from ddptrain.driver.local_resources import LocalResources
 from ddptrain.errors import ClusterError

@@ -1,0 +1,156 @@
+"""The sections that `ddptrain retrain` reads: retrain, data, notify and models. `ddptrain train` ignores them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ddptrain.config.types import NAME_PATTERN, FilledText, Line, Seconds, Strict, wrong_field
+from ddptrain.config.wording import describe_value
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+FROM_ENV = "env:"
+
+
+def duration_s(text: str) -> float:
+    """Convert a duration such as "30d", "6h", "90m" or "1h30m" to seconds. Raises ValueError."""
+    parts = _DURATION.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text.replace(" ", ""):
+        raise ValueError(
+            f'{describe_value(text)} is no duration: write a number with s, m, h, d or w, as in "6h" or "1h30m"'
+        )
+    return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+
+
+def _as_seconds(value: object) -> object:
+    return duration_s(value) if isinstance(value, str) else value
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, dict) else value
+
+
+# Seconds, or a text such as "6h".
+Duration = Annotated[Seconds, BeforeValidator(_as_seconds, json_schema_input_type=float | str)]
+Positive = Annotated[Duration, Field(gt=0)]
+
+
+class GateRule(Strict):
+    """A condition that a new version must fulfil before it becomes the champion."""
+
+    metric: FilledText = Field(description="A metric of the evaluation, as val/loss.")
+    mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest value is best.")
+    at_most: float | None = Field(default=None, description="The largest value that passes; null for no limit.")
+    at_least: float | None = Field(default=None, description="The smallest value that passes; null for no limit.")
+    better_by: float = Field(
+        default=0.0,
+        description="By how much it must be better than the champion: 0 accepts an equal value, a negative number "
+        "accepts a slightly worse one.",
+    )
+    against: Literal["champion", "none"] = Field(
+        default="champion", description="What it is compared with; none only checks at_most and at_least."
+    )
+
+    @model_validator(mode="after")
+    def _limits_in_order(self) -> Self:
+        if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
+            raise wrong_field(
+                "at_least", f"is {self.at_least:g}, above at_most, which is {self.at_most:g}", "swap them"
+            )
+        return self
+
+
+class KeepConfig(Strict):
+    """What the cleanup after a retraining keeps. A champion and pinned versions always stay."""
+
+    versions: int = Field(default=10, ge=2, description="The newest versions of the model.")
+    runs: int = Field(default=20, ge=1, description="The newest runs of this name.")
+    failed_runs: int = Field(default=5, ge=0, description="The newest failed runs of this name.")
+
+
+class RetrainConfig(Strict):
+    """Unattended retraining of a model of the registry."""
+
+    model: Annotated[str, Field(pattern=NAME_PATTERN)] = Field(
+        description="The model whose versions it creates: lower-case letters, digits, dots, dashes and underscores."
+    )
+    overlap: Literal["skip", "wait", "replace", "allow"] = Field(
+        default="skip",
+        description="What to do if this model is being retrained already, on any host: skip this start, wait for the "
+        "end, replace the other one (it saves and ends first), or allow both.",
+    )
+    wait: Duration = Field(
+        default=3600.0, ge=0, description='How long overlap: wait and replace wait at most, as "1h".'
+    )
+    if_unchanged: Literal["skip", "train"] = Field(
+        default="skip", description="What to do if data, params and code are those of the current version."
+    )
+    max_age: Positive | None = Field(
+        default=None, description='Age of the current version after which it trains anyway, as "30d"; null for never.'
+    )
+    deadline: Positive | None = Field(
+        default=None,
+        description='Time that one start may take, with all restarts, as "6h"; then it saves and ends, and the next '
+        "start continues. Waiting for another retraining does not count.",
+    )
+    gate: Annotated[list[GateRule], BeforeValidator(_as_list, json_schema_input_type=GateRule | list[GateRule])] = (
+        Field(
+            default_factory=lambda: [GateRule(metric="val/loss")],
+            description="Conditions that a new version must fulfil to become the champion: one, or a list.",
+        )
+    )
+    keep: KeepConfig = Field(default=KeepConfig(), description="What the cleanup keeps.")
+
+
+class DataConfig(Strict):
+    """The training data, as the data check of `ddptrain retrain` sees them."""
+
+    sources: list[FilledText] = Field(
+        default_factory=list,
+        description="Files, folders or URLs (s3://bucket/folder) that a function or a script reads; built-in workloads "
+        "name theirs in params.",
+    )
+    max_shrink: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="By which share the data may shrink since the current version; with more it does not train.",
+    )
+
+
+Event = Literal["failed", "rejected", "recovered", "late", "promoted", "always"]
+
+
+class NotifyConfig(Strict):
+    """Whom `ddptrain retrain` and `ddptrain schedule check` tell what happened."""
+
+    urls: list[Line] = Field(
+        default_factory=list,
+        description="Apprise URLs (Slack, e-mail, Teams, ntfy, webhooks, ...); env:NAME takes it from a variable.",
+        repr=False,
+    )
+    on: list[Event] = Field(
+        default_factory=lambda: ["failed", "rejected", "recovered", "late"],
+        description="Events to tell. A state that lasts is told once; always tells the end of each retraining.",
+    )
+    heartbeat: Line | None = Field(
+        default=None,
+        description="URL of a check at healthchecks.io or a server like it; env:NAME takes it from a variable.",
+        repr=False,
+    )
+    timeout_s: Seconds = Field(default=20.0, gt=0, description="Seconds that all messages together may take.")
+
+    @property
+    def literal_urls(self) -> list[str]:
+        """The URLs that the file contains itself; they may contain tokens, so they are recorded nowhere."""
+        given = [*self.urls, *([self.heartbeat] if self.heartbeat else [])]
+        return [url for url in given if not url.startswith(FROM_ENV)]
+
+
+class ModelsConfig(Strict):
+    """The model registry."""
+
+    dir: FilledText = Field(default="models", description="Folder of the models, or s3://bucket/folder.")

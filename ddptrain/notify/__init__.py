@@ -1,0 +1,1 @@
+"""Messages about unattended runs: notifications and the heartbeat of a check server."""

@@ -1,0 +1,209 @@
+"""What a retraining has done so far, as JSON beside the versions of its model; a later start continues from it.
+
+MODEL/retrainings/000001.json      one retraining, from its start to its end; rewritten after each stage
+MODEL/retrainings/000001.listing   the listing of its training data (see fingerprint.py)
+MODEL/skipped/TIME-TOKEN.json      a start that did nothing, and why
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Any, Self, cast
+
+from ddptrain.config.wording import shorten
+from ddptrain.model_registry.own_folder import OwnFolder
+from ddptrain.model_registry.records import RegistryDamaged
+from ddptrain.protocol.typed_json import decode_json_data
+from ddptrain.results.run_record import as_json_data
+from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import Versioned
+
+SCHEMA = 1
+_RECORD_BYTES = 4 << 20
+_KEPT_SKIPS = 100
+
+
+class RetrainStatus(StrEnum):
+    """The state of a retraining. All except `running` are final, but a later start continues the resumable ones."""
+
+    RUNNING = "running"
+    PROMOTED = "promoted"  # a new champion
+    UNCHANGED = "unchanged"  # nothing to do
+    SKIPPED = "skipped"  # another process retrains the model, or the slot is done
+    REJECTED = "rejected"  # trained, but the gate refused it
+    FAILED = "failed"
+    DEADLINE = "deadline"  # out of time; saved
+    INTERRUPTED = "interrupted"  # a signal, preemption, or `overlap: replace`; saved
+    ABANDONED = "abandoned"  # a later start had another configuration, and began anew
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the model is up to date afterwards."""
+        return self in (RetrainStatus.PROMOTED, RetrainStatus.UNCHANGED)
+
+
+@dataclass(frozen=True, slots=True)
+class GateOutcome:
+    """One condition of the gate: the values, whether it passed, and why, in words."""
+
+    metric: str
+    passed: bool
+    reason: str
+    candidate: float | None = None
+    champion: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetrainRecord:
+    """A retraining. Times are ISO 8601 in UTC.
+
+    stage: the last stage that is complete: "", check data, train, evaluate, gate, promote, notify or clean up.
+    slot: the scheduled time that it is for, "" if none was given. config: the digest of workload, params and code.
+    data: the digest of the training data. difference: how the data differ from those of the champion, in words.
+    scores: candidate and champion -> metrics of the evaluation. held_out: the digest of the held-out data.
+    champion: the version that was the champion before, None if there was none. version: the version that it created.
+    reason: why it ended as it did, in one line. told: the events that users were notified of.
+    """
+
+    number: int
+    model: str
+    started_at: str
+    run_id: str
+    config: str = ""
+    status: str = RetrainStatus.RUNNING
+    stage: str = ""
+    slot: str = ""
+    forced: bool = False
+    user: str = ""
+    host: str = ""
+    starts: int = 1
+    ended_at: str | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    data: str = ""
+    difference: tuple[str, ...] = ()
+    n_files: int = 0
+    size_bytes: int = 0
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    held_out: str = ""
+    gate: tuple[GateOutcome, ...] = ()
+    champion: int | None = None
+    version: int | None = None
+    told: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has no end yet: it is running, or its process was killed."""
+        return self.status == RetrainStatus.RUNNING
+
+    def to_json(self) -> bytes:
+        """The content of the file."""
+        return (json.dumps(as_json_data(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, name: str) -> Self:
+        """Read the file; fields of newer versions are ignored. Raises RegistryDamaged."""
+        try:
+            raw = json.loads(data)
+            known = {each.name for each in dataclasses.fields(cls)}
+            return cast(Self, decode_json_data(cls, {key: value for key, value in raw.items() if key in known}))
+        except (ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise RegistryDamaged(f"{name} is damaged: {shorten(str(error))}") from None
+
+
+class RetrainRecords:
+    """The retrainings of one model. All methods raise StoreError if the registry cannot be read or written."""
+
+    def __init__(self, registry: RemoteFolder, model: str) -> None:
+        """registry: the folder of all models (ModelRegistry.folder)."""
+        self._folder = registry.below(model).below("retrainings")
+        self._skipped = registry.below(model).below("skipped")
+        self._is_folder = isinstance(registry.store, OwnFolder)
+        self._written: dict[int, Versioned] = {}
+
+    def newest(self, count: int) -> list[RetrainRecord]:
+        """Return the newest `count` retrainings, newest first. Raises RegistryDamaged."""
+        numbers = sorted(self.numbers(), reverse=True)[:count]
+        found = self._folder.read_all([_name(number) for number in numbers])
+        return [RetrainRecord.from_json(data, f"{self._folder.url}/{name}") for name, data in found.items()]
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all retrainings."""
+        paths = [PurePosixPath(path) for path in self._folder.files()]
+        return [int(path.stem) for path in paths if path.suffix == ".json" and path.stem.isdecimal()]
+
+    def create(self, record: RetrainRecord) -> RetrainRecord:
+        """Write a new retraining under the next number. Raises WriteConflict if another process did so meanwhile."""
+        number = max(self.numbers(), default=0) + 1
+        numbered = dataclasses.replace(record, number=number)
+        self._written[number] = self._folder.write_versioned(_name(number), numbered.to_json(), None)
+        return numbered
+
+    def adopt(self, number: int) -> RetrainRecord:
+        """Read a retraining that this process continues. Raises RegistryDamaged."""
+        where = f"{self._folder.url}/{_name(number)}"
+        if self._is_folder:
+            data = self._folder.read(_name(number), _RECORD_BYTES)
+        else:
+            versioned = self._folder.read_versioned(_name(number))
+            data = versioned.data if versioned else None
+            if versioned:
+                self._written[number] = versioned
+        if data is None:
+            raise RegistryDamaged(f"{where} is missing")
+        return RetrainRecord.from_json(data, where)
+
+    def update(self, record: RetrainRecord) -> None:
+        """Rewrite a retraining of this process. Raises WriteConflict if another process has changed it."""
+        if self._is_folder:  # this process holds the lock of the model
+            self._folder.write(_name(record.number), record.to_json())
+        else:
+            before = self._written[record.number]
+            self._written[record.number] = self._folder.write_versioned(_name(record.number), record.to_json(), before)
+
+    def write_listing(self, number: int, data: bytes) -> None:
+        """Write the listing of the training data of a retraining."""
+        self._folder.write(f"{number:06d}.listing", data)
+
+    def listing(self, number: int) -> bytes | None:
+        """Return the listing of the training data of a retraining, None if there is none."""
+        return self._folder.read(f"{number:06d}.listing")
+
+    def add_skip(self, reason: str, slot: str) -> None:
+        """Record a start that did nothing; only the newest are kept."""
+        time = now()
+        skip = {"time": time, "reason": reason, "slot": slot, "host": socket.gethostname(), "pid": os.getpid()}
+        name = f"{time.replace(':', '')}-{secrets.token_hex(3)}.json"
+        self._skipped.write(name, (json.dumps(skip) + "\n").encode())
+        for old in sorted(self._skipped.files())[:-_KEPT_SKIPS]:
+            self._skipped.remove(old)
+
+    def skips(self) -> list[dict[str, Any]]:
+        """Return the newest starts that did nothing, oldest first: time, reason, slot, host and pid."""
+        found = self._skipped.read_all(sorted(self._skipped.files())[-_KEPT_SKIPS:])
+        return [json.loads(data) for data in found.values()]
+
+    def remove_older(self, keep: int) -> None:
+        """Delete the listings of all but the newest `keep` retrainings; the records stay."""
+        listings = sorted(path for path in self._folder.files() if path.endswith(".listing"))
+        for path in listings[:-keep]:
+            self._folder.remove(path)
+
+
+def now() -> str:
+    """Return the time as ISO 8601 in UTC, with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _name(number: int) -> str:
+    return f"{number:06d}.json"

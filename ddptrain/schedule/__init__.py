@@ -1,0 +1,1 @@
+"""`ddptrain schedule`: entries for cron, systemd, Kubernetes and CI, and the check for missed runs."""
