@@ -133,7 +133,7 @@ class NotifyConfig(Strict):
         repr=False,
     )
     on: list[Event] = Field(
-        default_factory=lambda: ["failed", "rejected", "recovered", "late"],
+        default=["failed", "rejected", "recovered", "late"],
         description="Events to tell. A state that lasts is told once; always tells the end of each retraining.",
     )
     heartbeat: Line | None = Field(
