@@ -22,6 +22,14 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True, slots=True)
+class DataSource:
+    """A parameter that names training data, and the parameter with the options of its store."""
+
+    param: str
+    options: str
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltIn:
     """A built-in workload: its function and the model of its parameters, both as module:attr.
 
@@ -31,6 +39,7 @@ class BuiltIn:
     check: a function with the same arguments that only checks the inputs. It is called if all ranks are on the
         driver's host (others may see other files), unless the param named `input` has the value `own`, which stands
         for data that the workload contains.
+    data: the parameters that name training data.
     """
 
     target: str
@@ -39,6 +48,7 @@ class BuiltIn:
     check: str = ""
     input: str = ""
     own: str = ""
+    data: tuple[DataSource, ...] = ()
 
 
 BUILT_IN = {
@@ -48,11 +58,13 @@ BUILT_IN = {
         check="ddptrain.workloads.petnames.names:check",
         input="names",
         own="builtin",
+        data=(DataSource("names", "names_options"),),
     ),
     "images": BuiltIn(
         "ddptrain.workloads.images.train:train",
         "ddptrain.workloads.images.params:ImagesParams",
         "ddptrain.workloads.images.data.listing:prepare",
+        data=(DataSource("source", "source_options"), DataSource("val_source", "source_options")),
     ),
 }
 

@@ -1,20 +1,35 @@
-"""Makes a version of a model from a run: its best checkpoint, and the small files that using it needs."""
+"""Makes a version of a model from a run: its best checkpoint, or a script's output, and the small files it needs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddptrain.errors import UsageError
 from ddptrain.model_registry.records import VersionRecord
+from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.checkpoint_verification import verify
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.layout import BEST, LATEST
+from ddptrain.results.layout import BEST, LATEST, RunLayout
 from ddptrain.results.lookup import RunView, find_checkpoint
 from ddptrain.storage.remote_folder import is_plain
 
 
-def add_run(registry: ModelRegistry, model: str, view: RunView, which: str = BEST) -> VersionRecord:
+@dataclass(frozen=True, slots=True)
+class Retrained:
+    """What `ddptrain retrain` knows about a version: see VersionRecord."""
+
+    data: str = ""
+    held_out: str = ""
+    config: str = ""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+
+def add_run(
+    registry: ModelRegistry, model: str, view: RunView, which: str = BEST, retrained: Retrained | None = None
+) -> VersionRecord:
     """Add a checkpoint of a run as the next version of a model; return the existing version if it was added before.
 
     which: best, latest, or the name of a checkpoint such as step-100.
@@ -36,24 +51,54 @@ def add_run(registry: ModelRegistry, model: str, view: RunView, which: str = BES
     }
     layout = view.layout
     small = [name for name in layout.artifacts() if name.endswith(".json") and is_plain(name)]
-    for path in (layout.run_json, layout.config_yaml, *(layout.artifacts_dir / name for name in small)):
-        if path.is_file():
-            sources[path.relative_to(layout.root).as_posix()] = path
-    return registry.add_version(
-        model,
-        sources,
-        VersionRecord(
-            model=model,
-            version=0,  # this, the time and the files are filled in by add_version
-            created_at="",
-            files=(),
-            run_id=view.run_id,
-            workload=view.record.workload,
-            step=checkpoint.step,
-            epoch=checkpoint.epoch,
-            metrics=checkpoint.metrics,
-            parent=registry.state(model).version_of("champion"),
-            code=view.record.code.hash if view.record.code else (view.record.git.commit if view.record.git else ""),
-            versions=view.record.versions,
-        ),
+    sources |= _existing(layout, *(layout.artifacts_dir / name for name in small))
+    record = _record(registry, model, view, retrained or Retrained())
+    complete = replace(record, step=checkpoint.step, epoch=checkpoint.epoch, metrics=checkpoint.metrics)
+    return registry.add_version(model, sources, complete)
+
+
+def add_output(
+    registry: ModelRegistry,
+    model: str,
+    view: RunView,
+    output: Path,
+    metrics: Mapping[str, float],
+    retrained: Retrained | None = None,
+) -> VersionRecord:
+    """Add what a script has written, a file or a folder, as the next version; return the existing one of this run.
+
+    Raises UsageError if the output cannot be read; StoreError.
+    """
+    files = [path for path in sorted(output.rglob("*")) if path.is_file()] if output.is_dir() else [output]
+    inside = output if output.is_dir() else output.parent
+    sources: dict[str, Path | bytes] = {f"output/{path.relative_to(inside).as_posix()}": path for path in files}
+    record = replace(_record(registry, model, view, retrained or Retrained()), metrics=metrics)
+    return registry.add_version(model, {**sources, **_existing(view.layout)}, record)
+
+
+def _existing(layout: RunLayout, *others: Path) -> dict[str, Path | bytes]:
+    """The records of the run, and other files of it, by their paths in the run directory."""
+    paths = [path for path in (layout.run_json, layout.config_yaml, *others) if path.is_file()]
+    return {path.relative_to(layout.root).as_posix(): path for path in paths}
+
+
+def _record(registry: ModelRegistry, model: str, view: RunView, retrained: Retrained) -> VersionRecord:
+    """The record of a run's version; number, time and files are filled in by add_version."""
+    run = view.record
+    return VersionRecord(
+        model=model,
+        version=0,
+        created_at="",
+        files=(),
+        run_id=view.run_id,
+        workload=run.workload,
+        step=0,
+        metrics={},
+        parent=registry.state(model).version_of(CHAMPION),
+        code=run.code.hash if run.code else (run.git.commit if run.git else ""),
+        versions=run.versions,
+        data=retrained.data,
+        held_out=retrained.held_out,
+        config=retrained.config,
+        evaluation=retrained.evaluation,
     )

@@ -77,7 +77,7 @@ class OwnFolder(Store):
     def put(self, key: str, data: bytes | Path) -> None:
         """See Store."""
         try:
-            self._make_parent(key)
+            self.make_parent(key)
             with file_ops.atomic_file(self._root / key) as file:
                 if isinstance(data, bytes):
                     file.write(data)
@@ -107,7 +107,7 @@ class OwnFolder(Store):
         path = self._root / key
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            self._make_parent(key)
+            self.make_parent(key)
             file_ops.write_atomic(beside, data)
             try:
                 os.link(beside, path)
@@ -120,8 +120,11 @@ class OwnFolder(Store):
             raise self._error("written", key, error) from error
         return Versioned(data)
 
-    def _make_parent(self, key: str) -> None:
-        """Create the folders of a key; each must be this user's. The root's own parents are created as well."""
+    def make_parent(self, key: str) -> None:
+        """Create the folders of a key; each must be this user's. The root's own parents are created as well.
+
+        Raises StoreError for a folder of another user; OSError.
+        """
         try:
             self._root.mkdir(mode=0o755, parents=True, exist_ok=True)
             folder = self._root

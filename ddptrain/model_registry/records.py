@@ -40,6 +40,8 @@ class VersionRecord:
     """version.json. The version exists once this file does: it is written last.
 
     parent: the champion at the time of training, None for the first version. metrics: those of the checkpoint.
+    Of a version that `ddptrain retrain` has made: the digests of its training data, of its held-out data and of its
+    configuration, and the metrics of its evaluation.
     """
 
     model: str
@@ -54,6 +56,10 @@ class VersionRecord:
     parent: int | None = None
     code: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    data: str = ""
+    held_out: str = ""
+    config: str = ""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
     schema: int = SCHEMA
 
     @property

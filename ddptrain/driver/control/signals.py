@@ -52,11 +52,15 @@ class Signals:
 def signals_to(inbox: Inbox) -> Iterator[Signals]:
     """Handle signals with the yielded object until the block ends, then restore the former handlers.
 
-    Ignored signals stay ignored (nohup, background jobs of a shell).
+    Ignored signals stay ignored (nohup, background jobs of a shell). Within another such block, a signal that the outer
+    object has received is sent again: nobody has handled it yet.
     """
     taken = Signals(inbox)
     numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, taken.take) for number in numbers}
+    outer = getattr(before.get(signal.SIGTERM), "__self__", None)
+    if isinstance(outer, Signals) and outer.taken:
+        os.kill(os.getpid(), outer.taken[0])
     try:
         yield taken
     finally:

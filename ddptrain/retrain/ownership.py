@@ -1,0 +1,192 @@
+"""One owner per model: the lock that a retraining holds, and the request to hand it over.
+
+In a folder the lock is held with flock, in an object store it is a lease (results/remote/lease.py). Both end when the
+process that holds them dies. `overlap: replace` writes a request that the owner looks for every few seconds; the owner
+then ends like after SIGTERM: it saves a checkpoint first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.log import Log
+from ddptrain.model_registry.own_folder import OwnFolder
+from ddptrain.results.ownership import run_lock
+from ddptrain.results.remote.lease import LOCK, StoreLock, claim_from
+from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import StoreError
+
+_log = Log(__name__)
+_REQUEST = "replace"
+_LOOK_EVERY_S = 2.0
+_TRY_EVERY_S = 1.0
+
+
+class _Lock(Protocol):
+    """A lock of a model."""
+
+    def take(self) -> None:
+        """Take it. Raises RunLocked, StoreError, ResultsError."""
+
+    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
+        """Call `lost` if another process has taken it, which can only happen to a lease."""
+
+    def assure(self) -> None:
+        """Raise RunLocked if another process may have taken it."""
+
+    def release(self) -> None:
+        """Release it; raises nothing."""
+
+    @property
+    def holder(self) -> str:
+        """Who holds it, as "process 12 on host"; "" if that is not known."""
+
+
+class _FolderLock:
+    """A lock file on this machine, or on a network file system with locks."""
+
+    def __init__(self, store: OwnFolder, folder: str) -> None:
+        self._store, self._key = store, f"{folder}/{LOCK}"
+        self._path = Path(store.location.url, self._key)
+        self._descriptor = -1
+
+    def take(self) -> None:
+        try:
+            self._store.make_parent(self._key)
+        except OSError as error:
+            raise StoreError(f"cannot write into {self._path.parent}: {error.strerror}; see models.dir") from error
+        self._descriptor = run_lock.take(self._path)
+
+    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
+        """Nobody can take a file lock away."""
+
+    def assure(self) -> None:
+        """Nobody can take a file lock away."""
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @property
+    def holder(self) -> str:
+        return run_lock.holder(self._path)
+
+
+class _Lease:
+    """A lease in an object store."""
+
+    def __init__(self, folder: RemoteFolder) -> None:
+        self._folder = folder
+        self._lock = StoreLock(folder)
+
+    def take(self) -> None:
+        self._lock.take(contested=True)
+
+    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
+        self._lock.keep(lost)
+
+    def assure(self) -> None:
+        self._lock.assure()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    @property
+    def holder(self) -> str:
+        claim = None
+        with suppress(StoreError):
+            claim = claim_from(self._folder.read(LOCK))
+        return f"process {claim.pid} on {claim.host}" if claim else ""
+
+
+class ModelOwner:
+    """Holds the lock of a model, and ends this process when another one asks to replace it."""
+
+    def __init__(self, registry: RemoteFolder, model: str) -> None:
+        """registry: the folder of all models (ModelRegistry.folder)."""
+        self._folder = registry.below(model).below("retrainings")
+        self.model = model
+        self.replaced_by = ""  # who asked for the model, as "process 12 on host"
+        self.lost: DdptrainError | None = None
+        self._lock: _Lock = _lock_of(self._folder)
+        self._over = threading.Event()
+
+    @contextmanager
+    def owned(self, overlap: str, wait_s: float, tell: Callable[[str], None]) -> Iterator[None]:
+        """Hold the lock for the block, which other processes may end with SIGTERM through a request.
+
+        overlap: skip, wait or replace (see RetrainConfig).
+
+        Raises:
+            RunLocked: another process holds the lock, with wait and replace for longer than `wait_s` seconds.
+            StoreError, ResultsError: the lock cannot be taken.
+        """
+        self._take(overlap, wait_s, tell)
+        watch = threading.Thread(target=self._watch, name="ddptrain-replace", daemon=True)
+        try:
+            self._lock.keep(self._lose)
+            self._forget_request()
+            watch.start()
+            yield
+        finally:
+            self._over.set()
+            self._lock.release()
+
+    def assure(self) -> None:
+        """Return if this process still is the only owner. Raises RunLocked, StoreError."""
+        self._lock.assure()
+
+    def _take(self, overlap: str, wait_s: float, tell: Callable[[str], None]) -> None:
+        deadline = time.monotonic() + (wait_s if overlap in ("wait", "replace") else 0.0)
+        told = False
+        while True:
+            try:
+                self._lock.take()
+                return
+            except RunLocked:
+                holder = self._lock.holder or "another process"
+                if time.monotonic() >= deadline:
+                    waited = f" and did not end within {wait_s:g} s" if overlap != "skip" and wait_s else ""
+                    raise RunLocked(f"model {self.model} is being retrained by {holder}{waited}") from None
+            if not told:
+                told = True
+                if overlap == "replace":
+                    self._folder.write(_REQUEST, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+                does = "asked it to save and end" if overlap == "replace" else "waiting for its end"
+                tell(f"model {self.model} is being retrained by {holder}; {does}")
+            time.sleep(_TRY_EVERY_S)
+
+    def _forget_request(self) -> None:
+        with suppress(StoreError):  # a request that stays only ends this process, which is safe
+            self._folder.remove(_REQUEST)
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_EVERY_S):
+            try:
+                asked = self._folder.read(_REQUEST)
+            except StoreError:
+                continue  # the store does not answer: the stages report it
+            if asked is not None:
+                self.replaced_by = asked.decode(errors="replace").strip() or "another process"
+                _log.info("asked to hand the model over", model=self.model, by=self.replaced_by)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    def _lose(self, error: DdptrainError) -> None:
+        self.lost = error
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _lock_of(folder: RemoteFolder) -> _Lock:
+    if isinstance(folder.store, OwnFolder):
+        return _FolderLock(folder.store, folder.path)
+    return _Lease(folder)

@@ -1,0 +1,134 @@
+"""Decides, from the records of earlier retrainings, what a start of `ddptrain retrain` has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ddptrain.config.retraining import RetrainConfig
+from ddptrain.config.wording import shorten
+from ddptrain.errors import ExitCode, UsageError
+from ddptrain.retrain.fingerprint import DataListing, missing_classes
+from ddptrain.retrain.records import RetrainRecord, RetrainStatus
+
+# After these exit codes of the training, the next start continues it: the cause may be gone by then.
+_CONTINUED_AFTER = frozenset({ExitCode.CLUSTER, ExitCode.HANG, ExitCode.LOCKED})
+_MOST_STARTS = 10  # of a retraining that fails again and again
+_TRAINED = frozenset({"train", "evaluate", "gate", "promote", "notify", "clean up"})
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to do: skip (with the reason), continue a retraining, or begin a new one (both are empty).
+
+    abandoned: a retraining that ends without a result, because the configuration has changed.
+    """
+
+    skip: str = ""
+    continued: RetrainRecord | None = None
+    abandoned: RetrainRecord | None = None
+
+
+def choose(newest: Sequence[RetrainRecord], config: str, slot: str, *, force: bool) -> Choice:
+    """Choose between skipping, continuing and beginning.
+
+    newest: earlier retrainings, newest first. config: the digest of the configuration. slot: the scheduled time, or "".
+    force begins a new retraining, unless one with the same configuration was interrupted.
+    """
+    last = next((record for record in newest if record.status != RetrainStatus.ABANDONED), None)
+    if last is not None and is_resumable(last):
+        if last.config == config:
+            return Choice(continued=last)
+        return Choice(abandoned=last)
+    done = max((record.slot for record in newest if record.slot), default="")
+    if slot and done >= slot and not force:
+        record = next(record for record in newest if record.slot == done)
+        return Choice(skip=f"the scheduled time {slot} is done: retraining {record.number} of {done} {record.status}")
+    return Choice()
+
+
+def is_resumable(record: RetrainRecord) -> bool:
+    """Return whether the next start continues a retraining: it was killed, interrupted, or failed for a passing cause.
+
+    A training that has failed by its own code begins anew.
+    """
+    if record.status in (RetrainStatus.RUNNING, RetrainStatus.DEADLINE, RetrainStatus.INTERRUPTED):
+        return True
+    if record.status != RetrainStatus.FAILED or record.starts >= _MOST_STARTS:
+        return False
+    return record.stage in _TRAINED or record.exit_code in _CONTINUED_AFTER
+
+
+def unchanged(
+    newest: Sequence[RetrainRecord],
+    champion: int | None,
+    config: str,
+    data: str,
+    settings: RetrainConfig,
+    now: datetime,
+) -> str:
+    """Return why there is nothing to train, or "" if there is.
+
+    Compares with the last training, and with that of the champion. A version that was rolled back is not made again
+    from the same data; a rejected one only if there is another champion since.
+
+    champion: its version. data: the digest of the training data.
+    """
+    trained = [each for each in newest if each.status in (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)]
+    if settings.if_unchanged == "train" or not trained or _is_old(trained[0], settings.max_age, now):
+        return ""
+    for record in trained:
+        if (record.config, record.data) != (config, data) or not (record is trained[0] or record.version == champion):
+            continue
+        same = f"data, params and code are those of version {record.version}"
+        if record.version == champion:
+            return f"{same}, the champion"
+        if record.status == RetrainStatus.PROMOTED:
+            return f"{same}, which is not the champion any more"
+        if record.champion == champion:
+            return f"{same}, which the gate has rejected"
+    return ""
+
+
+def _is_old(record: RetrainRecord, max_age_s: float | None, now: datetime) -> bool:
+    ended = datetime.fromisoformat(record.ended_at or record.started_at)
+    return max_age_s is not None and (now - ended).total_seconds() >= max_age_s
+
+
+def data_problem(old: DataListing | None, new: DataListing, max_shrink: float, *, has_sources: bool) -> str:
+    """Return why the training data look wrong, or "".
+
+    old: the data of the champion, None if they are not known.
+    """
+    if not new.files:
+        return "there are no training data" if has_sources else ""
+    if old is None or not old.files:
+        return ""
+    many = len(old.files) > 1
+    before, now = (len(old.files), len(new.files)) if many else (old.size_bytes, new.size_bytes)
+    if now < before * (1 - max_shrink):
+        noun = f"{new.noun}s" if many else "bytes"
+        limit = f"by more than data.max_shrink {max_shrink:g}"
+        return f"the training data have shrunk from {before:,} to {now:,} {noun}, {limit}"
+    if new.noun == "image" and (gone := missing_classes(old, new)):
+        named = ", ".join(shorten(name) for name in gone[:_MOST_NAMED])
+        return (
+            f"class {named} has no images any more" if len(gone) == 1 else f"classes have no images any more: {named}"
+        )
+    return ""
+
+
+def parse_slot(text: str) -> str:
+    """Return a scheduled time as ISO 8601 in UTC, to the second. A time without a zone is local time.
+
+    Raises UsageError.
+    """
+    if not text:
+        return ""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise UsageError(f"--slot is {text!r}, which is no time: give one like 2026-03-01T03:00:00Z") from None
+    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
