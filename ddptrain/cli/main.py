@@ -25,6 +25,7 @@ from ddptrain.cli.options import log_to_stderr
 from ddptrain.cli.predict import predict
 from ddptrain.cli.printing import say
 from ddptrain.cli.results import app as results
+from ddptrain.cli.retrain import retrain
 from ddptrain.cli.run import SCRIPT_SETTINGS, run
 from ddptrain.cli.schema import schema
 from ddptrain.cli.stop import stop
@@ -72,6 +73,7 @@ def _root(
 # One line for each in the list of commands; `--help` of a command has the full text.
 app.command("train", short_help="Train what a YAML file describes.")(train)
 app.command("run", short_help="Run a script that torchrun would run.", context_settings=SCRIPT_SETTINGS)(run)
+app.command("retrain", short_help="Train a model anew, and put it in place if it is better.")(retrain)
 app.command("stop", short_help="End a run that another shell has started.")(stop)
 app.add_typer(cluster, name="cluster")
 app.command("generate", short_help="Make new pet names with a trained run.")(generate)

@@ -193,7 +193,7 @@ class ModelRegistry(ModelReader):
                 time=_now(),
                 action=made.action,
                 version=made.version,
-                user=_user(),
+                user=user_name(),
                 host=socket.gethostname(),
                 aliases=made.aliases,
                 pinned=made.pinned,
@@ -250,7 +250,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Return the name of this user, for records."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, as in containers

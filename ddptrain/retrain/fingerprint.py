@@ -79,7 +79,8 @@ class DataListing:
         """Decode a listing; None for none, or for one that is damaged: then nothing is known about earlier data."""
         try:
             inflater = zlib.decompressobj()
-            raw = json.loads(inflater.decompress(data or b"", _MOST_LISTING_BYTES))
+            text = inflater.decompress(data or b"", _MOST_LISTING_BYTES)
+            raw = json.loads(text) if inflater.eof else {}
             files = {str(path): DataFile(int(row[0]), str(row[1]), str(row[2])) for path, row in raw["files"].items()}
             return cls(files, str(raw["noun"]))
         except (zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -98,6 +99,11 @@ def list_data(resolved: ResolvedConfig, before: DataListing | None = None) -> Da
     for source in _sources(resolved):
         files |= {f"{source.field}/{path}": file for path, file in _list_source(source, known).items()}
     return DataListing(files, "image" if resolved.config.workload == "images" else "file")
+
+
+def names_data(resolved: ResolvedConfig) -> bool:
+    """Return whether the configuration names training data that can be listed."""
+    return bool(_sources(resolved))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -146,24 +147,28 @@ class ModelOwner:
         self._lock.assure()
 
     def _take(self, overlap: str, wait_s: float, tell: Callable[[str], None]) -> None:
-        deadline = time.monotonic() + (wait_s if overlap in ("wait", "replace") else 0.0)
+        """Take the lock; with wait and replace try again for `wait_s` seconds."""
+        deadline = time.monotonic() + wait_s
         told = False
         while True:
             try:
                 self._lock.take()
                 return
             except RunLocked:
-                holder = self._lock.holder or "another process"
-                if time.monotonic() >= deadline:
-                    waited = f" and did not end within {wait_s:g} s" if overlap != "skip" and wait_s else ""
-                    raise RunLocked(f"model {self.model} is being retrained by {holder}{waited}") from None
+                busy = f"model {self.model} is being retrained by {self._lock.holder or 'another process'}"
+            if overlap == "skip":
+                raise RunLocked(busy)
             if not told:
                 told = True
-                if overlap == "replace":
-                    self._folder.write(_REQUEST, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
-                does = "asked it to save and end" if overlap == "replace" else "waiting for its end"
-                tell(f"model {self.model} is being retrained by {holder}; {does}")
+                tell(f"{busy}; {self._ask() if overlap == 'replace' else 'waiting for its end'}")
+            if time.monotonic() >= deadline:
+                raise RunLocked(f"{busy} and did not end within {wait_s:g} s")
             time.sleep(_TRY_EVERY_S)
+
+    def _ask(self) -> str:
+        """Ask the owner to end; return what was done, in words."""
+        self._folder.write(_REQUEST, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        return "asked it to save and end"
 
     def _forget_request(self) -> None:
         with suppress(StoreError):  # a request that stays only ends this process, which is safe

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from ddptrain.config.retraining import RetrainConfig
 from ddptrain.config.wording import shorten
-from ddptrain.errors import ExitCode, UsageError
+from ddptrain.errors import ExitCode
 from ddptrain.retrain.fingerprint import DataListing, missing_classes
-from ddptrain.retrain.records import RetrainRecord, RetrainStatus
+from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
 
 # After these exit codes of the training, the next start continues it: the cause may be gone by then.
 _CONTINUED_AFTER = frozenset({ExitCode.CLUSTER, ExitCode.HANG, ExitCode.LOCKED})
 _MOST_STARTS = 10  # of a retraining that fails again and again
-_TRAINED = frozenset({"train", "evaluate", "gate", "promote", "notify", "clean up"})
+_TRAINED = frozenset({Stage.TRAIN, Stage.EVALUATE, Stage.GATE, Stage.PROMOTE, Stage.NOTIFY, Stage.CLEAN_UP})
 _MOST_NAMED = 5
 
 
@@ -118,17 +118,3 @@ def data_problem(old: DataListing | None, new: DataListing, max_shrink: float, *
             f"class {named} has no images any more" if len(gone) == 1 else f"classes have no images any more: {named}"
         )
     return ""
-
-
-def parse_slot(text: str) -> str:
-    """Return a scheduled time as ISO 8601 in UTC, to the second. A time without a zone is local time.
-
-    Raises UsageError.
-    """
-    if not text:
-        return ""
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise UsageError(f"--slot is {text!r}, which is no time: give one like 2026-03-01T03:00:00Z") from None
-    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

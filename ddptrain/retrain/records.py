@@ -32,6 +32,20 @@ _RECORD_BYTES = 4 << 20
 _KEPT_SKIPS = 100
 
 
+class Stage(StrEnum):
+    """The stages of a retraining, in their order; the first one stands for none."""
+
+    NONE = ""
+    LOCK = "lock"
+    CHECK_DATA = "check data"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    GATE = "gate"
+    PROMOTE = "promote"
+    NOTIFY = "notify"
+    CLEAN_UP = "clean up"
+
+
 class RetrainStatus(StrEnum):
     """The state of a retraining. All except `running` are final, but a later start continues the resumable ones."""
 
@@ -66,10 +80,11 @@ class GateOutcome:
 class RetrainRecord:
     """A retraining. Times are ISO 8601 in UTC.
 
-    stage: the last stage that is complete: "", check data, train, evaluate, gate, promote, notify or clean up.
+    stage: the last stage that is complete (see Stage).
     slot: the scheduled time that it is for, "" if none was given. config: the digest of workload, params and code.
     data: the digest of the training data. difference: how the data differ from those of the champion, in words.
     scores: candidate and champion -> metrics of the evaluation. held_out: the digest of the held-out data.
+    notes: what the evaluation could not do, in words. promoted_anyway: although the gate rejected it.
     champion: the version that was the champion before, None if there was none. version: the version that it created.
     reason: why it ended as it did, in one line. told: the events that users were notified of.
     """
@@ -77,10 +92,10 @@ class RetrainRecord:
     number: int
     model: str
     started_at: str
-    run_id: str
+    run_id: str = ""
     config: str = ""
     status: str = RetrainStatus.RUNNING
-    stage: str = ""
+    stage: str = Stage.NONE
     slot: str = ""
     forced: bool = False
     user: str = ""
@@ -95,9 +110,11 @@ class RetrainRecord:
     size_bytes: int = 0
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     held_out: str = ""
+    notes: tuple[str, ...] = ()
     gate: tuple[GateOutcome, ...] = ()
     champion: int | None = None
     version: int | None = None
+    promoted_anyway: bool = False
     told: tuple[str, ...] = ()
     schema: int = SCHEMA
 

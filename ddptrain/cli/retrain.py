@@ -1,0 +1,79 @@
+"""`ddptrain retrain`: train a model anew, and make the result the champion if it is better."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from ddptrain.cli.options import (
+    AllRanksOption,
+    ClusterOption,
+    FullTracebackOption,
+    OutputMode,
+    OutputOption,
+    RanksOption,
+    RunsDirOption,
+    VerboseOption,
+    checked,
+    field_options,
+)
+
+
+def retrain(
+    config: Annotated[str, typer.Argument(help="YAML file with a section retrain, or the name of a shipped example.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set params.epochs=3; repeatable."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Train although nothing has changed, or the data look wrong.")
+    ] = False,
+    slot: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME|SCHEDULE",
+            help='The scheduled time, which is run at most once: 2026-03-01T03:00Z, or a schedule as "Mon 03:00", '
+            "which stands for its latest time.",
+        ),
+    ] = "",
+    promote_anyway: Annotated[
+        str, typer.Option(metavar="REASON", help="Promote the new version also if the gate rejects it.")
+    ] = "",
+    ranks: RanksOption = None,
+    cluster: ClusterOption = None,
+    runs_dir: RunsDirOption = None,
+    models_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|URL", envvar="DDPTRAIN_MODELS_DIR", show_envvar=False, help="The model registry (models.dir)."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the data, and tell what would be done; change nothing.")
+    ] = False,
+    full_traceback: FullTracebackOption = False,
+    all_ranks: AllRanksOption = False,
+    verbose: VerboseOption = False,
+    output: OutputOption = OutputMode.AUTO,
+) -> None:
+    """Train a model anew, and make the result the champion if it is better.
+
+    It can be started at any time and from anywhere: one start at a time works on a model, and a start continues what
+    an earlier one could not finish. Exit codes: 0 promoted, or nothing to do; 7 rejected by the gate; 8 out of time,
+    the next start continues; others as of train.
+    """
+    import json
+
+    from ddptrain.config.load import load_config
+
+    options = field_options(ranks, cluster, runs_dir)
+    if models_dir is not None:
+        options[f"models.dir={json.dumps(models_dir)}"] = f"--models-dir {models_dir}"
+    resolved = checked(partial(load_config, config), overrides or [], options)
+    from ddptrain.retrain.retraining import retrain as run
+    from ddptrain.retrain.start import RetrainOptions
+
+    chosen = RetrainOptions(force, slot, dry_run, output.value, promote_anyway.strip(), full_traceback, all_ranks)
+    raise typer.Exit(run(resolved, chosen))

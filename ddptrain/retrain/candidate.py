@@ -1,0 +1,148 @@
+"""The result of the training: its scores beside those of the champion, and its version in the registry."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ddptrain.config.known_names import is_built_in
+from ddptrain.config.wording import shorten
+from ddptrain.errors import UsageError, one_line
+from ddptrain.model_registry.add_run import Retrained, add_output, add_run
+from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
+from ddptrain.model_registry.version_copy import open_version
+from ddptrain.results.checkpoint_verification import verify
+from ddptrain.results.layout import BEST
+from ddptrain.results.lookup import RunView, find_checkpoint
+from ddptrain.retrain.start import Start
+
+_CLOCK_SLACK_S = 2.0  # file systems round times
+_METRICS_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """candidate and champion -> metrics; champion is missing if it could not be evaluated, which `notes` explain."""
+
+    scores: Mapping[str, Mapping[str, float]]
+    held_out: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The scores in one line, as "val/loss 2.31 (champion 2.35)"."""
+        champion = self.scores.get("champion", {})
+        parts = []
+        for name, value in sorted(self.scores["candidate"].items()):
+            beside = f" (champion {champion[name]:.4g})" if name in champion else ""
+            parts.append(f"{name} {value:.4g}{beside}")
+        return "; ".join([", ".join(parts) or "no metrics", *self.notes])
+
+
+class Candidate:
+    """The model that the run of a retraining has trained."""
+
+    def __init__(self, start: Start, view: RunView) -> None:
+        self._start, self._view = start, view
+        self._config = start.resolved.config
+
+    def evaluate(self, champion: int | None) -> Scores:
+        """Score the candidate and the champion.
+
+        With an evaluation function both are scored on the same held-out data, by the ranks. Otherwise the metrics are
+        those of their trainings. Raises the errors of the evaluation's launch; UsageError, StoreError.
+        """
+        version, folder, note = self._champion(champion)
+        if self._config.script is None and (is_built_in(self._config.workload) or self._config.evaluate):
+            return self._evaluate_on_ranks(folder, note)
+        notes = [note] if note else []
+        scores: dict[str, Mapping[str, float]] = {"candidate": self._training_metrics()}
+        if version is not None and folder is not None:
+            scores["champion"] = version.evaluation or version.metrics
+            notes.append("metrics of the trainings, as there is no evaluate function")
+        return Scores(scores, "", tuple(notes))
+
+    def add(self) -> VersionRecord:
+        """Add the candidate to the registry, once. Raises UsageError, StoreError."""
+        record = self._start.began
+        known = Retrained(record.data, record.held_out, record.config, record.scores.get("candidate", {}))
+        registry, model = self._start.registry, self._start.settings.model
+        script = self._config.script
+        if script is None:
+            return add_run(registry, model, self._view, BEST, known)
+        if script.checkpoint is None:
+            raise UsageError("workload.checkpoint is missing: it names the file or folder with the script's model")
+        output = self._written_by_run(script.checkpoint, "workload.checkpoint")
+        return add_output(registry, model, self._view, output, self._training_metrics(), known)
+
+    def _champion(self, number: int | None) -> tuple[VersionRecord | None, Path | None, str]:
+        """The champion, its verified folder, and why there is none."""
+        if number is None:
+            return None, None, ""
+        registry, model = self._start.registry, self._start.settings.model
+        try:
+            version = registry.version(model, number)
+            return version, open_version(registry, version), ""
+        except (RegistryDamaged, UsageError) as error:
+            note = f"the champion cannot be evaluated: {one_line(error)}"
+            self._start.out.notice(note, level="warning")
+            return None, None, note
+
+    def _evaluate_on_ranks(self, champion: Path | None, note: str) -> Scores:
+        from ddptrain.retrain.evaluation import Target, evaluate
+
+        targets = [Target("candidate", self._view.layout.root)]
+        if champion is not None:
+            targets.append(Target("champion", champion))
+        found = evaluate(self._start.resolved, targets, output=self._start.options.output)
+        return Scores(found.scores, found.held_out, tuple(each for each in (note, *found.notes) if each))
+
+    def _training_metrics(self) -> Mapping[str, float]:
+        """The metrics of the best checkpoint, or those that the script has written."""
+        script = self._config.script
+        if script is None:
+            return verify(find_checkpoint(self._view.layout, BEST)).metrics
+        if script.metrics is None:
+            raise UsageError(
+                "workload.metrics is missing: it names the JSON file with the metrics of the script's model"
+            )
+        return read_metrics(self._written_by_run(script.metrics, "workload.metrics"))
+
+    def _written_by_run(self, path: str, field: str) -> Path:
+        """Return a file of the script. Raises UsageError if the run has not written it."""
+        found = Path(path).expanduser()
+        files = [found, *found.rglob("*")] if found.is_dir() else [found]
+        began_s = datetime.fromisoformat(self._view.record.started_at).timestamp()
+        newest_s = -math.inf
+        for file in files:
+            with suppress(OSError):
+                newest_s = max(newest_s, file.stat().st_mtime)
+        if newest_s < began_s - _CLOCK_SLACK_S:
+            missing = "which does not exist" if newest_s == -math.inf else "which is older than the run"
+            raise UsageError(f"{field} is {path}, {missing}: the script has to write it, below {Path.cwd()}")
+        return found
+
+
+def read_metrics(path: Path) -> dict[str, float]:
+    """Read the metrics that a script has written: a JSON object of names and numbers, also NaN. Raises UsageError."""
+    try:
+        with path.open("rb") as file:
+            raw: Any = json.loads(file.read(_METRICS_BYTES))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f'{path} is not JSON ({shorten(str(error))}); write an object such as {{"val/loss": 2.1}}'
+        ) from None
+    numbers = isinstance(raw, dict) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in raw.values()
+    )
+    if not numbers:
+        raise UsageError(f'{path} must have names and numbers, such as {{"val/loss": 2.1}}, not {shorten(repr(raw))}')
+    return {str(name): float(value) for name, value in raw.items()}

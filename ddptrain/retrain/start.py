@@ -1,0 +1,157 @@
+"""One start of `ddptrain retrain`: what its stages share, and the record that says how far they are."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.config.retraining import RetrainConfig
+from ddptrain.driver.control.signals import Signals
+from ddptrain.errors import Interrupted
+from ddptrain.model_registry.reference import CHAMPION
+from ddptrain.model_registry.registry import ModelRegistry, user_name
+from ddptrain.results.layout import new_run_id
+from ddptrain.results.remote.runs import open_runs_dir
+from ddptrain.results.run_store import NeededFiles
+from ddptrain.retrain.fingerprint import DataListing
+from ddptrain.retrain.output import StageOutput
+from ddptrain.retrain.ownership import ModelOwner
+from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus, Stage, now
+from ddptrain.storage.store import WriteConflict
+
+if TYPE_CHECKING:
+    from ddptrain.results.lookup import RunView
+
+
+@dataclass(frozen=True, slots=True)
+class RetrainOptions:
+    """The options of the command line besides the configuration.
+
+    slot: the scheduled time as parse_slot returns it, or "". promote_anyway: the reason to promote a version that the
+    gate rejects, or "".
+    """
+
+    force: bool = False
+    slot: str = ""
+    dry_run: bool = False
+    output: str = "auto"
+    promote_anyway: str = ""
+    full_traceback: bool = False
+    all_ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a start ends."""
+
+    status: RetrainStatus
+    exit_code: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Start:
+    """The parts of a start. record: None until the retraining has begun. earlier: retrainings, newest first."""
+
+    resolved: ResolvedConfig
+    settings: RetrainConfig
+    options: RetrainOptions
+    registry: ModelRegistry
+    records: RetrainRecords
+    owner: ModelOwner
+    out: StageOutput
+    signals: Signals = field(default_factory=lambda: Signals(queue.SimpleQueue()))
+    record: RetrainRecord | None = None
+    earlier: list[RetrainRecord] = field(default_factory=list)
+    digest: str = ""  # of the configuration
+
+    @classmethod
+    def of(cls, resolved: ResolvedConfig, settings: RetrainConfig, options: RetrainOptions) -> Start:
+        """Open the registry. Raises UsageError, StoreError."""
+        registry = ModelRegistry.open(resolved.config.models.dir)
+        records = RetrainRecords(registry.folder, settings.model)
+        owner = ModelOwner(registry.folder, settings.model)
+        return cls(resolved, settings, options, registry, records, owner, StageOutput(options.output == "json"))
+
+    @property
+    def began(self) -> RetrainRecord:
+        """The record of the retraining, which has begun."""
+        assert self.record is not None
+        return self.record
+
+    def is_done(self, stage: Stage) -> bool:
+        """Whether this stage is complete, in this start or in an earlier one."""
+        order = list(Stage)
+        return self.record is not None and order.index(Stage(self.record.stage)) >= order.index(stage)
+
+    def champion(self) -> int | None:
+        """Return the version that is the champion now. Raises StoreError."""
+        return self.registry.state(self.settings.model).version_of(CHAMPION)
+
+    def begin(self, data: str, listing: DataListing, champion: int | None, *, with_run: bool = True) -> None:
+        """Write the record of a new retraining, or the data of one that was not checked to the end.
+
+        with_run: whether it will train.
+        """
+        about: dict[str, Any] = {"data": data, "n_files": len(listing.files), "size_bytes": listing.size_bytes}
+        if self.record is not None:
+            self.update(**about)
+            return
+        run_id = new_run_id(self.resolved.config.name) if with_run else ""
+        record = replace(self.new_record(), champion=champion, run_id=run_id, **about)
+        while self.record is None:
+            self.raise_if_signalled()
+            try:
+                self.record = self.records.create(record)
+            except WriteConflict:  # another process with overlap: allow was faster
+                continue
+
+    def new_record(self, status: RetrainStatus = RetrainStatus.RUNNING) -> RetrainRecord:
+        """Return a record of this start, without a number."""
+        return RetrainRecord(
+            number=0,
+            model=self.settings.model,
+            started_at=now(),
+            config=self.digest,
+            status=status,
+            slot=self.options.slot,
+            forced=self.options.force,
+            user=user_name(),
+            host=socket.gethostname(),
+        )
+
+    def resume(self, number: int) -> None:
+        """Continue an earlier retraining."""
+        record = self.records.adopt(number)
+        self.record = record
+        self.update(
+            status=RetrainStatus.RUNNING,
+            starts=record.starts + 1,
+            slot=max(self.options.slot, record.slot),
+            host=socket.gethostname(),
+            user=user_name(),
+            ended_at=None,
+            exit_code=None,
+            reason="",
+        )
+
+    def update(self, **changes: Any) -> None:
+        """Write changes to the record. Raises RunLocked if another process owns the model now, Interrupted."""
+        if self.settings.overlap != "allow":
+            self.owner.assure()
+        changed = replace(self.began, **changes)
+        self.records.update(changed)
+        self.record = changed
+        self.raise_if_signalled()
+
+    def raise_if_signalled(self) -> None:
+        """Raise Interrupted after a signal that came while nothing waited for one."""
+        if self.signals.taken:
+            raise Interrupted(self.signals.taken[0])
+
+    def view(self) -> RunView:
+        """Return the run of this retraining, with its model. Raises RunNotFound, StoreError."""
+        return open_runs_dir(self.resolved.config.results.dir).find(self.began.run_id, NeededFiles.MODEL)
