@@ -20,6 +20,7 @@ from ddptrain.config.clusters import RankRange
 from ddptrain.config.known_names import is_built_in, prepare_target, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.wording import counted
 from ddptrain.driver.attempt.inbox import Inbox, ResultsLost
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
@@ -273,7 +274,7 @@ class _Run:
             places = worker_group.reserve(self._wish(), watchers)
         self.display.expect(len(places), self.log_sizes)
         if self.machine is None:
-            self.display.status(f"starting {len(places)} ranks on {self.cluster.words}")
+            self.display.status(f"starting {counted(len(places), 'rank')} on {self.cluster.words}")
         return places
 
     def _wish(self) -> SlotRequest:
@@ -317,7 +318,7 @@ class _Run:
             self.display.notice(self.choice.reason)
         if self.machine is not None:
             self.display.expect(self.machine.ranks, self.log_sizes)
-            self.display.status(f"starting {self.machine.ranks} ranks on a local cluster")
+            self.display.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
         else:
             self.display.status(f"connecting to {self.cluster.words}")
 

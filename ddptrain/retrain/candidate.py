@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from ddptrain.config.known_names import is_built_in
-from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError, one_line
 from ddptrain.model_registry.add_run import Retrained, add_output, add_run
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
@@ -20,10 +14,8 @@ from ddptrain.model_registry.version_copy import open_version
 from ddptrain.results.checkpoint_verification import verify
 from ddptrain.results.layout import BEST
 from ddptrain.results.lookup import RunView, find_checkpoint
+from ddptrain.retrain.script_output import output_state, read_metrics
 from ddptrain.retrain.start import Start
-
-_CLOCK_SLACK_S = 2.0  # file systems round times
-_METRICS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,34 +107,9 @@ class Candidate:
         return read_metrics(self._written_by_run(script.metrics, "workload.metrics"))
 
     def _written_by_run(self, path: str, field: str) -> Path:
-        """Return a file of the script. Raises UsageError if the run has not written it."""
-        found = Path(path).expanduser()
-        files = [found, *found.rglob("*")] if found.is_dir() else [found]
-        began_s = datetime.fromisoformat(self._view.record.started_at).timestamp()
-        newest_s = -math.inf
-        for file in files:
-            with suppress(OSError):
-                newest_s = max(newest_s, file.stat().st_mtime)
-        if newest_s < began_s - _CLOCK_SLACK_S:
-            missing = "which does not exist" if newest_s == -math.inf else "which is older than the run"
-            raise UsageError(f"{field} is {path}, {missing}: the script has to write it, below {Path.cwd()}")
-        return found
-
-
-def read_metrics(path: Path) -> dict[str, float]:
-    """Read the metrics that a script has written: a JSON object of names and numbers, also NaN. Raises UsageError."""
-    try:
-        with path.open("rb") as file:
-            raw: Any = json.loads(file.read(_METRICS_BYTES))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f'{path} is not JSON ({shorten(str(error))}); write an object such as {{"val/loss": 2.1}}'
-        ) from None
-    numbers = isinstance(raw, dict) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in raw.values()
-    )
-    if not numbers:
-        raise UsageError(f'{path} must have names and numbers, such as {{"val/loss": 2.1}}, not {shorten(repr(raw))}')
-    return {str(name): float(value) for name, value in raw.items()}
+        """Return a file or folder of the script. Raises UsageError if the run has not written it."""
+        state = output_state(path)
+        if not state or state == self._start.began.outputs.get(field):
+            why = "is still as it was before the run" if state else "does not exist"
+            raise UsageError(f"{field} is {path}, which {why}: the script has to write it, below {Path.cwd()}")
+        return Path(path).expanduser()

@@ -83,6 +83,7 @@ class RetrainRecord:
     stage: the last stage that is complete (see Stage).
     slot: the scheduled time that it is for, "" if none was given. config: the digest of workload, params and code.
     data: the digest of the training data. difference: how the data differ from those of the champion, in words.
+    outputs: the states of a script's outputs before it ran, so that old ones are not taken for its own.
     scores: candidate and champion -> metrics of the evaluation. held_out: the digest of the held-out data.
     notes: what the evaluation could not do, in words. promoted_anyway: although the gate rejected it.
     champion: the version that was the champion before, None if there was none. version: the version that it created.
@@ -108,6 +109,7 @@ class RetrainRecord:
     difference: tuple[str, ...] = ()
     n_files: int = 0
     size_bytes: int = 0
+    outputs: Mapping[str, str] = field(default_factory=dict)
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     held_out: str = ""
     notes: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from ddptrain.retrain.fingerprint import DataListing
 from ddptrain.retrain.output import StageOutput
 from ddptrain.retrain.ownership import ModelOwner
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus, Stage, now
+from ddptrain.retrain.script_output import output_states
 from ddptrain.storage.store import WriteConflict
 
 if TYPE_CHECKING:
@@ -96,7 +97,13 @@ class Start:
 
         with_run: whether it will train.
         """
-        about: dict[str, Any] = {"data": data, "n_files": len(listing.files), "size_bytes": listing.size_bytes}
+        outputs = output_states(self.resolved.config.script)
+        about: dict[str, Any] = {
+            "outputs": outputs,
+            "data": data,
+            "n_files": len(listing.files),
+            "size_bytes": listing.size_bytes,
+        }
         if self.record is not None:
             self.update(**about)
             return

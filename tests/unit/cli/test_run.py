@@ -39,6 +39,8 @@ def test_what_follows_the_script_is_its_own(capsys: pytest.CaptureFixture[str]) 
             "module": None,
             "args": ["--ranks", "1e-3"],
             "local_rank_arg": False,
+            "checkpoint": None,
+            "metrics": None,
         }
     second = resolved(capsys, "--local-rank", "My Script.py", "--", "--", "x")
     assert second["workload"] == {**config["workload"], "args": ["--", "x"], "local_rank_arg": True}  # type: ignore[dict-item]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.retrain.candidate import Scores, read_metrics
+from ddptrain.retrain.candidate import Scores
+from ddptrain.retrain.script_output import output_state, read_metrics
 
 
 def test_metrics_of_a_script(tmp_path: Path) -> None:
@@ -46,3 +48,15 @@ def test_scores_in_one_line() -> None:
     scores = Scores({"candidate": {"b": 2.0, "a": 0.123456}, "champion": {"b": 3.0}}, notes=("noted",))
     assert scores.text == "a 0.1235, b 2 (champion 3); noted"
     assert Scores({"candidate": {}}).text == "no metrics"
+
+
+def test_state_of_an_output_changes_when_it_is_written_again(tmp_path: Path) -> None:
+    assert output_state(str(tmp_path / "nothing")) == ""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    file = folder / "model.bin"
+    file.write_bytes(b"weights")
+    before = output_state(str(folder))
+    assert before == output_state(str(folder)) == output_state(str(file)) != ""
+    os.utime(file, ns=(1, 1))
+    assert output_state(str(folder)) not in ("", before)
