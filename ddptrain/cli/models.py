@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="models", help="Versions of trained models: list, promote, roll back.", no_args_is_help=False)
 
-_DEFAULT_MODELS_DIR = "models"
+DEFAULT_MODELS_DIR = "models"
 _NO_METRICS = "-"
 
 ModelsDir = Annotated[
@@ -27,7 +27,7 @@ ModelsDir = Annotated[
         envvar="DDPTRAIN_MODELS_DIR",
         show_envvar=False,
         help="Folder of the model registry, or s3://bucket/folder; also DDPTRAIN_MODELS_DIR.  "
-        f"[default: {_DEFAULT_MODELS_DIR}]",
+        f"[default: {DEFAULT_MODELS_DIR}]",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -235,7 +235,7 @@ def open_trained(source: str, runs_dir: str, models_dir: str | None) -> tuple[Pa
         from ddptrain.model_registry.registry import ModelRegistry
         from ddptrain.model_registry.version_copy import open_version
 
-        registry = ModelRegistry.open(models_dir or _DEFAULT_MODELS_DIR)
+        registry = ModelRegistry.open(models_dir or DEFAULT_MODELS_DIR)
         record = registry.resolve(parse_reference(source))
         about = {"run_id": record.run_id, "model": record.model, "version": record.version}
         return open_version(registry, record), about
@@ -251,7 +251,7 @@ def _registry(ctx: typer.Context, models_dir: str | None) -> ModelRegistry:
     from ddptrain.model_registry.registry import ModelRegistry
 
     given_before = ctx.obj if isinstance(ctx.obj, str) else None
-    return ModelRegistry.open(models_dir or given_before or _DEFAULT_MODELS_DIR)
+    return ModelRegistry.open(models_dir or given_before or DEFAULT_MODELS_DIR)
 
 
 def _list(ctx: typer.Context, models_dir: str | None, *, as_json: bool) -> None:

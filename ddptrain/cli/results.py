@@ -1,4 +1,4 @@
-"""`ddptrain results`: lists runs; shows their status, logs and curves; sends offline W&B data."""
+"""`ddptrain results`: lists runs; shows their status, logs and curves; sends offline W&B data; deletes old runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import typer
 
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.prune import prune
 
 if TYPE_CHECKING:
     from ddptrain.results.lookup import RunView
     from ddptrain.results.remote.runs import RunsDir as Runs
     from ddptrain.results.show.chart import Style
 
-app = typer.Typer(name="results", help="List runs; show one, its logs, its curves.", no_args_is_help=False)
+app = typer.Typer(
+    name="results", help="List runs; show one, its logs, its curves; delete old ones.", no_args_is_help=False
+)
 
 _DEFAULT_RUNS_DIR = "runs"
 
@@ -173,6 +176,9 @@ def sync(
         print_json([asdict(sent) for sent in came] if every else asdict(came[0]))
     if not all_well:
         raise typer.Exit(ExitCode.CLUSTER)
+
+
+app.command("prune", short_help="Delete old runs.")(prune)
 
 
 def _list(runs_dir: str, *, as_json: bool) -> None:

@@ -64,11 +64,13 @@ class GateRule(Strict):
 
 
 class KeepConfig(Strict):
-    """What the cleanup after a retraining keeps. A champion and pinned versions always stay."""
+    """What the cleanup after a retraining keeps. Versions with an alias, pinned ones and their runs always stay."""
 
     versions: int = Field(default=10, ge=2, description="The newest versions of the model.")
-    runs: int = Field(default=20, ge=1, description="The newest runs of this name.")
-    failed_runs: int = Field(default=5, ge=0, description="The newest failed runs of this name.")
+    runs: int = Field(default=20, ge=1, description="The newest runs of this name that succeeded.")
+    failed_runs: int = Field(
+        default=5, ge=0, description="The newest runs of this name that failed, were preempted or cancelled."
+    )
 
 
 class RetrainConfig(Strict):

@@ -23,12 +23,13 @@ _RECORD_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """A model as it stands: its aliases and pinned versions, and the number of the last change (0: none yet)."""
+    """A model as it stands. `number` is that of the last change (0: none yet); `removed`: see Change."""
 
     model: str
     number: int = 0
     aliases: Mapping[str, int] = field(default_factory=dict)
     pinned: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
 
     def version_of(self, alias: str) -> int | None:
         """Return the version that an alias points to."""
@@ -70,7 +71,7 @@ class ModelReader:
         if not newest:
             return ModelState(model)
         change = self._change(model, newest)
-        return ModelState(model, newest, change.aliases, change.pinned)
+        return ModelState(model, newest, change.aliases, change.pinned, change.removed)
 
     def history(self, model: str) -> list[Change]:
         """Return every change of a model, oldest first. Raises RegistryDamaged."""

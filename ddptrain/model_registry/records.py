@@ -94,7 +94,7 @@ class Change:
     """An entry of the history: what was done, and the complete state after it. The newest entry is the present state.
 
     action: created, promoted, rolled back, alias, alias removed, pinned, unpinned, removed. reason: the user's text.
-    aliases: alias -> version number.
+    aliases: alias -> version number. removed: the versions that were deleted, or are being deleted.
     """
 
     number: int
@@ -107,6 +107,7 @@ class Change:
     pinned: tuple[int, ...]
     alias: str = ""
     reason: str = ""
+    removed: tuple[int, ...] = ()
     schema: int = SCHEMA
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class Change:
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read an entry. Raises RegistryDamaged."""
         record: Self = _decoded(cls, data, name)
-        _require_counts(name, record.number, record.version, *record.aliases.values(), *record.pinned)
+        _require_counts(name, record.number, record.version, *record.aliases.values(), *record.pinned, *record.removed)
         return record
 
 

@@ -158,10 +158,16 @@ class ModelRegistry(ModelReader):
         return self.change(model, edit, reason)
 
     def remove(self, model: str, number: int, reason: str = "") -> Change | None:
-        """Delete a version that is neither pinned nor has an alias. Raises UsageError."""
-        record = self.version(model, number)
+        """Delete a version that is neither pinned nor has an alias. Raises UsageError.
 
-        def edit(state: ModelState) -> Edit:
+        If the process dies on the way, a second call goes on.
+        """
+        if number not in self.state(model).removed:
+            self.version(model, number)
+
+        def edit(state: ModelState) -> Edit | None:
+            if number in state.removed:
+                return None
             if aliases := state.aliases_of(number):
                 raise UsageError(f"version {number} of {model} is {', '.join(aliases)}: move the alias first")
             if number in state.pinned:
@@ -171,10 +177,15 @@ class ModelRegistry(ModelReader):
         change = self.change(model, edit, reason)
         folder = self._version_folder(model, number)
         folder.remove(RECORD)  # first: from now on nobody finds the version, however far the rest gets
-        for file in record.files:
-            folder.remove(file.path)
-        folder.remove(_CLAIM)
+        for path in folder.files():
+            folder.remove(path)
         return change
+
+    def partly_removed(self, model: str) -> list[int]:
+        """Return the versions whose deletion was interrupted: remove() finishes it."""
+        removed = self.state(model).removed
+        names = self._below(model, "versions").folders() if removed else []
+        return sorted(int(name) for name in names if name.isdecimal() and int(name) in removed)
 
     def change(self, model: str, edit: Callable[[ModelState], Edit | None], reason: str = "") -> Change | None:
         """Write the next entry of the history: what `edit` makes of the present state; nothing if it returns None.
@@ -187,6 +198,9 @@ class ModelRegistry(ModelReader):
             made = edit(state)
             if made is None:
                 return None
+            if made.version in state.removed:
+                raise UsageError(f"model {model} has no version {made.version} any more: it was removed")
+            removed = (*state.removed, made.version) if made.action == "removed" else state.removed
             number = state.number + 1
             change = Change(
                 number=number,
@@ -199,6 +213,7 @@ class ModelRegistry(ModelReader):
                 pinned=made.pinned,
                 alias=made.alias,
                 reason=reason,
+                removed=removed,
             )
             try:
                 self._below(model, "history").write_versioned(f"{number:06d}.json", change.to_json(), None)

@@ -20,6 +20,7 @@ LATEST = "latest"
 BEST = "best"
 MANIFEST = "checkpoint.json"
 INCOMING = ".incoming-"
+PRUNED = ".pruned-"  # a run that `results prune` deletes: its folder gets this prefix first
 INPUTS = "inputs"
 ARTIFACTS = "artifacts"
 TRACKING = "tracking"
@@ -103,7 +104,9 @@ class RunLayout:
 
         Files that vanish during the listing are left out.
         """
-        sizes = {path.relative_to(self.artifacts_dir).as_posix(): size for path, size in _files(self.artifacts_dir)}
+        sizes = {
+            path.relative_to(self.artifacts_dir).as_posix(): size for path, size in files_below(self.artifacts_dir)
+        }
         sizes |= {path.partition("/")[2]: size_bytes for path, size_bytes in self._elsewhere("artifacts/").items()}
         return {path: sizes[path] for path in sorted(sizes) if not PurePosixPath(path).name.startswith(INCOMING)}
 
@@ -113,7 +116,7 @@ class RunLayout:
         return {path: size for path, size in origin.files.items() if path.startswith(folder)} if origin else {}
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, int]]:
+def files_below(folder: Path) -> Iterator[tuple[Path, int]]:
     """Yield the regular files below a folder, each with its size in bytes. Files that vanish are left out."""
     for place, _, names in os.walk(folder):  # Path.rglob raises if a folder vanishes
         for name in names:

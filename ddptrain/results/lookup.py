@@ -12,7 +12,7 @@ from typing import Any
 
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results.layout import LATEST, MANIFEST, RunLayout, step_name, step_of
+from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, step_name, step_of
 from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.remote.local_copy import origin_of, where_of
@@ -153,7 +153,7 @@ def _names(runs_dir: Path) -> list[str]:
 
 def _is_run(folder: Path) -> bool:
     try:
-        return RunLayout(folder).run_json.is_file()
+        return not folder.name.startswith(PRUNED) and RunLayout(folder).run_json.is_file()
     except OSError:  # no permission, or a name that is too long
         return False
 

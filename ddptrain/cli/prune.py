@@ -1,0 +1,122 @@
+"""`ddptrain results prune`: deletes old runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from ddptrain.cli.models import DEFAULT_MODELS_DIR, ModelsDir
+from ddptrain.cli.options import VerboseOption
+from ddptrain.cli.printing import print_json, say, write
+
+if TYPE_CHECKING:
+    from ddptrain.results.prune.prune import PruneReport
+
+Value = TypeVar("Value")
+
+_HEADER = ("RUN", "AGE", "SIZE", "REASON")
+_DAY_S = 86_400.0
+
+
+def prune(
+    ctx: typer.Context,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")] = False,
+    keep: Annotated[int, typer.Option(min=0, help="Of each name, the newest runs that succeeded and stay.")] = 20,
+    failed_keep: Annotated[
+        int, typer.Option(min=0, help="Of each name, the newest failed, preempted and cancelled runs that stay.")
+    ] = 5,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help='Runs that ended later stay as well, as "30d" or "12h".')
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help='If more than this remains, as "200GB", the oldest runs go too, whatever the other options keep.',
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Look only at the runs of this name.")] = None,
+    runs_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|URL", help="Folder that holds the runs, or s3://bucket/folder.  [default: runs]"),
+    ] = None,
+    models_dir: ModelsDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Delete old runs.
+
+    These always stay: runs that are running, or may be; the run that --resume auto would continue; runs of model
+    versions that have an alias (champion, previous, ...) or are pinned; runs of other users. Can be repeated, for
+    example by cron: it also finishes what a killed prune has left. The exit code is 4 if a run could not be deleted.
+    """
+    from ddptrain.config.retraining import duration_s
+    from ddptrain.errors import ExitCode
+    from ddptrain.model_registry.model_reader import ModelReader
+    from ddptrain.results.prune.policy import PrunePolicy, size_bytes
+    from ddptrain.results.prune.prune import prune as prune_runs
+    from ddptrain.results.remote.runs import open_runs_dir
+    from ddptrain.retrain.protected_runs import protected_runs
+
+    policy = PrunePolicy(
+        keep=keep,
+        failed_keep=failed_keep,
+        older_than_s=_parsed("--older-than", older_than, duration_s),
+        max_size_bytes=_parsed("--max-size", max_size, size_bytes),
+        name=name,
+    )
+    given_before = ctx.obj if isinstance(ctx.obj, str) else None
+    place = runs_dir or given_before or "runs"
+    runs = open_runs_dir(place)
+    registry = ModelReader.open(models_dir or DEFAULT_MODELS_DIR)
+    protected = protected_runs(registry)
+    report = prune_runs(runs, policy, protected, dry_run=dry_run)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        write(_lines(report, policy.max_size_bytes))
+    if report.removed and not protected:
+        say(f"ddptrain: no run stays for a model: {registry.where} has no models (--models-dir names another place)")
+    if not report.decisions:
+        say(f"ddptrain: no runs in {place}" + (f" with the name {name}" if name else ""))
+    for problem in report.problems:
+        say(f"ddptrain: error: {problem}")
+    if report.problems:
+        raise typer.Exit(ExitCode.CLUSTER)
+
+
+def _parsed(option: str, text: str | None, parse: Callable[[str], Value]) -> Value | None:
+    """Return the value of an option. Raises UsageError, which names the option."""
+    from ddptrain.errors import UsageError
+
+    try:
+        return None if text is None else parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def _lines(report: PruneReport, max_size_bytes: int | None) -> Iterator[str]:
+    from ddptrain.config.wording import counted
+    from ddptrain.results.show.render import size
+    from ddptrain.text_tables import clean_line, plain_table
+
+    rows = [(each.run.folder, _age(each.run.age_s), size(each.run.size_bytes), each.reason) for each in report.removed]
+    rows += [(name, "-", size(left), "left by an interrupted prune") for name, left in report.finished_bytes.items()]
+    if rows:
+        yield plain_table([_HEADER, *(tuple(clean_line(cell) for cell in row) for row in rows)])
+    yield report.summary
+    if report.kept:
+        reasons = Counter(each.reason for each in report.kept)
+        why = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())
+        yield clean_line(f"{counted(len(report.kept), 'run')} kept, {size(report.kept_bytes)}: {why}")
+    if max_size_bytes is not None and report.kept_bytes > max_size_bytes:
+        yield f"this is more than --max-size, {size(max_size_bytes)}: the rest is protected"
+
+
+def _age(seconds: float) -> str:
+    from ddptrain.results.show.render import duration
+
+    return f"{seconds / _DAY_S:.0f} days" if seconds >= 2 * _DAY_S else duration(seconds)

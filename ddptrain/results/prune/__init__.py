@@ -1,0 +1,1 @@
+"""Deletes runs that a policy does not keep."""

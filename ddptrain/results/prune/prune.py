@@ -1,0 +1,135 @@
+"""Deletes the runs that a policy does not keep, in a folder or in an object store."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ddptrain.config.wording import counted
+from ddptrain.errors import RunLocked, one_line
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.ownership import liveness
+from ddptrain.results.prune.folder_removal import FolderRemoval
+from ddptrain.results.prune.policy import Decision, PrunePolicy, decide
+from ddptrain.results.prune.stored_removal import StoredRemoval
+from ddptrain.results.remote.runs import RunsDir
+from ddptrain.results.run_store import LocalRuns
+from ddptrain.storage.store import StoreError, StoreUnreachable
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """What was deleted, or would be if `dry_run`.
+
+    decisions: about each run, newest first; a run that could not be deleted stays, with the reason.
+    finished_bytes: of each run whose deletion an earlier prune had not finished, by the name of its folder.
+    problems: why something could not be deleted, one line each.
+    """
+
+    decisions: tuple[Decision, ...]
+    finished_bytes: Mapping[str, int]
+    problems: tuple[str, ...]
+    dry_run: bool
+
+    @property
+    def removed(self) -> list[Decision]:
+        """The runs that are deleted, newest first."""
+        return [decision for decision in self.decisions if decision.goes]
+
+    @property
+    def kept(self) -> list[Decision]:
+        """The runs that stay, newest first."""
+        return [decision for decision in self.decisions if not decision.goes]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that are freed, with those of interrupted deletions."""
+        return sum(decision.run.size_bytes for decision in self.removed) + sum(self.finished_bytes.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the runs that stay."""
+        return sum(decision.run.size_bytes for decision in self.kept)
+
+    @property
+    def summary(self) -> str:
+        """One line, as "3 runs deleted, 41.2 MiB freed"."""
+        from ddptrain.results.show.render import size
+
+        verbs = ("would be deleted", "would be freed") if self.dry_run else ("deleted", "freed")
+        done = f"{counted(len(self.removed), 'run')} {verbs[0]}, {size(self.freed_bytes)} {verbs[1]}"
+        return f"{done}; {counted(len(self.problems), 'problem')}" if self.problems else done
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data."""
+        return {
+            "dry_run": self.dry_run,
+            "freed_bytes": self.freed_bytes,
+            "kept_bytes": self.kept_bytes,
+            "removed": [_as_dict(decision) for decision in self.removed],
+            "kept": [_as_dict(decision) for decision in self.kept],
+            "finished": [{"folder": name, "size_bytes": size} for name, size in self.finished_bytes.items()],
+            "problems": list(self.problems),
+        }
+
+
+def prune(
+    runs: RunsDir, policy: PrunePolicy, protected: Mapping[str, str] | None = None, *, dry_run: bool = False
+) -> PruneReport:
+    """Delete the runs that the policy does not keep, and finish what an interrupted prune has left.
+
+    protected: run id -> why the run stays, as "champion of petnames"; see retrain/protected_runs.py.
+
+    A run that a driver resumes meanwhile stays. What cannot be deleted is one of the report's problems.
+    Raises UsageError if the folder cannot be listed; StoreError if the store does not answer.
+    """
+    removal = FolderRemoval(runs) if isinstance(runs, LocalRuns) else StoredRemoval(runs)
+    views = [view for view in runs.list() if policy.name in (None, view.record.name)]
+    decisions = decide([removal.facts(view, _age_s(view)) for view in views], policy, protected or {})
+    leftovers = dict(removal.leftovers())
+    if dry_run:
+        return PruneReport(tuple(decisions), leftovers, (), dry_run)
+    tries = _Tries()
+    finished = {name: size for name, size in leftovers.items() if not tries.why_not(partial(removal.finish, name))}
+    done = []
+    for view, decision in zip(views, decisions, strict=True):
+        reason = tries.why_not(partial(removal.remove, view)) if decision.goes else ""
+        done.append(dataclasses.replace(decision, goes=False, reason=reason) if reason else decision)
+    return PruneReport(tuple(done), finished, tuple(tries.problems), dry_run)
+
+
+class _Tries:
+    """Tries deletions, and collects the problems; after a store has not answered, nothing more is tried."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._is_unreachable = False
+
+    def why_not(self, delete: Callable[[], None]) -> str:
+        """Delete something; return why it could not be done, or ""."""
+        if self._is_unreachable:
+            return "the store does not answer"
+        try:
+            delete()
+        except RunLocked:
+            return "in use"
+        except (ResultsError, StoreError) as error:
+            self.problems.append(one_line(error))
+            self._is_unreachable = isinstance(error, StoreUnreachable)
+            return "cannot be deleted"
+        return ""
+
+
+def _age_s(view: RunView) -> float:
+    """Return the seconds since a run ended; without that time since it began, or since its files changed."""
+    ended = moment(view.record.ended_at) or moment(view.record.started_at)
+    return max(0.0, time.time() - (ended.timestamp() if ended else liveness.changed_at(view.layout)))
+
+
+def _as_dict(decision: Decision) -> dict[str, Any]:
+    return {**dataclasses.asdict(decision.run), "reason": decision.reason}
