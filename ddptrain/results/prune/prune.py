@@ -19,7 +19,7 @@ from ddptrain.results.prune.policy import Decision, PrunePolicy, decide
 from ddptrain.results.prune.stored_removal import StoredRemoval
 from ddptrain.results.remote.runs import RunsDir
 from ddptrain.results.run_store import LocalRuns
-from ddptrain.storage.store import StoreError, StoreUnreachable
+from ddptrain.storage.store import StoreError, StoreUnreachable, Transient
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class _Tries:
             return "in use"
         except (ResultsError, StoreError) as error:
             self.problems.append(one_line(error))
-            self._is_unreachable = isinstance(error, StoreUnreachable)
+            self._is_unreachable = isinstance(error, StoreUnreachable | Transient)
             return "cannot be deleted"
         return ""
 
