@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ddptrain import file_ops
 from ddptrain.errors import RunLocked, RunNotFound
-from ddptrain.file_ops import publish
 from ddptrain.log import Log
 from ddptrain.results.errors import ResultsError, naming
 from ddptrain.results.layout import PRUNED, RunLayout, files_below
@@ -73,7 +73,7 @@ class FolderRemoval:
             write_file(folder / MARK, json.dumps({"folder": aside.name}).encode())
             identity.check()
             with naming(folder, "move"):
-                publish(folder, aside)
+                file_ops.publish(folder, aside)
             _log.info("run moved aside", run=folder.name, folder=aside)
             _delete(aside, FolderIdentity(aside, identity.device, identity.inode))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ddptrain import file_ops
 from ddptrain.cli.main import main
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.prune import folder_removal
 from ddptrain.results.run_record import RunRecord
 
 DAY_S = 86_400
@@ -34,8 +34,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         layout.run_json.write_text(record.to_json())
         (layout.root / "data").write_bytes(b"d" * (2048 - layout.run_json.stat().st_size))
     registry = ModelRegistry.open("models")
-    record = VersionRecord("", 0, "", "pets-40", "petnames", 1, {}, ())
-    registry.promote("names", registry.add_version("names", {"w": b"w"}, record).version)
+    version = VersionRecord("", 0, "", "pets-40", "petnames", 1, {}, ())
+    registry.promote("names", registry.add_version("names", {"w": b"w"}, version).version)
     return tmp_path / "runs"
 
 
@@ -119,14 +119,14 @@ def test_damaged_registry_deletes_nothing(runs: Path, capsys: pytest.CaptureFixt
 def test_run_that_cannot_be_deleted_is_an_error_and_the_others_go(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = folder_removal.publish
+    real = file_ops.publish
 
     def refuse(source: Path, target: Path) -> None:
         if source.name == "pets-20":
             raise PermissionError(13, "Permission denied")
         real(source, target)
 
-    monkeypatch.setattr(folder_removal, "publish", refuse)
+    monkeypatch.setattr(file_ops, "publish", refuse)
     code, out, err = prune(capsys, "--keep", "1")
     assert code == 4 and "1 run deleted, 2.0 KiB freed; 1 problem" in out
     assert "ddptrain: error: cannot move runs/pets-20: Permission denied" in err

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from ddptrain import file_ops
 from ddptrain.errors import RunLocked
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import PRUNED, RunLayout
 from ddptrain.results.lookup import list_runs
 from ddptrain.results.ownership.claim import continue_run
-from ddptrain.results.prune import folder_removal
 from ddptrain.results.prune.folder_removal import MARK, FolderRemoval
 from ddptrain.results.prune.policy import PrunePolicy
 from ddptrain.results.prune.prune import prune
@@ -116,7 +116,7 @@ def test_resume_of_a_run_that_is_being_deleted_gets_nothing(runs: Path, monkeypa
     folder = put(runs, "night", "failed")
     put(runs, "newer", day=2)
     reached, go_on = threading.Event(), threading.Event()
-    real = folder_removal.publish
+    real = file_ops.publish
 
     def slow(source: Path, target: Path) -> None:
         if source == folder:
@@ -124,7 +124,7 @@ def test_resume_of_a_run_that_is_being_deleted_gets_nothing(runs: Path, monkeypa
             assert go_on.wait(60)
         real(source, target)
 
-    monkeypatch.setattr(folder_removal, "publish", slow)
+    monkeypatch.setattr(file_ops, "publish", slow)
     with ThreadPoolExecutor() as pool:
         pruned = pool.submit(prune, LocalRuns(runs), ALL)
         assert reached.wait(60)
@@ -192,13 +192,16 @@ def test_folder_that_is_exchanged_during_the_deletion_is_not_deleted(
 ) -> None:
     put(runs, "old")
     precious = put(runs, "champion")
-    real = folder_removal.publish
+    real = file_ops.publish
 
     def exchange(source: Path, target: Path) -> None:
-        real(source, runs / "stolen")
-        precious.rename(target)
+        if source.name == "old":
+            real(source, runs / "stolen")
+            precious.rename(target)
+        else:
+            real(source, target)
 
-    monkeypatch.setattr(folder_removal, "publish", exchange)
+    monkeypatch.setattr(file_ops, "publish", exchange)
     report = prune(LocalRuns(runs), ALL, {"champion": "champion of pets"})
     assert "another process has put a different folder there" in report.problems[0]
     assert sorted(each.reason for each in report.kept) == ["cannot be deleted", "champion of pets"]
@@ -208,14 +211,14 @@ def test_folder_that_is_exchanged_during_the_deletion_is_not_deleted(
 
 def test_what_cannot_be_deleted_is_a_problem_and_the_others_go(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(runs, "a"), put(runs, "b")
-    real = folder_removal.publish
+    real = file_ops.publish
 
     def refuse(source: Path, target: Path) -> None:
         if source.name == "a":
             raise PermissionError(13, "Permission denied")
         real(source, target)
 
-    monkeypatch.setattr(folder_removal, "publish", refuse)
+    monkeypatch.setattr(file_ops, "publish", refuse)
     report = prune(LocalRuns(runs), ALL)
     assert report.problems == (
         f"cannot move {runs / 'a'}: Permission denied; choose a folder that you may write to with --runs-dir",

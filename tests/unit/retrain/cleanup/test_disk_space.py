@@ -14,7 +14,7 @@ from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.prune.policy import PrunePolicy
 from ddptrain.results.run_record import RunRecord
-from ddptrain.retrain.disk_space import check_space
+from ddptrain.retrain.cleanup.disk_space import check_space
 
 KB = 1024
 
@@ -64,6 +64,8 @@ def test_less_is_an_error_that_says_what_prune_would_free(
         "not enough disk space in runs: 20.0 KiB are free, but the last run, pets-2, used 20.0 KiB; "
         "`ddptrain results prune --keep 1 --failed-keep 5` frees 10.0 KiB (1 run)"
     )
+    with pytest.raises(ClusterError, match="prune --keep 1 --failed-keep 5 --name pets` frees 10"):
+        check_space(runs, "pets", models, policy=PrunePolicy(keep=1, name="pets"))
     with pytest.raises(ClusterError, match="--keep 20 --failed-keep 5` would free nothing: keep fewer runs"):
         check_space(runs, "pets", models)
 
@@ -73,7 +75,7 @@ def test_run_and_version_on_one_file_system_need_their_sum(
 ) -> None:
     free(monkeypatch, 28 * KB - 1)
     with pytest.raises(ClusterError, match=r"pets-2, used 20\.0 KiB, and version 1 of names has 8\.0 KiB; "):
-        check_space(*[place[0], "pets", place[1], "names"])
+        check_space(place[0], "pets", place[1], "names")
 
 
 def test_champions_run_is_not_counted_as_free(place: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

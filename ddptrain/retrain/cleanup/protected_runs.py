@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ddptrain.model_registry.model_reader import ModelReader
+from ddptrain.retrain.plan import is_resumable
 from ddptrain.retrain.records import RetrainRecords, RetrainStatus
 
-_CONTINUES = frozenset((RetrainStatus.RUNNING, RetrainStatus.DEADLINE, RetrainStatus.INTERRUPTED))
+_LOOKED_AT = 50  # retrainings of each model
 
 
 def protected_runs(registry: ModelReader) -> dict[str, str]:
@@ -22,7 +23,10 @@ def protected_runs(registry: ModelReader) -> dict[str, str]:
             roles = state.aliases_of(record.version) + (["pinned"] if record.version in state.pinned else [])
             if roles:
                 reasons[record.run_id] = f"{', '.join(roles)} of {model}"
-        for retraining in RetrainRecords(registry.folder, model).newest(1):
-            if retraining.status in _CONTINUES:
-                reasons[retraining.run_id] = f"retraining {retraining.number} of {model} continues it"
+        newest = RetrainRecords(registry.folder, model).newest(_LOOKED_AT)
+        last = next((each for each in newest if each.status != RetrainStatus.ABANDONED), None)
+        for each in newest:
+            # With `overlap: allow` several are running. Of the others, only the last one is continued.
+            if each.run_id and (each.is_running or (each is last and is_resumable(each))):
+                reasons.setdefault(each.run_id, f"retraining {each.number} of {model} is not finished")
     return reasons

@@ -20,7 +20,7 @@ from ddptrain.results.run_files import is_own_folder
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.show.render import size
-from ddptrain.retrain.protected_runs import protected_runs
+from ddptrain.retrain.cleanup.protected_runs import protected_runs
 from ddptrain.storage.remote_folder import is_url
 
 _log = Log(__name__)
@@ -103,13 +103,15 @@ def _needs_of_version(models_dir: str, model: str) -> list[_Need]:
 
 def _advice(runs_dir: str, models_dir: str, policy: PrunePolicy) -> str:
     """Return what `results prune` would free, and the command."""
+    if is_url(runs_dir):
+        return "delete other files, or choose another folder"
     command = f"ddptrain results prune --keep {policy.keep} --failed-keep {policy.failed_keep}"
+    if policy.name is not None:
+        command += f" --name {policy.name}"
     if runs_dir != "runs":
         command += f" --runs-dir {shlex.quote(runs_dir)}"
     if models_dir != "models":
         command += f" --models-dir {shlex.quote(models_dir)}"
-    if is_url(runs_dir):
-        return "delete other files, or choose another folder"
     protected = protected_runs(ModelReader.open(models_dir))
     report = prune(LocalRuns(Path(runs_dir)), policy, protected, dry_run=True)
     if not report.freed_bytes:

@@ -9,8 +9,8 @@ import pytest
 
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.retrain.protected_runs import protected_runs
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus
+from ddptrain.retrain.cleanup.protected_runs import protected_runs
+from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus, Stage
 
 
 @pytest.fixture
@@ -20,6 +20,12 @@ def registry(tmp_path: Path) -> ModelRegistry:
         record = VersionRecord("", 0, "", f"run-{number}", "petnames", 1, {}, ())
         registry.add_version("names", {"weights": b"w"}, record)
     return registry
+
+
+def put(registry: ModelRegistry, run_id: str, status: RetrainStatus, **fields: object) -> None:
+    records = RetrainRecords(registry.folder, "names")
+    made = records.create(RetrainRecord(0, "names", "2025-01-01T00:00:00Z", run_id))
+    records.update(dataclasses.replace(made, status=status, **fields))  # type: ignore[arg-type]
 
 
 def test_runs_of_versions_with_an_alias_or_a_pin_are_protected(registry: ModelRegistry) -> None:
@@ -39,12 +45,25 @@ def test_runs_of_versions_with_an_alias_or_a_pin_are_protected(registry: ModelRe
 
 @pytest.mark.parametrize("status", list(RetrainStatus))
 def test_run_of_an_unfinished_retraining_is_protected(registry: ModelRegistry, status: RetrainStatus) -> None:
-    records = RetrainRecords(registry.folder, "names")
-    records.create(RetrainRecord(0, "names", "2025-01-01T00:00:00Z", "older"))
-    made = records.create(RetrainRecord(0, "names", "2025-01-02T00:00:00Z", "night"))
-    records.update(dataclasses.replace(made, status=status))
+    put(registry, "night", status)
     continues = status in {"running", "deadline", "interrupted"}
-    assert protected_runs(registry) == ({"night": "retraining 2 of names continues it"} if continues else {})
+    assert protected_runs(registry) == ({"night": "retraining 1 of names is not finished"} if continues else {})
+
+
+def test_run_that_failed_after_its_training_is_protected_until_another_retraining(registry: ModelRegistry) -> None:
+    put(registry, "trained", RetrainStatus.FAILED, stage=Stage.TRAIN, exit_code=1)
+    assert protected_runs(registry).keys() == {"trained"}
+    put(registry, "given-up", RetrainStatus.ABANDONED)
+    assert protected_runs(registry).keys() == {"trained"}
+    put(registry, "newer", RetrainStatus.PROMOTED)
+    assert protected_runs(registry) == {}
+
+
+def test_runs_of_all_running_retrainings_are_protected(registry: ModelRegistry) -> None:
+    put(registry, "one", RetrainStatus.RUNNING)
+    put(registry, "two", RetrainStatus.RUNNING)
+    put(registry, "done", RetrainStatus.REJECTED)
+    assert protected_runs(registry).keys() == {"one", "two"}
 
 
 def test_damaged_registry_is_an_error_so_that_nothing_is_deleted(registry: ModelRegistry, tmp_path: Path) -> None:
