@@ -1,7 +1,8 @@
-"""Plain text in columns, readable by awk."""
+"""Plain text in columns, readable by awk; numbers and durations as people read them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ddptrain.sanitize import sanitized
@@ -36,3 +37,18 @@ def plain_sections(parts: Sequence[Section]) -> str:
             "\n".join([title, *(f"  {name:{width}}  {value.replace(chr(10), indent)}" for name, value in lines)])
         )
     return "\n\n".join(blocks)
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, or "-" for none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """As "42.1 s", "3m 05s" or "2h 07m"; "-" for none."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"

@@ -21,6 +21,7 @@ from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.generate import generate
 from ddptrain.cli.init import init
 from ddptrain.cli.models import app as models
+from ddptrain.cli.notify import app as notify
 from ddptrain.cli.options import log_to_stderr
 from ddptrain.cli.predict import predict
 from ddptrain.cli.printing import say
@@ -80,6 +81,7 @@ app.command("generate", short_help="Make new pet names with a trained run.")(gen
 app.command("predict", short_help="Classify images with a trained run.")(predict)
 app.add_typer(results, name="results")
 app.add_typer(models, name="models")
+app.add_typer(notify, name="notify")
 app.command("init", short_help="Write a starting point for code of your own.")(init)
 app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ddptrain.config.types import NAME_PATTERN, FilledText, Line, Seconds, Strict, wrong_field
+from ddptrain.config.types import NAME_PATTERN, FilledText, Seconds, Strict, wrong_field
 from ddptrain.config.wording import describe_value
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
@@ -123,13 +123,38 @@ class DataConfig(Strict):
     )
 
 
+# The URLs of notify may contain tokens: no error shows them.
+def _apprise_url(text: str) -> str:
+    return _checked_url(text, r"[A-Za-z][\w+.-]*://", "is no Apprise URL", "write it as mailto://..., or env:NAME")
+
+
+def _web_url(text: str) -> str:
+    return _checked_url(text, r"https?://[^/\s]", "is no URL of a web server", "write it as https://..., or env:NAME")
+
+
+def _checked_url(text: str, pattern: str, message: str, hint: str) -> str:
+    if text.startswith(FROM_ENV):
+        if not re.fullmatch(r"[A-Za-z_]\w*", text.removeprefix(FROM_ENV), re.ASCII):
+            raise wrong_field("", "has no name of a variable after env:", "write it as env:SLACK_URL")
+    elif not re.match(pattern, text) or re.search(r"[\x00-\x1f\x7f]", text):
+        raise wrong_field("", message, hint)
+    return text
+
+
+def _as_url_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
 Event = Literal["failed", "rejected", "recovered", "late", "promoted", "always"]
 
 
 class NotifyConfig(Strict):
     """Whom `ddptrain retrain` and `ddptrain schedule check` tell what happened."""
 
-    urls: list[Line] = Field(
+    urls: Annotated[
+        list[Annotated[str, AfterValidator(_apprise_url)]],
+        BeforeValidator(_as_url_list, json_schema_input_type=str | list[str]),
+    ] = Field(
         default_factory=list,
         description="Apprise URLs (Slack, e-mail, Teams, ntfy, webhooks, ...); env:NAME takes it from a variable.",
         repr=False,
@@ -138,12 +163,14 @@ class NotifyConfig(Strict):
         default=["failed", "rejected", "recovered", "late"],
         description="Events to tell. A state that lasts is told once; always tells the end of each retraining.",
     )
-    heartbeat: Line | None = Field(
+    heartbeat: Annotated[str, AfterValidator(_web_url)] | None = Field(
         default=None,
         description="URL of a check at healthchecks.io or a server like it; env:NAME takes it from a variable.",
         repr=False,
     )
-    timeout_s: Seconds = Field(default=20.0, gt=0, description="Seconds that all messages together may take.")
+    timeout_s: Seconds = Field(
+        default=20.0, gt=0, description="Seconds that the servers may take for all messages together."
+    )
 
     @property
     def literal_urls(self) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
-from ddptrain.text_tables import Section, clean, clean_line, plain_table
+from ddptrain.text_tables import Section, clean, clean_line, duration, number, plain_table
 from ddptrain.tracking.wandb.run_parts import waiting
 
 if TYPE_CHECKING:
@@ -177,21 +176,6 @@ def _rank(rank: RankRecord) -> str:
     where = rank.host + (f", process {rank.pid}" if rank.pid is not None else "")
     gpu = f", GPU {rank.gpu}" if rank.gpu is not None else ""
     return where + gpu + (f", {describe_status(rank.exit)}" if rank.exit is not None else "")
-
-
-def number(value: float | None) -> str:
-    """Four significant digits, or "-" for none."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
-
-
-def duration(seconds: float | None) -> str:
-    """As "42.1 s", "3m 05s" or "2h 07m"; "-" for none."""
-    if seconds is None:
-        return "-"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"
 
 
 def size(size_bytes: int) -> str:

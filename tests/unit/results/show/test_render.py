@@ -10,9 +10,9 @@ from rich.console import Console
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, BestRecord, DriverRecord, FailureRecord, RunRecord
-from ddptrain.results.show.render import duration, print_table, rows, sections, size
+from ddptrain.results.show.render import print_table, rows, sections, size
 from ddptrain.results.tracker_records import wandb_parts
-from ddptrain.text_tables import clean, plain_sections, plain_table
+from ddptrain.text_tables import clean, duration, plain_sections, plain_table
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -1,0 +1,62 @@
+"""`ddptrain notify`: tries the notifications of a configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ddptrain.cli.options import VerboseOption, checked
+from ddptrain.cli.printing import print_json, say, write
+
+app = typer.Typer(name="notify", help="Notifications of retrainings: try them.", no_args_is_help=True)
+
+
+@app.callback()
+def notify() -> None:
+    """Notifications of retrainings: try them."""
+
+
+@app.command("test", short_help="Send a test message to every target.")
+def send_test(
+    config: Annotated[str, typer.Argument(help="YAML file with a section notify.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set notify.timeout_s=5; repeatable."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    verbose: VerboseOption = False,
+) -> int:
+    """Send a test message to every URL of notify.urls, and a /log to the heartbeat.
+
+    Exits with 0 if all of them were delivered, else with 4.
+    """
+    from functools import partial
+
+    from ddptrain.config.load import load_config
+    from ddptrain.errors import ExitCode, UsageError
+    from ddptrain.hosts import this_host
+    from ddptrain.notify.heartbeat import Heartbeat
+    from ddptrain.notify.messages import compose_test
+    from ddptrain.notify.sender import Delivery, send
+
+    resolved = checked(partial(load_config, config), overrides or [], {})
+    settings = resolved.config.notify
+    if not settings.urls and not settings.heartbeat:
+        raise UsageError(f"{config} has neither notify.urls nor notify.heartbeat: there is nothing to test")
+    message = compose_test(this_host().name, str(resolved.path.absolute()))
+    deliveries = send(message, settings.urls, timeout_s=settings.timeout_s, retries=0, secrets=resolved.secrets)
+    if settings.heartbeat:
+        heartbeat = Heartbeat(settings.heartbeat, timeout_s=settings.timeout_s, secrets=resolved.secrets)
+        heartbeat.log(message.text)
+        deliveries.append(Delivery(heartbeat.target, "; ".join(heartbeat.problems)))
+    if json:
+        print_json(
+            [{"target": each.target, "delivered": each.delivered, "problem": each.problem} for each in deliveries]
+        )
+    else:
+        write(f"{each.target}: {each.problem or 'delivered'}" for each in deliveries)
+    failed = sum(not each.delivered for each in deliveries)
+    if failed and not json:
+        say(f"ddptrain: {failed} of {len(deliveries)} messages were not delivered")
+    return ExitCode.CLUSTER if failed else ExitCode.SUCCEEDED

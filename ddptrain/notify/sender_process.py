@@ -1,0 +1,125 @@
+"""The process that sends a message with Apprise: reads a request from stdin, writes a JSON line for each target.
+
+It is killed by its parent, or ends by itself at the deadline, also if a thread hangs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from typing import Any
+
+import apprise
+
+_TIMEOUT = apprise.AppriseResultStatus.TIMEOUT
+_PAUSE_S = 3.0
+_END_GRACE_S = 0.5
+# Apprise logs the cause of a failure for developers only.
+_CAUSE = re.compile(
+    r"\[Errno -?\d+\] ([^'\"()<>\\]+)|(timed out|certificate verify failed[^'\"()]*|Remote end closed[^'\"()]*)"
+    r"|\((\d{3}), b?['\"]([^'\"]+)['\"]\)"  # an answer of an SMTP server
+)
+
+
+def main() -> None:
+    """Send what stdin requests. Ends the process."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # plugins may print
+    logging.getLogger("apprise").setLevel(logging.DEBUG)  # read from the results; there is no other handler
+    logging.getLogger("apprise").propagate = False
+    request = json.load(sys.stdin)
+    lock = threading.Lock()
+
+    def answer(index: int, service: str, host: str, problem: str) -> None:
+        line = {"index": index, "service": service, "host": host, "problem": problem, "delivered": not problem}
+        with lock:
+            answers.write(json.dumps(line) + "\n")
+            answers.flush()
+
+    timeout_s = request["timeout_s"]
+    asset = apprise.AppriseAsset(
+        app_id="ddptrain", app_desc="ddptrain", default_service_retry=request["retries"], default_service_wait=_PAUSE_S
+    )
+    targets = [(index, target) for index, (_, url) in enumerate(request["urls"]) for target in _targets(url, asset)]
+    started = time.monotonic()
+    threads = []
+    for index, target in targets:
+        if isinstance(target, str):
+            answer(index, "", "", target)
+            continue
+        thread = threading.Thread(target=_send, args=(target, request, index, answer), daemon=True)
+        thread.start()
+        threads.append(thread)
+    for thread in threads:
+        thread.join(max(0.0, started + timeout_s + _END_GRACE_S - time.monotonic()))
+    os._exit(0)  # threads of Apprise may still wait for a server
+
+
+def _targets(url: str, asset: apprise.AppriseAsset) -> list[apprise.NotifyBase | str]:
+    """Return the services that the text names, or why there are none."""
+    with apprise.LogCapture(level=logging.WARNING, fmt="%(message)s") as log:  # type: ignore[no-untyped-call]
+        services = apprise.Apprise(asset=asset)
+        is_added = services.add(url)
+        lines = log.getvalue().strip().splitlines()
+    bad = [] if is_added else [f"Apprise does not accept the URL{f': {lines[0]}' if lines else ''}"]
+    return [*services, *bad]
+
+
+def _send(service: Any, request: dict[str, Any], index: int, answer: Any) -> None:
+    """Send to one service. Its server may use half of the time, unless the URL says otherwise (rto, cto)."""
+    schema, host = _shown(service)
+    try:
+        half = request["timeout_s"] / 2
+        service.socket_read_timeout = max(service.socket_read_timeout, half)
+        service.socket_connect_timeout = max(service.socket_connect_timeout, half)
+        shows_markdown = service.resolve_format(apprise.NotifyFormat.MARKDOWN) != apprise.NotifyFormat.TEXT
+        result = apprise.Apprise(service, asset=service.asset).notify(
+            title=request["title"],
+            body=request["markdown"] if shows_markdown else request["text"],
+            body_format=apprise.NotifyFormat.MARKDOWN if shows_markdown else apprise.NotifyFormat.TEXT,
+            notify_type=request["kind"],
+            timeout=request["timeout_s"],
+            log_level=logging.DEBUG,
+        )
+        answer(index, schema, host, "" if result else _problem(result, request["timeout_s"]))
+    except Exception as error:  # a plugin may raise anything; the other targets get their message
+        answer(index, schema, host, f"{type(error).__name__}: {error}")
+
+
+def _problem(result: apprise.AppriseResult, timeout_s: float) -> str:
+    if any(each.status == _TIMEOUT for each in result.results):
+        return f"no answer within {timeout_s:g} s"
+    logs = [entry for each in result.results for entry in each.logs()]
+    told = [entry.message for entry in logs if entry.level in ("WARNING", "ERROR")]
+    causes = [found for entry in logs if entry.level == "DEBUG" and (found := _CAUSE.search(entry.message))]
+    cause = " ".join(filter(None, causes[-1].groups())).strip() if causes else ""
+    last = told[-1].rstrip(".") if told else ""
+    return f"{last} ({cause})" if last and cause and cause not in last else last or cause
+
+
+def _shown(service: Any) -> tuple[str, str]:
+    """Return the scheme, and the host with its port if it is surely a host: with many services it is a token."""
+    schemes = service.secure_protocol if service.secure else service.protocol or service.secure_protocol
+    scheme = str(getattr(service, "schema", None) or (schemes if isinstance(schemes, str) else schemes[0]))
+    host, port = str(getattr(service, "host", None) or ""), getattr(service, "port", None)
+    if "host" not in service.template_tokens or not _is_host(host, has_port=bool(port)):
+        return scheme, ""
+    return scheme, f"{host}:{port}" if port else host
+
+
+def _is_host(text: str, *, has_port: bool) -> bool:
+    try:
+        ipaddress.ip_address(text)
+        return True
+    except ValueError:
+        return text == "localhost" or (bool(text) and (has_port or "." in text))
+
+
+if __name__ == "__main__":
+    main()
