@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["HuggingFaceCallback", "RankContext", "Run", "__version__", "context", "launch", "load_model"]
+__all__ = [
+    "HuggingFaceCallback",
+    "RankContext",
+    "Run",
+    "SavedCheckpoint",
+    "__version__",
+    "context",
+    "launch",
+    "load_model",
+]
 
 if TYPE_CHECKING:
     from ddptrain.api import Run, launch, load_model
     from ddptrain.rank.context import RankContext
     from ddptrain.rank.current_context import context
     from ddptrain.rank.huggingface import HuggingFaceCallback
+    from ddptrain.rank.saved_checkpoint import SavedCheckpoint
 else:
 
     def __getattr__(name: str) -> object:
@@ -28,6 +38,10 @@ else:
             from ddptrain.rank.huggingface import HuggingFaceCallback
 
             return HuggingFaceCallback
+        if name == "SavedCheckpoint":
+            from ddptrain.rank.saved_checkpoint import SavedCheckpoint
+
+            return SavedCheckpoint
         if name in ("Run", "launch", "load_model"):
             from ddptrain import api
 

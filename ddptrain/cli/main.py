@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
+from ddptrain.cli.evaluate import evaluate
 from ddptrain.cli.generate import generate
 from ddptrain.cli.init import init
 from ddptrain.cli.models import app as models
@@ -77,6 +78,7 @@ app.command("run", short_help="Run a script that torchrun would run.", context_s
 app.command("retrain", short_help="Train a model anew, and put it in place if it is better.")(retrain)
 app.command("stop", short_help="End a run that another shell has started.")(stop)
 app.add_typer(cluster, name="cluster")
+app.command("evaluate", short_help="Score a run or a model.")(evaluate)
 app.command("generate", short_help="Make new pet names with a trained run.")(generate)
 app.command("predict", short_help="Classify images with a trained run.")(predict)
 app.add_typer(results, name="results")

@@ -39,6 +39,9 @@ class BuiltIn:
     check: a function with the same arguments that only checks the inputs. It is called if all ranks are on the
         driver's host (others may see other files), unless the param named `input` has the value `own`, which stands
         for data that the workload contains.
+    evaluate: a function that is called on all ranks with (ctx, checkpoint); it returns the metrics of the checkpoint.
+    held_out: a function as `prepare`, called before an evaluation with {"params", "run", "data"}: it writes the data to
+        evaluate on to `folder`, with held_out.json. They are those of the directory `run`, or of the source `data`.
     data: the parameters that name training data.
     """
 
@@ -48,6 +51,8 @@ class BuiltIn:
     check: str = ""
     input: str = ""
     own: str = ""
+    evaluate: str = ""
+    held_out: str = ""
     data: tuple[DataSource, ...] = ()
 
 
@@ -58,12 +63,16 @@ BUILT_IN = {
         check="ddptrain.workloads.petnames.names:check",
         input="names",
         own="builtin",
+        evaluate="ddptrain.workloads.petnames.evaluate:evaluate",
+        held_out="ddptrain.workloads.petnames.held_out:prepare",
         data=(DataSource("names", "names_options"),),
     ),
     "images": BuiltIn(
         "ddptrain.workloads.images.train:train",
         "ddptrain.workloads.images.params:ImagesParams",
         "ddptrain.workloads.images.data.listing:prepare",
+        evaluate="ddptrain.workloads.images.evaluate_checkpoint:evaluate",
+        held_out="ddptrain.workloads.images.data.held_out:prepare",
         data=(DataSource("source", "source_options"), DataSource("val_source", "source_options")),
     ),
 }

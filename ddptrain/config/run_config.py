@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.clusters import ClusterConfig
+from ddptrain.config.known_names import is_built_in
 from ddptrain.config.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
 from ddptrain.config.tracking import TrackingConfig
 from ddptrain.config.types import (
@@ -240,6 +241,17 @@ class RunConfig(Strict):
             raise wrong_field(
                 "params", "is given, but the workload is a script", "a script takes workload.args, as [--lr, 0.1]"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluate_is_of_a_function(self) -> Self:
+        if self.evaluate is None:
+            return self
+        if self.script is not None:
+            hint = "name the file with its metrics as workload.metrics"
+            raise wrong_field("evaluate", "is given, but the workload is a script", hint)
+        if is_built_in(self.workload):
+            raise wrong_field("evaluate", f"is given, but {self.workload} has its own evaluation", "leave it out")
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from ddptrain.driver.attempt.loop import Attempt
 from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.control.signals import Signals
 from ddptrain.driver.display import Display
+from ddptrain.driver.evaluation_plan import EvaluationPlan
 from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
 from ddptrain.driver.failure.watchdog import Watchdog
@@ -46,6 +47,7 @@ class RunContext:
     reserve: Callable[[], list[RankPlace]]
     inputs: RunInputs
     full_traceback: bool = False
+    evaluation: EvaluationPlan | None = None
 
 
 class AttemptSeries:
@@ -54,7 +56,8 @@ class AttemptSeries:
     def __init__(self, scene: RunContext, checkpoint: VerifiedCheckpoint | None) -> None:
         self.scene = scene
         self.config = scene.resolved.config
-        self.recorder = Recorder(scene.writer, scene.display, self.config.checkpoint.metric)
+        activity = "training" if scene.evaluation is None else "evaluating"
+        self.recorder = Recorder(scene.writer, scene.display, self.config.checkpoint.metric, activity)
         self.checkpoint = checkpoint
         settings = self.config.checkpoint
         self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
@@ -67,6 +70,7 @@ class AttemptSeries:
             self.tracking,
             scene.display.status,
             scene.full_traceback,
+            scene.evaluation,
         )
 
     def run(self) -> RunEnd:

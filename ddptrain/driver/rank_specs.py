@@ -11,6 +11,7 @@ from pathlib import Path
 from ddptrain.config.known_names import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
+from ddptrain.driver.evaluation_plan import RANK_FUNCTION, EvaluationPlan
 from ddptrain.driver.failure.watchdog import alive_s
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import pack, project_of
@@ -45,6 +46,7 @@ class RankSpecs:
     tracking: TrackingSetup
     tell: Callable[[str], None]
     full_traceback: bool
+    evaluation: EvaluationPlan | None = None
 
     def build(self, attempt: int, places: Sequence[RankPlace], checkpoint: VerifiedCheckpoint | None) -> list[RankSpec]:
         """Return the specs in the order of `places`, with secrets encrypted for the rank's worker."""
@@ -56,6 +58,8 @@ class RankSpecs:
             self._spec(attempt, place, places, folder, prepared)
             for place, folder, prepared in zip(places, folders, inputs, strict=True)
         ]
+        if self.evaluation is not None:
+            specs = self._with_checkpoints(specs, places, self.evaluation)
         if not self.resolved.config.cluster.is_embedded:
             specs = self._with_code(specs, places)
         return self.worker_group.sealed(specs, places)
@@ -77,6 +81,22 @@ class RankSpecs:
             tracking=self.tracking.of(place),
             env={**self.tracking.env, **config.env},
         )
+
+    def _with_checkpoints(
+        self, specs: list[RankSpec], places: Sequence[RankPlace], plan: EvaluationPlan
+    ) -> list[RankSpec]:
+        """Return the specs of ranks that score the checkpoints of `plan`, which are brought to their workers."""
+        folders = {
+            name: self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
+            for name, checkpoint in plan.checkpoints.items()
+        }
+        params = self.resolved.config.params
+        found = []
+        for index, spec in enumerate(specs):
+            own = plan.rank_params(params, {name: each[index] for name, each in folders.items()})
+            code = dataclasses.replace(spec.code, workload=RANK_FUNCTION, params=own)
+            found.append(dataclasses.replace(spec, code=code))
+        return found
 
     def _with_code(self, specs: list[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
         """Copy the project to workers that do not see its folder; return the specs with the paths of the copies."""

@@ -29,8 +29,11 @@ _NOT_FOUND = frozenset({"base_url"})  # only the driver sets it: `results sync` 
 class Recorder:
     """One method for each kind of fact; each goes to all places where it belongs."""
 
-    def __init__(self, writer: RunWriter, display: Display, metric: str | None = None) -> None:
-        """`metric` decides which checkpoint is best; None: no metric does."""
+    def __init__(
+        self, writer: RunWriter, display: Display, metric: str | None = None, activity: str = "training"
+    ) -> None:
+        """`metric` decides which checkpoint is best; None: no metric does. `activity`: what the ranks do."""
+        self._activity = activity
         self.writer = writer
         self.display = display
         self._metric = metric
@@ -60,12 +63,12 @@ class Recorder:
     def training(self, ranks: tuple[RankRecord, ...]) -> None:
         """Every rank has entered the workload: record in run.json where each of them runs.
 
-        The status "training" is not shown after a fault, which may be known before the last rank has entered.
+        Their activity is not shown after a fault, which may be known before the last rank has entered.
         """
         attempts = self.writer.record.attempts
         self.writer.update(attempts=(*attempts[:-1], dataclasses.replace(attempts[-1], ranks=ranks)))
         if not self._shown:
-            self.display.status("training")
+            self.display.status(self._activity)
 
     def warn(self, text: str) -> None:
         """Show and record a warning."""

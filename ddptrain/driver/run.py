@@ -26,6 +26,7 @@ from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display
+from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as verdicts
 from ddptrain.driver.failure import summary
 from ddptrain.driver.local_resources import LocalResources, local_resources
@@ -70,6 +71,8 @@ class LaunchOptions:
     ready_fd: int | None = None  # of a detached driver: the pipe to report to that the run has begun
     full_traceback: bool = False  # in the ranks' logs; run.json always has all frames
     all_ranks: bool = False  # each is shown by itself, however many there are
+    evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
+    to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
 
 
 def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
@@ -78,7 +81,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     Raises UsageError, RunLocked or ClusterError if the run could not begin; nothing was started then.
     """
     config = resolved.config
-    prepared_by = _prepared_by(config)
+    prepared_by = options.evaluation.prepare if options.evaluation is not None else _prepared_by(config)
     check_trackers(config)
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded else None
     inbox: Inbox = queue.SimpleQueue()
@@ -185,7 +188,15 @@ class _Run:
         self.keeping = keeping
         self.warned = False  # that the run could not be uploaded completely
         logs_dir = writer.layout.logs_dir
-        self.display = open_display(options.output, logs_dir, 0, writer.run_id, all_ranks=options.all_ranks)
+        self.display = open_display(
+            options.output,
+            logs_dir,
+            0,
+            writer.run_id,
+            stdout=sys.stderr if options.to_stderr else None,
+            all_ranks=options.all_ranks,
+            stage=STAGE if options.evaluation is not None else "",
+        )
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
         self.cluster = self._cluster()
         self.inputs = inputs
@@ -224,7 +235,9 @@ class _Run:
             stack.callback(self.cluster.close)
             stack.callback(self.inputs.close)
             self.cluster.begin()  # first, so that its processes import torch while this one imports Dask
-            self.inputs.begin(self.config.params, without_working_directory({**os.environ, **self.config.env}))
+            plan = self.options.evaluation
+            prepared = plan.request if plan is not None else self.config.params
+            self.inputs.begin(prepared, without_working_directory({**os.environ, **self.config.env}))
             self._greet()
             # Imports Dask: before the block that signals may interrupt.
             from ddptrain.driver.attempts import AttemptSeries, RunContext
@@ -255,6 +268,7 @@ class _Run:
                 lambda: self._reserved(worker_group, watchers),
                 self.inputs,
                 self.options.full_traceback,
+                self.options.evaluation,
             )
             return AttemptSeries(scene, self._checkpoint()).run()
 
@@ -313,7 +327,10 @@ class _Run:
         return lambda workers: check_cluster(client, workers, needs)
 
     def _greet(self) -> None:
-        self.display.notice(f"run {self.writer.run_id} in {self.writer.layout.where}")
+        if self.options.evaluation is not None:
+            self.display.notice(f"evaluating {self.options.evaluation.words}")
+        else:
+            self.display.notice(f"run {self.writer.run_id} in {self.writer.layout.where}")
         if self.choice is not None:
             self.display.notice(self.choice.reason)
         if self.machine is not None:
@@ -334,10 +351,12 @@ class _Run:
             verdict, last_event = kept, self._finish(kept)
         duration_s = float(last_event["duration_s"])
         display = self.display
-        if verdict.cause:
+        if verdict.cause and self.options.evaluation is None:  # the caller of an evaluation gets its error
             display.notice(f"run {self.writer.run_id} {verdict.status}: {verdict.cause}", level="error")
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
-        display.close(sizes, summary.summary_lines(self.writer, verdict, duration_s), last_event)
+        plan = self.options.evaluation
+        lines = summary.summary_lines if plan is None else summary.evaluation_lines
+        display.close(sizes, lines(self.writer, verdict, duration_s), last_event)
         return verdict
 
     def _finish(self, verdict: verdicts.RunEnd) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from ddptrain.results.layout import BEST, LATEST, RunLayout
 from ddptrain.results.lookup import RunView, find_checkpoint
 from ddptrain.storage.remote_folder import is_plain
 
+LISTING = "manifest.json"  # of images, in inputs/: with it the same images are held out in each evaluation
+
 
 @dataclass(frozen=True, slots=True)
 class Retrained:
@@ -51,7 +53,7 @@ def add_run(
     }
     layout = view.layout
     small = [name for name in layout.artifacts() if name.endswith(".json") and is_plain(name)]
-    sources |= _existing(layout, *(layout.artifacts_dir / name for name in small))
+    sources |= _existing(layout, *(layout.artifacts_dir / name for name in small), layout.inputs_dir / LISTING)
     record = _record(registry, model, view, retrained or Retrained())
     complete = replace(record, step=checkpoint.step, epoch=checkpoint.epoch, metrics=checkpoint.metrics)
     return registry.add_version(model, sources, complete)

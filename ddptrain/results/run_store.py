@@ -19,7 +19,7 @@ class NeededFiles(Enum):
     NOTHING = "nothing"
     METRICS = "metrics"
     LOGS = "logs"
-    MODEL = "model"  # the best checkpoint, and the JSON files of artifacts/
+    MODEL = "model"  # the best checkpoint, config.yaml, and the JSON files of artifacts/ and inputs/
 
 
 class RunUpload(Protocol):

@@ -28,6 +28,11 @@ def load_saved(run_dir: Path, workload: str, command: str, build: Callable[[Any]
     """
     check_workload(run_dir, workload, command)
     folder = checkpoint_folder(run_dir)
+    return load_checkpoint(folder, workload, build), folder.name
+
+
+def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) -> Model:
+    """The model of a checkpoint's folder, as `load_saved`. Raises UsageError."""
     try:
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         weights = load_file(folder / "model.safetensors")
@@ -41,7 +46,7 @@ def load_saved(run_dir: Path, workload: str, command: str, build: Callable[[Any]
             f"{shorten(' '.join(str(error).split()), 300)}; "
             f"is it a complete checkpoint of a run of {workload}?"
         ) from error
-    return model.eval(), folder.name
+    return model.eval()
 
 
 def with_module_versions(model: torch.nn.Module, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:

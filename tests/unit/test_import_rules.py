@@ -49,6 +49,7 @@ DOORS = {
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext
     ("__init__.py", "ddptrain.rank.current_context"),  # ddptrain.context
     ("__init__.py", "ddptrain.rank.huggingface"),  # ddptrain.HuggingFaceCallback
+    ("__init__.py", "ddptrain.rank.saved_checkpoint"),  # ddptrain.SavedCheckpoint
     ("__main__.py", "ddptrain.cli.main"),
     ("api.py", "ddptrain.model_registry"),  # ddptrain.load_model
     ("api.py", "ddptrain.workloads.trained"),

@@ -310,11 +310,13 @@ def open_display(
     environ: Mapping[str, str] | None = None,
     *,
     all_ranks: bool = False,
+    stage: str = "",
 ) -> Display:
     """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
     `world_size` is 0 while it is not known: `expect` tells it later. "live" without a terminal is "plain". From 17
-    ranks on, ranks are shown as a group, unless `all_ranks`. Raises UsageError for an unknown mode.
+    ranks on, ranks are shown as a group, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "".
+    Raises UsageError for an unknown mode.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
@@ -324,7 +326,7 @@ def open_display(
     renderer: messages.Renderer
     match terminal.choose_mode(mode, out.is_terminal, environ):
         case "json":
-            renderer = JsonRenderer(out, err)
+            renderer = JsonRenderer(out, err, stage)
         case "plain":
             renderer = PlainRenderer(out, err, colour)
         case _:

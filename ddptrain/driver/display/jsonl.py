@@ -22,8 +22,10 @@ class JsonRenderer:
 
     redraw_every_s = 1.0
 
-    def __init__(self, stdout: Stream, stderr: Stream) -> None:
+    def __init__(self, stdout: Stream, stderr: Stream, stage: str = "") -> None:
+        """`stage`: the value of a field of that name in each object; "" leaves it out."""
         self._stdout, self._stderr = stdout, stderr
+        self._mark = {"stage": stage} if stage else {}
         self._progress: dict[int, Progress] = {}  # not yet written
         self._written_s: dict[int, float] = {}
 
@@ -31,7 +33,8 @@ class JsonRenderer:
         """Write an object a line; "partial" marks one without a newline (yet): a piece, or a redrawn bar."""
         encode = json.encoder.encode_basestring_ascii
         for rank in ranks:
-            head = f'{{"event": "log", "rank": {rank}, "time_s": {time.time():.3f}, "line": '
+            mark = "".join(f', "{name}": {encode(value)}' for name, value in self._mark.items())
+            head = f'{{"event": "log"{mark}, "rank": {rank}, "time_s": {time.time():.3f}, "line": '
             rows = [f"{head}{encode(text)}{_ENDED if ended else _PARTIAL}\n" for text, ended in lines]
             self._stdout.write("".join(rows))
 
@@ -86,7 +89,7 @@ class JsonRenderer:
                 self._write({"event": "progress", "rank": rank, "time_s": event.time_ns / 1e9} | fields)
 
     def _write(self, fields: Mapping[str, Any]) -> None:
-        self._stdout.write(json.dumps(_finite(fields), default=str, allow_nan=False) + "\n")
+        self._stdout.write(json.dumps(_finite({**fields, **self._mark}), default=str, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -57,6 +57,13 @@ def summary_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list
     return text
 
 
+def evaluation_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list[str]:
+    """The line at the end of a run that scores checkpoints. Its run directory is removed if it has succeeded."""
+    world_size = writer.record.world_size
+    ranks = f" on {counted(world_size, 'rank')}" if world_size else ""
+    return [f"evaluation {verdict.status} after {duration_s:.1f} s{ranks}"]
+
+
 def _figure(value: float) -> str:
     """Four significant digits of a small number, all digits before the point of a large one."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

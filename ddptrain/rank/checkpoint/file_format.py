@@ -56,15 +56,20 @@ def read(
     Raises RuntimeError, which lists missing and unexpected names, if the weights don't fit the model.
     """
     state = read_state(folder)
-    weights: dict[str, Any] = load_file(folder / MODEL_FILE, device=str(device))
-    with safe_open(folder / MODEL_FILE, framework="pt") as file:
-        tied = file.metadata() or {}
-    weights |= {name: weights[kept] for name, kept in tied.items() if kept in weights}
+    weights = read_weights(folder, device)
     bare = unwrapped(model)
     bare.load_state_dict(with_module_versions(bare, {**weights, **(state.pop("model", None) or {})}))
     if optimizer is not None and state["optimizer"] is not None:
         optimizer.load_state_dict(state["optimizer"])
     return state
+
+
+def read_weights(folder: Path, device: str | torch.device) -> dict[str, Any]:
+    """Load the weights of a checkpoint by name; shared weights have all of their names."""
+    weights: dict[str, Any] = load_file(folder / MODEL_FILE, device=str(device))
+    with safe_open(folder / MODEL_FILE, framework="pt") as file:
+        tied = file.metadata() or {}
+    return weights | {name: weights[kept] for name, kept in tied.items() if kept in weights}
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -224,7 +224,8 @@ def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
         return path.startswith("logs/") and (rank is None or path == f"logs/rank-{rank}.log")
     if need is NeededFiles.METRICS:
         return path == "metrics.jsonl"
-    return need is NeededFiles.MODEL and path.startswith("artifacts/") and path.endswith(".json")
+    is_small = (path.startswith(("artifacts/", "inputs/")) and path.endswith(".json")) or path == "config.yaml"
+    return need is NeededFiles.MODEL and is_small
 
 
 def _fetch_changed(run: RemoteFolder, folder: Path, files: Mapping[str, Listed]) -> None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.workloads.images.loader.image_loader import Batch
+from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.loader.image_loader import Batch, ImageLoader, check_bad
 
 # Receives the index [n], label [n], predicted output [n] and probability [n] of the images of a batch, on the device.
 OnPredictions = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -75,6 +76,18 @@ def share_buffers(model: nn.Module) -> None:
     """Copies the buffers of rank 0 (BatchNorm statistics), which a checkpoint contains, to all ranks."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
+
+
+def check_bad_on_all_ranks(loader: ImageLoader, manifest: Manifest, most_bad: float, device: torch.device) -> None:
+    """Check the share of unreadable images of all ranks. All ranks must call it. Raises TooManyBadImages on each."""
+    is_bad = torch.zeros(len(manifest.keys), dtype=torch.uint8)
+    is_bad[loader.bad_index] = 1
+    is_bad = is_bad.to(device)
+    dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+    reasons = dict(loader.bad)
+    names = [manifest.name(index) for index in is_bad.nonzero().flatten().tolist()]
+    named = {name: reasons.get(name, "see the logs of the other ranks") for name in names}
+    check_bad(len(names), len(manifest.train) + len(manifest.val), most_bad, named)
 
 
 def _sums(logits: Tensor, targets: Tensor, ok: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,8 +18,8 @@ from ddptrain.errors import UsageError
 from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.epoch_metrics import Meter
-from ddptrain.workloads.images.evaluate import evaluate, share_buffers
-from ddptrain.workloads.images.loader.image_loader import Batch, ImageLoader, check_bad
+from ddptrain.workloads.images.evaluate import check_bad_on_all_ranks, evaluate, share_buffers
+from ddptrain.workloads.images.loader.image_loader import Batch, ImageLoader
 from ddptrain.workloads.images.model.build_model import PixelNormalizer
 from ddptrain.workloads.images.model.initial_weights import begin_with_weights, built_model, described_model
 from ddptrain.workloads.images.optimizer import Schedule, highest_rate, make_optimizer
@@ -261,15 +260,7 @@ class ImageTrainer:
 
     def _check_bad(self) -> None:
         """Checks the number of bad images of all ranks. All ranks must call it. Raises TooManyBadImages."""
-        manifest = self._manifest
-        is_bad = torch.zeros(len(manifest.keys), dtype=torch.uint8)
-        is_bad[self._feeder.bad_index] = 1
-        is_bad = is_bad.to(self._ctx.device)
-        dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
-        reasons = dict(self._feeder.bad)
-        names = [manifest.name(index) for index in is_bad.nonzero().flatten().tolist()]
-        named = {name: reasons.get(name, "see the logs of the other ranks") for name in names}
-        check_bad(len(names), len(manifest.keys), self._settings.max_bad_fraction, named)
+        check_bad_on_all_ranks(self._feeder, self._manifest, self._settings.max_bad_fraction, self._ctx.device)
 
     def _say(self, text: str) -> None:
         """Prints a line on rank 0."""

@@ -15,6 +15,7 @@ from ddptrain.driver.worker_group.folder_copy import copy_folder
 from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import sha256
 from ddptrain.protocol import worker_notices
 from tests.unit.specs import make_spec
 
@@ -176,9 +177,20 @@ def test_folder_is_copied_in_blocks_and_an_empty_file_as_well(client: FakeClient
     (folder / "a").write_bytes(b"x" * (8 << 20) + b"yz")
     (folder / "empty").write_bytes(b"")
     target = copy_folder(cast("Any", client), "r-1", "tcp://h0:1", folder, ["a", "empty"])
-    assert target == "/remote/brought-step-5"
+    copy = f"brought-{sha256(str(folder).encode()).hexdigest()[:8]}-step-5"
+    assert target == f"/remote/{copy}"
     assert [(path, offset, len(data)) for path, offset, data in client.written] == [
-        ("brought-step-5/a", 0, 8 << 20),
-        ("brought-step-5/a", 8 << 20, 2),
-        ("brought-step-5/empty", 0, 0),
+        (f"{copy}/a", 0, 8 << 20),
+        (f"{copy}/a", 8 << 20, 2),
+        (f"{copy}/empty", 0, 0),
     ]
+
+
+def test_folders_of_one_name_get_copies_of_their_own(client: FakeClient, tmp_path: Path) -> None:
+    targets = set()
+    for parent in ("candidate", "champion"):
+        folder = tmp_path / parent / "step-5"
+        folder.mkdir(parents=True)
+        (folder / "a").write_bytes(parent.encode())
+        targets.add(copy_folder(cast("Any", client), "r-1", "tcp://h0:1", folder, ["a"]))
+    assert len(targets) == 2

@@ -1,0 +1,163 @@
+"""`ddptrain evaluate`: scores a run or a model, alone or against another one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ddptrain.cli.models import ModelsDir, open_trained
+from ddptrain.cli.options import ClusterOption, RanksOption, VerboseOption, checked, field_options
+from ddptrain.cli.printing import print_json, say, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddptrain.config.resolved import ResolvedConfig
+    from ddptrain.retrain.evaluation import Evaluation, EvaluationTarget
+
+_NO_SCORE = "-"
+
+
+def evaluate(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="A run's id, the start of one, latest, a directory or URL; or a model, as petnames@champion.",
+        ),
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="RUN|MODEL", help="Score this one as well, on the same data: a run, or a model."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Score on these data: a list of names, a folder or URL of images; a function gets it as "
+            "checkpoint.data.  [default: the held-out data of RUN]",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the run's configuration; repeatable."),
+    ] = None,
+    ranks: RanksOption = None,
+    cluster: ClusterOption = None,
+    runs_dir: Annotated[
+        str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
+    ] = "runs",
+    models_dir: ModelsDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Score the best checkpoint of a run, or a model, on the data that its training held out."""
+    from ddptrain.retrain.evaluation import evaluate as score
+
+    first = _target(run, runs_dir, models_dir)
+    targets = [first, *([_target(against, runs_dir, models_dir)] if against is not None else [])]
+    resolved = _configuration(first.folder, overrides or [], field_options(ranks, cluster, None))
+    found = score(resolved, targets, output="plain", data=data, to_stderr=True)
+    for note in found.notes:
+        say(f"evaluate: {note}")
+    if as_json:
+        print_json(_as_dict(found, data))
+    else:
+        write(_table(found, [target.name for target in targets]))
+
+
+def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTarget:
+    """The run or model of that name; a name without @ may be a model's, if there is no such run. Raises UsageError."""
+    from ddptrain.errors import RunNotFound
+    from ddptrain.model_registry.reference import is_model_reference
+    from ddptrain.retrain.evaluation import EvaluationTarget
+
+    try:
+        folder, about = open_trained(source, runs_dir, models_dir)
+    except RunNotFound as error:
+        if is_model_reference(source) or "/" in source:
+            raise
+        found = _champion(source, runs_dir, models_dir)
+        if found is None:
+            raise RunNotFound(f"{error}; nor is there a model of that name") from None
+        folder, about = found
+    name = f"{about['model']}@{about['version']}" if "model" in about else str(about["run_id"])
+    return EvaluationTarget(name, folder)
+
+
+def _champion(name: str, runs_dir: str, models_dir: str | None) -> tuple[Path, dict[str, Any]] | None:
+    """The champion of the model of that name; None if there is none."""
+    from ddptrain.errors import UsageError
+
+    try:
+        return open_trained(f"{name}@champion", runs_dir, models_dir)
+    except UsageError:
+        return None
+
+
+def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
+    """The configuration of a run or version, from its config.yaml, without the secrets. Raises ConfigError."""
+    from pathlib import Path
+
+    from ddptrain.config.load import load_data, load_mapping
+    from ddptrain.errors import UsageError
+
+    path = folder / "config.yaml"
+    try:
+        recorded = load_data(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError(f"can't read the configuration {path}: {error.strerror}") from error
+    if not isinstance(recorded, dict):
+        raise UsageError(f"{path} is no configuration of a run")
+    kept, secret = _without_secrets(recorded)
+    if secret:
+        say(
+            f"evaluate: {path} does not contain the secrets {', '.join(secret)}: if they are needed, give them in the "
+            "environment or with --set"
+        )
+    return checked(partial(load_mapping, kept, Path.cwd(), source=str(path)), overrides, options)
+
+
+def _without_secrets(data: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The data without the values that were left out of config.yaml, and the keys of these values."""
+    from ddptrain.redact import LEFT_OUT
+
+    kept: dict[str, Any] = {}
+    secret: list[str] = []
+    for key, value in data.items():
+        if isinstance(value, dict):
+            kept[key], below = _without_secrets(value, f"{prefix}{key}.")
+            secret += below
+        elif isinstance(value, str) and LEFT_OUT in value:
+            secret.append(f"{prefix}{key}")
+        else:
+            kept[key] = value
+    return kept, secret
+
+
+def _table(found: Evaluation, names: list[str]) -> list[str]:
+    from ddptrain.text_tables import clean_line, plain_table
+
+    metrics = sorted({metric for scores in found.scores.values() for metric in scores})
+    rows = [(metric, *(_figure(found.scores.get(name, {}).get(metric)) for name in names)) for metric in metrics]
+    cells = [tuple(clean_line(cell) for cell in row) for row in [("METRIC", *names), *rows]]
+    data = f"on {found.n:,} {found.noun}, SHA-256 {found.held_out[:16]}..." if found.held_out else ""
+    return [plain_table(cells), *([data] if data else [])]
+
+
+def _figure(value: float | None) -> str:
+    return _NO_SCORE if value is None else f"{value:.6g}"
+
+
+def _as_dict(found: Evaluation, data: str | None) -> dict[str, Any]:
+    from ddptrain.redact import hide_credentials
+
+    return {
+        "scores": {name: dict(scores) for name, scores in found.scores.items()},
+        "failures": dict(found.failures),
+        "held_out": {"sha256": found.held_out or None, "n": found.n},
+        "data": None if data is None else hide_credentials(data),
+        "notes": list(found.notes),
+    }

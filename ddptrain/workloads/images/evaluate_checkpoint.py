@@ -1,0 +1,119 @@
+"""Scores a checkpoint of an image classifier on held-out images, exactly over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddptrain.config.wording import counted, shorten
+from ddptrain.errors import UsageError
+from ddptrain.workloads.images.data.held_out import evaluated_only, evaluated_params
+from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.evaluate import check_bad_on_all_ranks
+from ddptrain.workloads.images.evaluate import evaluate as evaluate_model
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
+from ddptrain.workloads.images.model.build_model import PixelNormalizer, build
+from ddptrain.workloads.images.model.saved_classifier import SavedConfig
+from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.saved_model import load_checkpoint
+
+if TYPE_CHECKING:
+    from ddptrain.rank.context import RankContext
+    from ddptrain.rank.saved_checkpoint import SavedCheckpoint
+
+_MOST_NAMED = 5
+
+
+def evaluate(ctx: RankContext, checkpoint: SavedCheckpoint) -> dict[str, float]:
+    """Return val/loss, val/accuracy and val/top5 on the images whose classes all compared models know.
+
+    Raises UsageError if the checkpoint is not one of this workload, or knows none of the classes.
+    """
+    if ctx.inputs is None:
+        raise UsageError("there are no images to evaluate on: start an evaluation with `ddptrain evaluate`")
+    model, config = _loaded(checkpoint.path)
+    everything = Manifest.read(ctx.inputs)
+    classes = comparable_classes(everything.classes, _known_classes(checkpoint.compared))
+    if missing := [name for name in classes if name not in config.classes]:
+        raise UsageError(f"it knows none of the classes of the images to evaluate on: {_named(missing)}")
+    manifest = evaluated_only(everything, classes)
+    _note_classes(checkpoint, everything, manifest, classes)
+    settings = evaluated_params(ImagesParams.model_validate(dict(checkpoint.params)), checkpoint.data)
+    settings = settings.model_copy(update={"image_size": config.image_size})
+    described = config.model_dump()
+    outputs = torch.tensor(class_outputs(everything.classes, config), device=ctx.device)
+    pixels = PixelNormalizer(described, ctx.device)
+    n_batches = 0
+
+    def seen() -> None:
+        nonlocal n_batches
+        n_batches += 1
+        ctx.progress(n_batches, unit="batches")
+
+    location = manifest.location(settings)
+    with ImageLoader(manifest, location, settings, ctx.device, ctx.rank, ctx.world_size, print) as loader:
+        score = evaluate_model(model.to(ctx.device), pixels, loader.validate(), outputs, seen=seen)
+        check_bad_on_all_ranks(loader, manifest, settings.max_bad_fraction, ctx.device)
+    if score.n != len(manifest.val):
+        checkpoint.notes.append(f"{len(manifest.val) - score.n:,} of {len(manifest.val):,} images could not be read")
+    return score.metrics()
+
+
+def comparable_classes(images: Sequence[str], models: Sequence[Sequence[str]]) -> list[str]:
+    """Return the classes of the images that all models know; models that know none of them do not count.
+
+    All classes of the images if no model knows any.
+    """
+    able = [set(known) for known in models if set(known) & set(images)]
+    return [name for name in images if all(name in known for known in able)] if able else list(images)
+
+
+def class_outputs(classes: Sequence[str], config: SavedConfig) -> list[int]:
+    """Return the model's output for each class; 0 for one that the model does not know: its images are left out."""
+    output_of = dict(zip(config.classes, config.outputs, strict=True))
+    return [output_of.get(name, 0) for name in classes]
+
+
+def _loaded(folder: Path) -> tuple[torch.nn.Module, SavedConfig]:
+    configs: list[SavedConfig] = []
+
+    def built(stored: object) -> torch.nn.Module:
+        configs.append(SavedConfig.restored(stored))
+        return build(configs[0].model_dump())
+
+    return load_checkpoint(folder, "images", built), configs[0]
+
+
+def _known_classes(compared: Mapping[str, Path]) -> list[list[str]]:
+    """The classes of each model that can be read; the others cannot be scored."""
+    found = []
+    for folder in compared.values():
+        try:
+            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+            found.append(list(SavedConfig.restored(state["extra"]["model_config"]).classes))
+        except Exception:  # damaged files raise arbitrary errors; the evaluation of that checkpoint reports them
+            continue
+    return found
+
+
+def _note_classes(
+    checkpoint: SavedCheckpoint, everything: Manifest, compared: Manifest, classes: Sequence[str]
+) -> None:
+    all_images = evaluated_only(everything).val
+    left_out = [name for name in everything.classes if name not in classes]
+    n_left_out = len(all_images) - len(compared.val)
+    if n_left_out:
+        checkpoint.notes.append(
+            f"{counted(n_left_out, 'image')} of {len(all_images):,} are left out, because not all models know their "
+            f"classes: {_named(left_out)}"
+        )
+    if not compared.val:
+        raise UsageError("no image to evaluate on has a class that all models know")
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(shorten(name, 40) for name in names[:_MOST_NAMED]) + more
