@@ -117,6 +117,6 @@ def _lines(report: PruneReport, max_size_bytes: int | None) -> Iterator[str]:
 
 
 def _age(seconds: float) -> str:
-    from ddptrain.results.show.render import duration
+    from ddptrain.text_tables import duration
 
     return f"{seconds / _DAY_S:.0f} days" if seconds >= 2 * _DAY_S else duration(seconds)

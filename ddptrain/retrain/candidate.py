@@ -87,11 +87,11 @@ class Candidate:
             return None, None, note
 
     def _evaluate_on_ranks(self, champion: Path | None, note: str) -> Scores:
-        from ddptrain.retrain.evaluation import Target, evaluate
+        from ddptrain.retrain.evaluation import EvaluationTarget, evaluate
 
-        targets = [Target("candidate", self._view.layout.root)]
+        targets = [EvaluationTarget("candidate", self._view.layout.root)]
         if champion is not None:
-            targets.append(Target("champion", champion))
+            targets.append(EvaluationTarget("champion", champion))
         found = evaluate(self._start.resolved, targets, output=self._start.options.output)
         return Scores(found.scores, found.held_out, tuple(each for each in (note, *found.notes) if each))
 

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ddptrain.errors import DdptrainError, one_line
-from ddptrain.log import Log
+from ddptrain.notify.messages import RetrainReport, compose, events_to_tell
+from ddptrain.notify.sender import send, warnings
+from ddptrain.retrain.cleanup.clean_up import clean_up
 from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage, now
 from ddptrain.retrain.start import End, Start
 
-_log = Log(__name__)
 _KEPT_LISTINGS = 50
+_TRAINED = (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)
 
 
-def conclude(start: Start, end: End) -> None:
-    """Notify the users, clean up, and record the end. Problems are shown as warnings."""
-    is_trained = end.status in (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)
+def conclude(start: Start, end: End, duration_s: float) -> None:
+    """Record the end, tell the users, and clean up. Problems are shown as warnings.
+
+    After a training the record stays open until the users are told: if this process is killed, the next start does it.
+    """
     try:
-        record = _record_end(start, end, final=not is_trained)
-        told = _notify(start, record, end)
-        record = replace(record, told=(*record.told, *told))
-        if is_trained:
-            start.record = record
-            start.update(stage=Stage.NOTIFY, told=record.told)
+        record = start.record or start.new_record()
+        if end.status not in _TRAINED:
+            record = _write(start, _ended(record, end))
+        if not start.is_done(Stage.NOTIFY):
+            told = _notify(start, record, end, duration_s)
+            record = _write(start, replace(record, told=(*record.told, *told)))
+        if end.status in _TRAINED:
+            record = _write(start, replace(record, stage=Stage.NOTIFY))
             _clean_up(start)
-            record = replace(start.began, stage=Stage.CLEAN_UP, ended_at=now())
-        _write(start, replace(record, status=end.status, exit_code=end.exit_code, reason=end.reason))
+            _write(start, _ended(replace(record, stage=Stage.CLEAN_UP), end))
     except DdptrainError as error:
-        start.out.notice(f"the end of the retraining was not recorded: {one_line(error)}", level="warning")
+        start.out.notice(f"the end of the retraining is not recorded: {one_line(error)}", level="warning")
+    for problem in start.heartbeat.end(end.exit_code, f"{end.status}: {end.reason}"):
+        start.out.notice(problem, level="warning")
 
 
-def _record_end(start: Start, end: End, *, final: bool) -> RetrainRecord:
-    record = start.record or start.new_record()
-    if final:
-        record = replace(record, status=end.status, exit_code=end.exit_code, reason=end.reason, ended_at=now())
-        return _write(start, record)
-    return record
+def _ended(record: RetrainRecord, end: End) -> RetrainRecord:
+    return replace(record, status=end.status, exit_code=int(end.exit_code), reason=end.reason, ended_at=now())
 
 
 def _write(start: Start, record: RetrainRecord) -> RetrainRecord:
@@ -47,10 +53,69 @@ def _write(start: Start, record: RetrainRecord) -> RetrainRecord:
     return record
 
 
-def _notify(start: Start, record: RetrainRecord, end: End) -> list[str]:
-    """Send the messages; return the events that were told."""
-    return []
+def _notify(start: Start, record: RetrainRecord, end: End, duration_s: float) -> Sequence[str]:
+    """Send a message if the state of the model has changed; return the events that were told."""
+    settings = start.resolved.config.notify
+    events = events_to_tell(settings.on, end.status, _earlier_states(start, record)) if settings.urls else ()
+    if not events:
+        return ()
+    report = _report(start, record, end, events[0], duration_s)
+    deliveries = send(compose(report), settings.urls, timeout_s=settings.timeout_s, secrets=start.resolved.secrets)
+    for warning in warnings(deliveries):
+        start.out.notice(warning, level="warning")
+    delivered = [each.target for each in deliveries if each.delivered]
+    start.out.stage(Stage.NOTIFY, f"told {', '.join(delivered) or 'nobody'}: {', '.join(events)}", events=events)
+    return events if delivered else ()
+
+
+def _earlier_states(start: Start, record: RetrainRecord) -> list[str]:
+    """The statuses before this one, oldest first, and "late" where users were told so.
+
+    A status whose message nobody got is left out, so that it is told again.
+    """
+    on = start.resolved.config.notify.on
+    states: list[str] = []
+    for each in reversed(start.earlier):
+        if each.number == record.number:
+            continue
+        if each.status not in on or each.status in each.told:
+            states.append(each.status)
+        states += ["late"] if "late" in each.told else []
+    return states + (["late"] if "late" in record.told else [])
+
+
+def _report(start: Start, record: RetrainRecord, end: End, event: str, duration_s: float) -> RetrainReport:
+    config = start.resolved.config
+    return RetrainReport(
+        event=event,
+        model=start.settings.model,
+        status=end.status,
+        reason=end.reason,
+        scores=record.scores,
+        gate=[each.reason for each in record.gate],
+        difference=record.difference,
+        version=record.version,
+        champion=record.champion,
+        run_id=record.run_id,
+        duration_s=duration_s,
+        exit_code=int(end.exit_code),
+        host=socket.gethostname(),
+        folder=os.getcwd(),
+        config=str(start.resolved.path),
+        runs_dir=config.results.dir,
+        models_dir=config.models.dir,
+    )
 
 
 def _clean_up(start: Start) -> None:
-    start.records.remove_older(_KEPT_LISTINGS)
+    """Delete old versions, runs and listings; a problem is only a warning."""
+    config, settings = start.resolved.config, start.settings
+    try:
+        report = clean_up(start.registry, settings.model, settings.keep, config.results.dir, config.name)
+        start.records.remove_older(_KEPT_LISTINGS)
+    except DdptrainError as error:
+        start.out.notice(f"the clean-up has failed: {one_line(error)}", level="warning")
+        return
+    for problem in report.runs.problems:
+        start.out.notice(problem, level="warning")
+    start.out.stage(Stage.CLEAN_UP, report.summary, **report.as_dict())

@@ -25,6 +25,7 @@ from ddptrain.errors import (
     one_line,
 )
 from ddptrain.log import Log
+from ddptrain.notify.sender import missing_variables
 from ddptrain.retrain import plan
 from ddptrain.retrain.check_data import check_data, would
 from ddptrain.retrain.deadline import Deadline
@@ -69,9 +70,9 @@ class Retraining:
             except BaseException as error:
                 end = self._failed(error)
                 bug = None if isinstance(error, DdptrainError | KeyboardInterrupt) else error
-            if end.status != RetrainStatus.SKIPPED and not self.start.options.dry_run:
-                conclude(self.start, end)
             duration_s = (datetime.now(UTC) - began).total_seconds()
+            if end.status != RetrainStatus.SKIPPED and not self.start.options.dry_run:
+                conclude(self.start, end, duration_s)
             self.start.out.end(
                 f"retrain {self.start.settings.model} {end.status}: {end.reason}", self._last_event(end, duration_s)
             )
@@ -107,6 +108,10 @@ class Retraining:
             return self._skip(choice.skip)
         if choice.abandoned is not None:
             self._abandon(choice.abandoned)
+        if not options.dry_run:
+            start.heartbeat.begin()
+            for problem in missing_variables(start.resolved.config.notify.urls):
+                start.out.notice(f"notify.urls: {problem}", level="warning")
         start.out.stage(Stage.LOCK, self._lock_text(choice.continued), continued=choice.continued is not None)
         if choice.continued is not None:
             if options.dry_run:

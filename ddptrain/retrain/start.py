@@ -13,6 +13,7 @@ from ddptrain.driver.control.signals import Signals
 from ddptrain.errors import Interrupted
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry, user_name
+from ddptrain.notify.heartbeat import Heartbeat
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_store import NeededFiles
@@ -64,6 +65,7 @@ class Start:
     records: RetrainRecords
     owner: ModelOwner
     out: StageOutput
+    heartbeat: Heartbeat
     signals: Signals = field(default_factory=lambda: Signals(queue.SimpleQueue()))
     record: RetrainRecord | None = None
     earlier: list[RetrainRecord] = field(default_factory=list)
@@ -75,7 +77,10 @@ class Start:
         registry = ModelRegistry.open(resolved.config.models.dir)
         records = RetrainRecords(registry.folder, settings.model)
         owner = ModelOwner(registry.folder, settings.model)
-        return cls(resolved, settings, options, registry, records, owner, StageOutput(options.output == "json"))
+        notify = resolved.config.notify
+        heartbeat = Heartbeat(notify.heartbeat, timeout_s=notify.timeout_s, secrets=resolved.secrets)
+        out = StageOutput(options.output == "json")
+        return cls(resolved, settings, options, registry, records, owner, out, heartbeat)
 
     @property
     def began(self) -> RetrainRecord:

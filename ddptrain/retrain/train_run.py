@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from ddptrain.errors import DdptrainError, ExitCode, RunPreempted, one_line
+from ddptrain.results.lookup import load_run
+from ddptrain.results.remote.runs import open_runs_dir
+from ddptrain.retrain.cleanup.clean_up import policy_of
+from ddptrain.retrain.cleanup.disk_space import check_space
 from ddptrain.retrain.records import Stage
 from ddptrain.retrain.start import Start
 
+_PROGRESS_EVERY_S = 30.0
 _SIGHUP_CODE = 129
 _SIGNALLED = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED, _SIGHUP_CODE})
 
@@ -16,11 +23,15 @@ def train_run(start: Start) -> None:
     """Train, or resume the run of this retraining; a run that has succeeded is not trained again.
 
     Raises:
+        ClusterError: there is not enough disk space.
         RunPreempted: a signal has ended the run; it has saved if it had begun to train.
         DdptrainError: the run has failed; with the exit code of the run.
     """
     from ddptrain.driver.run import LaunchOptions, train
 
+    config, settings = start.resolved.config, start.settings
+    kept = policy_of(settings.keep, config.name)
+    check_space(config.results.dir, config.name, config.models.dir, settings.model, kept, start.began.run_id)
     options = LaunchOptions(
         run_id=start.began.run_id,
         output=start.options.output,
@@ -28,11 +39,36 @@ def train_run(start: Start) -> None:
         full_traceback=start.options.full_traceback,
         all_ranks=start.options.all_ranks,
     )
-    code = train(start.resolved, options)
+    with _progress_to(start):
+        code = train(start.resolved, options)
     if code != ExitCode.SUCCEEDED:
         raise _error(start, code)
     start.out.stage(Stage.TRAIN, f"run {start.began.run_id} has succeeded", run_id=start.began.run_id)
     start.update(stage=Stage.TRAIN)
+
+
+@contextmanager
+def _progress_to(start: Start) -> Iterator[None]:
+    """Tell the heartbeat how the training goes, until the block ends."""
+    over = threading.Event()
+    folder = open_runs_dir(start.resolved.config.results.dir).folder / start.began.run_id
+
+    def watch() -> None:
+        told = ""
+        while not over.wait(_PROGRESS_EVERY_S):
+            metrics = sorted(load_run(folder).record.last_metrics.items())
+            text = ", ".join(f"{name} {value:.4g}" for name, value in metrics if value is not None)
+            if text and text != told:
+                told = text
+                start.heartbeat.progress(f"run {start.began.run_id}: {text}")
+
+    thread = threading.Thread(target=watch, name="ddptrain-progress", daemon=True)
+    if start.resolved.config.notify.heartbeat:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _error(start: Start, code: int) -> DdptrainError:
