@@ -18,12 +18,15 @@ WEED = Path(sys.executable).with_name("weed")
 _PARTS = ("master", "volume", "filer", "s3")
 # Ports that it opens unless told otherwise are off: a second server could not have them. It reports to nobody.
 _OFF = ("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false")
-_SMALL = ("-master.volumeSizeLimitMB=64", "-volume.max=20", "-ip=127.0.0.1", "-ip.bind=127.0.0.1")
+_SMALL = ("-master.volumeSizeLimitMB=64", "-volume.max=20")
 
 
 @contextmanager
-def seaweed(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
-    """Serve an empty bucket; yields the variables that lead every client to it. Skips where there is no SeaweedFS."""
+def seaweed(folder: Path, bucket: str, address: str = "127.0.0.1") -> Iterator[dict[str, str]]:
+    """Serve an empty bucket at an address of this machine; yields the variables that lead every client to it.
+
+    Skips where there is no SeaweedFS.
+    """
     from fsspec import filesystem
 
     if not WEED.exists():
@@ -39,9 +42,21 @@ def seaweed(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
     places = [f"-dir={folder / 'data'}", f"-s3.config={folder / 's3.json'}"]
     log = folder / "weed.log"
     with log.open("wb") as out:
-        command = [str(WEED), "server", "-filer", "-s3", *words, *places, *sockets, *_OFF, *_SMALL]
+        command = [
+            str(WEED),
+            "server",
+            "-filer",
+            "-s3",
+            *words,
+            f"-ip={address}",
+            f"-ip.bind={address}",
+            *places,
+            *sockets,
+            *_OFF,
+            *_SMALL,
+        ]
         server = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{address}:{port}"
     try:
         fs = filesystem("s3", key="key", secret="secret", endpoint_url=url, skip_instance_cache=True)
         deadline = time.monotonic() + 100
