@@ -40,6 +40,7 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 _ATTEMPT_S = 5.0  # for one request
 _MAX_STATUS = 255
 _PASSING = (408, 425, 429)  # besides 5xx: the server may take the request later
+_SILENT = "the server does not answer"
 _REFUSED = (b"OK (not found)", b"OK (rate limited)")  # healthchecks.io answers so with the status 200
 _SHORTEST_TOKEN = 12  # shorter parts of the URL, as the host, may occur in any text
 
@@ -154,7 +155,7 @@ class Heartbeat:
             self._ending.set()
             self._put(suffix, text, is_last=True)
             if not self._ended.wait(self._timeout_s + 1):
-                self._warn(f"no answer within {self._timeout_s:g} s")
+                self._warn(_SILENT)
         return self.warnings
 
     def _put(self, suffix: str, text: str, *, is_last: bool = False) -> None:
@@ -247,10 +248,10 @@ def _post(url: str, body: str, timeout_s: float) -> tuple[str, bool]:
         error.close()
         return f"the server answered {error.code} {error.reason}", error.code >= 500 or error.code in _PASSING
     except TimeoutError:
-        return f"no answer within {timeout_s:.3g} s", True
+        return _SILENT, True
     except urllib.error.URLError as error:
         is_timeout = isinstance(error.reason, TimeoutError)
-        return f"no answer within {timeout_s:.3g} s" if is_timeout else _describe(error.reason), True
+        return _SILENT if is_timeout else _describe(error.reason), True
     except (OSError, HTTPException, ValueError) as error:
         return _describe(error), not isinstance(error, ValueError)
 

@@ -142,7 +142,7 @@ def _without(message: Message, secrets: Iterable[str]) -> Message:
 
 def _send_named(message: Message, named: list[tuple[str, str]], timeout_s: float, retries: int) -> list[list[Delivery]]:
     request = {**dataclasses.asdict(message), "urls": named, "timeout_s": timeout_s, "retries": retries}
-    command = [sys.executable, "-P", "-m", "ddptrain.notify.sender_process"]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "ddptrain.notify.sender_process"]
     output, trouble = b"", ""
     try:
         done = subprocess.run(
@@ -151,6 +151,7 @@ def _send_named(message: Message, named: list[tuple[str, str]], timeout_s: float
             capture_output=True,
             timeout=timeout_s + _START_S,
             env=without_working_directory(os.environ),
+            start_new_session=True,  # Ctrl-C at a terminal would end it before it has answered
             check=False,
         )
         output = done.stdout

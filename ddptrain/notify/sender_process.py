@@ -46,10 +46,10 @@ def main() -> None:
     asset = apprise.AppriseAsset(
         app_id="ddptrain", app_desc="ddptrain", default_service_retry=request["retries"], default_service_wait=_PAUSE_S
     )
-    targets = [(index, target) for index, (_, url) in enumerate(request["urls"]) for target in _targets(url, asset)]
+    found = [(index, target) for index, (_, url) in enumerate(request["urls"]) for target in targets(url, asset)]
     started = time.monotonic()
     threads = []
-    for index, target in targets:
+    for index, target in found:
         if isinstance(target, str):
             answer(index, "", "", target)
             continue
@@ -61,7 +61,7 @@ def main() -> None:
     os._exit(0)  # threads of Apprise may still wait for a server
 
 
-def _targets(url: str, asset: apprise.AppriseAsset) -> list[apprise.NotifyBase | str]:
+def targets(url: str, asset: apprise.AppriseAsset) -> list[apprise.NotifyBase | str]:
     """Return the services that the text names, or why there are none."""
     with apprise.LogCapture(level=logging.WARNING, fmt="%(message)s") as log:  # type: ignore[no-untyped-call]
         services = apprise.Apprise(asset=asset)
@@ -73,7 +73,7 @@ def _targets(url: str, asset: apprise.AppriseAsset) -> list[apprise.NotifyBase |
 
 def _send(service: Any, request: dict[str, Any], index: int, answer: Any) -> None:
     """Send to one service. Its server may use half of the time, unless the URL says otherwise (rto, cto)."""
-    schema, host = _shown(service)
+    schema, host = shown(service)
     try:
         half = request["timeout_s"] / 2
         service.socket_read_timeout = max(service.socket_read_timeout, half)
@@ -87,12 +87,13 @@ def _send(service: Any, request: dict[str, Any], index: int, answer: Any) -> Non
             timeout=request["timeout_s"],
             log_level=logging.DEBUG,
         )
-        answer(index, schema, host, "" if result else _problem(result, request["timeout_s"]))
+        answer(index, schema, host, "" if result else problem_of(result, request["timeout_s"]))
     except Exception as error:  # a plugin may raise anything; the other targets get their message
         answer(index, schema, host, f"{type(error).__name__}: {error}")
 
 
-def _problem(result: apprise.AppriseResult, timeout_s: float) -> str:
+def problem_of(result: apprise.AppriseResult, timeout_s: float) -> str:
+    """Return why a message was not delivered: what Apprise says, and the cause that it logs for developers."""
     if any(each.status == _TIMEOUT for each in result.results):
         return f"no answer within {timeout_s:g} s"
     logs = [entry for each in result.results for entry in each.logs()]
@@ -103,10 +104,9 @@ def _problem(result: apprise.AppriseResult, timeout_s: float) -> str:
     return f"{last} ({cause})" if last and cause and cause not in last else last or cause
 
 
-def _shown(service: Any) -> tuple[str, str]:
+def shown(service: Any) -> tuple[str, str]:
     """Return the scheme, and the host with its port if it is surely a host: with many services it is a token."""
-    schemes = service.secure_protocol if service.secure else service.protocol or service.secure_protocol
-    scheme = str(getattr(service, "schema", None) or (schemes if isinstance(schemes, str) else schemes[0]))
+    scheme = service.url(privacy=True).partition("://")[0]
     host, port = str(getattr(service, "host", None) or ""), getattr(service, "port", None)
     if "host" not in service.template_tokens or not _is_host(host, has_port=bool(port)):
         return scheme, ""

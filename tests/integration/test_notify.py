@@ -1,0 +1,257 @@
+"""Notifications with real servers: Apprise to HTTP and SMTP, silent servers, and a check server."""
+
+from __future__ import annotations
+
+import email
+import email.policy
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiosmtpd.controller import Controller
+from aiosmtpd.handlers import Message as MessageHandler
+
+from ddptrain.notify.heartbeat import Heartbeat
+from ddptrain.notify.messages import RetrainReport, compose
+from ddptrain.notify.sender import Delivery, send
+from tests.command import PATIENCE_S, Cli
+from tests.integration.notify_servers import CheckServer, SilentServer, WebServer, serving
+from tests.integration.ports import free_ports
+
+REPORT = RetrainReport(
+    event="failed",
+    model="petnames",
+    status="failed",
+    reason="rank 1: ValueError: no_names in *data*",
+    scores={"candidate": {"val/loss": 2.5}, "champion": {"val/loss": 2.25}},
+    champion=3,
+    run_id="petnames-1",
+    host="vm",
+)
+SECRET = "s3cr3t-t0ken-0123456789"
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    with serving(server := WebServer()):
+        yield server
+
+
+@pytest.fixture
+def check() -> Iterator[CheckServer]:
+    with serving(server := CheckServer()):
+        yield server
+
+
+class Mailbox(MessageHandler):
+    """Keeps the messages that an SMTP server got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[email.message.EmailMessage] = []
+
+    def prepare_message(self, session: object, envelope: object) -> email.message.EmailMessage:
+        content = envelope.content  # type: ignore[attr-defined]
+        return email.message_from_bytes(content, policy=email.policy.default)
+
+    def handle_message(self, message: email.message.EmailMessage) -> None:  # type: ignore[override]
+        self.messages.append(message)
+
+
+def test_webhook_gets_the_message_and_other_targets_do_not_matter(web: WebServer) -> None:
+    urls = [f"json://user:{SECRET}@{web.address}/hooks/{SECRET}?format=text", "env:NO_URL", "json://127.0.0.1:1/x"]
+    found = send(compose(REPORT), urls, timeout_s=PATIENCE_S, retries=0, environ={})
+    assert found[0] == Delivery(f"notify.urls[0] (json://{web.address})")
+    assert found[1].problem == "the environment variable NO_URL is not set; it should contain a URL"
+    assert "Connection refused" in found[2].problem
+    (request,) = web.requests
+    assert request.path == f"/hooks/{SECRET}"
+    body = json.loads(request.body)
+    assert body["title"] == "petnames: retraining failed: rank 1: ValueError: no_names in *data*"
+    assert body["message"] == compose(REPORT).text
+    assert body["type"] == "failure"
+
+
+def test_server_that_is_unavailable_for_a_moment_gets_the_message(web: WebServer) -> None:
+    web.statuses = [503]
+    assert send(compose(REPORT), [f"json://{web.address}/"], timeout_s=PATIENCE_S, retries=1) == [
+        Delivery(f"notify.urls[0] (json://{web.address})")
+    ]
+    assert len(web.requests) == 2
+
+
+def test_mail_server_gets_the_message_as_html_with_names_as_they_are() -> None:
+    mailbox = Mailbox()
+    (port,) = free_ports(1)  # aiosmtpd connects to the port that it was given
+    controller = Controller(mailbox, hostname="127.0.0.1", port=port)
+    controller.start()
+    try:
+        url = f"mailto://127.0.0.1:{port}/?from=alerts@example.com&to=ops@example.com"
+        (found,) = send(compose(REPORT), [url], timeout_s=PATIENCE_S)
+    finally:
+        controller.stop()
+    assert found.delivered, found.problem
+    (message,) = mailbox.messages
+    assert message["Subject"] == "petnames: retraining failed: rank 1: ValueError: no_names in *data*"
+    assert "ops@example.com" in message["To"] and "alerts@example.com" in message["From"]
+    html = message.get_body(("html",)).get_content()  # type: ignore[union-attr]
+    assert "<strong>petnames</strong> failed. Version 3 is still the champion." in html
+    assert "<code>rank 1: ValueError: no_names in *data*</code>" in html
+    assert "<li><code>val/loss</code>: 2.5, champion 2.25 (+0.25)</li>" in html
+
+
+def test_silent_servers_end_at_the_deadline_and_leave_nothing(web: WebServer) -> None:
+    with SilentServer() as silent, SilentServer(drips=True) as dripping:
+        urls = [
+            f"json://{silent.address}/{SECRET}",
+            f"json://{dripping.address}/{SECRET}",
+            f"mailto://{silent.address}/?from=alerts@example.com&to=ops@example.com",
+            f"json://{web.address}/",
+        ]
+        started = time.monotonic()
+        found = send(compose(REPORT), urls, timeout_s=2)
+        took_s = time.monotonic() - started
+        assert (silent.connections, dripping.connections) >= (2, 1)
+    assert [each.problem for each in found[:3]] == ["no answer within 2 s"] * 3
+    assert found[3].delivered
+    assert 2 <= took_s < 30  # leak_guard looks for processes
+
+
+def test_secret_is_in_no_output_log_or_file(web: WebServer, check: CheckServer, tmp_path: Path, run_cli: Cli) -> None:
+    Path(tmp_path / "c.yaml").write_text(
+        "workload: petnames\n"
+        f'notify: {{urls: ["env:HOOK", "json://127.0.0.1:1/{SECRET}", "slack://{SECRET}", "tgram://123456789:{SECRET}/1"],'
+        f' heartbeat: "http://user:{SECRET}@127.0.0.1:1/{SECRET}", timeout_s: 3}}\n'
+    )
+    web.statuses = [401]
+    environment = {
+        "HOOK": f"json://user:{SECRET}@{web.address}/{SECRET}",
+        "DDPTRAIN_LOG": "debug",
+        "HOME": str(tmp_path / "home"),
+        "TMPDIR": str(tmp_path),
+        "PYTHONWARNINGS": "error",
+    }
+    done = run_cli("notify", "test", "c.yaml", env=environment)
+    assert done.rc == 4
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith(f"env:HOOK (json://{web.address}): Failed to send JSON POST notification: ")
+    assert "error=401" in lines[0]
+    assert lines[1].startswith("notify.urls[1] (json://127.0.0.1:1): ") and "Connection refused" in lines[1]
+    assert lines[2].startswith("notify.urls[2]: Apprise does not accept the URL: ")
+    assert lines[4] == "notify.heartbeat (http://127.0.0.1:1): log: Connection refused"
+    assert "message not delivered" in done.stderr
+    assert web.requests[0].path == f"/{SECRET}"
+    (tmp_path / "c.yaml").unlink()
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_command_delivers_to_all_targets(web: WebServer, check: CheckServer, tmp_path: Path, run_cli: Cli) -> None:
+    (tmp_path / "c.yaml").write_text('workload: petnames\nnotify: {urls: "env:HOOK", heartbeat: "env:CHECK"}\n')
+    done = run_cli("notify", "test", "c.yaml", env={"HOOK": f"json://{web.address}/", "CHECK": check.url})
+    assert (done.rc, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"env:HOOK (json://{web.address}): delivered",
+        f"env:CHECK (http://{check.address}): delivered",
+    ]
+    assert json.loads(web.requests[0].body)["title"] == "Test message of ddptrain"
+    assert [kind for kind, _, _ in check.pings] == ["log"]
+    assert check.state == "new"
+
+
+def test_check_server_follows_a_retraining(check: CheckServer) -> None:
+    with Heartbeat(check.url + "/?create=1", interval_s=0.05) as beat:
+        beat.progress("epoch 1\nloss 2.5")
+        _wait_until(lambda: len(check.pings) == 2)
+        assert check.state == "started"
+        assert beat.end(0, "version 4 is the champion") == []
+    assert check.state == "up"
+    assert [(kind, body) for kind, _, body in check.pings] == [
+        ("start", ""),
+        ("log", "epoch 1\nloss 2.5"),
+        ("success", "version 4 is the champion"),
+    ]
+    assert len({rid for _, rid, _ in check.pings}) == 1
+    with Heartbeat(check.url) as beat:
+        beat.end(7, "rejected")
+    assert check.state == "down"
+    with Heartbeat(check.url):
+        pass
+    assert check.state == "up"
+    with pytest.raises(ValueError, match="bad"), Heartbeat(check.url):
+        raise ValueError("bad")
+    assert check.state == "down"
+    assert [kind for kind, _, _ in check.pings[3:]] == ["start", "7", "start", "success", "start", "fail"]
+    assert len({rid for _, rid, _ in check.pings}) == 4
+    assert check.pings[-1][2] == "bad"
+
+
+def test_check_server_that_is_unavailable_gets_the_messages_later(check: CheckServer) -> None:
+    check.statuses = [503, 503]
+    beat = Heartbeat(check.url)
+    beat.begin()
+    _wait_until(lambda: len(check.pings) == 1)
+    assert beat.end(0) == []
+    assert [kind for kind, _, _ in check.pings] == ["start", "success"]
+
+
+def test_killed_retraining_is_detected_by_its_silence() -> None:
+    program = """
+import sys, time
+from ddptrain.notify.heartbeat import Heartbeat
+beat = Heartbeat(sys.argv[1])
+beat.begin()
+time.sleep(600)
+"""
+    with serving(check := CheckServer(grace_s=1)):
+        process = subprocess.Popen([sys.executable, "-c", program, check.url])
+        try:
+            _wait_until(lambda: bool(check.pings))
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        _wait_until(lambda: check.state == "down")
+    assert [kind for kind, _, _ in check.pings] == ["start"]
+
+
+def test_process_ends_although_servers_are_silent() -> None:
+    program = """
+import sys
+from ddptrain.notify.heartbeat import Heartbeat
+with Heartbeat(sys.argv[1], timeout_s=1) as first:
+    pass
+Heartbeat(sys.argv[1], timeout_s=600).begin()  # its thread still waits when the process ends
+print(*first.warnings, sep="\\n")
+"""
+    with SilentServer(drips=True) as dripping, SilentServer() as silent:
+        for server in (silent, dripping):
+            url = f"http://{server.address}/{SECRET}"
+            done = subprocess.run(
+                [sys.executable, "-c", program, url], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            )
+            assert (done.returncode, done.stderr) == (0, "")
+            assert done.stdout.splitlines()[-1].endswith("the server does not answer")
+            assert SECRET not in done.stdout
+
+
+def test_apprise_stays_out_of_the_logs_of_this_process(web: WebServer, caplog: pytest.LogCaptureFixture) -> None:
+    web.statuses = [401]
+    with caplog.at_level(logging.DEBUG):
+        send(compose(REPORT), [f"json://{web.address}/{SECRET}"], timeout_s=PATIENCE_S, retries=0)
+    assert "message not delivered" in caplog.text
+    assert SECRET not in caplog.text
+    assert not any(record.name.startswith(("apprise", "urllib3", "requests")) for record in caplog.records)
+
+
+def _wait_until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
