@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Literal
 
 from ddptrain.config.wording import shorten
@@ -61,11 +62,12 @@ class RetrainReport:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message for all services: those that show Markdown or HTML get `markdown`, the others `text`."""
+    """A message in the formats of the services: text, Markdown, or the content of an HTML body."""
 
     title: str
     text: str
     markdown: str
+    html: str
     kind: Kind = "info"
 
 
@@ -100,13 +102,13 @@ def _is_new(status: str, since_success: Sequence[str]) -> bool:
 
 def compose(report: RetrainReport) -> Message:
     """Return the message with title, plain text and Markdown."""
-    return Message(title(report), plain_text(report), markdown(report), _KINDS.get(report.event, "info"))
+    return Message(title(report), plain_text(report), markdown(report), html(report), _KINDS.get(report.event, "info"))
 
 
 def compose_test(host: str, config: str) -> Message:
     """Return the message of `ddptrain notify test`."""
     text = f"ddptrain can send messages from {clean_line(host)}. The configuration is {clean_line(config)}."
-    return Message("Test message of ddptrain", text, text)
+    return Message("Test message of ddptrain", text, text, escape(text))
 
 
 def title(report: RetrainReport) -> str:
@@ -140,21 +142,19 @@ def plain_text(report: RetrainReport) -> str:
 def markdown(report: RetrainReport) -> str:
     """Return the body as Markdown: only bold, code and lists, which all chat services show."""
     blocks = [_headline(report, bold=True)]
-    if facts := _facts(report):
-        blocks.append("\n".join(f"- {name}: {_code(value)}" for name, value in facts))
-    if metrics := _metrics(report):
-        compared = [
-            f"- {_code(name)}: {candidate}, champion {champion}"
-            + (f" ({difference})" if difference != number(None) else "")
-            for name, candidate, champion, difference in metrics
-        ]
-        blocks.append("\n".join(["**Metrics**", "", *compared]))
-    blocks += [
-        "\n".join([f"**{name}**", "", *(f"- {_code(line)}" for line in lines)]) for name, lines in _lists(report)
-    ]
-    if commands := next_commands(report):
-        blocks.append("\n".join([f"**{_look_further(report)}**", "", *(f"- {_code(command)}" for command in commands)]))
+    for name, items in _bullets(report):
+        lines = [f"- {before}{_code(text)}{after}" for before, text, after in items]
+        blocks.append("\n".join([*([f"**{name}**", ""] if name else []), *lines]))
     return "\n\n".join(blocks)
+
+
+def html(report: RetrainReport) -> str:
+    """Return the body as HTML for e-mail: paragraphs and lists."""
+    blocks = [f"<p>{escape(_headline(report))}</p>"]
+    for name, items in _bullets(report):
+        lines = "".join(f"<li>{escape(''.join(item))}</li>\n" for item in items)
+        blocks.append((f"<p><b>{escape(name)}</b></p>\n" if name else "") + f"<ul>\n{lines}</ul>")
+    return "\n".join(blocks)
 
 
 def next_commands(report: RetrainReport) -> list[str]:
@@ -192,7 +192,7 @@ def _headline(report: RetrainReport, *, bold: bool = False) -> str:
         return f"{model} has had no successful retraining for longer than its schedule allows.{champion}"
     if report.status == "promoted":
         again = "works again: " if report.event == "recovered" else ""
-        before = f" The champion before is version {report.champion}." if report.champion is not None else ""
+        before = f" The champion before was version {report.champion}." if report.champion is not None else ""
         return f"{model}: {again}{version} is the champion.{before}"
     if report.event == "recovered":
         return f"{model} works again: the model is up to date.{champion}"
@@ -240,6 +240,19 @@ def _lists(report: RetrainReport) -> list[tuple[str, list[str]]]:
         for name, lines in found
         if lines
     ]
+
+
+def _bullets(report: RetrainReport) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """Titles with their items: the text that is shown as it is, what stands before it, and what follows."""
+    parts = [("", [(f"{name}: ", value, "") for name, value in _facts(report)])]
+    compared = [
+        ("", name, f": {candidate}, champion {champion}" + (f" ({difference})" if difference != number(None) else ""))
+        for name, candidate, champion, difference in _metrics(report)
+    ]
+    parts.append(("Metrics", compared))
+    parts += [(name, [("", line, "") for line in lines]) for name, lines in _lists(report)]
+    parts.append((_look_further(report), [("", command, "") for command in next_commands(report)]))
+    return [(name, items) for name, items in parts if items]
 
 
 def _look_further(report: RetrainReport) -> str:

@@ -78,11 +78,11 @@ def _send(service: Any, request: dict[str, Any], index: int, answer: Any) -> Non
         half = request["timeout_s"] / 2
         service.socket_read_timeout = max(service.socket_read_timeout, half)
         service.socket_connect_timeout = max(service.socket_connect_timeout, half)
-        shows_markdown = service.resolve_format(apprise.NotifyFormat.MARKDOWN) != apprise.NotifyFormat.TEXT
+        form = service.resolve_format(apprise.NotifyFormat.MARKDOWN)  # "text", "markdown" or "html"
         result = apprise.Apprise(service, asset=service.asset).notify(
             title=request["title"],
-            body=request["markdown"] if shows_markdown else request["text"],
-            body_format=apprise.NotifyFormat.MARKDOWN if shows_markdown else apprise.NotifyFormat.TEXT,
+            body=request[form.value],
+            body_format=form,
             notify_type=request["kind"],
             timeout=request["timeout_s"],
             log_level=logging.DEBUG,

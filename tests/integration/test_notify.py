@@ -101,9 +101,11 @@ def test_mail_server_gets_the_message_as_html_with_names_as_they_are() -> None:
     assert message["Subject"] == "petnames: retraining failed: rank 1: ValueError: no_names in *data*"
     assert "ops@example.com" in message["To"] and "alerts@example.com" in message["From"]
     html = message.get_body(("html",)).get_content()  # type: ignore[union-attr]
-    assert "<strong>petnames</strong> failed. Version 3 is still the champion." in html
-    assert "<code>rank 1: ValueError: no_names in *data*</code>" in html
-    assert "<li><code>val/loss</code>: 2.5, champion 2.25 (+0.25)</li>" in html
+    assert "<p>The retraining of petnames failed. Version 3 is still the champion.</p>" in html
+    assert "<li>root cause: rank 1: ValueError: no_names in *data*</li>" in html
+    assert "<li>val/loss: 2.5, champion 2.25 (+0.25)</li>" in html
+    text = message.get_body(("plain",)).get_content()  # type: ignore[union-attr]
+    assert "- root cause: rank 1: ValueError: no_names in *data*" in text.splitlines()
 
 
 def test_silent_servers_end_at_the_deadline_and_leave_nothing(web: WebServer) -> None:

@@ -12,6 +12,7 @@ from ddptrain.notify.messages import (
     compose,
     compose_test,
     events_to_tell,
+    html,
     markdown,
     next_commands,
     plain_text,
@@ -158,11 +159,43 @@ Version 4 of **petnames** did not pass the gate. Version 3 is still the champion
 - `ddptrain models promote petnames 4 --models-dir s3://bucket/models`"""
 
 
+REJECTED_HTML = """\
+<p>Version 4 of petnames did not pass the gate. Version 3 is still the champion.</p>
+<ul>
+<li>reason: val/loss is 2.61, above at_most 2.6</li>
+<li>exit code: 7</li>
+<li>run: petnames-1</li>
+<li>duration: 2m 10s</li>
+<li>host: vm</li>
+<li>configuration: /srv/pets/petnames nightly.yaml</li>
+</ul>
+<p><b>Metrics</b></p>
+<ul>
+<li>acc: nan, champion -</li>
+<li>top5: -, champion 0.5</li>
+<li>val/loss: 2.61, champion 2.55 (+0.06)</li>
+</ul>
+<p><b>Gate</b></p>
+<ul>
+<li>val/loss: 2.61 is above at_most 2.6</li>
+</ul>
+<p><b>Data</b></p>
+<ul>
+<li>+312 names</li>
+</ul>
+<p><b>To look further on vm, in /srv/pets</b></p>
+<ul>
+<li>ddptrain results show petnames-1</li>
+<li>ddptrain models show petnames --models-dir s3://bucket/models</li>
+<li>ddptrain models promote petnames 4 --models-dir s3://bucket/models</li>
+</ul>"""
+
+
 def test_message_of_a_rejection_is_complete() -> None:
     assert plain_text(REJECTED) == REJECTED_TEXT
     assert markdown(REJECTED) == REJECTED_MARKDOWN
     assert compose(REJECTED) == Message(
-        "petnames: version 4 did not pass the gate", REJECTED_TEXT, REJECTED_MARKDOWN, "warning"
+        "petnames: version 4 did not pass the gate", REJECTED_TEXT, REJECTED_MARKDOWN, REJECTED_HTML, "warning"
     )
 
 
@@ -198,7 +231,7 @@ def report(event: str, status: str = "", **more: object) -> RetrainReport:
         (
             report("recovered", "promoted", version=4, champion=3),
             "names: works again, version 4 is the champion",
-            "names: works again: version 4 is the champion. The champion before is version 3.",
+            "names: works again: version 4 is the champion. The champion before was version 3.",
             "success",
         ),
         (
@@ -265,6 +298,7 @@ def test_texts_of_other_people_stay_on_their_line() -> None:
     assert len(title(told)) == 120
     assert max(len(line) for line in plain_text(told).splitlines()) < 550
     assert "**bold** 'code' x" in markdown(told)
+    assert "&lt;b&gt;" in html(report("failed", reason="<b>")) and "<b>&" not in html(report("failed", reason="<b>"))
     assert [line for line in markdown(told).splitlines() if line.startswith("- root cause: `")]
 
 

@@ -11,7 +11,7 @@ import pytest
 from ddptrain.notify.messages import Message
 from ddptrain.notify.sender import Delivery, missing_variables, secret_parts, send, warnings
 
-MESSAGE = Message("title", "text", "markdown")
+MESSAGE = Message("title", "text", "markdown", "html")
 
 
 class FakeProcess:
@@ -117,7 +117,7 @@ def test_problem_contains_no_part_of_the_url(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_message_contains_no_secret_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     use(process := FakeProcess(answer(0)), monkeypatch)
-    secret_text = Message("a sesame b", "c sesame s3://key:secretsecret@host/x d", "`sesame`")
+    secret_text = Message("a sesame b", "c sesame s3://key:secretsecret@host/x d", "`sesame`", "<b>sesame</b>")
     send(secret_text, ["json://a"], timeout_s=1, secrets=["sesame"])
     assert "sesame" not in json.dumps(process.request)
     assert "secretsecret" not in json.dumps(process.request)
