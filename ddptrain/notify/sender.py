@@ -135,7 +135,8 @@ def secret_parts(url: str) -> list[str]:
 def _without(message: Message, secrets: Iterable[str]) -> Message:
     known = sorted(secrets, key=len, reverse=True)
     texts = (message.title, message.text, message.markdown, message.html)
-    return Message(*(hide_credentials(hide_known(each, known)) for each in texts), kind=message.kind)
+    title, text, markdown, html = (hide_credentials(hide_known(each, known)) for each in texts)
+    return Message(title, text, markdown, html, message.kind)
 
 
 def _send_named(message: Message, named: list[tuple[str, str]], timeout_s: float, retries: int) -> list[list[Delivery]]:
