@@ -110,7 +110,7 @@ def _lines(report: PruneReport, max_size_bytes: int | None) -> Iterator[str]:
     yield report.summary
     if report.kept:
         reasons = Counter(each.reason for each in report.kept)
-        why = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())
+        why = "; ".join(f"{reason} ({number})" if number > 1 else reason for reason, number in reasons.most_common())
         yield clean_line(f"{counted(len(report.kept), 'run')} kept, {size(report.kept_bytes)}: {why}")
     if max_size_bytes is not None and report.kept_bytes > max_size_bytes:
         yield f"this is more than --max-size, {size(max_size_bytes)}: the rest is protected"

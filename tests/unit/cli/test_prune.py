@@ -51,7 +51,7 @@ RUN      AGE      SIZE     REASON
 pets-20  20 days  2.0 KiB  1 newer successful run
 pets-30  30 days  2.0 KiB  1 newer successful run
 """
-    kept = "2 runs kept, 4.0 KiB: 1 among the newest 1 successful, 1 champion of names\n"
+    kept = "2 runs kept, 4.0 KiB: among the newest 1 successful; champion of names\n"
     would = "2 runs would be deleted, 4.0 KiB would be freed\n"
     assert prune(capsys, "--keep", "1", "--dry-run") == (0, table + would + kept, "")
     assert len(list(runs.iterdir())) == 4
@@ -65,7 +65,7 @@ def test_age_and_size_limit_what_stays(runs: Path, capsys: pytest.CaptureFixture
     assert "pets-20 " not in prune(capsys, "--keep", "0", "--older-than", "25d", "--dry-run")[1]
     code, out, _ = prune(capsys, "--max-size", "1KB")
     assert code == 0 and out.splitlines()[-2:] == [
-        "1 run kept, 2.0 KiB: 1 champion of names",
+        "1 run kept, 2.0 KiB: champion of names",
         "this is more than --max-size, 1000 B: the rest is protected",
     ]
 
