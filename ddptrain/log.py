@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from ddptrain import ci
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials, hide_known, hide_secrets
 from ddptrain.sanitize import sanitized
@@ -151,7 +152,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
+            line = ci.guard(os.environ)(self.format(record))
             if self.write is not None:
                 self.write(line)
             elif sys.stderr is not None:

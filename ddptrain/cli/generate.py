@@ -38,7 +38,7 @@ def generate(
     run_dir, source = open_trained(run, runs_dir, models_dir)
     made = generate_names(run_dir, count, prefix, temperature, seed, keep_known)
     if as_json:
-        write([json.dumps({**source, **dataclasses.asdict(made)})])
+        write([json.dumps({**source, **dataclasses.asdict(made)})], is_json=True)
     else:
         write(made.names)
     remarks = [

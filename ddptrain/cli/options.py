@@ -79,6 +79,13 @@ VerboseOption = Annotated[
 AllRanksOption = Annotated[
     bool, typer.Option("--all-ranks", help="Show each rank by itself, also where 17 or more would be shown as a group.")
 ]
+ReportOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.md", help="Write a Markdown report at the end, also of a failure: for pull requests."),
+]
+JunitOption = Annotated[
+    str | None, typer.Option(metavar="FILE.xml", help="Write the result as JUnit XML, which CI services show as tests.")
+]
 OutputOption = Annotated[OutputMode, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")]
 ReadyFdOption = Annotated[int | None, typer.Option(hidden=True)]
 

@@ -79,7 +79,7 @@ def predict(
     count = _Count()
     results = count.of(Classifier(saved, top, where).results(given, batch_size or default_batch_size(where)))
     if as_json:
-        write(_json({**source, "checkpoint": saved.checkpoint}, results))
+        write(_json({**source, "checkpoint": saved.checkpoint}, results), is_json=True)
     elif as_csv:
         write(_csv(results, min(top, len(saved.names))))
     else:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 
+from ddptrain import ci
 from ddptrain.sanitize import sanitized
 
 
-def write(lines: Iterable[str], *, colours: bool = False) -> None:
+def write(lines: Iterable[str], *, colours: bool = False, is_json: bool = False) -> None:
     """Print lines one by one; `colours` keeps colour codes, for text that ddptrain itself formatted.
+
+    In a CI job they contain no commands for its runner; with `is_json` they stay the same data.
 
     Raises BrokenPipeError if the reader has closed the pipe, as `head` does.
     """
     encoding = sys.stdout.encoding
+    guard = ci.json_guard(os.environ) if is_json else ci.guard(os.environ)
     for line in lines:
-        safe = sanitized(line, colours=colours)
+        safe = guard(sanitized(line, colours=colours))
         sys.stdout.write(safe.encode(encoding, "replace").decode(encoding) + "\n")
         sys.stdout.flush()
 
@@ -23,7 +28,7 @@ def write(lines: Iterable[str], *, colours: bool = False) -> None:
 def say(text: str) -> None:
     """Print a message on stderr."""
     if sys.stderr is not None:  # the command was started with its stderr closed
-        print(sanitized(text), file=sys.stderr, flush=True)
+        print(ci.guard(os.environ)(sanitized(text)), file=sys.stderr, flush=True)
 
 
 def print_json(data: object) -> None:
@@ -32,4 +37,4 @@ def print_json(data: object) -> None:
 
     from ddptrain.results.run_record import as_json_data
 
-    write([json.dumps(as_json_data(data), indent=2, allow_nan=False)])
+    write([json.dumps(as_json_data(data), indent=2, allow_nan=False)], is_json=True)

@@ -14,10 +14,12 @@ from ddptrain.cli.options import (
     DetachOption,
     DryRunOption,
     FullTracebackOption,
+    JunitOption,
     OutputMode,
     OutputOption,
     RanksOption,
     ReadyFdOption,
+    ReportOption,
     ResumeOption,
     RunIdOption,
     RunsDirOption,
@@ -25,7 +27,7 @@ from ddptrain.cli.options import (
     checked,
     field_options,
 )
-from ddptrain.cli.train import start
+from ddptrain.cli.train import reporting_of, start
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
@@ -60,26 +62,29 @@ def run(
     all_ranks: AllRanksOption = False,
     verbose: VerboseOption = False,
     output: OutputOption = OutputMode.AUTO,
+    report: ReportOption = None,
+    junit: JunitOption = None,
     ready_fd: ReadyFdOption = None,
 ) -> None:
     """Run an unmodified torchrun script on every GPU: on this machine, or on a running cluster."""
-    if not module:
-        _refuse_configuration(script)
     workload = {"module" if module else "script": script, "args": _own(args or []), "local_rank_arg": local_rank}
-    resolved = _load(workload, overrides or [], field_options(ranks, cluster, runs_dir))
-    start(
-        ctx,
-        resolved,
-        run_id=run_id,
-        resume=resume,
-        allow_changes=allow_changes,
-        dry_run=dry_run,
-        detach=detach,
-        full_traceback=full_traceback,
-        all_ranks=all_ranks,
-        output=output,
-        ready_fd=ready_fd,
-    )
+    with reporting_of(script, report, junit) as reporting:
+        if not module:
+            _refuse_configuration(script)
+        start(
+            ctx,
+            _load(workload, overrides or [], field_options(ranks, cluster, runs_dir)),
+            reporting,
+            run_id=run_id,
+            resume=resume,
+            allow_changes=allow_changes,
+            dry_run=dry_run,
+            detach=detach,
+            full_traceback=full_traceback,
+            all_ranks=all_ranks,
+            output=output,
+            ready_fd=ready_fd,
+        )
 
 
 def _refuse_configuration(script: str) -> None:

@@ -42,7 +42,10 @@ def stop(
     ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
     if as_json:
         record = ended.record
-        write([json.dumps({"run_id": ended.run_id, "status": str(ended.status), "exit_code": record.exit_code})])
+        write(
+            [json.dumps({"run_id": ended.run_id, "status": str(ended.status), "exit_code": record.exit_code})],
+            is_json=True,
+        )
     else:
         write([clean_line(_words(ended, was_active=was_active))])
 

@@ -15,10 +15,12 @@ from ddptrain.cli.options import (
     DetachOption,
     DryRunOption,
     FullTracebackOption,
+    JunitOption,
     OutputMode,
     OutputOption,
     RanksOption,
     ReadyFdOption,
+    ReportOption,
     ResumeOption,
     RunIdOption,
     RunsDirOption,
@@ -30,6 +32,7 @@ from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
+    from ddptrain.reports.destinations import Reporting
 
 
 def train(
@@ -51,30 +54,46 @@ def train(
     all_ranks: AllRanksOption = False,
     verbose: VerboseOption = False,
     output: OutputOption = OutputMode.AUTO,
+    report: ReportOption = None,
+    junit: JunitOption = None,
     ready_fd: ReadyFdOption = None,
     ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
 ) -> None:
     """Train what a YAML file describes: on this machine, on a running cluster, or on one started for the run."""
     options = field_options(ranks, cluster, runs_dir)
-    resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
-    start(
-        ctx,
-        resolved,
-        run_id=run_id,
-        resume=resume,
-        allow_changes=allow_changes,
-        dry_run=dry_run,
-        detach=detach,
-        full_traceback=full_traceback,
-        all_ranks=all_ranks,
-        output=output,
-        ready_fd=ready_fd,
-    )
+    with reporting_of(config, report, junit) as reporting:
+        start(
+            ctx,
+            _ordered(config, options) if ordered else _load(config, overrides or [], options),
+            reporting,
+            run_id=run_id,
+            resume=resume,
+            allow_changes=allow_changes,
+            dry_run=dry_run,
+            detach=detach,
+            full_traceback=full_traceback,
+            all_ranks=all_ranks,
+            output=output,
+            ready_fd=ready_fd,
+        )
+
+
+def reporting_of(source: str, report: str | None, junit: str | None) -> Reporting:
+    """Return what reports the end of the command, to the files and to CI; `source`: a configuration or a script.
+
+    Raises UsageError if a file cannot be written.
+    """
+    from pathlib import PurePath
+
+    from ddptrain.reports.destinations import Destinations, Reporting
+
+    return Reporting(PurePath(source).stem, Destinations.chosen(report, junit))
 
 
 def start(
     ctx: typer.Context,
     resolved: ResolvedConfig,
+    reporting: Reporting,
     *,
     run_id: str | None,
     resume: str | None,
@@ -87,11 +106,13 @@ def start(
     ready_fd: int | None,
 ) -> None:
     """Run a configuration with the options of `train` and `run`. Raises typer.Exit with the exit code."""
+    reporting.name = resolved.config.name
     if dry_run:
         from ddptrain.driver.dry_run import check_cluster
 
         check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
         typer.echo(resolved.yaml_text, nl=False)
+        reporting.checked()
         return
     from ddptrain.driver.run import LaunchOptions
     from ddptrain.driver.run import train as launch
@@ -104,7 +125,9 @@ def start(
         )
     if detach:
         raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=output is OutputMode.JSON))
-    chosen = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks)
+    chosen = LaunchOptions(
+        run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks, ended=reporting.run_ended
+    )
     raise typer.Exit(launch(resolved, chosen))
 
 
@@ -123,7 +146,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
         say(begun.said.rstrip("\n"))
         return begun.exit_code
     if as_json:
-        write([json.dumps({"event": "run_detached", **dataclasses.asdict(begun)})])
+        write([json.dumps({"event": "run_detached", **dataclasses.asdict(begun)})], is_json=True)
         return 0
     if begun.done:
         say(f"ddptrain: {begun.reason}")

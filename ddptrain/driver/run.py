@@ -39,6 +39,7 @@ from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.log_file import driver_log
+from ddptrain.results.lookup import RunView
 from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.runs import RunsDir, open_runs_dir
 from ddptrain.results.run_record import DriverRecord, RunStatus
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
     from ddptrain.driver.worker_group.worker_group import WorkerGroup
     from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
-    from ddptrain.results.lookup import RunView
 
 _log = Log(__name__)
 _KEEP_S = 900.0  # for the last uploads at the end of a run
@@ -73,6 +73,7 @@ class LaunchOptions:
     all_ranks: bool = False  # each is shown by itself, however many there are
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
+    ended: Callable[[RunView], None] | None = None  # called with the run when it has ended and all has been shown
 
 
 def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
@@ -125,6 +126,8 @@ def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
         print(json.dumps(summary.past_run_event(view)), flush=True)
     else:
         print(f"ddptrain: {reason}", file=sys.stderr, flush=True)
+    if options.ended is not None:
+        options.ended(view)
     return ExitCode.SUCCEEDED
 
 
@@ -357,6 +360,8 @@ class _Run:
         plan = self.options.evaluation
         lines = summary.summary_lines if plan is None else summary.evaluation_lines
         display.close(sizes, lines(self.writer, verdict, duration_s), last_event)
+        if self.options.ended is not None:
+            self.options.ended(RunView(self.writer.layout, self.writer.record))
         return verdict
 
     def _finish(self, verdict: verdicts.RunEnd) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ddptrain import ci
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.file_ops import write_all
 from ddptrain.results.errors import naming
@@ -64,13 +65,19 @@ def start_detached(arguments: Sequence[str], *, deadline_s: float = _BEGIN_DEADL
     If the wait ends early (by its deadline, or by Ctrl-C), the driver is stopped. Raises ClusterError if it does not
     begin in time.
     """
-    process, begun = start_ordered(arguments, b"", deadline_s=deadline_s)
+    # The job of a CI service does not see what a detached driver writes.
+    environ = {**os.environ, ci.SWITCH: "off"}
+    process, begun = start_ordered(arguments, b"", environ, deadline_s=deadline_s)
     process.returncode = 0  # nobody waits for it
     return begun
 
 
 def start_ordered(
-    arguments: Sequence[str], request: bytes, *, deadline_s: float = _BEGIN_DEADLINE_S
+    arguments: Sequence[str],
+    request: bytes,
+    environ: Mapping[str, str] | None = None,
+    *,
+    deadline_s: float = _BEGIN_DEADLINE_S,
 ) -> tuple[subprocess.Popen[bytes], Begun | EndedEarly]:
     """Start a driver as start_detached does, and write `request` to its stdin, which stays open.
 
@@ -79,7 +86,7 @@ def start_ordered(
     with naming(Path(tempfile.gettempdir())):
         output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it is closed below
     with output:
-        process, ready = _start(arguments, output, subprocess.PIPE if request else subprocess.DEVNULL)
+        process, ready = _start(arguments, output, subprocess.PIPE if request else subprocess.DEVNULL, environ)
         try:
             if process.stdin is not None:
                 with suppress(BrokenPipeError):
@@ -98,7 +105,9 @@ def start_ordered(
             os.close(ready)
 
 
-def _start(arguments: Sequence[str], output: IO[bytes], stdin: int) -> tuple[subprocess.Popen[bytes], int]:
+def _start(
+    arguments: Sequence[str], output: IO[bytes], stdin: int, environ: Mapping[str, str] | None
+) -> tuple[subprocess.Popen[bytes], int]:
     """Start the driver; return it, and the pipe that receives its message."""
     ready, tell = os.pipe()
     try:
@@ -108,6 +117,7 @@ def _start(arguments: Sequence[str], output: IO[bytes], stdin: int) -> tuple[sub
             stdout=output,
             stderr=output,
             pass_fds=[tell],
+            env=environ,
             start_new_session=True,
         )
     except BaseException:

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from ddptrain import log
+from ddptrain import ci, log
 from ddptrain.driver.display import messages, terminal
+from ddptrain.driver.display.folding import FoldingRenderer
 from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper
 from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.lines import RankLine
@@ -316,12 +317,14 @@ def open_display(
 
     `world_size` is 0 while it is not known: `expect` tells it later. "live" without a terminal is "plain". From 17
     ranks on, ranks are shown as a group, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "".
-    Raises UsageError for an unknown mode.
+    In a CI job, "plain" folds long output of ranks. Raises UsageError for an unknown mode, and for an unknown value of
+    DDPTRAIN_CI.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
-    out = Stream(stdout or sys.stdout, aborted.is_set)
-    err = Stream(stderr or sys.stderr, aborted.is_set)
+    guard = ci.json_guard(environ) if mode == "json" else ci.guard(environ)
+    out = Stream(stdout or sys.stdout, aborted.is_set, guard)
+    err = Stream(stderr or sys.stderr, aborted.is_set, ci.guard(environ))
     colour = terminal.wants_colour(out.is_terminal, environ)
     renderer: messages.Renderer
     match terminal.choose_mode(mode, out.is_terminal, environ):
@@ -329,6 +332,8 @@ def open_display(
             renderer = JsonRenderer(out, err, stage)
         case "plain":
             renderer = PlainRenderer(out, err, colour)
+            if service := ci.ci_service(environ):
+                renderer = FoldingRenderer(renderer, out, service)
         case _:
             size = functools.partial(terminal.terminal_size, out.fd, environ)
             renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks)

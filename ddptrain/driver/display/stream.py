@@ -18,12 +18,18 @@ FILE_CHUNK_BYTES = 1 << 20
 class Stream:
     """Writes text to a file; `broken` says why nothing can be written any more ("" while it can)."""
 
-    def __init__(self, file: TextIO | None, give_up: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        file: TextIO | None,
+        give_up: Callable[[], bool] = lambda: False,
+        guard: Callable[[str], str] = str,
+    ) -> None:
+        """`guard` changes lines that the reader would execute as commands (see ci.py)."""
         self.broken = "" if file is not None else "closed"
         self.sent_bytes = 0
         self.encoding = _encoding(file)
         self._file = file
-        self._give_up = give_up
+        self._give_up, self._guard = give_up, guard
         self.fd = _descriptor(file)
         self._chunk_bytes = _chunk_bytes(self.fd)
         self._poll = select.poll()
@@ -41,13 +47,17 @@ class Stream:
         return self.encoding.startswith("utf")
 
     def write(self, text: str) -> None:
-        """Write all of it, as fast as the reader reads; characters that the encoding does not have become "?"."""
+        """Write whole lines, as fast as the reader reads; characters that the encoding does not have become "?"."""
+        self._write(self._guard(text), self._give_up)
+
+    def write_command(self, text: str) -> None:
+        """Write a line that the reader may execute as a command."""
         self._write(text, self._give_up)
 
     def write_within(self, text: str, timeout_s: float) -> None:
         """Write as much as the reader reads in that time; at least one write is tried."""
         end_s, not_tried = time.monotonic() + timeout_s, iter([True])  # this process may be suspended that long
-        self._write(text, lambda: not next(not_tried, False) and time.monotonic() > end_s)
+        self._write(self._guard(text), lambda: not next(not_tried, False) and time.monotonic() > end_s)
 
     def _write(self, text: str, give_up: Callable[[], bool]) -> None:
         if self.broken or not text:

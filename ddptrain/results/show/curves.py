@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.results.lookup import RunView
-from ddptrain.results.metrics import Series, read_series
+from ddptrain.results.metrics import AllSeries, Series, read_series
 
 Points = tuple[list[float], list[float]]
 _MOST_POINTS = 2000
@@ -59,7 +59,16 @@ def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
     Raises UsageError if the run has logged no such metric, or none at all.
     """
     series = read_series(view.layout.metrics_jsonl, view.record.attempts)
-    names = _chosen_names(view, sorted({name for name, _ in series}), metrics)
+    return _plot(view, series, _chosen_names(view, sorted({name for name, _ in series}), metrics))
+
+
+def whole_plot(view: RunView) -> Plot:
+    """The curves of every metric of the run; none if it has logged nothing. Raises ResultsError."""
+    series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+    return _plot(view, series, sorted({name for name, _ in series}))
+
+
+def _plot(view: RunView, series: AllSeries, names: Sequence[str]) -> Plot:
     series = {key: one for key, one in series.items() if key[0] in names}
     x_name = _x_name(list(series.values()))
     panels: dict[str, list[Curve]] = {}

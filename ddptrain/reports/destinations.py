@@ -1,0 +1,207 @@
+"""Where reports go: the files that the user asked for, and the CI service that runs the command."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ddptrain.ci import CiService, ci_service, guard
+from ddptrain.config.wording import shorten
+from ddptrain.errors import DdptrainError, ExitCode, UsageError, one_line
+from ddptrain.file_ops import open_append, write_all, write_atomic
+from ddptrain.sanitize import sanitized
+
+if TYPE_CHECKING:
+    from ddptrain.reports.facts import Facts
+    from ddptrain.reports.report import RunReport
+    from ddptrain.results.lookup import RunView
+
+_SUMMARY_BYTES = 1 << 20  # of one step; GitHub refuses all of it if it is longer
+_DEVICES = ("/dev/", "/proc/")
+_WORKSPACES = ("GITHUB_WORKSPACE", "CI_PROJECT_DIR")
+
+
+@dataclass(frozen=True, slots=True)
+class Destinations:
+    """report: a Markdown file. junit: a JUnit XML file. summary: the file of GitHub's step summary.
+
+    workspace: the checkout of the job; files are named relative to it. environ: names the job and its commit.
+    """
+
+    report: Path | None
+    junit: Path | None
+    service: CiService
+    summary: Path | None
+    workspace: Path
+    environ: Mapping[str, str]
+
+    @classmethod
+    def chosen(cls, report: str | None, junit: str | None, environ: Mapping[str, str] = os.environ) -> Self:
+        """Return the destinations for --report and --junit (None: not given), and for the CI job.
+
+        Missing folders of the files are created. Raises UsageError if a file could not be written.
+        """
+        service = ci_service(environ)
+        markdown, xml = (None if name is None else _writable(option, name) for option, name in _named(report, junit))
+        if markdown is not None and markdown == xml:
+            raise UsageError(f"--report and --junit both name {shorten(str(report), 300)}: give each its own file")
+        named = environ.get("GITHUB_STEP_SUMMARY", "") if service is CiService.GITHUB else ""
+        summary = Path(os.path.realpath(named)) if named else None
+        if markdown == summary:
+            markdown = None  # the summary has the same text, and other programs append to it
+        workspace = next((Path(environ[name]) for name in _WORKSPACES if environ.get(name)), Path.cwd())
+        return cls(markdown, xml, service, summary, workspace, environ)
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether there is anything to write."""
+        return bool(self.report or self.junit or self.service)
+
+
+def _named(report: str | None, junit: str | None) -> tuple[tuple[str, str | None], ...]:
+    return ("--report", report), ("--junit", junit)
+
+
+def _writable(option: str, name: str) -> Path:
+    """The file, whose folder exists afterwards. Raises UsageError if it cannot be written."""
+    given = f"{option} {shorten(name, 300)}"
+    try:
+        path = Path(os.path.realpath(name))
+        if not name or name.endswith("/") or path.is_dir():
+            raise UsageError(f"{given}: this is a folder; name a file in it")
+        is_device = os.path.abspath(name).startswith(_DEVICES)  # /dev/stdout may lead to a file that is in use
+        if is_device or (path.exists() and not stat.S_ISREG(path.stat().st_mode)):
+            raise UsageError(f"{given}: this is not a regular file; name another one")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
+        raise UsageError(f"{given} cannot be written: {_reason(error)}; name another file") from error
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{given} cannot be written: no permission for its folder; name another file")
+    return path
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or one_line(error)
+
+
+def write_reports(report: RunReport, destinations: Destinations) -> None:
+    """Write the report to all destinations. A destination that fails has one warning on stderr; nothing is raised."""
+    if not destinations.are_wanted:
+        return
+    try:
+        from ddptrain.reports.facts import read_facts
+
+        facts = read_facts(report, destinations.workspace)
+        _write_job_log(facts, destinations)
+    except Exception as error:  # a report must not change the result of a run
+        _warn(f"the report could not be made: {type(error).__name__}: {one_line(error)}")
+        return
+    for what, path, write in (
+        ("the step summary", destinations.summary, _append_summary),
+        ("the report", destinations.report, _write_markdown),
+        ("the JUnit file", destinations.junit, _write_junit),
+    ):
+        try:
+            if path is not None:
+                write(path, facts, destinations.environ)
+        except Exception as error:  # a report must not change the result of a run
+            _warn(f"{what} {path} could not be written: {_reason(error)}; the result of the run is not affected")
+
+
+def _append_summary(path: Path, facts: Facts, environ: Mapping[str, str]) -> None:
+    from ddptrain.reports.markdown import markdown
+
+    descriptor = open_append(path, create_mode=0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        text = markdown(facts, environ, max(0, _SUMMARY_BYTES - size - 1))
+        if not text:
+            raise OSError("it has no room left")
+        write_all(descriptor, b"\n" * bool(size) + text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _write_markdown(path: Path, facts: Facts, environ: Mapping[str, str]) -> None:
+    from ddptrain.reports.markdown import markdown
+
+    write_atomic(path, markdown(facts, environ).encode(), durable=False)
+
+
+def _write_junit(path: Path, facts: Facts, _: Mapping[str, str]) -> None:
+    from ddptrain.reports.junit import junit_xml
+
+    write_atomic(path, junit_xml(facts), durable=False)
+
+
+def _write_job_log(facts: Facts, destinations: Destinations) -> None:
+    """Write to stderr: with --output json, stdout has JSON lines only, and CI services read both."""
+    if not destinations.service:
+        return
+    from ddptrain.reports.job_log import job_log
+
+    text = job_log(facts, destinations.service, destinations.workspace, Path.cwd())
+    _write_stderr(text)
+
+
+def _warn(text: str) -> None:
+    _write_stderr(guard(os.environ)(f"ddptrain: warning: {sanitized(text)}\n"))
+
+
+def _write_stderr(text: str) -> None:
+    if sys.stderr is not None and text:
+        with suppress(OSError, ValueError):  # nobody reads it
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+class Reporting:
+    """Reports the end of one command: that of its run, or the error that prevented the run.
+
+    with Reporting(name, destinations) as reporting:
+        ...  # calls reporting.ended(report)
+    """
+
+    def __init__(self, name: str, destinations: Destinations) -> None:
+        """`name` is for reports without a run, as "petnames"."""
+        self.name, self.destinations = name, destinations
+        self._done = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, DdptrainError) and not self._done and self.destinations.are_wanted:
+            from ddptrain.reports.report import RunReport
+
+            self.ended(RunReport.of_error(self.name, error))
+
+    def ended(self, report: RunReport) -> None:
+        """Write the report to all destinations."""
+        self._done = True
+        write_reports(report, self.destinations)
+
+    def run_ended(self, view: RunView) -> None:
+        """Write the report of a run."""
+        if self.destinations.are_wanted:
+            from ddptrain.reports.report import RunReport
+
+            self.ended(RunReport.of_run(view))
+
+    def checked(self) -> None:
+        """Write the report of a check that started nothing."""
+        if self.destinations.are_wanted:
+            from ddptrain.reports.report import RunReport
+
+            self.ended(RunReport(self.name, "checked", ExitCode.SUCCEEDED))

@@ -1,0 +1,152 @@
+"""A report as JUnit XML, which CI services show as test results: one test case for the run, each rank, stage and
+condition of the gate. It is valid against junit-10.xsd of Jenkins' xUnit plug-in, and GitLab reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from xml.etree import ElementTree as ET
+
+from ddptrain.errors import ExitCode
+from ddptrain.redact import hide_credentials
+from ddptrain.reports.facts import Facts
+from ddptrain.reports.rank_results import RankResult
+from ddptrain.reports.report import RunReport
+from ddptrain.sanitize import sanitized
+
+FAILURE, ERROR, SKIPPED = "failure", "error", "skipped"
+_OF_TRAINING = (ExitCode.TRAINING_FAILED, ExitCode.HANG)
+_NOTHING_DONE = ("unchanged", "skipped", "checked")
+_NOT_XML = re.compile("[\ufffe\uffff]")
+
+
+@dataclass(slots=True)
+class _Case:
+    """A test case; `result` is FAILURE, ERROR, SKIPPED or "" for passed."""
+
+    group: str
+    name: str
+    result: str = ""
+    message: str = ""
+    kind: str = ""
+    text: str = ""
+    output: str = ""
+    duration_s: float | None = None
+
+
+def junit_xml(facts: Facts) -> bytes:
+    """Return the file's content, in UTF-8."""
+    report, cases = facts.report, _cases(facts)
+    view = report.view
+    counts = {f"{result}s": sum(case.result == result for case in cases) for result in (FAILURE, ERROR)}
+    totals = {"tests": str(len(cases)), **{name: str(count) for name, count in counts.items()}}
+    duration_s = (view.duration_s if view is not None else None) or 0.0
+    root = ET.Element("testsuites", {"name": "ddptrain", **totals, "time": _time(duration_s)})
+    skipped = str(sum(case.result == SKIPPED for case in cases))
+    suite = ET.SubElement(root, "testsuite", {"name": _text(report.name), **totals, "skipped": skipped})
+    suite.set("time", _time(duration_s))
+    if view is not None and view.record.started_at:
+        suite.set("timestamp", _text(view.record.started_at[:19]))
+    if view is not None and view.record.driver.host:
+        suite.set("hostname", _text(view.record.driver.host))
+    _add_properties(suite, report)
+    for case in cases:
+        _add(suite, case)
+    ET.indent(root)
+    content: bytes = ET.tostring(root, encoding="UTF-8", xml_declaration=True)
+    return content + b"\n"
+
+
+def _cases(facts: Facts) -> list[_Case]:
+    report = facts.report
+    cases = _problem_cases(report) or [_run_case(facts)]
+    cases += [_rank_case(facts, rank) for rank in facts.ranks]
+    cases += [
+        _Case(
+            f"{report.name}.stages",
+            stage.name,
+            FAILURE if stage.status == "failed" else SKIPPED if stage.status == "skipped" else "",
+            stage.detail,
+            duration_s=stage.duration_s,
+        )
+        for stage in report.stages
+    ]
+    cases += [
+        _Case(f"{report.name}.gate", each.metric, "" if each.passed else FAILURE, each.reason, "gate")
+        for each in report.gate
+    ]
+    return cases
+
+
+def _problem_cases(report: RunReport) -> list[_Case]:
+    """A case for each problem of a configuration."""
+    return [
+        _Case(report.name, " ".join(filter(None, ("configuration", problem.key))), ERROR, str(problem), "ConfigError")
+        for problem in report.problems
+    ]
+
+
+def _run_case(facts: Facts) -> _Case:
+    report = facts.report
+    case = _Case(report.name, "run", _result_of_run(report), report.cause, report.status)
+    if (view := report.view) is not None:
+        case.duration_s = view.duration_s
+        if (failure := view.record.failure) is not None:
+            case.kind = failure.type or failure.kind
+            at = f"at {facts.source}\n" if facts.source is not None else ""
+            case.text = at + failure.traceback
+    return case
+
+
+def _result_of_run(report: RunReport) -> str:
+    if report.exit_code == ExitCode.SUCCEEDED:
+        return SKIPPED if report.status in _NOTHING_DONE else ""
+    if report.exit_code == ExitCode.REJECTED and any(not each.passed for each in report.gate):
+        return ""  # the condition fails
+    return FAILURE if report.exit_code in (*_OF_TRAINING, ExitCode.REJECTED) else ERROR
+
+
+def _rank_case(facts: Facts, rank: RankResult) -> _Case:
+    case = _Case(f"{facts.report.name}.ranks", f"rank {rank.rank}", message=rank.message, kind=rank.outcome)
+    case.result = FAILURE if rank.failed else SKIPPED if rank.message else ""
+    case.output = "\n".join((facts.tails or {}).get(rank.rank, ()))
+    return case
+
+
+def _add_properties(suite: ET.Element, report: RunReport) -> None:
+    view = report.view
+    values = {
+        "status": report.status,
+        "exit_code": str(report.exit_code),
+        "run": view.run_id if view is not None else "",
+        "run_dir": view.layout.where if view is not None else "",
+        "model": report.model,
+        "version": "" if report.version is None else str(report.version),
+    }
+    properties = ET.SubElement(suite, "properties")
+    for name, value in values.items():
+        if value:
+            ET.SubElement(properties, "property", {"name": name, "value": _text(value)})
+
+
+def _add(suite: ET.Element, case: _Case) -> None:
+    element = ET.SubElement(suite, "testcase", {"classname": _text(case.group), "name": _text(case.name)})
+    if case.duration_s is not None:
+        element.set("time", _time(case.duration_s))
+    if case.result:
+        outcome = ET.SubElement(element, case.result, {"message": _text(case.message)})
+        if case.kind:
+            outcome.set("type", _text(case.kind))
+        outcome.text = _text(case.text) or None
+    if case.output:
+        ET.SubElement(element, "system-out").text = _text(case.output)
+
+
+def _text(text: str) -> str:
+    """The text without credentials, and without characters that XML does not have."""
+    return _NOT_XML.sub("", sanitized(hide_credentials(text)))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f}"

@@ -1,0 +1,238 @@
+"""A report as Markdown, for the summary of a CI step and for comments on pull requests."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from ddptrain.config.wording import counted
+from ddptrain.errors import DdptrainError
+from ddptrain.redact import hide_credentials
+from ddptrain.reports.charts import charts, sparkline
+from ddptrain.reports.facts import Facts
+from ddptrain.reports.markdown_text import cell, code, details, fenced, link, table
+from ddptrain.reports.report import CANDIDATE, CHAMPION, RunReport
+from ddptrain.reports.source_line import SourceLine
+from ddptrain.results.lookup import RunView
+from ddptrain.results.show.curves import Plot, whole_plot
+from ddptrain.results.show.render import duration
+from ddptrain.results.tracker_records import run_argument, tracker_outputs
+
+COMMENT_CHARACTERS = 65_536  # the longest comment that GitHub takes
+_TRACEBACK_CHARACTERS = 8_000
+_MOST_METRICS = 40
+_MOST_PROBLEMS = 20
+_CURVES_BYTES = 64 << 20  # a larger metrics.jsonl takes too long to read when a run ends
+_SIGNS = {"": "✅", "warning": "⚠️", "error": "❌"}
+_STAGE_SIGNS = {"done": "✅", "failed": "❌", "skipped": "⏭️"}
+_SHA = re.compile(r"[0-9a-f]{7,64}")
+
+
+def markdown(facts: Facts, environ: Mapping[str, str], limit: int = COMMENT_CHARACTERS) -> str:
+    """Return the report; blocks that do not fit into `limit` bytes are left out, from the end, with a note."""
+    blocks = list(_blocks(facts, environ))
+    view = facts.report.view
+    more = f": see {code(view.layout.where)}" if view is not None else ""
+    note = f"_The rest was left out, because the report would be too long{more}._"
+    kept, room = [], limit - len(note.encode()) - 2
+    for block in blocks:
+        room -= len(block.encode()) + 2
+        if room < 0:
+            kept.append(note)
+            break
+        kept.append(block)
+    text = "\n\n".join(kept) + "\n"
+    return text if len(text.encode()) <= limit else ""
+
+
+def _blocks(facts: Facts, environ: Mapping[str, str]) -> Iterator[str]:
+    report = facts.report
+    yield _heading(report)
+    if report.cause:
+        yield _cause(facts, environ)
+    yield from _problems(report)
+    yield _about(report, environ)
+    yield from _failure(facts)
+    yield from _model(report)
+    if report.view is not None:
+        yield from _metrics(report.view)
+    if report.stages:
+        yield "### Stages"
+        yield _stages(report)
+    if report.view is not None:
+        yield f"Look further with `ddptrain results show {run_argument(report.view.layout)}`"
+
+
+def _heading(report: RunReport) -> str:
+    name = code(report.model or report.name)
+    version = f" version {report.version}" if report.version is not None else ""
+    return f"## {_SIGNS[report.level]} {name}{version}: {report.status}"
+
+
+def _cause(facts: Facts, environ: Mapping[str, str]) -> str:
+    cause = code(hide_credentials(facts.report.cause))
+    if facts.source is None:
+        return cause
+    place, url = code(str(facts.source)), _source_url(facts.source, environ)
+    return f"{cause}\n\nat {f'[{place}]({url})' if url else place}"
+
+
+def _source_url(source: SourceLine, environ: Mapping[str, str]) -> str:
+    """The address of the line in the commit that the job has checked out; "" if the job does not say."""
+    from urllib.parse import quote
+
+    file = quote(source.file)
+    server, repository, commit = (environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY", "SHA"))
+    if server and repository and _SHA.fullmatch(commit):
+        return f"{server}/{repository}/blob/{commit}/{file}#L{source.line}"
+    project, commit = environ.get("CI_PROJECT_URL", ""), environ.get("CI_COMMIT_SHA", "")
+    return f"{project}/-/blob/{commit}/{file}#L{source.line}" if project and _SHA.fullmatch(commit) else ""
+
+
+def _problems(report: RunReport) -> Iterator[str]:
+    shown = report.problems[:_MOST_PROBLEMS]
+    if len(report.problems) > 1:
+        yield "\n".join(f"- {code(hide_credentials(str(problem)))}" for problem in shown)
+    if more := len(report.problems) - len(shown):
+        yield f"and {counted(more, 'more problem')}"
+
+
+def _about(report: RunReport, environ: Mapping[str, str]) -> str:
+    facts = [f"exit code {report.exit_code}"]
+    links = []
+    if (view := report.view) is not None:
+        record = view.record
+        facts = [f"run {code(view.run_id)}", *facts]
+        facts += [counted(record.world_size, "rank")] if record.world_size else []
+        facts += [duration(view.duration_s)]
+        if record.git is not None:
+            facts.append(f"commit {code(record.git.commit[:12])}{' with changes' if record.git.dirty else ''}")
+        urls = dict.fromkeys(found["url"] for found in tracker_outputs(view.layout, record).values() if "url" in found)
+        links += [link("W&B run" if number == 0 else f"W&B run {number + 1}", url) for number, url in enumerate(urls)]
+        links.append(f"run directory {code(view.layout.where)}")
+    if job := _job_url(environ):
+        links.append(link("CI job", job))
+    return "\n\n".join(" · ".join(part) for part in (facts, links) if part)
+
+
+def _job_url(environ: Mapping[str, str]) -> str:
+    server, repository, run = (environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY", "RUN_ID"))
+    return (
+        f"{server}/{repository}/actions/runs/{run}" if server and repository and run else environ.get("CI_JOB_URL", "")
+    )
+
+
+# --- A retraining ---
+
+
+def _model(report: RunReport) -> Iterator[str]:
+    if report.scores:
+        yield "### Comparison"
+        yield _scores(report)
+    if report.gate:
+        rows = [["✅" if each.passed else "❌", cell(each.metric), cell(each.reason)] for each in report.gate]
+        yield table(("gate", "metric", "reason"), rows)
+    if report.difference:
+        yield "Training data: " + ", ".join(code(text) for text in report.difference)
+
+
+def _scores(report: RunReport) -> str:
+    candidate, champion = (report.scores.get(side, {}) for side in (CANDIDATE, CHAMPION))
+    names = list(dict.fromkeys((*candidate, *champion)))[:_MOST_METRICS]
+    header = ["metric", _version(CANDIDATE, report.version)]
+    if not champion:
+        return table(header, [[cell(name), _number(candidate.get(name))] for name in names])
+    rows = [
+        [cell(name), _number(candidate.get(name)), _number(champion.get(name)), _change(candidate, champion, name)]
+        for name in names
+    ]
+    return table([*header, _version(CHAMPION, report.champion), "change"], rows)
+
+
+def _version(side: str, number: int | None) -> str:
+    return side if number is None else f"{side} (version {number})"
+
+
+def _change(candidate: Mapping[str, float], champion: Mapping[str, float], name: str) -> str:
+    new, old = candidate.get(name, math.nan), champion.get(name, math.nan)
+    if not math.isfinite(new - old):
+        return "-"
+    share = f" ({(new - old) / abs(old):+.1%})" if old else ""
+    return f"{new - old:+.4g}{share}"
+
+
+def _number(value: float | None) -> str:
+    """Four significant digits; NaN and infinities by name, "-" for none."""
+    return "-" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def _stages(report: RunReport) -> str:
+    rows = [
+        [
+            _STAGE_SIGNS.get(stage.status, cell(stage.status)),
+            stage.name,
+            duration(stage.duration_s),
+            cell(stage.detail) if stage.detail else "",
+        ]
+        for stage in report.stages
+    ]
+    return table(("", "stage", "time", ""), rows)
+
+
+# --- A run ---
+
+
+def _metrics(view: RunView) -> Iterator[str]:
+    record = view.record
+    plot, problem = _curves(view)
+    sparks = {curve.name: sparkline(curve.main[1]) for panel in plot.panels for curve in panel.curves} if plot else {}
+    names = sorted({*record.last_metrics, *sparks})
+    if not names:
+        return
+    yield "### Metrics"
+    rows = [[cell(name), _number(record.last_metrics.get(name)), sparks.get(name, "")] for name in names]
+    yield table(("metric", "last", "curve"), rows[:_MOST_METRICS])
+    if more := len(rows) - _MOST_METRICS if len(rows) > _MOST_METRICS else 0:
+        yield f"and {counted(more, 'more metric')}"
+    if record.best is not None:
+        best = record.best
+        yield f"best {code(best.metric)} {_number(best.value)} at step {best.step}"
+    if problem:
+        yield problem
+    elif plot is not None:
+        yield from charts(plot)
+
+
+def _curves(view: RunView) -> tuple[Plot | None, str]:
+    """The curves of the run; if they cannot be shown, None and the reason as Markdown."""
+    try:
+        size_bytes = view.layout.metrics_jsonl.stat().st_size
+        if size_bytes > _CURVES_BYTES:
+            command = f"ddptrain results plot {run_argument(view.layout)}"
+            return (
+                None,
+                f"There are too many values for a chart here ({size_bytes >> 20} MiB): {code(command)} draws it",
+            )
+        return whole_plot(view), ""
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, DdptrainError) as error:
+        return None, f"The curves cannot be shown: {code(str(error))}"
+
+
+def _failure(facts: Facts) -> Iterator[str]:
+    view, tails = facts.report.view, facts.tails or {}
+    failure = view.record.failure if view is not None else None
+    if failure is not None and failure.traceback:
+        from ddptrain.text_tables import clean
+
+        text = clean(hide_credentials(failure.traceback))
+        if len(text) > _TRACEBACK_CHARACTERS:
+            text = f"{text[:1000]}\n...\n{text[1000 - _TRACEBACK_CHARACTERS :]}"
+        yield details("Traceback" if failure.rank is None else f"Traceback of rank {failure.rank}", fenced(text))
+    for rank, lines in tails.items():
+        yield details(f"Last lines of rank {rank}", fenced("\n".join(lines)))
+    others = [each for each in facts.ranks if each.failed and each.rank not in tails]
+    if others:
+        yield f"{counted(len(others), 'more rank')} failed"

@@ -1,0 +1,97 @@
+"""What a report contains: a run, or the error that prevented it; of a retraining also the comparison of models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Problem, one_line
+from ddptrain.results.lookup import RunView
+
+CANDIDATE, CHAMPION = "candidate", "champion"
+_NOT_WRONG = (ExitCode.REJECTED, ExitCode.DEADLINE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+
+
+class Condition(Protocol):
+    """One condition of a gate, with its outcome (as GateOutcome of ddptrain.retrain.records)."""
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the candidate fulfils it."""
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a retraining: status is done, skipped or failed; `detail` is one line."""
+
+    name: str
+    status: str
+    duration_s: float | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """The content of all reports.
+
+    name: the same for each run of a configuration, as "petnames"; CI services compare test cases by it.
+    status: succeeded, failed, promoted, rejected, ... reason: why it ended so, in one line; "" for the run's failure.
+    view: the run; None if none was started. problems: of the configuration.
+    version, champion: the new version of the model, and its champion before. scores: candidate and champion ->
+    metrics of the evaluation. difference: how the training data differ from those of the champion, in words.
+    """
+
+    name: str
+    status: str
+    exit_code: int
+    reason: str = ""
+    view: RunView | None = None
+    problems: tuple[Problem, ...] = ()
+    model: str = ""
+    version: int | None = None
+    champion: int | None = None
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    gate: Sequence[Condition] = ()
+    stages: Sequence[Stage] = ()
+    difference: Sequence[str] = ()
+
+    @classmethod
+    def of_run(cls, view: RunView, **retraining: Any) -> Self:
+        """Return the report of a run that has ended; `retraining` are the other fields, which win."""
+        record = view.record
+        exit_code = ExitCode.INTERNAL if record.exit_code is None else record.exit_code
+        fields = {"name": record.name or view.run_id, "status": str(view.status), "exit_code": exit_code}
+        return cls(**{**fields, "view": view, **retraining})
+
+    @classmethod
+    def of_error(cls, name: str, error: DdptrainError) -> Self:
+        """Return the report of an error before a run began."""
+        problems = error.problems if isinstance(error, ConfigError) else ()
+        what = f"the configuration has {len(problems)} problems" if len(problems) > 1 else one_line(error)
+        return cls(name, "failed", error.exit_code, what, problems=problems)
+
+    @property
+    def level(self) -> str:
+        """The level of its annotation: error, warning (it ended early or was rejected), or "" if all is well."""
+        if self.exit_code == ExitCode.SUCCEEDED:
+            return ""
+        return "warning" if self.exit_code in _NOT_WRONG else "error"
+
+    @property
+    def cause(self) -> str:
+        """Why it did not succeed, in one line; "" if it did and no reason was given."""
+        failure = self.view.record.failure if self.view is not None else None
+        if self.reason or failure is None:
+            return self.reason or (self.view.problem if self.view is not None else "")
+        where = "" if failure.rank is None else f"rank {failure.rank} on {failure.host}: "
+        what = ": ".join(filter(None, (failure.type if failure.kind == "exception" else "", failure.message)))
+        return where + one_line(what or failure.kind)
