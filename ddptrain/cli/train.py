@@ -106,7 +106,7 @@ def start(
     ready_fd: int | None,
 ) -> None:
     """Run a configuration with the options of `train` and `run`. Raises typer.Exit with the exit code."""
-    reporting.name = resolved.config.name
+    reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
     if dry_run:
         from ddptrain.driver.dry_run import check_cluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,8 +172,9 @@ class Reporting:
     """
 
     def __init__(self, name: str, destinations: Destinations) -> None:
-        """`name` is for reports without a run, as "petnames"."""
+        """`name` is for reports without a run, as "petnames"; `secrets` are those of the configuration, once known."""
         self.name, self.destinations = name, destinations
+        self.secrets: Sequence[str] = ()
         self._done = False
 
     def __enter__(self) -> Self:
@@ -197,7 +198,7 @@ class Reporting:
         if self.destinations.are_wanted:
             from ddptrain.reports.report import RunReport
 
-            self.ended(RunReport.of_run(view))
+            self.ended(RunReport.of_run(view, secrets=self.secrets))
 
     def checked(self) -> None:
         """Write the report of a check that started nothing."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddptrain.errors import DdptrainError
-from ddptrain.redact import hide_credentials
+from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.reports.rank_results import RankResult, rank_results
 from ddptrain.reports.report import RunReport
 from ddptrain.reports.source_line import SourceLine, line_of_failure
@@ -38,10 +38,12 @@ def read_facts(report: RunReport, workspace: Path) -> Facts:
         return Facts(report)
     record = report.view.record
     ranks = rank_results(report.view)
-    return Facts(report, ranks, _tails(report.view, ranks), line_of_failure(record.failure, record.code, workspace))
+    return Facts(
+        report, ranks, _tails(report, report.view, ranks), line_of_failure(record.failure, record.code, workspace)
+    )
 
 
-def _tails(view: RunView, ranks: Sequence[RankResult]) -> dict[int, list[str]]:
+def _tails(report: RunReport, view: RunView, ranks: Sequence[RankResult]) -> dict[int, list[str]]:
     """The last lines of the first ranks that failed; that of the root cause comes first."""
     failure = view.record.failure
     first = failure.rank if failure is not None else None
@@ -52,7 +54,7 @@ def _tails(view: RunView, ranks: Sequence[RankResult]) -> dict[int, list[str]]:
             lines = list(show_logs(view, rank, TAIL_LINES))
         except DdptrainError:  # it has no log, or one that cannot be read
             continue
-        tails[rank] = _last_that_fit([_shortened(hide_credentials(line)) for line in lines])
+        tails[rank] = _last_that_fit([_shortened(hide_credentials(hide_known(line, report.secrets))) for line in lines])
     return tails
 
 

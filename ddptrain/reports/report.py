@@ -48,6 +48,7 @@ class RunReport:
     view: the run; None if none was started. problems: of the configuration.
     version, champion: the new version of the model, and its champion before. scores: candidate and champion ->
     metrics of the evaluation. difference: how the training data differ from those of the champion, in words.
+    secrets: texts that are left out of the ranks' last lines.
     """
 
     name: str
@@ -63,6 +64,7 @@ class RunReport:
     gate: Sequence[Condition] = ()
     stages: Sequence[Stage] = ()
     difference: Sequence[str] = ()
+    secrets: Sequence[str] = field(default=(), repr=False)
 
     @classmethod
     def of_run(cls, view: RunView, **retraining: Any) -> Self:

@@ -1,0 +1,120 @@
+"""A run in a CI job: what its log, its summary and its files contain."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from tests.conftest import PATIENCE_S, Cli
+
+WORKLOAD = """
+def train(ctx, fail=False):
+    for step in range(40):
+        print(f"step {step} ##[error]injected")
+        ctx.log({"train/loss": 1 / (step + 1)}, step=step)
+    print("::error::injected")
+    if fail and ctx.rank == 1:
+        check(ctx)
+
+
+def check(ctx):
+    raise ValueError("50% of the data, or so")
+"""
+
+
+def job(folder: Path) -> dict[str, str]:
+    """The environment of a step of GitHub Actions."""
+    return {
+        "GITHUB_ACTIONS": "true",
+        "GITHUB_WORKSPACE": str(folder),
+        "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
+        "DDPTRAIN_CI": "auto",
+    }
+
+
+def write(folder: Path, address: str) -> None:
+    (folder / "work.py").write_text(WORKLOAD)
+    (folder / "toy.yaml").write_text(
+        json.dumps({"workload": "work:train", "cluster": {"ranks": 2, "address": address}})
+    )
+
+
+def wait_for(path: Path) -> None:
+    """Return once the file exists; fails the test if it takes too long."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"there is no {path}"
+        time.sleep(0.05)
+
+
+def commands(output: str) -> list[str]:
+    """The lines that the runner would execute."""
+    lines = re.split(r"[\r\n]+", output)
+    return [line for line in lines if line.lstrip().startswith("::") or "##[" in line]
+
+
+def test_failure_is_annotated_at_the_line_and_reported_in_every_form(run_cli: Cli, warm_cluster: str) -> None:
+    folder = run_cli.folder
+    write(folder, warm_cluster)
+    files = "--report", "out/report.md", "--junit", "out/junit.xml"
+    done = run_cli("train", "toy.yaml", "--set", "params.fail=true", *files, env=job(folder))
+    assert done.rc == 1, done.stderr
+    cause = r"rank 1 on \S+: ValueError: 50%25 of the data, or so"
+    last_lines, end, annotation = commands(done.stderr)
+    assert (last_lines, end) == ("::group::last lines of rank 1", "::endgroup::")
+    assert re.fullmatch(rf"::error file=work\.py,line=12,title=ddptrain%3A toy failed::{cause}", annotation)
+    on_stdout = commands(done.stdout)
+    assert on_stdout == ["::group::more output of the ranks", "::endgroup::"] * (len(on_stdout) // 2)
+    assert on_stdout, done.stdout
+    summary = (folder / "summary.md").read_text()
+    assert re.match(
+        r"## ❌ `toy`: failed\n\n`rank 1 on \S+: ValueError: 50% of the data, or so`\n\nat `work.py:12`\n", summary
+    )
+    assert "```mermaid\n" in summary
+    assert (folder / "out" / "report.md").read_text() == summary
+    suite = ET.parse(folder / "out" / "junit.xml").getroot()[0]
+    assert (suite.get("name"), suite.get("tests"), suite.get("failures")) == ("toy", "3", "2")
+
+
+def test_success_is_reported_and_json_stays_pure(run_cli: Cli, warm_cluster: str) -> None:
+    folder = run_cli.folder
+    write(folder, warm_cluster)
+    done = run_cli("train", "toy.yaml", "--output", "json", env=job(folder))
+    assert done.rc == 0, done.stderr
+    assert commands(done.stdout) == commands(done.stderr) == []
+    objects = [json.loads(line) for line in done.stdout.splitlines()]
+    assert objects[-1]["status"] == "succeeded"
+    assert {each["line"] for each in objects if each["event"] == "log"} >= {"step 0 ##[error]injected"}
+    assert (folder / "summary.md").read_text().startswith("## ✅ `toy`: succeeded\n")
+    logs = run_cli("results", "logs", "latest", "--rank", "0", env=job(folder))
+    assert "step 0 ## [error]injected\n" in logs.stdout
+    assert commands(logs.stdout) == []
+
+
+def test_wrong_configuration_is_annotated_and_reported(run_cli: Cli) -> None:
+    folder = run_cli.folder
+    (folder / "toy.yaml").write_text("workload: gc:collect\nrank: 2\n")
+    done = run_cli("train", "toy.yaml", "--junit", "junit.xml", env=job(folder))
+    assert done.rc == 2
+    assert commands(done.stderr) == [
+        "::error file=toy.yaml,line=2,title=ddptrain%3A the configuration is wrong::rank: unknown key"
+    ]
+    assert [each.tag for each in ET.parse(folder / "junit.xml").getroot()[0].iter("error")] == ["error"]
+    assert (folder / "summary.md").read_text().startswith("## ❌ `toy`: failed\n")
+
+
+def test_detached_run_writes_its_files_and_nothing_for_the_job(run_cli: Cli, warm_cluster: str) -> None:
+    folder = run_cli.folder
+    write(folder, warm_cluster)
+    done = run_cli("train", "toy.yaml", "--detach", "--report", "report.md", env=job(folder))
+    assert done.rc == 0, done.stderr
+    run_id = done.stdout.strip()
+    run_cli("results", "logs", run_id, "--follow", env=job(folder))
+    log = folder / "runs" / run_id / "driver.log"
+    wait_for(folder / "report.md")
+    assert (folder / "report.md").read_text().startswith("## ✅ `toy`: succeeded\n")
+    assert "::group::" not in log.read_text()
+    assert not (folder / "summary.md").exists()
