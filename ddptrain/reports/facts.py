@@ -22,8 +22,8 @@ _TAIL_BYTES = 6000  # of one rank, so that a report fits into a comment
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A report with what its run has left: how the ranks ended, the last lines of those that failed (without
-    credentials), and the line of the user's code that the root cause came from.
+    """A report with what its run has left: how the ranks ended, the last lines of those that failed (one for each
+    message, without credentials), and the line of the user's code that the root cause came from.
     """
 
     report: RunReport
@@ -44,17 +44,19 @@ def read_facts(report: RunReport, workspace: Path) -> Facts:
 
 
 def _tails(report: RunReport, view: RunView, ranks: Sequence[RankResult]) -> dict[int, list[str]]:
-    """The last lines of the first ranks that failed; that of the root cause comes first."""
+    """The last lines of the first ranks that failed, one for each message; that of the root cause comes first."""
     failure = view.record.failure
     first = failure.rank if failure is not None else None
-    failed = sorted((each.rank for each in ranks if each.failed), key=lambda rank: (rank != first, rank))
+    failed = sorted((each for each in ranks if each.failed), key=lambda each: (each.rank != first, each.rank))
+    different = {each.message: each.rank for each in reversed(failed)}  # a mistake that fails on every rank counts once
     tails: dict[int, list[str]] = {}
-    for rank in failed[:MOST_RANKS]:
+    for rank in [each.rank for each in failed if different[each.message] == each.rank][:MOST_RANKS]:
         try:
             lines = list(show_logs(view, rank, TAIL_LINES))
         except DdptrainError:  # it has no log, or one that cannot be read
             continue
-        tails[rank] = _last_that_fit([_shortened(hide_credentials(hide_known(line, report.secrets))) for line in lines])
+        shown = [_shortened(hide_credentials(hide_known(line, report.secrets))) for line in lines]
+        tails[rank] = _last_that_fit(shown)
     return tails
 
 

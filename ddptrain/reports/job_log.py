@@ -9,7 +9,7 @@ from pathlib import Path
 from ddptrain import ci
 from ddptrain.ci import CiService
 from ddptrain.config.wording import shorten
-from ddptrain.errors import ExitCode, one_line
+from ddptrain.errors import one_line
 from ddptrain.redact import hide_credentials
 from ddptrain.reports.facts import Facts
 from ddptrain.reports.source_line import line_of_problem
@@ -51,12 +51,7 @@ def _annotations(facts: Facts, workspace: Path, folder: Path) -> Iterator[str]:
 
 
 def _message(facts: Facts) -> str:
-    """The root cause in one line, or the reasons of the gate."""
-    report = facts.report
-    reasons = [f"{each.metric}: {each.reason}" for each in report.gate if not each.passed]
-    if report.exit_code == ExitCode.REJECTED and reasons and not report.reason:
-        return _safe("; ".join(reasons))
-    return _safe(report.cause or f"exit code {report.exit_code}")
+    return _safe(facts.report.cause or f"exit code {facts.report.exit_code}")
 
 
 def _safe(text: str) -> str:

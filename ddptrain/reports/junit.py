@@ -5,6 +5,7 @@ condition of the gate. It is valid against junit-10.xsd of Jenkins' xUnit plug-i
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
@@ -76,6 +77,16 @@ def _cases(facts: Facts) -> list[_Case]:
         _Case(f"{report.name}.gate", each.metric, "" if each.passed else FAILURE, each.reason, "gate")
         for each in report.gate
     ]
+    return _distinct(cases)
+
+
+def _distinct(cases: list[_Case]) -> list[_Case]:
+    """The cases; several of one name, as two conditions of a metric, are numbered."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for case in cases:
+        seen[case.group, case.name] += 1
+        if (number := seen[case.group, case.name]) > 1:
+            case.name += f" ({number})"
     return cases
 
 
@@ -110,7 +121,7 @@ def _result_of_run(report: RunReport) -> str:
 def _rank_case(facts: Facts, rank: RankResult) -> _Case:
     case = _Case(f"{facts.report.name}.ranks", f"rank {rank.rank}", message=rank.message, kind=rank.outcome)
     case.result = FAILURE if rank.failed else SKIPPED if rank.message else ""
-    case.output = "\n".join((facts.tails or {}).get(rank.rank, ()))
+    case.output = "\n".join(facts.tails.get(rank.rank, ()))
     return case
 
 

@@ -23,6 +23,7 @@ COMMENT_CHARACTERS = 65_536  # the longest comment that GitHub takes
 _TRACEBACK_CHARACTERS = 8_000
 _MOST_METRICS = 40
 _MOST_PROBLEMS = 20
+_MOST_OTHERS = 20
 _CURVES_BYTES = 64 << 20  # a larger metrics.jsonl takes too long to read when a run ends
 _SIGNS = {"": "✅", "warning": "⚠️", "error": "❌"}
 _STAGE_SIGNS = {"done": "✅", "failed": "❌", "skipped": "⏭️"}
@@ -222,7 +223,7 @@ def _curves(view: RunView) -> tuple[Plot | None, str]:
 
 
 def _failure(facts: Facts) -> Iterator[str]:
-    view, tails = facts.report.view, facts.tails or {}
+    view, tails = facts.report.view, facts.tails
     failure = view.record.failure if view is not None else None
     if failure is not None and failure.traceback:
         from ddptrain.text_tables import clean
@@ -233,6 +234,7 @@ def _failure(facts: Facts) -> Iterator[str]:
         yield details("Traceback" if failure.rank is None else f"Traceback of rank {failure.rank}", fenced(text))
     for rank, lines in tails.items():
         yield details(f"Last lines of rank {rank}", fenced("\n".join(lines)))
-    others = [each for each in facts.ranks if each.failed and each.rank not in tails]
+    others = [str(each.rank) for each in facts.ranks if each.failed and each.rank not in tails]
     if others:
-        yield f"{counted(len(others), 'more rank')} failed"
+        more = f" and {counted(len(others) - _MOST_OTHERS, 'more rank')}" if len(others) > _MOST_OTHERS else ""
+        yield f"Also failed: rank {', '.join(others[:_MOST_OTHERS])}{more}"

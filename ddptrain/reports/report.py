@@ -44,7 +44,8 @@ class RunReport:
     """The content of all reports.
 
     name: the same for each run of a configuration, as "petnames"; CI services compare test cases by it.
-    status: succeeded, failed, promoted, rejected, ... reason: why it ended so, in one line; "" for the run's failure.
+    status: succeeded, failed, promoted, rejected, ... reason: why it ended so, in one line; "" for the reasons of the
+    gate, or the run's failure.
     view: the run; None if none was started. problems: of the configuration.
     version, champion: the new version of the model, and its champion before. scores: candidate and champion ->
     metrics of the evaluation. difference: how the training data differ from those of the champion, in words.
@@ -91,9 +92,12 @@ class RunReport:
     @property
     def cause(self) -> str:
         """Why it did not succeed, in one line; "" if it did and no reason was given."""
+        refused = [f"{each.metric}: {each.reason}" for each in self.gate if not each.passed]
         failure = self.view.record.failure if self.view is not None else None
-        if self.reason or failure is None:
-            return self.reason or (self.view.problem if self.view is not None else "")
+        if self.reason or refused:
+            return self.reason or "; ".join(refused)
+        if failure is None:
+            return self.view.problem if self.view is not None else ""
         where = "" if failure.rank is None else f"rank {failure.rank} on {failure.host}: "
         what = ": ".join(filter(None, (failure.type if failure.kind == "exception" else "", failure.message)))
         return where + one_line(what or failure.kind)

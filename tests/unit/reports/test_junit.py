@@ -71,7 +71,7 @@ def test_gate_and_stages_are_cases(tmp_path: Path) -> None:
         "m",
         "rejected",
         7,
-        gate=[Gate("loss", False, "2 is not < 1"), Gate("accuracy", True, "fine")],
+        gate=[Gate("loss", False, "2 is not < 1"), Gate("accuracy", True, "fine"), Gate("loss", True, "x")],
         stages=[Stage("train", "done", 1.5), Stage("evaluate", "failed", 2.0, "boom"), Stage("promote", "skipped")],
     )
     assert outcomes(suite_of(report, tmp_path)) == {
@@ -81,6 +81,7 @@ def test_gate_and_stages_are_cases(tmp_path: Path) -> None:
         "m.stages: promote": "skipped",
         "m.gate: loss": "failure",
         "m.gate: accuracy": "",
+        "m.gate: loss (2)": "",
     }
 
 
@@ -102,10 +103,22 @@ def test_case_of_the_run(tmp_path: Path, report: RunReport, outcome: str) -> Non
 
 
 def test_each_problem_of_a_configuration_is_an_error(tmp_path: Path) -> None:
-    problems = [Problem("a.yaml:1", "x", "is wrong"), Problem("a.yaml", "", "is empty")]
+    problems = [
+        Problem("a.yaml:1", "x", "is wrong"),
+        Problem("a.yaml", "", "is empty"),
+        Problem("a.yaml:2", "x", "again"),
+    ]
     suite = suite_of(RunReport.of_error("a", ConfigError(problems)), tmp_path)
-    assert outcomes(suite) == {"a: configuration x": "error", "a: configuration": "error"}
-    assert [each.get("message") for each in suite.iter("error")] == ["a.yaml:1: x: is wrong", "a.yaml: is empty"]
+    assert outcomes(suite) == {
+        "a: configuration x": "error",
+        "a: configuration": "error",
+        "a: configuration x (2)": "error",
+    }
+    assert [each.get("message") for each in suite.iter("error")] == [
+        "a.yaml:1: x: is wrong",
+        "a.yaml: is empty",
+        "a.yaml:2: x: again",
+    ]
 
 
 def test_text_that_xml_does_not_have_is_left_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -194,7 +195,7 @@ def test_report_that_is_too_long_is_cut_between_blocks(tmp_path: Path, limit: in
 def test_longest_report_fits_into_a_comment(tmp_path: Path) -> None:
     log = ("é" * 2000 + "\n") * 100
     trace = "é" * 20_000
-    faults = [{"event": "fault", "rank": rank, "message": "x", "victim": False} for rank in range(8)]
+    faults = [{"event": "fault", "rank": rank, "message": str(rank), "victim": False} for rank in range(8)]
     view = run(
         tmp_path,
         "failed",
@@ -209,6 +210,17 @@ def test_longest_report_fits_into_a_comment(tmp_path: Path) -> None:
     assert "The rest was left out" not in text
     assert text.index("Last lines of rank 3") < text.index("Last lines of rank 0")  # the root cause comes first
     assert "Last lines of rank 4" not in text
+    assert "\n\nAlso failed: rank 4, 5, 6, 7\n\n" in text
+
+
+def test_mistake_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
+    faults = [{"event": "fault", "rank": rank, "message": "boom", "victim": False} for rank in range(40)]
+    logs = dict.fromkeys(range(40), "boom\n")
+    view = run(tmp_path, "failed", [1] * 40, faults, logs, failure=FailureRecord(7, "h", "exception", "E", "boom"))
+    text = text_of(RunReport.of_run(view), tmp_path)
+    assert re.findall(r"Last lines of rank \d+", text) == ["Last lines of rank 7"]
+    shown = ", ".join(str(rank) for rank in range(21) if rank != 7)
+    assert f"\n\nAlso failed: rank {shown} and 19 more ranks\n" in text
 
 
 def test_no_room_at_all_gives_nothing(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ddptrain.reports.report import RunReport
 from ddptrain.results.run_record import FailureRecord
-from tests.unit.reports.runs import run
+from tests.unit.reports.runs import Gate, run
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,9 @@ from tests.unit.reports.runs import run
 def test_cause_is_that_of_the_run(tmp_path: Path, failure: FailureRecord | None, cause: str) -> None:
     view = run(tmp_path, "failed", failure=failure)
     assert RunReport.of_run(view).cause == cause
-    assert RunReport.of_run(view, reason="the gate").cause == "the gate"
+    assert RunReport.of_run(view, reason="late").cause == "late"
+    gate = [Gate("a", False, "1 > 0"), Gate("b", True, "fine"), Gate("c", False, "missing")]
+    assert RunReport.of_run(view, gate=gate).cause == "a: 1 > 0; c: missing"
 
 
 @pytest.mark.parametrize("exit_code", [1, 2, 3, 4, 5, 6])
