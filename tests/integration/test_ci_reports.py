@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from tests.conftest import PATIENCE_S, Cli
+from tests.integration.s3server import s3_server
 
 WORKLOAD = """
 def train(ctx, fail=False):
@@ -118,3 +119,19 @@ def test_detached_run_writes_its_files_and_nothing_for_the_job(run_cli: Cli, war
     assert (folder / "report.md").read_text().startswith("## ✅ `toy`: succeeded\n")
     assert "::group::" not in log.read_text()
     assert not (folder / "summary.md").exists()
+
+
+def test_run_in_an_object_store_is_reported_completely(run_cli: Cli, warm_cluster: str) -> None:
+    folder = run_cli.folder
+    write(folder, warm_cluster)
+    with s3_server(folder) as server:
+        (server.buckets / "bucket").mkdir()
+        home = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder / "cache")}
+        options = "--runs-dir", "s3://bucket/runs", "--run-id", "toy-1", "--set", "params.fail=true"
+        done = run_cli("train", "toy.yaml", *options, env={**job(folder), **server.environment, **home})
+    assert done.rc == 1, done.stderr
+    summary = (folder / "summary.md").read_text()
+    assert "run directory `s3://bucket/runs/toy-1`" in summary
+    assert "Look further with `ddptrain results show s3://bucket/runs/toy-1`" in summary
+    assert "ValueError: 50% of the data, or so\n```\n\n</details>" in summary.partition("Last lines of rank 1")[2]
+    assert "```mermaid\n" in summary
