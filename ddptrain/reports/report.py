@@ -30,7 +30,7 @@ class Condition(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageReport:
     """One stage of a retraining: status is done, skipped or failed; `detail` is one line."""
 
     name: str
@@ -63,7 +63,7 @@ class RunReport:
     champion: int | None = None
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     gate: Sequence[Condition] = ()
-    stages: Sequence[Stage] = ()
+    stages: Sequence[StageReport] = ()
     difference: Sequence[str] = ()
     secrets: Sequence[str] = field(default=(), repr=False)
 

@@ -13,7 +13,7 @@ import xmlschema
 from ddptrain.errors import ClusterError, ConfigError, Problem, RunLocked
 from ddptrain.reports.facts import read_facts
 from ddptrain.reports.junit import junit_xml
-from ddptrain.reports.report import RunReport, Stage
+from ddptrain.reports.report import RunReport, StageReport
 from ddptrain.results.run_record import FailureRecord
 from tests.unit.reports.runs import Gate, failed_run, run
 
@@ -72,7 +72,11 @@ def test_gate_and_stages_are_cases(tmp_path: Path) -> None:
         "rejected",
         7,
         gate=[Gate("loss", False, "2 is not < 1"), Gate("accuracy", True, "fine"), Gate("loss", True, "x")],
-        stages=[Stage("train", "done", 1.5), Stage("evaluate", "failed", 2.0, "boom"), Stage("promote", "skipped")],
+        stages=[
+            StageReport("train", "done", 1.5),
+            StageReport("evaluate", "failed", 2.0, "boom"),
+            StageReport("promote", "skipped"),
+        ],
     )
     assert outcomes(suite_of(report, tmp_path)) == {
         "m: run": "",

@@ -13,7 +13,7 @@ from ddptrain.errors import ClusterError, ConfigError, Problem
 from ddptrain.reports import markdown as module
 from ddptrain.reports.facts import read_facts
 from ddptrain.reports.markdown import markdown
-from ddptrain.reports.report import RunReport, Stage
+from ddptrain.reports.report import RunReport, StageReport
 from ddptrain.results.run_record import BestRecord, FailureRecord, GitRecord
 from tests.unit.reports.runs import TRACE, Gate, failed_run, run
 
@@ -124,7 +124,7 @@ def test_retraining_is_compared_with_the_champion(tmp_path: Path) -> None:
         champion=3,
         scores={"candidate": {"val/loss": 2.2, "new": 1.0, "zero": 1.0}, "champion": {"val/loss": 2.0, "zero": 0.0}},
         gate=[Gate("val/loss", False, "2.2 is not < 2.0"), Gate("a|b", True, "fine")],
-        stages=[Stage("train", "done", 61.0), Stage("promote", "skipped", detail="rejected")],
+        stages=[StageReport("train", "done", 61.0), StageReport("promote", "skipped", detail="rejected")],
         difference=("+312 images", "class pug is missing"),
     )
     text = text_of(report, tmp_path)
