@@ -40,6 +40,7 @@ class ExitCode(IntEnum):
     LOCKED = 6
     REJECTED = 7
     DEADLINE = 8
+    LATE = 9  # schedule check: a model has no successful retraining for longer than its schedule allows
     PREEMPTED = 75
     INTERRUPTED = 130
     TERMINATED = 143

@@ -29,6 +29,7 @@ from ddptrain.cli.printing import say
 from ddptrain.cli.results import app as results
 from ddptrain.cli.retrain import retrain
 from ddptrain.cli.run import SCRIPT_SETTINGS, run
+from ddptrain.cli.schedule import app as schedule
 from ddptrain.cli.schema import schema
 from ddptrain.cli.stop import stop
 from ddptrain.cli.train import train
@@ -84,6 +85,7 @@ app.command("predict", short_help="Classify images with a trained run.")(predict
 app.add_typer(results, name="results")
 app.add_typer(models, name="models")
 app.add_typer(notify, name="notify")
+app.add_typer(schedule, name="schedule")
 app.command("init", short_help="Write a starting point for code of your own.")(init)
 app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)
 

@@ -2,6 +2,7 @@
 
 MODEL/retrainings/000001.json      one retraining, from its start to its end; rewritten after each stage
 MODEL/retrainings/000001.listing   the listing of its training data (see fingerprint.py)
+MODEL/retrainings/late             when users were told last that the model is late
 MODEL/skipped/TIME-TOKEN.json      a start that did nothing, and why
 """
 
@@ -30,6 +31,7 @@ from ddptrain.storage.store import Versioned
 SCHEMA = 1
 _RECORD_BYTES = 4 << 20
 _KEPT_SKIPS = 100
+_LATE = "late"
 
 
 class Stage(StrEnum):
@@ -206,6 +208,14 @@ class RetrainRecords:
         self._skipped.write(name, (json.dumps(skip) + "\n").encode())
         for old in sorted(self._skipped.files())[:-_KEPT_SKIPS]:
             self._skipped.remove(old)
+
+    def late_told(self) -> str:
+        """Return when users were told last that the model is late, "" for never. A later success ends this state."""
+        return (self._folder.read(_LATE, _RECORD_BYTES) or b"").decode(errors="replace").strip()
+
+    def record_late(self) -> None:
+        """Record that users were told just now that the model is late."""
+        self._folder.write(_LATE, f"{now()}\n".encode())
 
     def skips(self) -> list[dict[str, Any]]:
         """Return the newest starts that did nothing, oldest first: time, reason, slot, host and pid."""

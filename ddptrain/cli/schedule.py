@@ -1,0 +1,276 @@
+"""`ddptrain schedule`: retrains at given times, with the scheduler of a machine, a cluster or a repository."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ddptrain.cli.options import VerboseOption
+from ddptrain.cli.printing import print_json, say, write
+
+if TYPE_CHECKING:
+    from ddptrain.schedule.entries import Entry
+    from ddptrain.schedule.install import TargetName
+    from ddptrain.schedule.monitor import Finding, Watched
+
+app = typer.Typer(name="schedule", help="Retrain at given times: add, list, check, remove.", no_args_is_help=True)
+
+_GRACE = "10m"
+_MINUTE = "%Y-%m-%d %H:%M"
+
+
+class _As(StrEnum):
+    """The schedulers, as TargetName; the command line is parsed without it."""
+
+    SYSTEMD = "systemd"
+    CRON = "cron"
+    KUBERNETES = "kubernetes"
+    GITHUB = "github"
+    GITLAB = "gitlab"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+At = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME",
+        help='"03:00", "Mon 03:00", "Mon,Thu 03:00", "1st 04:30", "every 15m", hourly, or a cron expression.',
+    ),
+]
+Zone = Annotated[
+    str, typer.Option("--timezone", metavar="ZONE", help="As Europe/Berlin.  [default: that of this host]")
+]
+Grace = Annotated[str, typer.Option(metavar="TIME", help="How late a success may be, as 10m or 2h.")]
+
+
+@app.command()
+def add(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file with a section retrain.")],
+    at: At,
+    as_: Annotated[
+        _As | None, typer.Option("--as", help="The scheduler.  [default: systemd where it runs, otherwise cron]")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the schedule.  [default: the name of the model]")] = "",
+    timezone: Zone = "",
+    jitter: Annotated[str, typer.Option(metavar="TIME", help="Delay each start by a random time up to this.")] = "",
+    install: Annotated[bool, typer.Option("--install", help="Install it; otherwise it is only printed.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write files into this folder instead of printing them.")
+    ] = None,
+    image: Annotated[str, typer.Option(help="Kubernetes, GitLab: an image with ddptrain and the code.")] = "",
+    namespace: Annotated[str, typer.Option(help="Kubernetes: the namespace.")] = "",
+    claim: Annotated[str, typer.Option(help="Kubernetes: a PersistentVolumeClaim for the working directory.")] = "",
+    runner: Annotated[str, typer.Option(help="GitHub, GitLab: the label or tag of the machines.")] = "",
+    system: Annotated[bool, typer.Option("--system", help="systemd: units of the system, not of the user.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Write and check what a scheduler needs to retrain a model at given times."""
+    import os
+
+    from ddptrain.config.load import load_config
+    from ddptrain.errors import UsageError
+    from ddptrain.schedule import install as installing
+    from ddptrain.schedule.entries import Entries
+    from ddptrain.schedule.job import make_job
+    from ddptrain.schedule.times import host_zone, parse_schedule
+
+    if install and output:
+        raise UsageError("--install and --output exclude each other: --install writes the files where they belong")
+    schedule = parse_schedule(at, timezone or host_zone())
+    options = installing.TargetOptions(image, namespace, claim, runner, system)
+    target_name = installing.TargetName(as_) if as_ else installing.default_target()
+    target = installing.make_target(target_name, options)
+    job = make_job(load_config(config), schedule, name, _seconds("--jitter", jitter) if jitter else 0.0, os.environ)
+    parts = target.parts(job, output.absolute() if output else None)
+    if problem := target.problem(parts):
+        raise UsageError(problem)
+    if output:
+        done = [f"wrote {path}" for path in installing.write_into(output.absolute(), parts)]
+    else:
+        write(line for part in parts for line in [f"# --- {part.path or part.name}", *part.text.splitlines(), ""])
+        done = installing.install(job, target_name, target, parts, options, Entries()) if install else []
+    for line in [*done, *target.notes(job), *_after(job.name, target_name, schedule.next(_now()), installed=install)]:
+        say(line)
+
+
+@app.command("list")
+def list_(json: Json = False, verbose: VerboseOption = False) -> None:
+    """Show the installed schedules: the last retraining, the next time, and the missed times."""
+    from ddptrain.schedule.entries import Entries
+    from ddptrain.schedule.monitor import Watched, look
+    from ddptrain.text_tables import clean_line, plain_table
+
+    entries = Entries().all()
+    grace = timedelta(seconds=_seconds("--grace", _GRACE))
+    found = [(entry, look(Watched.of(entry), grace, with_missed=True)) for entry in entries]
+    if json:
+        print_json([_listed(entry, finding) for entry, finding in found])
+    elif not found:
+        say("no schedules are installed; ddptrain schedule add CONFIG --at TIME --install adds one")
+    else:
+        header = ("NAME", "MODEL", "WHEN", "WITH", "LAST", "NEXT", "MISSED", "STATE")
+        rows = [tuple(clean_line(cell) for cell in _row(entry, finding)) for entry, finding in found]
+        write([plain_table([header, *rows])])
+
+
+@app.command()
+def remove(name: Annotated[str, typer.Argument(help="Name of the schedule.")], verbose: VerboseOption = False) -> None:
+    """Remove an installed schedule from its scheduler. The model and its versions stay."""
+    from ddptrain.schedule.entries import Entries
+    from ddptrain.schedule.install import TargetName, uninstall
+
+    entry = uninstall(name, Entries())
+    write([f"removed the schedule {name} from {entry.target}"])
+    if entry.target in (TargetName.GITHUB, TargetName.GITLAB):
+        say(f"commit and push the deletion of {', '.join(entry.files)}")
+
+
+@app.command()
+def check(
+    configs: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG]...", help="YAML files.  [default: all installed schedules]")
+    ] = None,
+    grace: Grace = _GRACE,
+    notify: Annotated[bool, typer.Option(help="Tell it as notify: says, once until the next success.")] = True,
+    at: At = "",
+    timezone: Zone = "",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only problems: for cron, which mails output.")
+    ] = False,
+    json: Json = False,
+    verbose: VerboseOption = False,
+) -> int:
+    """Report models without a successful retraining for longer than their schedule allows.
+
+    Exit code 0: none; 9: at least one is late; 4: at least one could not be checked.
+    """
+    from ddptrain.errors import ExitCode
+    from ddptrain.schedule.entries import Entries
+    from ddptrain.schedule.monitor import look
+
+    allowed = timedelta(seconds=_seconds("--grace", grace))
+    watched = _watched(configs or [], at, timezone)
+    with Entries().locked("check", wait=False) as alone:  # two checks at a time would tell it twice
+        found = [look(each, allowed, notify=notify and alone) for each in watched]
+    if json:
+        print_json([_checked(finding) for finding in found])
+    elif not quiet:
+        write(line for finding in found for line in _lines(finding))
+    for finding in found:
+        for line in [*([f"{finding.name}: {finding.problem}"] if finding.problem else []), *finding.warnings]:
+            say(f"ddptrain: {line}")
+    if not found and not (quiet or json):
+        say("no schedules are installed; ddptrain schedule add CONFIG --at TIME --install adds one")
+    if any(finding.is_late for finding in found):
+        return ExitCode.LATE
+    return ExitCode.CLUSTER if any(finding.problem for finding in found) else ExitCode.SUCCEEDED
+
+
+def _watched(configs: list[str], at: str, timezone: str) -> list[Watched]:
+    """The models to check: all installed schedules, those of the configurations, or the configurations at a time."""
+    from ddptrain.config.files import find_config
+    from ddptrain.errors import UsageError
+    from ddptrain.schedule.entries import Entries
+    from ddptrain.schedule.monitor import Watched
+    from ddptrain.schedule.times import host_zone, parse_schedule
+
+    paths = [find_config(config).absolute() for config in configs]
+    if at:
+        if not paths:
+            raise UsageError("--at needs a CONFIG: installed schedules have times of their own")
+        schedule = parse_schedule(at, timezone or host_zone())
+        return [Watched(path.stem, path, Path.cwd(), schedule) for path in paths]
+    if timezone:
+        raise UsageError("--timezone is for --at: installed schedules have time zones of their own")
+    entries = Entries().all()
+    known = {entry.config for entry in entries}
+    if unknown := [path for path in paths if str(path) not in known]:
+        raise UsageError(f"no schedule of {unknown[0]} is installed here: give --at, as in --at 'Mon 03:00'")
+    return [Watched.of(entry) for entry in entries if not paths or entry.config in map(str, paths)]
+
+
+def _after(name: str, target: TargetName, following: datetime, *, installed: bool) -> list[str]:
+    """What comes next, in lines."""
+    next_time = f"next time: {following:{_MINUTE}} UTC"
+    if installed:
+        return [next_time, f"installed as {name}; ddptrain schedule list shows it, schedule remove {name} removes it"]
+    return [next_time, f"nothing is installed: --install does it with {target}"]
+
+
+def _seconds(option: str, text: str) -> float:
+    from ddptrain.config.retraining import duration_s
+    from ddptrain.errors import UsageError
+
+    try:
+        return duration_s(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def _now() -> datetime:
+    from datetime import UTC
+
+    return datetime.now(UTC)
+
+
+def _row(entry: Entry, finding: Finding) -> tuple[str, ...]:
+    from zoneinfo import ZoneInfo
+
+    def local(time: datetime) -> str:
+        return f"{time.astimezone(ZoneInfo(entry.zone)):{_MINUTE}}"
+
+    last = finding.last
+    missed = f"{len(finding.missed)}: {local(finding.missed[-1])}" if finding.missed else "-"
+    return (
+        entry.name,
+        entry.model,
+        str(entry.schedule),
+        entry.target,
+        f"{local(datetime.fromisoformat(last.started_at))} {last.status}" if last else "-",
+        local(finding.next) if finding.next else "-",
+        missed,
+        str(finding.judgement.state) if finding.judgement else f"unknown: {finding.problem}",
+    )
+
+
+def _listed(entry: Entry, finding: Finding) -> dict[str, Any]:
+    import dataclasses
+
+    from ddptrain.schedule.times import slot_text
+
+    missed = [slot_text(time) for time in finding.missed]
+    last = dataclasses.asdict(finding.last) if finding.last else None
+    return {
+        **dataclasses.asdict(entry),
+        "cron": entry.schedule.cron,
+        **_checked(finding),
+        "missed": missed,
+        "last": last,
+    }
+
+
+def _checked(finding: Finding) -> dict[str, Any]:
+    from ddptrain.schedule.times import slot_text
+
+    judgement = finding.judgement
+    return {
+        "name": finding.name,
+        "model": finding.model,
+        "state": str(judgement.state) if judgement else None,
+        "reason": judgement.reason if judgement else finding.problem,
+        "slot": slot_text(judgement.slot) if judgement else None,
+        "last_success": slot_text(judgement.succeeded) if judgement and judgement.succeeded else None,
+        "next": slot_text(finding.next) if finding.next else None,
+        "told": list(finding.told),
+    }
+
+
+def _lines(finding: Finding) -> list[str]:
+    if finding.judgement is None:
+        return []
+    told = f" (told: {', '.join(finding.told)})" if finding.told else ""
+    return [f"{finding.name}: {finding.judgement.state}: {finding.judgement.reason}{told}"]

@@ -1,0 +1,133 @@
+"""The installed schedules of this user: one JSON file each in the user's state folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Self, cast
+
+from ddptrain import file_ops
+from ddptrain.config.wording import did_you_mean
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.protocol.typed_json import decode_json_data
+from ddptrain.schedule.times import Schedule, parse_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An installed schedule.
+
+    config, workdir, files: absolute paths. target: systemd, cron, kubernetes, github or gitlab. added_at: ISO 8601 in
+    UTC. namespace: of Kubernetes. system: whether it is a unit of the system.
+    """
+
+    name: str
+    model: str
+    config: str
+    workdir: str
+    at: str
+    zone: str
+    target: str
+    added_at: str
+    jitter_s: int = 0
+    files: tuple[str, ...] = ()
+    namespace: str = ""
+    system: bool = False
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its times."""
+        return parse_schedule(self.at, self.zone)
+
+    @property
+    def added(self) -> datetime:
+        """When it was installed."""
+        return datetime.fromisoformat(self.added_at)
+
+    @classmethod
+    def from_json(cls, data: bytes, path: Path) -> Self:
+        """Read the file; fields of newer versions are ignored. Raises UsageError."""
+        try:
+            raw = json.loads(data)
+            known = {each.name for each in dataclasses.fields(cls)}
+            entry = cast(Self, decode_json_data(cls, {key: value for key, value in raw.items() if key in known}))
+            _ = entry.schedule, entry.added
+        except (ValueError, AttributeError, TypeError, RecursionError, UsageError) as error:
+            raise UsageError(f"{path} is damaged ({error}): delete it, and add the schedule again") from None
+        return entry
+
+
+class Entries:
+    """The installed schedules. All methods raise ClusterError if the folder can't be read or written."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: None for the user's state folder."""
+        from platformdirs import user_state_path
+
+        self.folder = folder or user_state_path("ddptrain", appauthor=False) / "schedules"
+
+    def all(self) -> list[Entry]:
+        """Return all schedules, by name. Raises UsageError if a file is damaged."""
+        with self._errors():
+            paths = sorted(self.folder.glob("*.json")) if self.folder.is_dir() else []
+            return [Entry.from_json(path.read_bytes(), path) for path in paths]
+
+    def find(self, name: str) -> Entry:
+        """Return a schedule. Raises UsageError if there is none of this name."""
+        known = {entry.name: entry for entry in self.all()}
+        if name not in known:
+            hint = (
+                did_you_mean(name, sorted(known))
+                or "none is installed; ddptrain schedule add CONFIG --at TIME --install"
+            )
+            raise UsageError(f"there is no schedule {name}: {hint}")
+        return known[name]
+
+    def save(self, entry: Entry) -> None:
+        """Write a schedule, or replace the one of this name."""
+        with self._errors():
+            self._make_folder()
+            data = json.dumps(dataclasses.asdict(entry), indent=1) + "\n"
+            file_ops.write_atomic(self._path(entry.name), data.encode(), mode=0o600)
+
+    def delete(self, name: str) -> None:
+        """Forget a schedule."""
+        with self._errors():
+            self._path(name).unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self, purpose: str, *, wait: bool = True) -> Iterator[bool]:
+        """Hold a lock for the block; yields False if another process holds it and `wait` is off."""
+        with self._errors():
+            self._make_folder()
+            descriptor = file_ops.open_regular(self.folder / f"{purpose}.lock", file_ops.CREATE)
+        try:
+            with self._errors():
+                held = file_ops.try_lock(descriptor)
+                if not held and wait:
+                    file_ops.wait_for_lock(descriptor)
+                    held = True
+            yield held
+        finally:
+            os.close(descriptor)
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ClusterError(
+                f"cannot use the folder {self.folder}: {error.strerror or error}; set XDG_STATE_HOME to another"
+            ) from error

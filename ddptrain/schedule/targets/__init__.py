@@ -1,0 +1,1 @@
+"""The schedulers that can start a retraining: systemd, cron, Kubernetes, GitHub and GitLab."""

@@ -1,0 +1,111 @@
+"""cron: a line in the crontab of the user, and the script that it starts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.schedule.job import Job
+from ddptrain.schedule.targets.target import (
+    Part,
+    Target,
+    delete_files,
+    missing_time_note,
+    run_tool,
+    sleep_line,
+    write_parts,
+)
+from ddptrain.schedule.times import host_zone, same_zone
+
+_MISSING = "install the package cron, or use --as systemd"
+_LOG_BYTES = 5_000_000
+
+
+class Cron(Target):
+    """Two lines of the crontab: the schedule, and the start of the machine, which catches up a missed time once."""
+
+    def parts(self, job: Job, folder: Path | None) -> list[Part]:
+        """See Target."""
+        if not same_zone(job.schedule.zone, host_zone(), datetime.now(UTC)):
+            raise UsageError(
+                f"--timezone: cron runs in the time zone of the host, {host_zone()}, not in {job.schedule.zone}: give "
+                "the time in the zone of the host, or use --as systemd"
+            )
+        path = (folder or _scripts_folder()) / f"{job.name}.sh"
+        command = shlex.quote(str(path)).replace("%", r"\%")
+        lines = [f"{when} {command} {_mark(job.name)}" for when in (job.schedule.cron, "@reboot")]
+        script = Part(path.name, _script(job), path, 0o700)
+        return [script, Part(f"{job.name}.crontab", "\n".join([*lines, ""]))]
+
+    def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
+        """See Target."""
+        script, lines = parts
+        write_parts([script])
+        try:
+            # Before the user's own lines: a variable there holds for all lines below it.
+            _write_crontab(lines.text + "".join(_others(job.name)))
+        except (UsageError, ClusterError):
+            delete_files([path for path in [script.path] if path])
+            raise
+        return ["added to the crontab; crontab -l shows it", f"log: {job.log_file}"]
+
+    def remove(self, name: str, files: Sequence[Path]) -> None:
+        """See Target."""
+        before, after = _crontab(), _others(name)
+        if "".join(after) != before:
+            _write_crontab("".join(after))
+        delete_files(files)
+
+    def notes(self, job: Job) -> list[str]:
+        """See Target."""
+        return missing_time_note(job, "cron starts it right after that")
+
+
+def _scripts_folder() -> Path:
+    from platformdirs import user_config_path
+
+    return user_config_path("ddptrain", appauthor=False) / "schedules"
+
+
+def _script(job: Job) -> str:
+    """The script: environment, secrets, log. Its output is the end of the log if it failed; cron mails that."""
+    env_file, log = shlex.quote(str(job.env_file)), shlex.quote(str(job.log_file))
+    lines = [
+        "#!/bin/sh",
+        f"# {job.title}. `ddptrain schedule remove {job.name}` deletes it.",
+        f"cd {shlex.quote(str(job.workdir))} || exit 2",
+        *(f"export {key}={shlex.quote(value)}" for key, value in job.environment.items()),
+        f"if [ -r {env_file} ]; then set -a; . {env_file}; set +a; fi",
+        f"log={log}",
+        'mkdir -p "$(dirname "$log")"',
+        f'if [ "$(stat -c %s "$log" 2>/dev/null || echo 0)" -gt {_LOG_BYTES} ]; then mv -f "$log" "$log.1"; fi',
+        *([sleep_line(job)] if job.jitter_s else []),
+        f'{shlex.join(job.command)} >>"$log" 2>&1',
+        "code=$?",
+        'if [ "$code" -ne 0 ]; then echo "exit code $code; the end of $log:"; tail -n 20 "$log"; fi',
+        'exit "$code"',
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _mark(name: str) -> str:
+    return f"# ddptrain schedule {name}"
+
+
+def _crontab() -> str:
+    with suppress(ClusterError):  # this user has no crontab yet; if it can't be read, it can't be written either
+        return run_tool(["crontab", "-l"], missing=_MISSING)
+    return ""
+
+
+def _others(name: str) -> list[str]:
+    """The lines of the crontab that are not of this schedule, with their line ends."""
+    return [line for line in _crontab().splitlines(keepends=True) if not line.rstrip().endswith(_mark(name))]
+
+
+def _write_crontab(text: str) -> None:
+    run_tool(["crontab", "-"], text, missing=_MISSING)
