@@ -34,8 +34,8 @@ def retrain(
         str,
         typer.Option(
             metavar="TIME|SCHEDULE",
-            help='The scheduled time, which is run at most once: 2026-03-01T03:00Z, or a schedule as "Mon 03:00", '
-            "which stands for its latest time.",
+            help="The scheduled time, which is run at most once: 2026-03-01T03:00Z, or a schedule as "
+            '"Mon 03:00 Europe/Berlin", which stands for its latest time.',
         ),
     ] = "",
     promote_anyway: Annotated[
@@ -74,6 +74,9 @@ def retrain(
     resolved = checked(partial(load_config, config), overrides or [], options)
     from ddptrain.retrain.retraining import retrain as run
     from ddptrain.retrain.start import RetrainOptions
+    from ddptrain.schedule.times import resolve_slot
 
-    chosen = RetrainOptions(force, slot, dry_run, output.value, promote_anyway.strip(), full_traceback, all_ranks)
+    chosen = RetrainOptions(
+        force, resolve_slot(slot), dry_run, output.value, promote_anyway.strip(), full_traceback, all_ranks
+    )
     raise typer.Exit(run(resolved, chosen))

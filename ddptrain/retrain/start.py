@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class RetrainOptions:
     """The options of the command line besides the configuration.
 
-    slot: the scheduled time as parse_slot returns it, or "". promote_anyway: the reason to promote a version that the
-    gate rejects, or "".
+    slot: the scheduled time as resolve_slot (schedule/times.py) returns it, or "". promote_anyway: the reason to
+    promote a version that the gate rejects, or "".
     """
 
     force: bool = False

@@ -24,7 +24,8 @@ class Entry:
     """An installed schedule.
 
     config, workdir, files: absolute paths. target: systemd, cron, kubernetes, github or gitlab. added_at: ISO 8601 in
-    UTC. namespace: of Kubernetes. system: whether it is a unit of the system.
+    UTC. namespace: of Kubernetes. system: whether it is a unit of the system. models_dir: the registry, if it is not
+    the one of the configuration.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Entry:
     files: tuple[str, ...] = ()
     namespace: str = ""
     system: bool = False
+    models_dir: str = ""
 
     @property
     def schedule(self) -> Schedule:

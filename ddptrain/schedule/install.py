@@ -13,7 +13,7 @@ from ddptrain.file_ops import write_atomic
 from ddptrain.log import Log
 from ddptrain.retrain.records import now
 from ddptrain.schedule.entries import Entries, Entry
-from ddptrain.schedule.job import Job, read_env_file
+from ddptrain.schedule.job import MODELS_DIR, Job, read_env_file
 from ddptrain.schedule.targets.cron import Cron
 from ddptrain.schedule.targets.github import GitHub
 from ddptrain.schedule.targets.gitlab import GitLab
@@ -117,6 +117,7 @@ def install(
                 files=tuple(str(part.path) for part in parts if part.path),
                 namespace=options.namespace,
                 system=options.system,
+                models_dir=job.environment.get(MODELS_DIR, "") if name in _ON_THIS_HOST else "",
             )
         )
     _log.info("schedule installed", schedule=job.name, target=name)

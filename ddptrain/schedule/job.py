@@ -20,6 +20,7 @@ from ddptrain.schedule.times import Schedule
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
 
+MODELS_DIR = "DDPTRAIN_MODELS_DIR"  # the registry, in place of models.dir
 _KEPT = (
     "PATH",
     "VIRTUAL_ENV",
@@ -33,6 +34,7 @@ _KEPT = (
     "SSL_CERT_FILE",
     "REQUESTS_CA_BUNDLE",
     "XDG_STATE_HOME",
+    MODELS_DIR,
     "AWS_PROFILE",
     "AWS_REGION",
     "AWS_DEFAULT_REGION",

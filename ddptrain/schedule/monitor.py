@@ -36,7 +36,8 @@ _log = Log(__name__)
 class Watched:
     """A model that should be retrained on a schedule. name: of the installed schedule, or the configuration.
 
-    since: when the schedule was installed; None if it is not known. environment: variables that are not set here.
+    since: when the schedule was installed; None if it is not known. secrets_file: the file with secret variables.
+    models_dir: the registry; "" for the one of the configuration.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Watched:
     jitter_s: int = 0
     since: datetime | None = None
     secrets_file: Path | None = None
+    models_dir: str = ""
 
     @classmethod
     def of(cls, entry: Entry) -> Watched:
@@ -58,6 +60,7 @@ class Watched:
             jitter_s=entry.jitter_s,
             since=entry.added,
             secrets_file=env_file(entry.name),
+            models_dir=entry.models_dir,
         )
 
 
@@ -102,10 +105,8 @@ def _look(watched: Watched, grace: timedelta, *, notify: bool, with_missed: bool
     if config.retrain is None:
         raise UsageError(f"{watched.config}: retrain: is missing, so it can't have a schedule")
     model = config.retrain.model
-    place = (
-        config.models.dir if is_url(config.models.dir) else str(watched.workdir / Path(config.models.dir).expanduser())
-    )
-    registry = ModelReader.open(place)
+    place = watched.models_dir or config.models.dir
+    registry = ModelReader.open(place if is_url(place) else str(watched.workdir / Path(place).expanduser()))
     retrainings = RetrainRecords(registry.folder, model)
     records = retrainings.newest(_READ_FOR_MISSED if with_missed else _READ_RECORDS)
     now, allowed = _now(), timedelta(seconds=watched.jitter_s) + grace
