@@ -24,7 +24,7 @@ from ddptrain.schedule.times import Schedule
 from ddptrain.storage.remote_folder import is_url
 
 if TYPE_CHECKING:
-    from ddptrain.config.run_config import RunConfig
+    from ddptrain.config.resolved import ResolvedConfig
 
 _READ_RECORDS = 20
 _READ_FOR_MISSED = 120
@@ -101,7 +101,8 @@ def look(watched: Watched, grace: timedelta, *, notify: bool = False, with_misse
 
 
 def _look(watched: Watched, grace: timedelta, *, notify: bool, with_missed: bool) -> Finding:
-    config = load_config(watched.config).config
+    resolved = load_config(watched.config)
+    config = resolved.config
     if config.retrain is None:
         raise UsageError(f"{watched.config}: retrain: is missing, so it can't have a schedule")
     model = config.retrain.model
@@ -120,7 +121,7 @@ def _look(watched: Watched, grace: timedelta, *, notify: bool, with_missed: bool
     told: list[str] = []
     warnings: list[str] = []
     if notify and judgement.state is State.LATE:
-        told, warnings = _tell_once(watched, config, retrainings, judgement, registry)
+        told, warnings = _tell_once(watched, resolved, retrainings, judgement, registry)
     return Finding(
         name=watched.name,
         model=model,
@@ -134,9 +135,10 @@ def _look(watched: Watched, grace: timedelta, *, notify: bool, with_missed: bool
 
 
 def _tell_once(
-    watched: Watched, config: RunConfig, retrainings: RetrainRecords, judgement: Judgement, registry: ModelReader
+    watched: Watched, resolved: ResolvedConfig, retrainings: RetrainRecords, judgement: Judgement, registry: ModelReader
 ) -> tuple[list[str], list[str]]:
     """Tell users that the model is late, unless they know it; return who was told, and what was not delivered."""
+    config = resolved.config
     if _LATE not in config.notify.on or not config.notify.urls:
         return [], []
     before = retrainings.late_told()
@@ -158,7 +160,7 @@ def _tell_once(
         runs_dir=config.results.dir,
         models_dir=config.models.dir,
     )
-    delivered = send(compose(report), config.notify.urls, timeout_s=config.notify.timeout_s)
+    delivered = send(compose(report), config.notify.urls, timeout_s=config.notify.timeout_s, secrets=resolved.secrets)
     told = [each.target for each in delivered if each.delivered]
     if told:  # otherwise the next check tries again
         retrainings.record_late()
