@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import sysconfig
@@ -132,9 +133,7 @@ def make_job(
 
 def checked_name(name: str) -> str:
     """Return the name of a schedule. Raises UsageError if it can't be one: it becomes the name of files."""
-    import re
-
-    if not re.match(NAME_PATTERN, name) or ".." in name:
+    if not re.fullmatch(NAME_PATTERN.rstrip("$"), name) or ".." in name:
         raise UsageError(
             f"{name!r} is no name of a schedule: use up to 64 lower-case letters, digits, dots, dashes and "
             "underscores, without two dots in a row, beginning with a letter or digit"
