@@ -1,0 +1,245 @@
+"""Schedules with the real programs: systemd, Debian's cron, the published schemas, and a server that gets alarms."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import psutil
+import pytest
+import yaml
+
+from ddptrain.schedule.entries import Entries
+from ddptrain.schedule.targets.systemd import on_calendar
+from ddptrain.schedule.times import host_zone, parse_schedule
+from tests.conftest import PATIENCE_S, Cli
+
+CONFIG = """
+workload: petnames
+cluster: {gpus: 2}
+retrain: {model: petnames, deadline: 6h}
+notify: {urls: ["env:SLACK_URL"], heartbeat: "env:CHECK_URL"}
+"""
+TIMES = ("03:00", "Mon,Thu 03:00", "1st 04:30", "every 15m", "hourly", "0 3 1 * 1", "*/20 1-5/2 * 2,8 *")
+# Trains in a moment: one rank that writes a file.
+SCRIPT = """
+import json
+from pathlib import Path
+Path("model.pt").write_bytes(b"weights")
+Path("metrics.json").write_text(json.dumps({"val/loss": 1.0}))
+"""
+SCRIPT_CONFIG = """
+workload: {script: train.py, checkpoint: model.pt, metrics: metrics.json}
+name: fast
+cluster: {ranks: 1, gpus: 0}
+retrain: {model: fast, gate: {metric: val/loss, against: none}}
+"""
+
+
+@pytest.fixture
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration, in a git repository, and folders for state and settings of their own."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".state"))
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "nightly.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def write(run_cli: Cli, target: str, at: str, *options: str) -> Path:
+    """Write the files for a target; return their folder."""
+    done = run_cli("schedule", "add", "nightly.yaml", "--at", at, "--as", target, "--output", "out", *options)
+    assert done.rc == 0, done.stderr
+    return run_cli.folder / "out"
+
+
+# --- systemd ---
+
+
+@pytest.fixture
+def analyze() -> str:
+    found = shutil.which("systemd-analyze")
+    if not found:
+        pytest.skip("systemd is not installed")
+    return found
+
+
+@pytest.mark.parametrize("system", [False, True], ids=["user", "system"])
+def test_systemd_accepts_the_units(
+    homes: Path, run_cli: Cli, analyze: str, system: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy.example.org:3128/a%20b")
+    folder = write(run_cli, "systemd", "0 3 1 * 1", "--jitter", "10m", *(["--system"] if system else []))
+    units = sorted(map(str, folder.iterdir()))
+    mode = "--system" if system else "--user"
+    done = subprocess.run(
+        [analyze, mode, "--man=no", "verify", *units],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(homes)},
+    )
+    said = [line for line in done.stderr.splitlines() if "ddptrain" in line]
+    assert (done.returncode, said) == (0, []), done.stderr
+
+
+@pytest.mark.parametrize("at", TIMES)
+def test_systemd_finds_the_same_next_time(analyze: str, at: str) -> None:
+    now = datetime(2026, 11, 22, 12, 7, 31, tzinfo=UTC)
+    schedule = parse_schedule(at, "Europe/Berlin")
+    events = on_calendar(schedule.cron, schedule.zone)
+    command = [analyze, "calendar", f"--base-time={now:%Y-%m-%d %H:%M:%S} UTC", *events]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "TZ": "UTC"})
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(?:Next elapse|\(in UTC\)): \w+ (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) UTC", done.stdout)
+    assert len(found) == len(events), done.stdout
+    assert min(datetime.fromisoformat(f"{each}+00:00") for each in found) == schedule.next(now)
+
+
+# --- Published schemas ---
+
+
+@pytest.mark.parametrize("options", [[], ["--namespace", "ml", "--claim", "pets", "--jitter", "5m"]])
+def test_cron_job_has_the_schema_of_kubernetes(homes: Path, run_cli: Cli, options: list[str]) -> None:
+    folder = write(run_cli, "kubernetes", "*/20 1-5/2 * 2,8 *", "--image", "registry.example.org/pets:1", *options)
+    documents = list(yaml.safe_load_all((folder / "ddptrain-petnames.yaml").read_text()))
+    assert [document["kind"] for document in documents] == ["ConfigMap", "CronJob"]
+    for document in documents:
+        kubernetes_validate.validate(document, "1.35", strict=True)
+    documents[1]["spec"]["concurrencyPolcy"] = "Forbid"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(documents[1], "1.35", strict=True)
+
+
+def check_schema(schema: str, file: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("target", "schema", "wrong"),
+    [("github", "github-workflows", "runs-on"), ("gitlab", "gitlab-ci", "script")],
+)
+def test_workflow_has_its_published_schema(homes: Path, run_cli: Cli, target: str, schema: str, wrong: str) -> None:
+    for number, options in enumerate([[], ["--runner", "gpu", "--jitter", "5m", "--timezone", "Europe/Berlin"]]):
+        [file] = write(run_cli, target, "Mon 03:00", *options, "--name", f"pets{number}").glob(f"*pets{number}.yml")
+        done = check_schema(schema, file)
+        assert done.returncode == 0, done.stdout + done.stderr
+    file.write_text(file.read_text().replace(f"{wrong}:", f"{wrong}_:"))
+    assert check_schema(schema, file).returncode == 1
+
+
+# --- cron ---
+
+
+@pytest.fixture
+def cron_daemon() -> Iterator[None]:
+    """Debian's cron, running; the crontab of this user is restored afterwards."""
+    cron = shutil.which("cron", path="/usr/sbin:/sbin")
+    if not cron or not shutil.which("crontab") or os.geteuid() != 0:
+        pytest.skip("cron is not installed, or this user can't start it")
+    before = subprocess.run(["crontab", "-l"], capture_output=True, text=True, timeout=20)
+    runs_already = any(process.name() == "cron" for process in psutil.process_iter())
+    daemon = None if runs_already else subprocess.Popen([cron, "-f"], start_new_session=True)
+    yield
+    if before.returncode == 0:
+        subprocess.run(["crontab", "-"], input=before.stdout, text=True, check=True, timeout=20)
+    else:
+        subprocess.run(["crontab", "-r"], capture_output=True, timeout=20)
+    if daemon is not None:
+        daemon.send_signal(signal.SIGTERM)
+        daemon.wait(PATIENCE_S)
+
+
+def processes_below(folder: Path) -> list[psutil.Process]:
+    """The processes that a line of the crontab has started in a folder."""
+    running = psutil.process_iter(["cmdline"])
+    return [process for process in running if any(str(folder) in word for word in process.info["cmdline"] or ())]
+
+
+@pytest.mark.slow
+def test_cron_retrains_at_the_next_minute(cron_daemon: None, homes: Path, run_cli: Cli) -> None:
+    (homes / "train.py").write_text(SCRIPT)
+    (homes / "fast.yaml").write_text(SCRIPT_CONFIG)
+    added = run_cli("schedule", "add", "fast.yaml", "--at", "every 1m", "--as", "cron", "--install")
+    assert added.rc == 0, added.stderr
+    started = datetime.now(UTC)
+    deadline = time.monotonic() + 60 + PATIENCE_S
+    while not (entry := json.loads(run_cli("schedule", "list", "--json").stdout)[0])["last_success"]:
+        assert time.monotonic() < deadline, entry
+        time.sleep(2)
+    assert run_cli("schedule", "remove", "fast").rc == 0
+    assert "ddptrain schedule fast" not in subprocess.run(["crontab", "-l"], capture_output=True, text=True).stdout
+    psutil.wait_procs(processes_below(homes), PATIENCE_S)
+    record = json.loads((homes / "models" / "fast" / "retrainings" / "000001.json").read_text())
+    assert record["status"] == "promoted"
+    first = parse_schedule("every 1m", host_zone()).next(started)
+    assert record["slot"] == first.isoformat().replace("+00:00", "Z")
+    assert Entries().all() == []
+
+
+# --- Alarms ---
+
+
+@pytest.fixture
+def received() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The URL of a server on loopback, and the JSON messages that it has received."""
+    messages: list[dict[str, Any]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"json://127.0.0.1:{server.server_address[1]}/secret-path", messages
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_missed_retraining_is_told_once_and_within_seconds(
+    homes: Path, run_cli: Cli, received: tuple[str, list[dict[str, Any]]]
+) -> None:
+    url, messages = received
+    (homes / "nightly.yaml").write_text(CONFIG.replace(', heartbeat: "env:CHECK_URL"', ""))
+    secrets = homes / "settings" / "ddptrain" / "petnames.env"
+    secrets.parent.mkdir(parents=True)
+    secrets.write_text(f"SLACK_URL={url}\n")
+    secrets.chmod(0o600)
+    (homes / "bin").mkdir()
+    (homes / "bin" / "crontab").write_text('#!/bin/sh\n[ "$1" = -l ] || cat > /dev/null\n')
+    (homes / "bin" / "crontab").chmod(0o755)
+    path = {"PATH": f"{homes}/bin:{os.environ['PATH']}"}
+    added = run_cli("schedule", "add", "nightly.yaml", "--at", "every 1m", "--as", "cron", "--install", env=path)
+    assert added.rc == 0, added.stderr
+    entry = homes / ".state" / "ddptrain" / "schedules" / "petnames.json"
+    entry.write_text(json.dumps({**json.loads(entry.read_text()), "added_at": "2026-01-01T00:00:00Z"}))
+    start = time.monotonic()
+    codes = [run_cli("schedule", "check", "--grace", "1s", "--quiet").rc for _ in range(2)]
+    assert codes == [9, 9]
+    assert time.monotonic() - start < 60
+    assert len(messages) == 1
+    assert "petnames" in messages[0]["title"]
+    assert "no retraining has succeeded since the scheduled time" in messages[0]["message"]
+    for file in (file for file in homes.rglob("*") if file.is_file() and file != secrets):
+        assert b"secret-path" not in file.read_bytes(), file
