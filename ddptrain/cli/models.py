@@ -224,6 +224,38 @@ def remove(
     _report(registry, model, registry.remove(model, version, reason), "", as_json=json)
 
 
+@app.command()
+def export(
+    ctx: typer.Context,
+    model: Reference,
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder for the exported model.")],
+    form: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="safetensors, torch-export or onnx.")
+    ] = "safetensors",
+    models_dir: ModelsDir = None,
+    json: Json = False,
+) -> None:
+    """Write a version into a new folder, for use without ddptrain. All its files are compared with their hashes."""
+    from pathlib import Path
+
+    from ddptrain.model_registry.reference import parse_reference
+    from ddptrain.model_registry.version_copy import open_version
+
+    registry = _registry(ctx, models_dir)
+    record = registry.resolve(parse_reference(model))
+    run_dir = open_version(registry, record)
+
+    from ddptrain.workloads.export import export_model
+
+    source = {"model": record.model, "version": record.version, "run_id": record.run_id, "step": record.step}
+    target = Path(folder).expanduser().absolute()
+    files = export_model(run_dir, record.workload, target, form, source)
+    if json:
+        print_json({**source, "format": form, "folder": str(target), "files": files})
+    else:
+        write([f"{record.model}: version {record.version} exported to {target}: {', '.join(files)}"])
+
+
 def open_trained(source: str, runs_dir: str, models_dir: str | None) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a run, or of a verified version of a model, and what names it in JSON output.
 
