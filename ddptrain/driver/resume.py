@@ -11,6 +11,7 @@ from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ConfigError, RunLocked, UsageError, one_line
+from ddptrain.protocol.starting_weights import PARAM, same_model
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 from ddptrain.results.ownership import run_lock
@@ -155,7 +156,7 @@ def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
     flat_now = dict(_flat({key: resolved.recorded[key] for key in _COMPARED}))
     for key in [*flat_now, *(key for key in flat_before if key not in flat_now)]:
         old, new = flat_before.get(key), flat_now.get(key)
-        if old != new:
+        if old != new and not (key == f"params.{PARAM}" and same_model(old, new)):
             yield f"{key} {shorten(str(old), 40)} (now {shorten(str(new), 40)})"
 
 

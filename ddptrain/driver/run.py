@@ -33,6 +33,7 @@ from ddptrain.driver.local_resources import LocalResources, local_resources
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.inputs import RunInputs
+from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.log import Log
 from ddptrain.protocol.exec_env import without_working_directory
@@ -90,6 +91,10 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     choice = _choice(resolved, options, runs)
     if choice is not None and choice.done is not None:
         return _already_done(choice.done, choice.reason, options)
+    weights = None
+    if options.evaluation is None:
+        resolved, weights = fetch_weights(resolved, choice.folder if choice is not None else None)
+        config = resolved.config
     seen = choice.driver if choice is not None and isinstance(runs, LocalRuns) else None  # a copy may be older
     with (
         _kept(config, options, choice, runs) as (folder, keeping),
@@ -103,7 +108,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         keeping.begin()
         if options.ready_fd is not None:
             tell_begun(options.ready_fd, writer.layout, choice.reason if choice else "")
-        inputs = RunInputs(prepared_by, writer.layout.inputs_dir)
+        inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights)
         return _Run(resolved, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
 
 

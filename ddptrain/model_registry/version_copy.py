@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 from ddptrain.file_ops import hash_file, publish, sha256
+from ddptrain.model_registry.model_reader import ModelReader
 from ddptrain.model_registry.records import VersionRecord
-from ddptrain.model_registry.registry import ModelRegistry
 
 
-def open_version(registry: ModelRegistry, record: VersionRecord) -> Path:
+def open_version(registry: ModelReader, record: VersionRecord) -> Path:
     """Return the folder of a version after a comparison of all files with its record.
 
     A version in an object store is copied into the user's cache once.
@@ -35,7 +35,7 @@ def open_version(registry: ModelRegistry, record: VersionRecord) -> Path:
     return copy
 
 
-def _copy_folder(registry: ModelRegistry, record: VersionRecord) -> Path:
+def _copy_folder(registry: ModelReader, record: VersionRecord) -> Path:
     from platformdirs import user_cache_path
 
     slug = re.sub(r"[^A-Za-z0-9]+", "-", registry.where)[-40:].strip("-")

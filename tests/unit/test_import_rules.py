@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "clusters": {"worker"},
     "driver": {
         "clusters",
+        "model_registry",  # weights of a model that a run starts from
         "results",
         "storage",
         "tracking",

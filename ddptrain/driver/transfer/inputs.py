@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
 from ddptrain.file_ops import hash_file
+from ddptrain.protocol.starting_weights import FILE as WEIGHTS
 from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.errors import naming
 from ddptrain.results.run_files import make_folder, write_file
 
 if TYPE_CHECKING:
+    from ddptrain.driver.transfer.starting_weights import FetchedWeights
     from ddptrain.driver.worker_group.rank_place import RankPlace
     from ddptrain.driver.worker_group.worker_group import WorkerGroup
 
@@ -31,14 +33,18 @@ class RunInputs:
     killed at any time.
     """
 
-    def __init__(self, target: str, folder: Path) -> None:
+    def __init__(self, target: str, folder: Path, weights: FetchedWeights | None = None) -> None:
+        """`weights` are put into the folder before the function is called."""
         self._target = target
         self._folder = folder
+        self._weights = weights
         self._process: subprocess.Popen[str] | None = None
         self._files: tuple[str, ...] = ()
 
     def begin(self, params: Mapping[str, object], environ: Mapping[str, str]) -> None:
-        """Starts preparing, in the background. Raises ResultsError."""
+        """Starts preparing, in the background. Raises ResultsError; UsageError if the weights have changed."""
+        if self._weights is not None:
+            self._weights.put(self._folder)
         if not self._target:
             return
         make_folder(self._folder)
@@ -64,6 +70,8 @@ class RunInputs:
         Raises the error of the function: UsageError, ClusterError or another DdptrainError; RuntimeError for a bug.
         """
         if self._process is None:
+            if not self._files and (self._folder / WEIGHTS).exists():
+                self._write_contents()
             return
         assert self._process.stdout is not None
         done = False

@@ -67,7 +67,8 @@ class ImagesParams(BaseModel):
     weights: FilledText | None = Field(
         None,
         description="Weights to begin with: DEFAULT or another name that torchvision has for the architecture, "
-        "or a path or URL of safetensors or a state dict; null begins at random.",
+        "a path or URL of safetensors or a state dict, or a model of the registry, as model:dogs@champion; null "
+        "begins at random.",
     )
     label_map: FilledText | None = Field(
         None,

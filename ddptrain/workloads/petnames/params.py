@@ -44,6 +44,13 @@ class PetnamesParams(BaseModel):
     dropout: float = Field(0.1, ge=0.0, lt=1.0, description="Dropout between LSTM layers.")
     output_dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Dropout after the last LSTM layer.")
 
+    weights: str | None = Field(
+        None,
+        pattern=r"^model:.+$",
+        description="Weights to begin with: a model of the registry with the same architecture, as "
+        "model:petnames@champion; null begins at random.",
+    )
+
     epochs: int = Field(25, ge=1, description="Times that all ranks together see every row.")
     batch_size: int = Field(
         16384, ge=1, description="Most rows of a rank in a step: windows, or names with context: full."

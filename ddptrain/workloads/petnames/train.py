@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddptrain.config.wording import counted
+from ddptrain.errors import UsageError
+from ddptrain.protocol.starting_weights import weights_in
 from ddptrain.workloads.petnames.data import Rows, make_rows, plan_epoch
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
 from ddptrain.workloads.petnames.names import Split, chosen_names, split_names
@@ -41,6 +44,8 @@ def train(ctx: RankContext, **params: Any) -> None:
     torch.manual_seed(settings.seed)
     config = ModelConfig.of(settings)
     model = CharacterModel(config).to(ctx.device)
+    if settings.weights is not None:
+        _begin_with_weights(ctx, model, settings.weights)
     optimizer = AdamW(model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
     ddp = _distributed(ctx, model, rows)
     resumed = ctx.resume(model=model, optimizer=optimizer)
@@ -225,6 +230,23 @@ def _distributed(ctx: RankContext, model: CharacterModel, rows: Rows) -> Distrib
     (0.0 * summed_nll(ddp(inputs), targets)).backward()
     ddp.zero_grad(set_to_none=True)
     return ddp
+
+
+def _begin_with_weights(ctx: RankContext, model: CharacterModel, weights: str) -> None:
+    """Loads the weights of a model of the registry. Raises UsageError if they are of another architecture."""
+    path = weights_in(ctx.inputs)
+    state = load_file(path, device=str(ctx.device))
+    own = model.state_dict()
+    wrong = [name for name in own.keys() | state.keys() if name not in own or name not in state]
+    wrong += [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
+    if wrong:
+        raise UsageError(
+            f"params.weights: {weights} is of another architecture ({', '.join(sorted(wrong)[:3])} differ): set input, "
+            "embedding_size, hidden_size and layers as they were in its training, or weights: null"
+        )
+    model.load_state_dict(state)
+    if ctx.rank == 0:
+        print(f"weights: {weights}", flush=True)
 
 
 def _rows(ctx: RankContext, settings: PetnamesParams, names: Sequence[str]) -> Rows:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddptrain.config.wording import shorten
 from ddptrain.file_ops import sha256
+from ddptrain.protocol.starting_weights import StartingWeights, names_model, weights_in
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.download import DownloadFailed, Progress, ServerUnreachable, fetch_file
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe, outline, wrong_size
@@ -93,15 +94,26 @@ def begin_with_weights(
         settings.weights,
         lambda done, total: ctx.progress(done, total, unit="MB"),
         lambda line: print(line, flush=True),
+        ctx.inputs,
     )
     keep_head = settings.label_map is not None
     # Torchvision's weights have other classes even if their number is equal; a user's own weights may have the same.
-    new_head = not keep_head and is_weights_name(settings.weights)
+    other_classes = is_weights_name(settings.weights) or _has_other_classes(settings, model_config, ctx.inputs)
+    new_head = not keep_head and other_classes
     fitting, others = fit(model, read(path), model_config, str(path), keep_head=keep_head, new_head=new_head)
     model.load_state_dict(with_module_versions(model, fitting), strict=False)
     if ctx.rank == 0:
-        print(f"weights: {path}{_replaced(others, model_config['n_outputs'])}", flush=True)
+        source = settings.weights if names_model(settings.weights) else path
+        print(f"weights: {source}{_replaced(others, model_config['n_outputs'])}", flush=True)
         _tell_size(settings, settings.weights)
+
+
+def _has_other_classes(settings: ImagesParams, model_config: Mapping[str, Any], inputs: Path | None) -> bool:
+    """Whether the weights are of a model of the registry that was trained on other classes."""
+    if inputs is None or not names_model(settings.weights):
+        return False
+    known = StartingWeights.read(inputs)
+    return known is not None and bool(known.classes) and list(known.classes) != list(model_config["classes"])
 
 
 def _replaced(others: int | None, n_outputs: int) -> str:
@@ -121,8 +133,19 @@ def _tell_size(settings: ImagesParams, weights: str) -> None:
         print(text, flush=True)
 
 
-def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell: Callable[[str], None]) -> Path:
-    """The local file with the weights, downloaded if needed. Raises: BadWeights, WeightsNotReached."""
+def weights_file(
+    settings: ImagesParams,
+    weights: str,
+    progress: Progress,
+    tell: Callable[[str], None],
+    inputs: Path | None = None,
+) -> Path:
+    """The local file with the weights, downloaded if needed; those of a model of the registry are in `inputs`.
+
+    Raises: BadWeights, WeightsNotReached; UsageError if the weights of a model are missing.
+    """
+    if names_model(weights):
+        return weights_in(inputs)
     if not is_weights_url(weights) and not is_weights_name(weights):
         return weights_path(weights)
     url = find_pretrained(settings.architecture, weights).url if is_weights_name(weights) else weights
@@ -148,7 +171,11 @@ def weights_file(settings: ImagesParams, weights: str, progress: Progress, tell:
 
 
 def check_weights_fit(
-    settings: ImagesParams, classes: Sequence[str], labels: Labels | None, tell: Callable[[str], None]
+    settings: ImagesParams,
+    classes: Sequence[str],
+    labels: Labels | None,
+    tell: Callable[[str], None],
+    inputs: Path | None = None,
 ) -> None:
     """Checks that params.weights, a path or a URL, fits the model; passes if this host can't reach the URL.
 
@@ -158,7 +185,7 @@ def check_weights_fit(
     """
     weights = str(settings.weights)
     try:
-        path = weights_file(settings, weights, _DownloadReport(hide_credentials(weights), tell).progress, tell)
+        path = weights_file(settings, weights, _DownloadReport(hide_credentials(weights), tell).progress, tell, inputs)
     except WeightsNotReached as error:
         tell(f"{error} (the run starts nevertheless, because its ranks may be able to fetch them)")
         return
@@ -166,7 +193,7 @@ def check_weights_fit(
         source = shorten(hide_credentials(weights), 300)
         state = _fetched(path, source)
     else:
-        source = shorten(str(path.absolute()), 300)
+        source = weights if names_model(weights) else shorten(str(path.absolute()), 300)
         state = read(path, source, lazily=True)
     names = None if labels is None else labels.names
     model_config = describe(settings.architecture, settings.image_size, classes, output_names=names)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
+from ddptrain.protocol.starting_weights import names_model
 from ddptrain.storage.remote_folder import is_url
 from ddptrain.storage.store import fetch
 from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
@@ -43,8 +44,10 @@ def is_weights_url(weights: str) -> bool:
 
 def check_weights(params: ImagesParams) -> None:
     """Checks the weights file if params.weights is a path. Raises BadWeights."""
-    if params.weights is not None and not is_weights_url(params.weights) and not is_weights_name(params.weights):
-        weights_path(params.weights)
+    weights = params.weights
+    if weights is None or is_weights_url(weights) or is_weights_name(weights) or names_model(weights):
+        return
+    weights_path(weights)
 
 
 def weights_path(weights: str) -> Path:

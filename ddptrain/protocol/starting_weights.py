@@ -1,0 +1,74 @@
+"""Weights of a model of the registry that a run starts from: the driver puts them into the inputs of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ddptrain.errors import UsageError
+from ddptrain.file_ops import write_atomic
+from ddptrain.protocol.typed_json import decode_json_data
+
+PARAM = "weights"  # of the built-in workloads
+PREFIX = "model:"  # of the value of the param: model:dogs@champion
+FILE = "weights.safetensors"
+_RECORD = "weights.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StartingWeights:
+    """The version whose weights are in FILE, the hash of the file, and the classes that it was trained on, if known."""
+
+    model: str
+    version: int
+    sha256: str
+    classes: tuple[str, ...] = ()
+
+    @property
+    def reference(self) -> str:
+        """The value of the param that names this version."""
+        return f"{PREFIX}{self.model}@{self.version}"
+
+    def write(self, folder: Path) -> None:
+        """Write the record into a folder. Raises OSError."""
+        write_atomic(folder / _RECORD, (json.dumps(asdict(self)) + "\n").encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Read the record of a folder; None if there is none, or it is damaged."""
+        try:
+            found: Self = decode_json_data(cls, json.loads((folder / _RECORD).read_bytes()))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return found
+
+
+def names_model(weights: object) -> bool:
+    """Return whether the value of a param names a model of the registry."""
+    return isinstance(weights, str) and weights.startswith(PREFIX)
+
+
+def weights_in(inputs: Path | None) -> Path:
+    """Return the file with the weights in the inputs of a run. Raises UsageError if the driver has put none there."""
+    if inputs is None or not (inputs / FILE).is_file():
+        raise UsageError(
+            f"params.{PARAM}: the weights of the model are missing in the run's inputs: start the run with "
+            "`ddptrain train`, which fetches them"
+        )
+    return inputs / FILE
+
+
+def same_model(before: object, now: object) -> bool:
+    """Return whether `now` names the model, by an alias, whose version a run has recorded as `before`."""
+    if not (isinstance(before, str) and isinstance(now, str) and names_model(before) and names_model(now)):
+        return False
+    model, _, which = now.partition("@")
+    return not which.isdecimal() and before.partition("@")[0] == model
+
+
+def with_weights(params: Mapping[str, Any], reference: str) -> dict[str, Any]:
+    """Return the params with other weights."""
+    return {**params, PARAM: reference}
