@@ -62,11 +62,12 @@ def weights_in(inputs: Path | None) -> Path:
 
 
 def same_model(before: object, now: object) -> bool:
-    """Return whether `now` names the model, by an alias, whose version a run has recorded as `before`."""
+    """Return whether `now` names, by an alias, the model of which a run has recorded a version as `before`."""
     if not (isinstance(before, str) and isinstance(now, str) and names_model(before) and names_model(now)):
         return False
-    model, _, which = now.partition("@")
-    return not which.isdecimal() and before.partition("@")[0] == model
+    model, _, number = before.partition("@")
+    other, _, alias = now.partition("@")
+    return model == other and number.isdecimal() and not alias.isdecimal()
 
 
 def with_weights(params: Mapping[str, Any], reference: str) -> dict[str, Any]:

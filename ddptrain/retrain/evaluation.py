@@ -26,7 +26,7 @@ from ddptrain.errors import DdptrainError, HangDetected, Interrupted, TrainingFa
 from ddptrain.model_registry.model_reader import RECORD
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, verify
-from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.layout import BEST, RunLayout, new_run_id
 from ddptrain.results.lookup import find_checkpoint, list_runs, load_run, moment
 from ddptrain.results.run_files import make_folder
@@ -216,22 +216,26 @@ def _checkpoint(target: EvaluationTarget, resolved: ResolvedConfig) -> VerifiedC
 def _runs_folder(place: str) -> Iterator[Path]:
     """Yield the folder for the run directories of evaluations; it is removed if nothing is kept in it.
 
-    Of evaluations that have failed the newest run directories are kept.
+    Of evaluations that have failed the newest run directories are kept. Raises ResultsError.
     """
     if is_url(place):
         folder = Path(tempfile.mkdtemp(prefix="ddptrain-evaluation-"))
+        is_new = False
     else:
         folder = Path(os.path.abspath(os.path.expanduser(place)), FOLDER)
+        is_new = not folder.parent.exists()
+        with naming(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
         make_folder(folder)
-        for view in [view for view in list_runs(folder) if view.duration_s is not None and not view.is_running][
-            _MOST_KEPT:
-        ]:
+        for view in [view for view in list_runs(folder) if not view.is_running][_MOST_KEPT:]:
             shutil.rmtree(view.layout.root, ignore_errors=True)
     try:
         yield folder
     finally:
         with suppress(OSError):  # it has the run directory of an evaluation that failed, or of one that is running
             folder.rmdir()
+            if is_new:
+                folder.parent.rmdir()
 
 
 def _has_logs_of_failure(layout: RunLayout) -> bool:

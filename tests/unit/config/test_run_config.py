@@ -32,6 +32,16 @@ def test_every_field_has_a_one_line_description() -> None:
             assert "\n" not in field.description
 
 
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [("images", "images has its own evaluation"), ({"script": "train.py"}, "the workload is a script")],
+)
+def test_evaluate_is_for_functions(workload: Any, message: str) -> None:
+    assert RunConfig(workload="mine:main", evaluate="mine:score").evaluate == "mine:score"
+    with pytest.raises(ValidationError, match=message):
+        RunConfig(workload=workload, evaluate="mine:score")
+
+
 def test_a_workload_is_all_that_a_run_needs() -> None:
     config = RunConfig(workload="petnames")
     assert config.name == "petnames"

@@ -53,6 +53,13 @@ def test_auto_says_what_had_failed(tmp_path: Path) -> None:
     assert auto(tmp_path)[1] == "going on with run one, which failed (killed by SIGKILL)"
 
 
+def test_alias_of_the_starting_weights_stands_for_the_version_that_a_run_began_with(tmp_path: Path) -> None:
+    ended(tmp_path, "one", RunStatus.FAILED, config(weights="model:dogs@3"))
+    assert auto(tmp_path, config(weights="model:dogs@champion"))[0] == "one"
+    assert auto(tmp_path, config(weights="model:dogs@4"))[0] is None
+    assert auto(tmp_path, config(weights="model:cats@champion"))[0] is None
+
+
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi")
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -110,6 +111,17 @@ def test_plain_keeps_its_own_words_to_stderr(tmp_path: Path) -> None:
     shown.close()
     assert shown.out == ""
     assert shown.err == "ddptrain: starting 2 ranks\nddptrain: one\nddptrain: two\n"
+
+
+def test_json_objects_of_a_stage_have_its_name(tmp_path: Path) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    (tmp_path / "rank-0.log").write_bytes(b"one\n")
+    with open_display("json", tmp_path, 1, "run-1", stdout=out, stderr=err, environ={}, stage="evaluate") as display:
+        display.notice("begun")
+        display.close(last_event={"event": "run_finished"})
+    found = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert {each["event"] for each in found} == {"notice", "log", "run_finished"}
+    assert all(each["stage"] == "evaluate" for each in found)
 
 
 def test_forced_colours_mark_ranks_in_a_pipe(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""The table of `ddptrain evaluate`, and the configuration that it takes from a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddptrain.cli import evaluate as command
+from ddptrain.config.load import load_mapping
+from ddptrain.errors import ConfigError, UsageError
+from ddptrain.retrain.evaluation import Evaluation
+
+FOUND = Evaluation(
+    scores={"new": {"val/loss": 2.123456789, "val/accuracy": float("nan")}, "old": {"val/loss": 3.0}},
+    held_out="0123456789abcdef0123",
+    n=1234,
+    noun="names",
+    failures={"broken": "it is damaged"},
+)
+
+
+def test_table_has_a_column_for_each_target_and_a_dash_for_no_score() -> None:
+    assert command._table(FOUND, ["new", "old", "broken"]) == [
+        "METRIC        new      old  broken\nval/accuracy  nan      -    -\nval/loss      2.12346  3    -",
+        "on 1,234 names, SHA-256 0123456789abcdef...",
+    ]
+
+
+def test_json_has_the_reasons_and_the_data() -> None:
+    found = command._as_dict(FOUND, "https://user:secret@host/names.txt")
+    assert found["failures"] == {"broken": "it is damaged"}
+    assert found["held_out"] == {"sha256": "0123456789abcdef0123", "n": 1234}
+    assert "secret" not in found["data"]
+
+
+def test_configuration_of_a_run_is_read_without_the_values_that_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = load_mapping(
+        {"workload": "petnames", "params": {"hidden_size": 8}, "env": {"API_KEY": "s3cret-value", "MODE": "fast"}},
+        tmp_path,
+    )
+    (tmp_path / "config.yaml").write_text(written.yaml_text)
+    found = command._configuration(tmp_path, ["params.layers=2"], {"cluster.ranks=3": "--ranks 3"}).config
+    assert found.params["hidden_size"] == 8 and found.params["layers"] == 2
+    assert found.cluster.ranks == 3 and found.env == {"MODE": "fast"}
+    assert "does not contain the secrets env.API_KEY" in capsys.readouterr().err
+
+
+def test_run_without_a_usable_configuration_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="can't read the configuration"):
+        command._configuration(tmp_path, [], {})
+    (tmp_path / "config.yaml").write_text("- 1\n")
+    with pytest.raises(UsageError, match="is no configuration of a run"):
+        command._configuration(tmp_path, [], {})
+    (tmp_path / "config.yaml").write_text("workload: petnames\n")
+    with pytest.raises(ConfigError, match="--ranks 0"):
+        command._configuration(tmp_path, [], {"cluster.ranks=0": "--ranks 0"})

@@ -1,0 +1,126 @@
+"""Exported models are loaded again, and give the same scores for batches of several sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ddptrain.errors import UsageError
+from ddptrain.file_ops import hash_file
+from ddptrain.workloads import export
+from ddptrain.workloads.export import export_model, exported
+from tests.unit.workloads.images_runs import description, make_run, model_of_colours
+from tests.unit.workloads.test_petnames_generate import save_checkpoint, untrained
+
+SOURCE = {"model": "pets", "version": 3}
+BATCHES = (1, 5)
+
+
+def petnames(folder: Path, context: str) -> Path:
+    folder.mkdir()
+    (folder / "run.json").write_text('{"workload": "petnames"}')
+    save_checkpoint(folder, untrained(context))
+    return folder
+
+
+def images(folder: Path) -> Path:
+    return make_run(folder, description(), (1, 0.5, model_of_colours(description())))
+
+
+def loaded_torch_export(folder: Path) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.export.load(folder / "model.pt2").module()
+
+
+def loaded_onnx(folder: Path) -> Callable[[torch.Tensor], torch.Tensor]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    name = json.loads((folder / "model.json").read_text())["input"]["name"]
+    return lambda batch: torch.from_numpy(np.asarray(session.run(None, {name: batch.numpy()})[0]))
+
+
+LOADERS = {"torch-export": loaded_torch_export, "onnx": loaded_onnx}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("images", "torch-export"), ("images", "onnx"), ("window", "onnx"), ("full", "torch-export")],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's and onnx' own
+def test_exported_model_gives_the_scores_of_the_model(kind: str, form: str, tmp_path: Path) -> None:
+    workload = "images" if kind == "images" else "petnames"
+    run = images(tmp_path / "run") if kind == "images" else petnames(tmp_path / "run", kind)
+    target = tmp_path / "new" / "out"
+    assert export_model(run, workload, target, form, SOURCE) == sorted(
+        ["README.md", "model.json", export.FORMATS[form]]
+    )
+    call = LOADERS[form](target)
+    original = exported(run, workload)
+    assert original.module is not None and original.example is not None
+    for size in BATCHES:
+        torch.manual_seed(size)
+        batch = torch.randint(0, 31, (size, *original.example.shape[1:]), dtype=torch.uint8)
+        with torch.no_grad():
+            assert torch.allclose(call(batch), original.module(batch), atol=1e-4)
+    about = json.loads((target / "model.json").read_text())
+    assert about["input"]["shape"][1:] == list(original.example.shape[1:]) and about["model"] == "pets"
+    name = export.FORMATS[form]
+    assert about["files"][name]["sha256"] == hash_file(target / name)[1]
+    assert about["input"]["name"] in (target / "README.md").read_text()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
+
+
+def test_weights_are_exported_with_what_they_need(tmp_path: Path) -> None:
+    export_model(images(tmp_path / "run"), "images", tmp_path / "out", "safetensors", SOURCE)
+    about = json.loads((tmp_path / "out" / "model.json").read_text())
+    assert about["outputs"] == ["blue", "green", "red"] and about["architecture"]["name"] == "small_cnn"
+    assert about["preprocessing"]["normalisation"]["mean"] == [0.5, 0.5, 0.5]
+    assert about["input"]["dtype"] == "float32"
+    own = load_file(next((tmp_path / "run" / "checkpoints").glob("step-*")) / "model.safetensors")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == own.keys()
+
+
+def test_model_of_a_function_is_exported_as_weights_only(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
+    checkpoint.mkdir(parents=True)
+    save_file({"weight": torch.zeros(2, 3)}, checkpoint / "model.safetensors")
+    (checkpoint.parent / "best").write_text("step-1\n")
+    export_model(tmp_path / "run", "mine:main", tmp_path / "out", "safetensors", {"model": "mine"})
+    assert json.loads((tmp_path / "out" / "model.json").read_text())["tensors"] == {"weight": [2, 3]}
+    with pytest.raises(UsageError, match="can be exported as safetensors only, not as onnx"):
+        export_model(tmp_path / "run", "mine:main", tmp_path / "out2", "onnx", {})
+    assert not (tmp_path / "out2").exists()
+
+
+def test_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    run = images(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError, match="exists already"):
+        export_model(run, "images", tmp_path / "out", "safetensors", SOURCE)
+    with pytest.raises(UsageError, match="choose safetensors, torch-export, onnx"):
+        export_model(run, "images", tmp_path / "new", "gguf", SOURCE)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_nothing_is_left_if_an_export_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = images(tmp_path / "run")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "_describe", fail)
+    with pytest.raises(UsageError, match=r"can't write the model to .*: No space left on device"):
+        export_model(run, "images", tmp_path / "out", "safetensors", SOURCE)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"needs onnx and onnxscript: pip install 'ddptrain\[onnx\]'"):
+        export._require_onnx()

@@ -1,0 +1,137 @@
+"""The data of an evaluation: what a run held out, or another source; their digest; classes that models share."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.errors import UsageError
+from ddptrain.workloads.held_out import FILE
+from ddptrain.workloads.images.data import held_out as images
+from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.evaluate_checkpoint import class_outputs, comparable_classes
+from ddptrain.workloads.images.model.saved_classifier import SavedConfig
+from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.petnames import held_out as names
+from tests.unit.workloads.images_runs import description, picture
+
+MANIFEST = Manifest(
+    url="/pets",
+    classes=("cat", "dog", "pug"),
+    keys=("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png", "pug/1.png", "pug/2.png"),
+    labels=(0, 0, 1, 1, 2, 2),
+    sizes=(10, 11, 12, 13, 14, 15),
+    versions=("a", "b", "c", "d", "e", "f"),
+    train=(0, 2, 4),
+    val=(1, 3, 5),
+)
+
+
+def run_with_names(folder: Path, held_out: Any) -> Path:
+    (folder / "artifacts").mkdir(parents=True)
+    (folder / "artifacts" / "names.json").write_text(json.dumps({"train": ["bella"], "held_out": held_out}))
+    return folder
+
+
+def prepared(module: Any, folder: Path, **request: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    module.prepare({"params": {}, "run": "", "data": None, **request}, folder, lambda _: None)
+    told: dict[str, Any] = json.loads((folder / FILE).read_bytes())
+    return told
+
+
+# --- Names ---
+
+
+def test_names_that_a_run_held_out_are_used_whatever_their_order(tmp_path: Path) -> None:
+    told = prepared(names, tmp_path / "a", run=str(run_with_names(tmp_path / "run", ["rex", "luna"])))
+    again = prepared(names, tmp_path / "b", run=str(run_with_names(tmp_path / "other", ["luna", "rex"])))
+    assert told == again and (told["n"], told["noun"]) == (2, "names")
+    assert names.read_names(tmp_path / "a") == ["luna", "rex"]
+    changed = prepared(names, tmp_path / "c", run=str(run_with_names(tmp_path / "third", ["luna", "max"])))
+    assert changed["digest"] != told["digest"]
+
+
+def test_names_of_another_source_are_all_used(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("Rex\nLuna\nRex\n")
+    told = prepared(names, tmp_path / "a", data=str(tmp_path / "own.txt"), params={"names_format": "csv"})
+    assert told["n"] == 2 and names.read_names(tmp_path / "a") == ["luna", "rex"]
+
+
+@pytest.mark.parametrize(
+    ("held_out", "message"), [([], "held out no names"), ("rex", "held out no names"), ([3], "held out no names")]
+)
+def test_run_without_held_out_names_is_an_error(held_out: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{message}.*--data"):
+        names.held_out_names(run_with_names(tmp_path / "run", held_out))
+
+
+def test_run_without_a_list_of_names_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"can't read the names.*--data"):
+        names.held_out_names(tmp_path)
+
+
+# --- Images ---
+
+
+def test_images_that_a_run_held_out_are_described_by_name_class_size_and_version() -> None:
+    told = images.described(MANIFEST)
+    assert (told.n, told.noun) == (3, "images")
+    other_training = dataclasses.replace(MANIFEST, train=(0,))
+    assert images.described(other_training) == told
+    for change in ({"versions": ("a", "X", "c", "d", "e", "f")}, {"val": (1, 3)}, {"url": "/other"}):
+        assert images.described(dataclasses.replace(MANIFEST, **change)).digest != told.digest
+
+
+def test_manifest_of_an_evaluation_only_validates() -> None:
+    whole = images.evaluated_only(MANIFEST)
+    assert (whole.train, whole.val) == ((), (1, 3, 5))
+    assert images.evaluated_only(MANIFEST, ["cat", "pug"]).val == (1, 5)
+    assert images.evaluated_only(dataclasses.replace(MANIFEST, val=())).val == (0, 2, 4)
+
+
+def test_other_folder_is_used_as_a_whole_whatever_the_params_select(tmp_path: Path) -> None:
+    for name, count in (("blue", 3), ("red", 2)):
+        (tmp_path / "own" / name).mkdir(parents=True)
+        for number in range(count):
+            (tmp_path / "own" / name / f"{number}.png").write_bytes(picture(name))
+    params = {"subset": 1, "train_pct": 0.5, "downsample_to": 0.5}
+    told = prepared(images, tmp_path / "a", data=str(tmp_path / "own"), params=params)
+    assert told["n"] == 5
+    manifest = images.evaluated_only(Manifest.read(tmp_path / "a"))
+    assert manifest.train == () and len(manifest.val) == 5
+    settings = images.evaluated_params(ImagesParams(source="/elsewhere"), str(tmp_path / "own"))
+    assert manifest.location(settings).url == str(tmp_path / "own")
+
+
+def test_run_without_held_out_images_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--data"):
+        images.held_out_images(tmp_path)
+    (tmp_path / "inputs").mkdir()
+    dataclasses.replace(MANIFEST, val=()).write(tmp_path / "inputs")
+    with pytest.raises(UsageError, match=r"held out no images \(params.train_pct\).*--data"):
+        images.held_out_images(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        ([["cat", "dog", "pug"]], ["cat", "dog", "pug"]),
+        ([["cat", "dog", "pug"], ["dog", "cat"]], ["cat", "dog"]),
+        ([["cat", "dog", "pug"], ["dog", "cat", "pug", "bird"]], ["cat", "dog", "pug"]),
+        ([["cat", "dog", "pug"], ["bird", "fish"]], ["cat", "dog", "pug"]),  # the second one cannot be scored
+        ([["bird", "fish"]], ["cat", "dog", "pug"]),
+        ([], ["cat", "dog", "pug"]),
+    ],
+)
+def test_classes_that_all_models_know_are_compared(models: list[list[str]], expected: list[str]) -> None:
+    assert comparable_classes(("cat", "dog", "pug"), models) == expected
+
+
+def test_each_class_has_the_output_that_the_model_gave_it() -> None:
+    config = SavedConfig.restored(description(outputs=[2, 0, 1]))
+    assert class_outputs(["red", "pug", "blue"], config) == [1, 0, 2]
