@@ -11,14 +11,17 @@ from ddptrain.cli.options import (
     AllRanksOption,
     ClusterOption,
     FullTracebackOption,
+    JunitOption,
     OutputMode,
     OutputOption,
     RanksOption,
+    ReportOption,
     RunsDirOption,
     VerboseOption,
     checked,
     field_options,
 )
+from ddptrain.cli.train import reporting_of
 
 
 def retrain(
@@ -57,6 +60,8 @@ def retrain(
     all_ranks: AllRanksOption = False,
     verbose: VerboseOption = False,
     output: OutputOption = OutputMode.AUTO,
+    report: ReportOption = None,
+    junit: JunitOption = None,
 ) -> None:
     """Train a model anew, and make the result the champion if it is better.
 
@@ -71,12 +76,21 @@ def retrain(
     options = field_options(ranks, cluster, runs_dir)
     if models_dir is not None:
         options[f"models.dir={json.dumps(models_dir)}"] = f"--models-dir {models_dir}"
-    resolved = checked(partial(load_config, config), overrides or [], options)
-    from ddptrain.retrain.retraining import retrain as run
-    from ddptrain.retrain.start import RetrainOptions
-    from ddptrain.schedule.times import resolve_slot
+    with reporting_of(config, report, junit) as reporting:
+        resolved = checked(partial(load_config, config), overrides or [], options)
+        from ddptrain.retrain.retraining import retrain as run
+        from ddptrain.retrain.start import RetrainOptions
+        from ddptrain.schedule.times import resolve_slot
 
-    chosen = RetrainOptions(
-        force, resolve_slot(slot), dry_run, output.value, promote_anyway.strip(), full_traceback, all_ranks
-    )
-    raise typer.Exit(run(resolved, chosen))
+        reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
+        chosen = RetrainOptions(
+            force,
+            resolve_slot(slot),
+            dry_run,
+            output.value,
+            promote_anyway.strip(),
+            full_traceback,
+            all_ranks,
+            reporting,
+        )
+        raise typer.Exit(run(resolved, chosen))

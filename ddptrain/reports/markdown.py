@@ -16,8 +16,8 @@ from ddptrain.reports.report import CANDIDATE, CHAMPION, RunReport
 from ddptrain.reports.source_line import SourceLine
 from ddptrain.results.lookup import RunView
 from ddptrain.results.show.curves import Plot, whole_plot
-from ddptrain.results.show.render import duration
 from ddptrain.results.tracker_records import run_argument, tracker_outputs
+from ddptrain.text_tables import duration
 
 COMMENT_CHARACTERS = 65_536  # the longest comment that GitHub takes
 _TRACEBACK_CHARACTERS = 8_000

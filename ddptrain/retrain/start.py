@@ -14,6 +14,7 @@ from ddptrain.errors import Interrupted
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry, user_name
 from ddptrain.notify.heartbeat import Heartbeat
+from ddptrain.reports.destinations import Reporting
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_store import NeededFiles
@@ -43,6 +44,7 @@ class RetrainOptions:
     promote_anyway: str = ""
     full_traceback: bool = False
     all_ranks: bool = False
+    reporting: Reporting | None = None
 
 
 @dataclass(frozen=True, slots=True)
