@@ -204,10 +204,11 @@ def _new_version(report: RetrainReport) -> str:
 
 
 def _facts(report: RetrainReport) -> list[tuple[str, str]]:
-    """Names and values, without those that are not known."""
+    """Names and values, without those that are not known, or that say only that all is well."""
+    reason = "" if report.status == "promoted" else shorten(report.reason, _REASON_CHARS)
     facts = [
-        ("root cause" if report.event == "failed" else "reason", shorten(report.reason, _REASON_CHARS)),
-        ("exit code", "" if report.exit_code is None else str(report.exit_code)),
+        ("root cause" if report.event == "failed" else "reason", reason),
+        ("exit code", str(report.exit_code) if report.exit_code else ""),
         ("run", report.run_id),
         ("duration", "" if report.duration_s is None else duration(report.duration_s)),
         ("host", report.host),

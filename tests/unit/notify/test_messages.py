@@ -302,6 +302,11 @@ def test_texts_of_other_people_stay_on_their_line() -> None:
     assert [line for line in markdown(told).splitlines() if line.startswith("- root cause: `")]
 
 
+def test_success_has_neither_reason_nor_exit_code() -> None:
+    text = plain_text(report("promoted", version=1, reason="it is better", exit_code=0, host="vm"))
+    assert text.splitlines()[2:4] == ["Retraining", "  host  vm"]
+
+
 def test_many_metrics_are_cut() -> None:
     told = report("rejected", scores={"candidate": {f"metric{number:03d}": 1.0 for number in range(100)}})
     assert "metric019" in plain_text(told)
