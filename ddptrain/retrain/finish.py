@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ddptrain.errors import DdptrainError, one_line
@@ -16,6 +17,8 @@ from ddptrain.retrain.start import End, Start
 
 _KEPT_LISTINGS = 50
 _TRAINED = (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)
+_TOLD_ONCE = (RetrainStatus.FAILED, RetrainStatus.REJECTED)
+_TO_BE_CONTINUED = (RetrainStatus.DEADLINE, RetrainStatus.INTERRUPTED)  # no failure: the next start continues
 
 
 def conclude(start: Start, end: End, duration_s: float) -> None:
@@ -36,7 +39,9 @@ def conclude(start: Start, end: End, duration_s: float) -> None:
             _write(start, _ended(replace(record, stage=Stage.CLEAN_UP), end))
     except DdptrainError as error:
         start.out.notice(f"the end of the retraining is not recorded: {one_line(error)}", level="warning")
-    for problem in start.heartbeat.end(end.exit_code, f"{end.status}: {end.reason}"):
+    text = f"{end.status}: {end.reason}"
+    told = start.heartbeat.log(text) if end.status in _TO_BE_CONTINUED else start.heartbeat.end(end.exit_code, text)
+    for problem in told:
         start.out.notice(problem, level="warning")
 
 
@@ -71,14 +76,14 @@ def _notify(start: Start, record: RetrainRecord, end: End, duration_s: float) ->
 def _earlier_states(start: Start, record: RetrainRecord) -> list[str]:
     """The statuses before this one, oldest first, and "late" where users were told so.
 
-    A status whose message nobody got is left out, so that it is told again.
+    A failure whose message nobody got is left out, so that it is told again.
     """
     on = start.resolved.config.notify.on
     states: list[str] = []
     for each in reversed(start.earlier):
         if each.number == record.number:
             continue
-        if each.status not in on or each.status in each.told:
+        if each.status not in _TOLD_ONCE or each.status not in on or each.status in each.told:
             states.append(each.status)
         states += ["late"] if "late" in each.told else []
     return states + (["late"] if "late" in record.told else [])
@@ -95,7 +100,7 @@ def _report(start: Start, record: RetrainRecord, end: End, event: str, duration_
         gate=[each.reason for each in record.gate],
         difference=record.difference,
         version=record.version,
-        champion=record.champion,
+        champion=record.champion if start.is_done(Stage.EVALUATE) else _champion(start),
         run_id=record.run_id,
         duration_s=duration_s,
         exit_code=int(end.exit_code),
@@ -105,6 +110,13 @@ def _report(start: Start, record: RetrainRecord, end: End, event: str, duration_
         runs_dir=config.results.dir,
         models_dir=config.models.dir,
     )
+
+
+def _champion(start: Start) -> int | None:
+    """The champion of a model that was not evaluated; None also if the registry cannot be read."""
+    with suppress(DdptrainError):
+        return start.champion()
+    return None
 
 
 def _clean_up(start: Start) -> None:

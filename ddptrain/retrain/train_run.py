@@ -77,9 +77,9 @@ def _error(start: Start, code: int) -> DdptrainError:
     with suppress(DdptrainError):  # the run may not have begun, or its store is gone
         failure = start.view().record.failure
         reason = ": ".join(part for part in (failure.type, one_line(failure.message)) if part) if failure else ""
-    run = f"run {start.began.run_id}"
+    run = f"(run {start.began.run_id})"
     if code in _SIGNALLED:
-        return RunPreempted(f"{run} was stopped: {reason or 'by a signal'}")
-    error = DdptrainError(f"{run} failed: {reason or f'exit code {code}'}")
+        return RunPreempted(f"{reason or 'stopped by a signal'} {run}")
+    error = DdptrainError(f"{reason or f'exit code {code}'} {run}")
     error.exit_code = code
     return error

@@ -293,7 +293,7 @@ def test_training_that_fails_begins_anew(project: Path, run_cli: Cli) -> None:
     (project / "mine.py").write_text("def main(ctx): raise ValueError('a mistake')")
     failed = run_cli("retrain", config)
     assert failed.rc == 1
-    assert failed.stdout.splitlines()[-1].endswith("failed: ValueError: a mistake")
+    assert failed.stdout.splitlines()[-1].startswith("retrain mine failed: ValueError: a mistake (run mine-")
     again = run_cli("retrain", config)
     assert again.rc == 1
     first, second = (each.run_id for each in retrainings(project) if each.status == "failed")
