@@ -45,8 +45,12 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def charts(plot: Plot) -> list[str]:
-    """Return at most four charts as Markdown, losses first: a legend and a Mermaid block each."""
-    panels = sorted(plot.panels, key=lambda panel: "loss" not in panel.quantity)
+    """Return at most four charts as Markdown: a legend and a Mermaid block each.
+
+    They show what belongs to a data set, as val/accuracy, losses first; if there is no such metric, all metrics.
+    """
+    of_data = [panel for panel in plot.panels if "loss" in panel.quantity or any("/" in c.name for c in panel.curves)]
+    panels = sorted(of_data or plot.panels, key=lambda panel: "loss" not in panel.quantity)
     drawn = [_chart(group, plot.x_name) for panel in panels for group in _groups(panel)]
     return [text for text in drawn if text][:_MOST_CHARTS]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import DdptrainError
@@ -12,12 +12,12 @@ from ddptrain.redact import hide_credentials
 from ddptrain.reports.charts import charts, sparkline
 from ddptrain.reports.facts import Facts
 from ddptrain.reports.markdown_text import cell, code, details, fenced, link, table
-from ddptrain.reports.report import CANDIDATE, CHAMPION, RunReport
+from ddptrain.reports.report import CANDIDATE, CHAMPION, RunReport, StageReport
 from ddptrain.reports.source_line import SourceLine
 from ddptrain.results.lookup import RunView
 from ddptrain.results.show.curves import Plot, whole_plot
 from ddptrain.results.tracker_records import run_argument, tracker_outputs
-from ddptrain.text_tables import duration
+from ddptrain.text_tables import clean, duration
 
 COMMENT_CHARACTERS = 65_536  # the longest comment that GitHub takes
 _TRACEBACK_CHARACTERS = 8_000
@@ -26,7 +26,7 @@ _MOST_PROBLEMS = 20
 _MOST_OTHERS = 20
 _CURVES_BYTES = 64 << 20  # a larger metrics.jsonl takes too long to read when a run ends
 _SIGNS = {"": "✅", "warning": "⚠️", "error": "❌"}
-_STAGE_SIGNS = {"done": "✅", "failed": "❌", "skipped": "⏭️"}
+_STAGE_SIGNS = {"done": "✅", "failed": "❌"}
 _SHA = re.compile(r"[0-9a-f]{7,64}")
 
 
@@ -58,9 +58,9 @@ def _blocks(facts: Facts, environ: Mapping[str, str]) -> Iterator[str]:
     yield from _model(report)
     if report.view is not None:
         yield from _metrics(report.view)
-    if report.stages:
+    if reached := [stage for stage in report.stages if stage.status != "skipped"]:
         yield "### Stages"
-        yield _stages(report)
+        yield _stages(reached)
     if report.view is not None:
         yield f"Look further with `ddptrain results show {run_argument(report.view.layout)}`"
 
@@ -132,8 +132,7 @@ def _model(report: RunReport) -> Iterator[str]:
         yield "### Comparison"
         yield _scores(report)
     if report.gate:
-        rows = [["✅" if each.passed else "❌", cell(each.metric), cell(each.reason)] for each in report.gate]
-        yield table(("gate", "metric", "reason"), rows)
+        yield table(("", "gate"), [["✅" if each.passed else "❌", cell(each.reason)] for each in report.gate])
     if report.difference:
         yield "Training data: " + ", ".join(code(text) for text in report.difference)
 
@@ -168,7 +167,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def _stages(report: RunReport) -> str:
+def _stages(stages: Sequence[StageReport]) -> str:
     rows = [
         [
             _STAGE_SIGNS.get(stage.status, cell(stage.status)),
@@ -176,7 +175,7 @@ def _stages(report: RunReport) -> str:
             duration(stage.duration_s),
             cell(stage.detail) if stage.detail else "",
         ]
-        for stage in report.stages
+        for stage in stages
     ]
     return table(("", "stage", "time", ""), rows)
 
@@ -226,8 +225,6 @@ def _failure(facts: Facts) -> Iterator[str]:
     view, tails = facts.report.view, facts.tails
     failure = view.record.failure if view is not None else None
     if failure is not None and failure.traceback:
-        from ddptrain.text_tables import clean
-
         text = clean(hide_credentials(failure.traceback))
         if len(text) > _TRACEBACK_CHARACTERS:
             text = f"{text[:1000]}\n...\n{text[1000 - _TRACEBACK_CHARACTERS :]}"

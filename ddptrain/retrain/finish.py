@@ -7,14 +7,23 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ddptrain.errors import DdptrainError, one_line
+from ddptrain.log import Log
 from ddptrain.notify.messages import RetrainReport, compose, events_to_tell
 from ddptrain.notify.sender import send, warnings
+from ddptrain.results.remote.runs import open_runs_dir
+from ddptrain.results.run_store import NeededFiles
 from ddptrain.retrain.cleanup.clean_up import clean_up
 from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage, now
 from ddptrain.retrain.start import End, Start
 
+if TYPE_CHECKING:
+    from ddptrain.reports.report import StageReport
+    from ddptrain.results.lookup import RunView
+
+_log = Log(__name__)
 _KEPT_LISTINGS = 50
 _TRAINED = (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)
 _TOLD_ONCE = (RetrainStatus.FAILED, RetrainStatus.REJECTED)
@@ -131,3 +140,65 @@ def _clean_up(start: Start) -> None:
     for problem in report.runs.problems:
         start.out.notice(problem, level="warning")
     start.out.stage(Stage.CLEAN_UP, report.summary, **report.as_dict())
+
+
+# --- reports for CI ---
+
+
+def report_end(start: Start, end: End) -> None:
+    """Write the reports that the user or a CI service wants. Raises nothing."""
+    reporting = start.options.reporting
+    if reporting is None or not reporting.destinations.are_wanted:
+        return
+    from ddptrain.reports.report import RunReport
+
+    record = start.record or start.new_record()
+    report = RunReport(
+        name=start.resolved.config.name,
+        status=end.status,
+        exit_code=int(end.exit_code),
+        reason=end.reason,
+        view=_run_to_report(start, record.run_id),
+        model=start.settings.model,
+        version=record.version,
+        champion=record.champion,
+        scores=record.scores,
+        gate=record.gate,
+        stages=_stages(start, end),
+        difference=record.difference,
+        secrets=start.resolved.secrets,
+    )
+    reporting.ended(report)
+
+
+def _run_to_report(start: Start, run_id: str) -> RunView | None:
+    """The run with the files that a report shows, None if there is none or its store cannot be read."""
+    runs_dir = start.resolved.config.results.dir
+    try:
+        if not run_id:
+            return None
+        view = open_runs_dir(runs_dir).find(run_id, NeededFiles.METRICS)
+        return view if view.record.failure is None else open_runs_dir(runs_dir).find(run_id, NeededFiles.LOGS)
+    except (DdptrainError, OSError) as error:  # the report has the reason of the end all the same
+        _log.warning("run cannot be reported", run=run_id, error=error)
+        return None
+
+
+def _stages(start: Start, end: End) -> list[StageReport]:
+    """All stages: those of this start, those of an earlier one, and those that were not reached."""
+    from ddptrain.reports.report import StageReport
+
+    shown = {each["stage"]: each for each in start.out.stages}
+    may_fail, found = end.status == RetrainStatus.FAILED, []
+    for stage in list(Stage)[1:]:
+        if (item := shown.get(stage)) is not None:
+            status = "failed" if item.get("passed") is False else "done"
+            found.append(StageReport(stage, status, item["duration_s"], item["message"]))
+        elif stage in (Stage.NOTIFY, Stage.CLEAN_UP):
+            found.append(StageReport(stage, "skipped"))
+        elif start.is_done(stage):
+            found.append(StageReport(stage, "done", detail="by an earlier start"))
+        else:
+            found.append(StageReport(stage, "failed" if may_fail else "skipped"))
+            may_fail = False
+    return found

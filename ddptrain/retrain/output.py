@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddptrain import ci
 from ddptrain.log import Log
 from ddptrain.results.run_record import as_json_data
 from ddptrain.sanitize import sanitized
@@ -54,13 +56,13 @@ class StageOutput:
             self._write({"event": "retrain_finished", **last_event, "stages": self.stages})
         else:
             with suppress(OSError, ValueError):
-                print(sanitized(summary), flush=True)
+                print(ci.guard(os.environ)(sanitized(summary)), flush=True)
 
     def _say(self, text: str) -> None:
         lines = "".join(f"ddptrain: {sanitized(line)}\n" for line in text.splitlines())
         with suppress(OSError, ValueError, AttributeError):  # AttributeError: stderr was closed at the start
-            print(lines, end="", file=sys.stderr, flush=True)
+            print(ci.guard(os.environ)(lines), end="", file=sys.stderr, flush=True)
 
     def _write(self, fields: Mapping[str, Any]) -> None:
         with suppress(OSError, ValueError):  # nobody reads any more: the retraining continues
-            print(json.dumps(as_json_data(fields), allow_nan=False), flush=True)
+            print(ci.json_guard(os.environ)(json.dumps(as_json_data(fields), allow_nan=False)), flush=True)

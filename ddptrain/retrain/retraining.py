@@ -7,7 +7,7 @@ after a kill or a failure continues with the next stage.
 from __future__ import annotations
 
 import queue
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -26,15 +26,12 @@ from ddptrain.errors import (
 )
 from ddptrain.log import Log
 from ddptrain.notify.sender import missing_variables
-from ddptrain.reports.report import RunReport, StageReport
-from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.check_data import check_data, would
 from ddptrain.retrain.deadline import Deadline
 from ddptrain.retrain.decide import decide, outcome
 from ddptrain.retrain.fingerprint import config_digest
-from ddptrain.retrain.finish import conclude
+from ddptrain.retrain.finish import conclude, report_end
 from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage, now
 from ddptrain.retrain.start import End, RetrainOptions, Start
 from ddptrain.retrain.train_run import train_run
@@ -79,7 +76,7 @@ class Retraining:
             self.start.out.end(
                 f"retrain {self.start.settings.model} {end.status}: {end.reason}", self._last_event(end, duration_s)
             )
-            self._report(end)
+            report_end(self.start, end)
         if bug is not None:
             raise bug
         return int(end.exit_code)
@@ -163,40 +160,6 @@ class Retraining:
         if isinstance(error, DdptrainError):
             return End(RetrainStatus.FAILED, exit_code, str(error))
         return End(RetrainStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}")
-
-    def _report(self, end: End) -> None:
-        """Report the end to the files of --report and --junit, and to the CI service."""
-        start, record, reporting = self.start, self.start.record, self.start.options.reporting
-        if reporting is None or not reporting.destinations.are_wanted:
-            return
-        stages = [StageReport(each["stage"], "done", each["duration_s"], each["message"]) for each in start.out.stages]
-        report = RunReport(
-            name=start.resolved.config.name,
-            status=end.status,
-            exit_code=int(end.exit_code),
-            reason=end.reason,
-            model=start.settings.model,
-            stages=stages,
-            secrets=start.resolved.secrets,
-        )
-        if record is not None:
-            report = replace(
-                report,
-                view=self._view(record),
-                version=record.version,
-                champion=record.champion,
-                scores=record.scores,
-                gate=record.gate,
-                difference=record.difference,
-            )
-        reporting.ended(report)
-
-    def _view(self, record: RetrainRecord) -> RunView | None:
-        """The run of a retraining, as this host has it; None if it has not begun."""
-        with suppress(DdptrainError):  # a report without the run is better than none
-            folder = open_runs_dir(self.start.resolved.config.results.dir).folder / record.run_id
-            return load_run(folder) if record.run_id and folder.is_dir() else None
-        return None
 
     def _last_event(self, end: End, duration_s: float) -> dict[str, Any]:
         """The last object of `--output json`, without its stages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.display.stream import Stream
 
 VISIBLE_LINES = 30  # of ranks, after each message of ddptrain; further lines are folded
+_numbers = itertools.count(1)  # a command may show several runs
 
 
 class FoldingRenderer:
@@ -21,7 +23,6 @@ class FoldingRenderer:
     def __init__(self, renderer: messages.Renderer, stdout: Stream, service: CiService) -> None:
         self._renderer, self._stdout, self._service = renderer, stdout, service
         self._shown = 0  # lines since the last message of ddptrain
-        self._sections = 0
         self._open = ""
 
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
@@ -52,8 +53,7 @@ class FoldingRenderer:
 
     def _begin(self) -> None:
         if not self._open:
-            self._sections += 1
-            self._open = f"ddptrain_{os.getpid()}_{self._sections}"
+            self._open = f"ddptrain_{os.getpid()}_{next(_numbers)}"
             self._stdout.write_command(fold_start(self._service, "more output of the ranks", self._open))
 
     def _end(self) -> None:

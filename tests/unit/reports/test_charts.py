@@ -86,9 +86,15 @@ def test_curves_that_cannot_be_drawn_have_no_chart(points_of: tuple[list[float],
 
 
 def test_losses_come_first_and_charts_are_few() -> None:
-    names = ["accuracy", "b", "c", "d", "e", "loss"]
+    names = ["a/b", "a/c", "a/d", "a/e", "accuracy", "loss"]
     texts = drawn(*((name, [curve(name, [0.0, 1.0], [1.0, 1.0])]) for name in names))
-    assert [text.splitlines()[0] for text in texts] == ["🔵 `loss`", "🔵 `accuracy`", "🔵 `b`", "🔵 `c`"]
+    assert [text.splitlines()[0] for text in texts] == ["🔵 `loss`", "🔵 `a/b`", "🔵 `a/c`", "🔵 `a/d`"]
+
+
+def test_metrics_of_no_data_set_have_charts_if_there_are_no_others() -> None:
+    lr, loss = ((name, [curve(name, [0.0, 1.0], [1.0, 1.0])]) for name in ("lr", "loss"))
+    assert len(drawn(lr, loss)) == 1
+    assert "`lr`" in drawn(lr)[0]
 
 
 def test_names_cannot_end_the_chart() -> None:

@@ -72,9 +72,9 @@ def test_success_has_no_annotation(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_rejection_is_a_warning_with_the_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gate = [Gate("loss", False, "2 is not < 1"), Gate("accuracy", True, "fine")]
+    gate = [Gate("loss", False, "loss 2 is not < 1"), Gate("accuracy", True, "fine")]
     write_reports(RunReport("m", "rejected", 7, model="m", gate=gate), chosen(**github(tmp_path)))
-    assert capsys.readouterr().err == "::warning title=ddptrain%3A m rejected::loss: 2 is not < 1\n"
+    assert capsys.readouterr().err == "::warning title=ddptrain%3A m rejected::loss 2 is not < 1\n"
 
 
 def test_problems_are_annotated_at_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

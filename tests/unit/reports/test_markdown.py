@@ -123,8 +123,12 @@ def test_retraining_is_compared_with_the_champion(tmp_path: Path) -> None:
         version=4,
         champion=3,
         scores={"candidate": {"val/loss": 2.2, "new": 1.0, "zero": 1.0}, "champion": {"val/loss": 2.0, "zero": 0.0}},
-        gate=[Gate("val/loss", False, "2.2 is not < 2.0"), Gate("a|b", True, "fine")],
-        stages=[StageReport("train", "done", 61.0), StageReport("promote", "skipped", detail="rejected")],
+        gate=[Gate("val/loss", False, "val/loss 2.2 is worse"), Gate("a", True, "a | b")],
+        stages=[
+            StageReport("train", "done", 61.0),
+            StageReport("gate", "failed", 0.0, "rejected"),
+            StageReport("promote", "skipped"),
+        ],
         difference=("+312 images", "class pug is missing"),
     )
     text = text_of(report, tmp_path)
@@ -138,10 +142,10 @@ def test_retraining_is_compared_with_the_champion(tmp_path: Path) -> None:
 | `new` | 1 | - | - |
 | `zero` | 1 | 0 | +1 |
 
-| gate | metric | reason |
-| --- | --- | --- |
-| ❌ | `val/loss` | `2.2 is not < 2.0` |
-| ✅ | `a\\|b` | `fine` |
+|  | gate |
+| --- | --- |
+| ❌ | `val/loss 2.2 is worse` |
+| ✅ | `a \\| b` |
 
 Training data: `+312 images`, `class pug is missing`
 """
@@ -153,7 +157,7 @@ Training data: `+312 images`, `class pug is missing`
 |  | stage | time |  |
 | --- | --- | --- | --- |
 | ✅ | train | 1m 01s |  |
-| ⏭️ | promote | - | `rejected` |
+| ❌ | gate | 0.0 s | `rejected` |
 """
         in text
     )

@@ -26,8 +26,8 @@ def test_cause_is_that_of_the_run(tmp_path: Path, failure: FailureRecord | None,
     view = run(tmp_path, "failed", failure=failure)
     assert RunReport.of_run(view).cause == cause
     assert RunReport.of_run(view, reason="late").cause == "late"
-    gate = [Gate("a", False, "1 > 0"), Gate("b", True, "fine"), Gate("c", False, "missing")]
-    assert RunReport.of_run(view, gate=gate).cause == "a: 1 > 0; c: missing"
+    gate = [Gate("a", False, "a 1 > 0"), Gate("b", True, "fine"), Gate("c", False, "c is missing")]
+    assert RunReport.of_run(view, gate=gate).cause == "a 1 > 0; c is missing"
 
 
 @pytest.mark.parametrize("exit_code", [1, 2, 3, 4, 5, 6])
