@@ -135,3 +135,62 @@ def test_run_in_an_object_store_is_reported_completely(run_cli: Cli, warm_cluste
     assert "Look further with `ddptrain results show s3://bucket/runs/toy-1`" in summary
     assert "ValueError: 50% of the data, or so\n```\n\n</details>" in summary.partition("Last lines of rank 1")[2]
     assert "```mermaid\n" in summary
+
+
+RETRAINED = """
+import torch
+
+def main(ctx, loss: float = 1.0):
+    if loss > 2:
+        raise ValueError("the loss is too large")
+    ctx.checkpoint(model=torch.nn.Linear(2, 1), step=1, epoch=1, metrics={"val/loss": loss})
+"""
+
+
+def test_retraining_is_compared_with_the_champion_and_its_failure_annotated(run_cli: Cli, warm_cluster: str) -> None:
+    folder = run_cli.folder
+    (folder / "mine.py").write_text(RETRAINED)
+    config = {"workload": "mine:main", "cluster": {"ranks": 1, "address": warm_cluster}, "retrain": {"model": "mine"}}
+    (folder / "mine.yaml").write_text(json.dumps(config))
+
+    def retrain(loss: float) -> tuple[int, list[str], str, dict[str, str]]:
+        options = "--force", "--set", f"params.loss={loss}", "--report", "report.md", "--junit", "junit.xml"
+        done = run_cli("retrain", "mine.yaml", *options, env=job(folder))
+        cases = ET.parse(folder / "junit.xml").getroot()[0].iter("testcase")
+        outcomes = {
+            f"{case.get('classname')}: {case.get('name')}": (case[0].tag if len(case) else "") for case in cases
+        }
+        return done.rc, commands(done.stdout + done.stderr), (folder / "report.md").read_text(), outcomes
+
+    rc, log, report, cases = retrain(1.0)
+    assert (rc, log) == (0, [])
+    assert report.startswith("## ✅ `mine` version 1: promoted\n\n`version 1 is the champion ")
+    assert {name for name, outcome in cases.items() if outcome} == {"mine.stages: notify"}
+
+    rc, log, report, cases = retrain(2.0)
+    reason = "val/loss 2 is worse than the champion's 1 by 1"
+    assert rc == 7
+    assert [line.partition("::version")[0] for line in log] == ["::warning title=ddptrain%3A mine rejected"]
+    assert "| `val/loss` | 2 | 1 | +1 (+100.0%) |" in report
+    assert f"| ❌ | `{reason}` |" in report
+    assert cases["mine.gate: val/loss"] == "failure"
+    assert cases["mine: run"] == ""
+
+    rc, log, report, cases = retrain(3.0)
+    assert rc == 1
+    place = "file=mine.py,line=6,title=ddptrain%3A mine failed"
+    assert log[-1].startswith(f"::error {place}::run mine-")
+    assert log[-1].endswith(" failed: ValueError: the loss is too large")
+    assert log[:2] == ["::group::last lines of rank 0", "::endgroup::"]
+    assert re.search(r"\| ❌ \| train \|", report)
+    assert (cases["mine: run"], cases["mine.ranks: rank 0"], cases["mine.stages: train"]) == ("failure",) * 3
+    assert (folder / "summary.md").read_text().count("\n## ") == 2
+
+
+def test_section_that_is_missing_is_reported(run_cli: Cli) -> None:
+    (run_cli.folder / "toy.yaml").write_text("workload: gc:collect\n")
+    done = run_cli("retrain", "toy.yaml", "--report", "report.md", env=job(run_cli.folder))
+    assert done.rc == 2
+    (line,) = commands(done.stderr)
+    assert line.startswith("::error title=ddptrain%3A toy failed::")
+    assert "has no section retrain" in (run_cli.folder / "report.md").read_text()
