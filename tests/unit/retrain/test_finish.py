@@ -27,7 +27,12 @@ def reported(
 
 
 def test_stages_of_an_earlier_start_are_named() -> None:
-    shown = [{"stage": "lock"}, {"stage": "evaluate"}, {"stage": "gate", "passed": False}, {"stage": "promote"}]
+    shown: list[dict[str, Any]] = [
+        {"stage": "lock"},
+        {"stage": "evaluate"},
+        {"stage": "gate", "passed": False},
+        {"stage": "promote"},
+    ]
     assert reported(RetrainStatus.REJECTED, shown, Stage.NOTIFY) == [
         ("lock", "done", "fine"),
         ("check data", "done", "by an earlier start"),
