@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(name="schedule", help="Retrain at given times: add, list, check, remove.", no_args_is_help=True)
 
 _GRACE = "10m"
+_NONE = "no schedules are installed; ddptrain schedule add CONFIG --at TIME --install adds one"
 _MINUTE = "%Y-%m-%d %H:%M"
 
 
@@ -98,23 +99,27 @@ def add(
 
 
 @app.command("list")
-def list_(json: Json = False, verbose: VerboseOption = False) -> None:
+def list_(json: Json = False, verbose: VerboseOption = False) -> int:
     """Show the installed schedules: the last retraining, the next time, and the missed times."""
+    from ddptrain.errors import ExitCode
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import Watched, look
     from ddptrain.text_tables import clean_line, plain_table
 
-    entries = Entries().all()
+    entries, problems = Entries().readable()
     grace = timedelta(seconds=_seconds("--grace", _GRACE))
     found = [(entry, look(Watched.of(entry), grace, with_missed=True)) for entry in entries]
     if json:
         print_json([_listed(entry, finding) for entry, finding in found])
-    elif not found:
-        say("no schedules are installed; ddptrain schedule add CONFIG --at TIME --install adds one")
-    else:
+    elif found:
         header = ("NAME", "MODEL", "WHEN", "WITH", "LAST", "NEXT", "MISSED", "STATE")
         rows = [tuple(clean_line(cell) for cell in _row(entry, finding)) for entry, finding in found]
         write([plain_table([header, *rows])])
+    elif not problems:
+        say(_NONE)
+    for problem in problems:
+        say(f"ddptrain: {problem}")
+    return ExitCode.CLUSTER if problems else ExitCode.SUCCEEDED
 
 
 @app.command()
@@ -153,25 +158,28 @@ def check(
     from ddptrain.schedule.monitor import look
 
     allowed = timedelta(seconds=_seconds("--grace", grace))
-    watched = _watched(configs or [], at, timezone)
+    watched, problems = _watched(configs or [], at, timezone)
     with Entries().locked("check", wait=False) as alone:  # two checks at a time would tell it twice
         found = [look(each, allowed, notify=notify and alone) for each in watched]
     if json:
         print_json([_checked(finding) for finding in found])
     elif not quiet:
         write(line for finding in found for line in _lines(finding))
-    for finding in found:
-        for line in [*([f"{finding.name}: {finding.problem}"] if finding.problem else []), *finding.warnings]:
-            say(f"ddptrain: {line}")
-    if not found and not (quiet or json):
-        say("no schedules are installed; ddptrain schedule add CONFIG --at TIME --install adds one")
+    problems += [f"{finding.name}: {finding.problem}" for finding in found if finding.problem]
+    for line in [*problems, *(warning for finding in found for warning in finding.warnings)]:
+        say(f"ddptrain: {line}")
+    if not (found or problems or quiet or json):
+        say(_NONE)
     if any(finding.is_late for finding in found):
         return ExitCode.LATE
-    return ExitCode.CLUSTER if any(finding.problem for finding in found) else ExitCode.SUCCEEDED
+    return ExitCode.CLUSTER if problems else ExitCode.SUCCEEDED
 
 
-def _watched(configs: list[str], at: str, timezone: str) -> list[Watched]:
-    """The models to check: all installed schedules, those of the configurations, or the configurations at a time."""
+def _watched(configs: list[str], at: str, timezone: str) -> tuple[list[Watched], list[str]]:
+    """The models to check: all installed schedules, those of the configurations, or the configurations at a time.
+
+    Also returns a line for each installed schedule that can't be read.
+    """
     from ddptrain.config.files import find_config
     from ddptrain.errors import UsageError
     from ddptrain.schedule.entries import Entries
@@ -183,14 +191,14 @@ def _watched(configs: list[str], at: str, timezone: str) -> list[Watched]:
         if not paths:
             raise UsageError("--at needs a CONFIG: installed schedules have times of their own")
         schedule = parse_schedule(at, timezone or host_zone())
-        return [Watched(path.stem, path, Path.cwd(), schedule) for path in paths]
+        return [Watched(path.stem, path, Path.cwd(), schedule) for path in paths], []
     if timezone:
         raise UsageError("--timezone is for --at: installed schedules have time zones of their own")
-    entries = Entries().all()
+    entries, problems = Entries().readable()
     known = {entry.config for entry in entries}
     if unknown := [path for path in paths if str(path) not in known]:
         raise UsageError(f"no schedule of {unknown[0]} is installed here: give --at, as in --at 'Mon 03:00'")
-    return [Watched.of(entry) for entry in entries if not paths or entry.config in map(str, paths)]
+    return [Watched.of(entry) for entry in entries if not paths or entry.config in map(str, paths)], problems
 
 
 def _after(name: str, target: TargetName, following: datetime, *, installed: bool) -> list[str]:

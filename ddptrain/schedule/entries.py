@@ -76,9 +76,21 @@ class Entries:
 
     def all(self) -> list[Entry]:
         """Return all schedules, by name. Raises UsageError if a file is damaged."""
+        entries, problems = self.readable()
+        if problems:
+            raise UsageError(problems[0])
+        return entries
+
+    def readable(self) -> tuple[list[Entry], list[str]]:
+        """Return the schedules whose files are not damaged, by name, and a line for each file that is."""
+        entries, problems = [], []
         with self._errors():
-            paths = sorted(self.folder.glob("*.json")) if self.folder.is_dir() else []
-            return [Entry.from_json(path.read_bytes(), path) for path in paths]
+            for path in sorted(self.folder.glob("*.json")) if self.folder.is_dir() else []:
+                try:
+                    entries.append(Entry.from_json(path.read_bytes(), path))
+                except UsageError as error:
+                    problems.append(str(error))
+        return entries, problems
 
     def find(self, name: str) -> Entry:
         """Return a schedule. Raises UsageError if there is none of this name."""

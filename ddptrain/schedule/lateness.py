@@ -21,7 +21,7 @@ class State(StrEnum):
 
     OK = "ok"
     RUNNING = "running"  # no success yet, but it is being retrained
-    WAITING = "waiting"  # no scheduled time has passed since the schedule was installed
+    WAITING = "waiting"  # no success yet, but no scheduled time is due since the schedule was installed
     LATE = "late"
 
 
@@ -53,10 +53,10 @@ def judge(
     """
     slot = schedule.latest(now - allowed)
     succeeded = max((end for record in records if record.status in _SUCCESSES and (end := ended(record))), default=None)
-    if since is not None and slot <= since:
-        return Judgement(State.WAITING, slot, f"first at {schedule.next(since):%Y-%m-%d %H:%M} UTC", succeeded)
     if succeeded is not None and succeeded >= slot:
         return Judgement(State.OK, slot, f"last success {succeeded:%Y-%m-%d %H:%M} UTC", succeeded)
+    if since is not None and slot <= since:
+        return Judgement(State.WAITING, slot, f"first at {schedule.next(since):%Y-%m-%d %H:%M} UTC", succeeded)
     if is_running:
         return Judgement(State.RUNNING, slot, "it is being retrained", succeeded)
     return Judgement(State.LATE, slot, _why_late(slot, records, succeeded), succeeded)

@@ -152,7 +152,10 @@ def cron_daemon() -> Iterator[None]:
     if not cron or not shutil.which("crontab") or os.geteuid() != 0:
         pytest.skip("cron is not installed, or this user can't start it")
     before = subprocess.run(["crontab", "-l"], capture_output=True, text=True, timeout=20)
-    runs_already = any(process.name() == "cron" for process in psutil.process_iter())
+    runs_already = any(
+        process.info["name"] == "cron" and process.info["status"] != psutil.STATUS_ZOMBIE
+        for process in psutil.process_iter(["name", "status"])
+    )
     daemon = None if runs_already else subprocess.Popen([cron, "-f"], start_new_session=True)
     yield
     if before.returncode == 0:

@@ -174,6 +174,17 @@ def test_check_that_cannot_read_is_an_error(place: Path) -> None:
     assert "petnames: " in done.stderr and "there is no such file" in done.stderr
 
 
+def test_damaged_schedule_does_not_hide_the_others(place: Path) -> None:
+    install()
+    damaged = place / "state" / "ddptrain" / "schedules" / "dogs.json"
+    damaged.write_text("{")
+    for command in ("check", "list"):
+        done = schedule(command)
+        assert done.exit_code == ExitCode.CLUSTER
+        assert "petnames" in done.stdout
+        assert f"ddptrain: {damaged} is damaged" in done.stderr
+
+
 def test_check_of_an_unknown_configuration_needs_a_time(place: Path) -> None:
     assert "no schedule of" in refused("check", "nightly.yaml")
     assert "--at needs a CONFIG" in refused("check", "--at", "03:00")

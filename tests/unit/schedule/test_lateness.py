@@ -75,6 +75,12 @@ def test_times_before_the_installation_do_not_count(since: str, state: State) ->
         assert judgement.reason == "first at 2026-11-23 03:00 UTC"
 
 
+def test_success_of_the_first_time_counts_at_once() -> None:
+    since, success = utc("2026-11-22T02:00"), record(1, "2026-11-22T03:00", "2026-11-22T03:05", "promoted")
+    judgement = judge(NIGHTLY, [success], utc("2026-11-22T03:06"), allowed=GRACE, since=since)
+    assert (judgement.state, judgement.reason) == (State.OK, "last success 2026-11-22 03:05 UTC")
+
+
 @pytest.mark.parametrize(
     ("records", "words"),
     [
