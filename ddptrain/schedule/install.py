@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ddptrain.errors import UsageError
+from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.log import Log
 from ddptrain.retrain.records import now
@@ -95,31 +95,22 @@ def install(
     Returns what was done, in lines. Raises UsageError, ClusterError.
     """
     with entries.locked("install"):
-        for entry in entries.all():
-            if entry.name == job.name and (entry.config, entry.target) != (str(job.config), str(name)):
-                raise UsageError(
-                    f"there is a schedule {job.name} already, of {entry.config} with {entry.target}: choose another "
-                    f"--name, or ddptrain schedule remove {job.name}"
-                )
-        done = _prepare_env_file(job) if name in _ON_THIS_HOST else []
-        done += target.install(job, parts)
-        entries.save(
-            Entry(
-                name=job.name,
-                model=job.model,
-                config=str(job.config),
-                workdir=str(job.workdir),
-                at=job.schedule.text,
-                zone=job.schedule.zone,
-                target=name,
-                added_at=now(),
-                jitter_s=job.jitter_s,
-                files=tuple(str(part.path) for part in parts if part.path),
-                namespace=options.namespace,
-                system=options.system,
-                models_dir=job.environment.get(MODELS_DIR, "") if name in _ON_THIS_HOST else "",
+        before = next((entry for entry in entries.all() if entry.name == job.name), None)
+        if before and (before.config, before.target) != (str(job.config), str(name)):
+            raise UsageError(
+                f"there is a schedule {job.name} already, of {before.config} with {before.target}: choose another "
+                f"--name, or ddptrain schedule remove {job.name}"
             )
-        )
+        done = _prepare_env_file(job) if name in _ON_THIS_HOST else []
+        entries.save(_entry(job, name, parts, options))  # first: what is installed is known, wherever this is killed
+        try:
+            done += target.install(job, parts)
+        except (UsageError, ClusterError):
+            if before:
+                entries.save(before)
+            else:
+                entries.delete(job.name)
+            raise
     _log.info("schedule installed", schedule=job.name, target=name)
     return done
 
@@ -134,6 +125,24 @@ def uninstall(name: str, entries: Entries) -> Entry:
         entries.delete(name)
     _log.info("schedule removed", schedule=name, target=entry.target)
     return entry
+
+
+def _entry(job: Job, name: TargetName, parts: Sequence[Part], options: TargetOptions) -> Entry:
+    return Entry(
+        name=job.name,
+        model=job.model,
+        config=str(job.config),
+        workdir=str(job.workdir),
+        at=job.schedule.text,
+        zone=job.schedule.zone,
+        target=name,
+        added_at=now(),
+        jitter_s=job.jitter_s,
+        files=tuple(str(part.path) for part in parts if part.path),
+        namespace=options.namespace,
+        system=options.system,
+        models_dir=job.environment.get(MODELS_DIR, "") if name in _ON_THIS_HOST else "",
+    )
 
 
 def _prepare_env_file(job: Job) -> list[str]:

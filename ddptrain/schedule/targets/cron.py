@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ddptrain.schedule.times import host_zone, same_zone
 
 _MISSING = "install the package cron, or use --as systemd"
 _LOG_BYTES = 5_000_000
+_NO_CRONTAB = re.compile("no crontab for|No such file")  # Debian and cronie, busybox
 
 
 class Cron(Target):
@@ -97,9 +98,12 @@ def _mark(name: str) -> str:
 
 
 def _crontab() -> str:
-    with suppress(ClusterError):  # this user has no crontab yet; if it can't be read, it can't be written either
+    try:
         return run_tool(["crontab", "-l"], missing=_MISSING)
-    return ""
+    except ClusterError as error:
+        if _NO_CRONTAB.search(str(error)):
+            return ""
+        raise  # what can't be read must not be replaced
 
 
 def _others(name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,13 @@ def run_tool(command: Sequence[str], text: str = "", *, missing: str) -> str:
     _log.info("tool started", command=" ".join(command))
     try:
         done = subprocess.run(
-            list(command), input=text, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False
+            list(command),
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_TOOL_TIMEOUT_S,
+            env={**os.environ, "LC_ALL": "C"},
+            check=False,
         )
     except FileNotFoundError:
         raise UsageError(f"{command[0]} is not installed here: {missing}") from None

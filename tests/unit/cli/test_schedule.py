@@ -97,6 +97,20 @@ def test_same_schedule_is_replaced_and_another_one_is_refused(place: Path) -> No
     assert [entry["name"] for entry in json.loads(schedule("list", "--json").stdout)] == ["petnames", "second"]
 
 
+def test_failed_installation_changes_nothing(place: Path) -> None:
+    tool = place / "bin" / "crontab"
+    works = tool.read_text()
+    tool.write_text('#!/bin/sh\n[ "$1" = -l ] || exit 1\n')
+    arguments = ("add", "nightly.yaml", "--as", "cron", "--install", "--at")
+    assert "crontab - failed" in str(schedule(*arguments, "hourly").exception)
+    assert schedule("list", "--json").stdout == "[]\n"
+    tool.write_text(works)
+    install()
+    tool.write_text('#!/bin/sh\n[ "$1" = -l ] || exit 1\n')
+    assert "crontab - failed" in str(schedule(*arguments, "03:00").exception)
+    assert [entry["at"] for entry in json.loads(schedule("list", "--json").stdout)] == ["hourly"]
+
+
 def test_file_for_secrets_is_prepared_without_values(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLACK_URL", "json://hunter22hunter22")
     with (place / "nightly.yaml").open("a") as file:

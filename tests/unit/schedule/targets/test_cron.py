@@ -106,6 +106,18 @@ def test_refused_crontab_leaves_nothing(crontab: Path) -> None:
     assert list((crontab.parent / "config").rglob("*.sh")) == []
 
 
+def test_crontab_that_cannot_be_read_is_not_replaced(crontab: Path) -> None:
+    crontab.write_text("5 4 * * * backup\n")
+    tool = crontab.parent / "bin" / "crontab"
+    tool.write_text('#!/bin/sh\n[ "$1" = -l ] && { echo "crontab: out of memory" >&2; exit 1; }\n: > ' + f"{crontab}\n")
+    target, job = Cron(), make_job()
+    with pytest.raises(ClusterError, match="crontab -l failed: crontab: out of memory"):
+        target.install(job, target.parts(job, None))
+    with pytest.raises(ClusterError, match="out of memory"):
+        target.remove("petnames", [])
+    assert crontab.read_text() == "5 4 * * * backup\n"
+
+
 def test_missing_cron_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
