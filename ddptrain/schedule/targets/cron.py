@@ -14,10 +14,10 @@ from ddptrain.schedule.targets.target import (
     Part,
     Target,
     delete_files,
+    files_written,
     missing_time_note,
     run_tool,
     sleep_line,
-    write_parts,
 )
 from ddptrain.schedule.times import host_zone, same_zone
 
@@ -45,13 +45,9 @@ class Cron(Target):
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """See Target."""
         script, lines = parts
-        write_parts([script])
-        try:
+        with files_written([script]):
             # Before the user's own lines: a variable there holds for all lines below it.
             _write_crontab(lines.text + "".join(_others(job.name)))
-        except (UsageError, ClusterError):
-            delete_files([path for path in [script.path] if path])
-            raise
         return ["added to the crontab; crontab -l shows it", f"log: {job.log_file}"]
 
     def remove(self, name: str, files: Sequence[Path]) -> None:

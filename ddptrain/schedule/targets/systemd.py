@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ddptrain.errors import ClusterError, ExitCode, UsageError
+from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.schedule.expressions import values
 from ddptrain.schedule.job import Job
 from ddptrain.schedule.targets.target import (
     Part,
     Target,
     delete_files,
+    files_written,
     missing_time_note,
     run_tool,
-    write_parts,
 )
 
 _WEEK_DAYS = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat")
@@ -63,13 +63,9 @@ class Systemd(Target):
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """See Target."""
         timer = parts[1].name
-        write_parts(parts)
-        try:
+        with files_written(parts):
             run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
             run_tool([*self._systemctl, "enable", "--now", timer], missing=_MISSING)
-        except (UsageError, ClusterError):
-            delete_files([part.path for part in parts if part.path])
-            raise
         return [f"enabled {timer}; {' '.join(self._systemctl)} list-timers shows it", f"log: {self._journal(job)}"]
 
     def remove(self, name: str, files: Sequence[Path]) -> None:

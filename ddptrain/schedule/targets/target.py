@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,6 +102,24 @@ def write_parts(parts: Sequence[Part]) -> None:
             delete_files(written)
             raise UsageError(f"cannot write {part.path}: {error.strerror}") from error
         written.append(part.path)
+
+
+@contextmanager
+def files_written(parts: Sequence[Part]) -> Iterator[None]:
+    """Write the files for the block; if it raises, the files are again as they were. Raises UsageError."""
+    paths = [part.path for part in parts if part.path]
+    before = {path: path.read_bytes() if path.is_file() else None for path in paths}
+    write_parts(parts)
+    try:
+        yield
+    except BaseException:
+        for part in parts:
+            old = before[part.path] if part.path else None
+            if part.path and old is not None:
+                write_atomic(part.path, old, mode=part.mode)
+            elif part.path:
+                part.path.unlink(missing_ok=True)
+        raise
 
 
 def delete_files(paths: Sequence[Path]) -> None:

@@ -109,6 +109,7 @@ def test_failed_installation_changes_nothing(place: Path) -> None:
     tool.write_text('#!/bin/sh\n[ "$1" = -l ] || exit 1\n')
     assert "crontab - failed" in str(schedule(*arguments, "03:00").exception)
     assert [entry["at"] for entry in json.loads(schedule("list", "--json").stdout)] == ["hourly"]
+    assert "hourly" in (place / "config" / "ddptrain" / "schedules" / "petnames.sh").read_text()
 
 
 def test_file_for_secrets_is_prepared_without_values(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
