@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -31,12 +30,12 @@ from ddptrain.results.layout import BEST, RunLayout, new_run_id
 from ddptrain.results.lookup import find_checkpoint, list_runs, load_run, moment
 from ddptrain.results.run_files import make_folder
 from ddptrain.results.run_record import RecordError, RunRecord
+from ddptrain.retrain.script_output import read_metrics
 from ddptrain.run_handle import error_of
 from ddptrain.storage.remote_folder import is_url
 
 FOLDER = ".evaluations"  # below results.dir: the run directories of evaluations
 _MOST_KEPT = 5  # run directories of evaluations that failed
-_MOST_METRICS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +119,12 @@ def script_metrics(resolved: ResolvedConfig, *, since: datetime | None = None) -
             "workload.metrics is not set: name the JSON file in which the script writes its metrics, as metrics.json"
         )
     path = Path(os.path.abspath(os.path.expanduser(script.metrics)))
-    try:
-        size_bytes, written_s = path.stat().st_size, path.stat().st_mtime
-        if size_bytes > _MOST_METRICS_BYTES:
-            raise UsageError(f"{path} (workload.metrics) has {size_bytes:,} bytes: at most {_MOST_METRICS_BYTES:,}")
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"can't read {path} (workload.metrics): {error.strerror}; the script must write it") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} (workload.metrics) is not JSON: {error}") from error
-    if since is not None and written_s < since.timestamp():
+    found = read_metrics(path)
+    if not found:
+        raise UsageError(f'{path} (workload.metrics) has no metrics: write an object such as {{"val/loss": 2.1}}')
+    if since is not None and path.stat().st_mtime < since.timestamp():
         raise UsageError(f"{path} (workload.metrics) is older than the run: the script did not write it")
-    return _numbers(data, f"{path} (workload.metrics)")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,15 +299,3 @@ def _script_score(resolved: ResolvedConfig, target: EvaluationTarget) -> dict[st
         return dict(metrics)
     run = load_run(target.folder).record
     return script_metrics(resolved, since=moment(run.started_at))
-
-
-def _numbers(data: object, where: str) -> dict[str, float]:
-    """JSON data as metrics; null is NaN, because JSON has no other form for it. Raises UsageError."""
-    if not isinstance(data, dict) or not data:
-        raise UsageError(f'{where} has no metrics: expected an object, as {{"val/loss": 2.1}}')
-    found = {}
-    for name, value in data.items():
-        if isinstance(value, bool) or not isinstance(value, int | float | None):
-            raise UsageError(f"{where}: {shorten(name)} is {shorten(json.dumps(value))}: a metric is one number")
-        found[name] = math.nan if value is None else float(value)
-    return found
