@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,7 @@ def output_state(path: str) -> str:
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """Read the metrics that a script has written: a JSON object of names and numbers; NaN or null is NaN.
-
-    Raises UsageError.
-    """
+    """Read the metrics that a script has written: a JSON object of names and numbers, also NaN. Raises UsageError."""
     try:
         with path.open("rb") as file:
             raw: Any = json.loads(file.read(_METRICS_BYTES))
@@ -50,8 +46,8 @@ def read_metrics(path: Path) -> dict[str, float]:
             f'{path} is not JSON ({shorten(str(error))}); write an object such as {{"val/loss": 2.1}}'
         ) from None
     numbers = isinstance(raw, dict) and all(
-        isinstance(value, int | float | None) and not isinstance(value, bool) for value in raw.values()
+        isinstance(value, int | float) and not isinstance(value, bool) for value in raw.values()
     )
     if not numbers:
         raise UsageError(f'{path} must have names and numbers, such as {{"val/loss": 2.1}}, not {shorten(repr(raw))}')
-    return {str(name): math.nan if value is None else float(value) for name, value in raw.items()}
+    return {str(name): float(value) for name, value in raw.items()}

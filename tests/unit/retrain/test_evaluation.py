@@ -54,8 +54,8 @@ def version(folder: Path, name: str, **metrics: float) -> EvaluationTarget:
 # --- Metrics of scripts ---
 
 
-def test_metrics_of_a_script_are_read_and_null_is_nan(folder: Path) -> None:
-    (folder / "metrics.json").write_text('{"val/loss": 2, "val/accuracy": null, "other": Infinity}')
+def test_metrics_of_a_script_are_read_also_nan(folder: Path) -> None:
+    (folder / "metrics.json").write_text('{"val/loss": 2, "val/accuracy": NaN, "other": Infinity}')
     found = script_metrics(script(folder))
     assert found["val/loss"] == 2.0 and math.isnan(found["val/accuracy"]) and math.isinf(found["other"])
 
