@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _log = Log(__name__)
 _KEPT_LISTINGS = 50
+_SUCCESSES = [status for status in RetrainStatus if status.is_success]
 _TRAINED = (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)
 _TOLD_ONCE = (RetrainStatus.FAILED, RetrainStatus.REJECTED)
 _TO_BE_CONTINUED = (RetrainStatus.DEADLINE, RetrainStatus.INTERRUPTED)  # no failure: the next start continues
@@ -94,8 +95,8 @@ def _earlier_states(start: Start, record: RetrainRecord) -> list[str]:
             continue
         if each.status not in _TOLD_ONCE or each.status not in on or each.status in each.told:
             states.append(each.status)
-        states += ["late"] if "late" in each.told else []
-    return states + (["late"] if "late" in record.told else [])
+    succeeded = [each.ended_at or "" for each in start.earlier if each.status in _SUCCESSES]
+    return [*states, *(["late"] if start.records.late_told() > max(succeeded, default="") else [])]
 
 
 def _report(start: Start, record: RetrainRecord, end: End, event: str, duration_s: float) -> RetrainReport:

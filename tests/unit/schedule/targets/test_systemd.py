@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 from pathlib import Path
 
 import pytest
 
 from ddptrain.errors import ClusterError
-from ddptrain.schedule.targets import systemd
 from ddptrain.schedule.targets.systemd import Systemd, on_calendar
 from tests.unit.schedule.jobs import make_job
 
@@ -53,7 +53,7 @@ def test_units() -> None:
 
 
 def test_units_of_the_system_name_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(systemd.getpass, "getuser", lambda: "ada")
+    monkeypatch.setattr(getpass, "getuser", lambda: "ada")
     service, timer = Systemd(system=True).parts(make_job(), None)
     assert "\nUser=ada\n" in service.text
     assert timer.path == Path("/etc/systemd/system/ddptrain-petnames.timer")

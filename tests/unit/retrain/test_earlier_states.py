@@ -1,0 +1,59 @@
+"""The states that users know of, from the earlier retrainings and the alarms of `ddptrain schedule check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from ddptrain.model_registry.registry import ModelRegistry
+from ddptrain.notify.messages import events_to_tell
+from ddptrain.retrain import records as records_module
+from ddptrain.retrain.finish import _earlier_states
+from ddptrain.retrain.records import RetrainRecord, RetrainRecords
+from ddptrain.retrain.start import Start
+
+ON = ["failed", "rejected", "recovered", "late"]
+
+
+def record(number: int, status: str, hour: int, *told: str) -> RetrainRecord:
+    time = f"2026-11-22T{hour:02}:00:00.000Z"
+    return RetrainRecord(number, "petnames", time, "", status=status, ended_at=time, told=told)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "late_at", "events"),
+    [
+        ([], None, ()),
+        ([], 5, ("recovered",)),  # a model without a first version was late
+        ([record(1, "promoted", 3)], None, ()),
+        ([record(1, "promoted", 3)], 5, ("recovered",)),
+        ([record(1, "promoted", 7)], 5, ()),  # that success has ended it
+        ([record(2, "failed", 4, "failed"), record(1, "promoted", 3)], None, ("recovered",)),
+        ([record(2, "failed", 4, "failed"), record(1, "promoted", 3)], 5, ("recovered",)),
+    ],
+)
+def test_success_after_an_alarm_is_told_as_recovered(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    earlier: list[RetrainRecord],
+    late_at: int | None,
+    events: tuple[str, ...],
+) -> None:
+    records = RetrainRecords(ModelRegistry.open(str(tmp_path)).folder, "petnames")
+    if late_at is not None:
+        monkeypatch.setattr(records_module, "now", lambda: f"2026-11-22T{late_at:02}:00:00.000Z")
+        records.record_late()
+    resolved = SimpleNamespace(config=SimpleNamespace(notify=SimpleNamespace(on=ON)))
+    start = cast(Start, SimpleNamespace(resolved=resolved, earlier=earlier, records=records))
+    assert events_to_tell(ON, "unchanged", _earlier_states(start, record(9, "unchanged", 9))) == events
+
+
+def test_alarm_is_no_retraining(tmp_path: Path) -> None:
+    records = RetrainRecords(ModelRegistry.open(str(tmp_path)).folder, "petnames")
+    assert records.late_told() == ""
+    records.record_late()
+    assert records.late_told().endswith("Z")
+    assert records.numbers() == [] and records.newest(5) == []
