@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ddptrain.errors import UsageError
+from ddptrain.config.wording import shorten
+from ddptrain.errors import UsageError, one_line
 from ddptrain.file_ops import hash_file, publish
 from ddptrain.workloads.petnames.alphabet import BLANK, STOP, SYMBOLS
 from ddptrain.workloads.saved_model import checkpoint_folder
@@ -158,6 +159,16 @@ def _write_model(run_dir: Path, found: Exported, form: str, path: Path) -> None:
         return
     if form == "onnx":
         _require_onnx()
+    try:
+        _trace(found, form, path)
+    except (OSError, UsageError):
+        raise
+    except Exception as error:  # torch raises arbitrary errors for operations that it cannot export
+        why = f"{type(error).__name__}: {shorten(one_line(error), 300)}"
+        raise UsageError(f"torch cannot export this model as {form}: {why}; --format safetensors works") from error
+
+
+def _trace(found: Exported, form: str, path: Path) -> None:
     assert found.module is not None and found.example is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about torch

@@ -120,6 +120,20 @@ def test_nothing_is_left_if_an_export_fails(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_model_that_torch_cannot_export_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = images(tmp_path / "run")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("unsupported operator\ndetails")
+
+    monkeypatch.setattr("torch.export.export", fail)
+    with pytest.raises(
+        UsageError, match="cannot export this model as torch-export: RuntimeError: unsupported operator;"
+    ):
+        export_model(run, "images", tmp_path / "out", "torch-export", SOURCE)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs onnx and onnxscript: pip install 'ddptrain\[onnx\]'"):
