@@ -75,7 +75,7 @@ def _error(start: Start, code: int) -> DdptrainError:
     """The error of a run that ended with this exit code, with the root cause that run.json names."""
     reason = ""
     with suppress(DdptrainError):  # the run may not have begun, or its store is gone
-        failure = start.view().record.failure
+        failure = open_runs_dir(start.resolved.config.results.dir).find(start.began.run_id).record.failure
         reason = ": ".join(part for part in (failure.type, one_line(failure.message)) if part) if failure else ""
     run = f"(run {start.began.run_id})"
     if code in _SIGNALLED:

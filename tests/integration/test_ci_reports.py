@@ -179,8 +179,7 @@ def test_retraining_is_compared_with_the_champion_and_its_failure_annotated(run_
     rc, log, report, cases = retrain(3.0)
     assert rc == 1
     place = "file=mine.py,line=6,title=ddptrain%3A mine failed"
-    assert log[-1].startswith(f"::error {place}::run mine-")
-    assert log[-1].endswith(" failed: ValueError: the loss is too large")
+    assert re.fullmatch(rf"::error {place}::ValueError: the loss is too large \(run mine-\S+\)", log[-1])
     assert log[:2] == ["::group::last lines of rank 0", "::endgroup::"]
     assert re.search(r"\| ❌ \| train \|", report)
     assert (cases["mine: run"], cases["mine.ranks: rank 0"], cases["mine.stages: train"]) == ("failure",) * 3
