@@ -8,7 +8,7 @@ from pathlib import Path
 from ddptrain.schedule.job import Job
 from ddptrain.schedule.times import parse_schedule
 
-WORK = Path("/home/user/pets")
+WORK = Path("/srv/pets")
 
 
 def make_job(at: str = "Mon 03:00", zone: str = "Europe/Berlin", folder: Path = WORK, **changes: object) -> Job:

@@ -14,14 +14,14 @@ from ddptrain.schedule.entries import Entries, Entry
 ENTRY = Entry(
     name="petnames",
     model="petnames",
-    config="/home/user/nightly.yaml",
-    workdir="/home/user",
+    config="/home/me/nightly.yaml",
+    workdir="/home/me",
     at="Mon 03:00",
     zone="Europe/Berlin",
     target="cron",
     added_at="2026-11-22T12:00:00.000Z",
     jitter_s=60,
-    files=("/home/user/petnames.sh",),
+    files=("/home/me/petnames.sh",),
 )
 
 

@@ -53,7 +53,7 @@ def test_environment_has_no_secrets(config: Path) -> None:
         no_proxy="localhost",
         SLACK_URL="https://hooks.slack.com/services/T0/B0/secret",
         AWS_SECRET_ACCESS_KEY="secret",
-        HOME="/home/user",
+        HOME="/home/me",
     )
     assert job.environment == {"PATH": "/a:/b", "VIRTUAL_ENV": "/venv", "no_proxy": "localhost"}
     assert job.secrets == ("AWS_SECRET_ACCESS_KEY", "CHECK_URL", "SLACK_URL", "https_proxy")

@@ -14,27 +14,27 @@ from tests.unit.schedule.jobs import make_job
 
 SCRIPT = """#!/bin/sh
 # ddptrain: retrains petnames (Mon 03:00 Europe/Berlin). `ddptrain schedule remove petnames` deletes it.
-cd /home/user/pets || exit 2
+cd /srv/pets || exit 2
 export PATH=/opt/venv/bin:/usr/bin
-if [ -r /home/user/.config/ddptrain/petnames.env ]; then set -a; . /home/user/.config/ddptrain/petnames.env; set +a; fi
-log=/home/user/.state/ddptrain/schedules/petnames.log
+if [ -r /home/me/.config/ddptrain/petnames.env ]; then set -a; . /home/me/.config/ddptrain/petnames.env; set +a; fi
+log=/home/me/.state/ddptrain/schedules/petnames.log
 mkdir -p "$(dirname "$log")"
 if [ "$(stat -c %s "$log" 2>/dev/null || echo 0)" -gt 5000000 ]; then mv -f "$log" "$log.1"; fi
 sleep "$(shuf -i 0-600 -n 1)"
-/opt/venv/bin/ddptrain retrain /home/user/pets/nightly.yaml --slot 'Mon 03:00 Europe/Berlin' --output plain >>"$log" 2>&1
+/opt/venv/bin/ddptrain retrain /srv/pets/nightly.yaml --slot 'Mon 03:00 Europe/Berlin' --output plain >>"$log" 2>&1
 code=$?
 if [ "$code" -ne 0 ]; then echo "exit code $code; the end of $log:"; tail -n 20 "$log"; fi
 exit "$code"
 """
-CRONTAB = """0 3 * * 1 /home/user/.config/ddptrain/schedules/petnames.sh # ddptrain schedule petnames
-@reboot /home/user/.config/ddptrain/schedules/petnames.sh # ddptrain schedule petnames
+CRONTAB = """0 3 * * 1 /home/me/.config/ddptrain/schedules/petnames.sh # ddptrain schedule petnames
+@reboot /home/me/.config/ddptrain/schedules/petnames.sh # ddptrain schedule petnames
 """
 
 
 @pytest.fixture(autouse=True)
 def in_berlin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", "/home/user/.config")
-    monkeypatch.setenv("XDG_STATE_HOME", "/home/user/.state")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/home/me/.config")
+    monkeypatch.setenv("XDG_STATE_HOME", "/home/me/.state")
     monkeypatch.setattr(cron, "host_zone", lambda: "Europe/Berlin")
 
 

@@ -16,10 +16,10 @@ Description=ddptrain: retrains petnames (Mon 03:00 Europe/Berlin)
 
 [Service]
 Type=exec
-WorkingDirectory=/home/user/pets
+WorkingDirectory=/srv/pets
 Environment=PATH=/opt/venv/bin:/usr/bin
-EnvironmentFile=-/home/user/.config/ddptrain/petnames.env
-ExecStart=/opt/venv/bin/ddptrain retrain /home/user/pets/nightly.yaml --slot "Mon 03:00 Europe/Berlin" --output plain
+EnvironmentFile=-/home/me/.config/ddptrain/petnames.env
+ExecStart=/opt/venv/bin/ddptrain retrain /srv/pets/nightly.yaml --slot "Mon 03:00 Europe/Berlin" --output plain
 SuccessExitStatus=8
 RestartForceExitStatus=75
 RestartSec=60
@@ -42,14 +42,14 @@ WantedBy=timers.target
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", "/home/user/.config")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/home/me/.config")
 
 
 def test_units() -> None:
     service, timer = Systemd().parts(make_job(jitter_s=600, stop_s=90), None)
     assert (service.text, timer.text) == (SERVICE, TIMER)
-    assert service.path == Path("/home/user/.config/systemd/user/ddptrain-petnames.service")
-    assert timer.path == Path("/home/user/.config/systemd/user/ddptrain-petnames.timer")
+    assert service.path == Path("/home/me/.config/systemd/user/ddptrain-petnames.service")
+    assert timer.path == Path("/home/me/.config/systemd/user/ddptrain-petnames.timer")
 
 
 def test_units_of_the_system_name_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +60,11 @@ def test_units_of_the_system_name_the_user(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_special_characters_are_escaped() -> None:
-    folder = Path('/home/user/100% "my" $pets')
+    folder = Path('/home/me/100% "my" $pets')
     service, _ = Systemd().parts(make_job(folder=folder, environment={"A": "x y%"}), None)
-    assert 'WorkingDirectory=/home/user/100%% "my" $pets\n' in service.text
+    assert 'WorkingDirectory=/home/me/100%% "my" $pets\n' in service.text
     assert 'Environment="A=x y%%"\n' in service.text
-    assert r'"/home/user/100%% \"my\" $$pets/nightly.yaml"' in service.text
+    assert r'"/home/me/100%% \"my\" $$pets/nightly.yaml"' in service.text
 
 
 @pytest.mark.parametrize(
