@@ -205,7 +205,8 @@ def _after(name: str, target: TargetName, following: datetime, *, installed: boo
     """What comes next, in lines."""
     next_time = f"next time: {following:{_MINUTE}} UTC"
     if installed:
-        return [next_time, f"installed as {name}; ddptrain schedule list shows it, schedule remove {name} removes it"]
+        shown = f"installed as {name}; ddptrain schedule list shows it, schedule remove {name} removes it"
+        return [next_time, shown, "ddptrain schedule check --quiet, each minute from cron, tells when it is late"]
     return [next_time, f"nothing is installed: --install does it with {target}"]
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import parse_reference
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.version_copy import open_version
+from ddptrain.retrain.ownership import ModelOwner
+from ddptrain.retrain.records import RetrainRecord, RetrainRecords, now
+from ddptrain.schedule.lateness import State
+from ddptrain.schedule.monitor import Watched, look
+from ddptrain.schedule.times import parse_schedule
 from tests.integration.s3server import s3_server
 from tests.integration.seaweed import seaweed
 
@@ -98,3 +104,28 @@ def test_store_that_ignores_conditions_is_refused_before_anything_is_written(
             registry.add_version("names", {"weights": b"1"}, record)
         assert registry.models() == []
         assert json.dumps(sorted(registry.folder.files())) == "[]"
+
+
+def test_schedule_check_sees_retrainings_in_a_store(url: str, tmp_path: Path) -> None:
+    (tmp_path / "nightly.yaml").write_text(
+        f'workload: petnames\nretrain: {{model: petnames}}\nmodels: {{dir: "{url}"}}\n'
+        "notify: {urls: ['json://127.0.0.1:9/']}\n"
+    )
+    watched = Watched("petnames", tmp_path / "nightly.yaml", tmp_path, parse_schedule("every 1m"))
+    registry = ModelRegistry.open(url)
+    records = RetrainRecords(registry.folder, "petnames")
+
+    def state() -> State:
+        finding = look(watched, timedelta(minutes=1))
+        assert finding.judgement is not None, finding.problem
+        return finding.judgement.state
+
+    assert state() is State.LATE
+    with ModelOwner(registry.folder, "petnames").owned("skip", 0.0, print):
+        assert state() is State.RUNNING
+    assert state() is State.LATE
+    records.record_late()
+    assert records.late_told()
+    assert look(watched, timedelta(minutes=1), notify=True).warnings == ()  # they know it
+    records.create(RetrainRecord(0, "petnames", now(), "", status="promoted", ended_at=now()))
+    assert state() is State.OK
