@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import Cli
 
 # All in one program, for a cluster takes seconds to start.
@@ -136,6 +138,7 @@ def files(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_notebook_runs_after_its_import_has_changed(run_cli: Cli) -> None:
     """Jobs return, and hand over results, each time anew; those that die fail their futures, and stop the others."""
     said, printed = told_by_notebook(run_cli)

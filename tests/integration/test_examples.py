@@ -56,6 +56,7 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_hugging_face_trainer_saves_by_its_evaluation_is_preempted_and_goes_on(run_cli: Cli, warm_cluster: str) -> None:
     undisturbed = run_cli(*hugging_face("whole", warm_cluster), timeout_s=200)

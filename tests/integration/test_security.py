@@ -80,6 +80,7 @@ def test_attack_succeeds_on_a_scheduler_without_protection(marker: Path, tmp_pat
             scheduler.terminate()
 
 
+@pytest.mark.slow
 @needs_root
 def test_other_user_runs_nothing_through_an_embedded_cluster(run_cli: Cli, marker: Path) -> None:
     go = run_cli.folder / "go"
@@ -193,6 +194,7 @@ def test_forged_scheduler_executes_code_in_a_client_that_trusts_it(marker: Path)
     assert marker.exists()
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("options", [[], ["--tls"]])
 def test_forged_scheduler_of_a_stale_record_executes_nothing(
@@ -208,7 +210,9 @@ def test_forged_scheduler_of_a_stale_record_executes_nothing(
     with forged_scheduler(place, marker):
         assert clusters("list").rc == 0
         clusters("status", "dev", rc=4)
-        (clusters.folder / "c.yaml").write_text(json.dumps({"workload": "work:hold", "params": {"until": "x"}}))
+        cluster = {"start_timeout_s": 5.0}  # so long it waits for an answer that can be trusted
+        config = {"workload": "work:hold", "params": {"until": "x"}, "cluster": cluster}
+        (clusters.folder / "c.yaml").write_text(json.dumps(config))
         trained = clusters.cli("train", "c.yaml", "--cluster", "dev")
         assert trained.rc == 4, trained
         assert not marker.exists()

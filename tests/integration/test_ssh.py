@@ -55,6 +55,7 @@ def remote_folders(hosts: SshHosts) -> list[Path]:
     return sorted(folder.iterdir()) if folder.exists() else []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_cluster_on_two_hosts_trains_scales_and_leaves_nothing(run_cli: Cli, hosts: SshHosts) -> None:
     """All in one, for each worker takes seconds to start."""
@@ -109,6 +110,7 @@ def host_that_is_gone_is_named_by_down_which_ends_the_others(cli: Cli, hosts: Ss
     config.write_text(hosts.config.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not())
 def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves(run_cli: Cli, tmp_path: Path) -> None:
     state = tmp_path / "state"  # each host has its own there
