@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddptrain.cli.model_mirrors import Mirrors, MirrorTimeout, named_mirrors, update_mirrors
 from ddptrain.cli.printing import print_json, say, write
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ def promote(
     runs_dir: Annotated[
         str, typer.Option(metavar="DIR|URL", help="The folder of the runs, or s3://bucket/folder.")
     ] = "runs",
+    mirror: Mirrors = [],  # noqa: B006  # typer replaces it
+    mirror_timeout: MirrorTimeout = 60.0,
     models_dir: ModelsDir = None,
     json: Json = False,
 ) -> None:
@@ -143,6 +146,7 @@ def promote(
     from ddptrain.model_registry.reference import check_model_name
 
     check_model_name(model)
+    mirrors = named_mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     if version.isdecimal():
         number = int(version)
@@ -155,15 +159,24 @@ def promote(
         number = add_run(registry, model, open_runs_dir(place).find(name, NeededFiles.MODEL), checkpoint).version
     change = registry.promote(model, number, reason)
     _report(registry, model, change, f"version {number} of {model} is the champion already", as_json=json)
+    update_mirrors(mirrors, registry, model, reason)
 
 
 @app.command()
 def rollback(
-    ctx: typer.Context, model: Model, reason: Reason = "", models_dir: ModelsDir = None, json: Json = False
+    ctx: typer.Context,
+    model: Model,
+    reason: Reason = "",
+    mirror: Mirrors = [],  # noqa: B006  # typer replaces it
+    mirror_timeout: MirrorTimeout = 60.0,
+    models_dir: ModelsDir = None,
+    json: Json = False,
 ) -> None:
     """Make the previous champion the champion again, after a check of all its files."""
+    mirrors = named_mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     _report(registry, model, registry.rollback(model, reason), "", as_json=json)
+    update_mirrors(mirrors, registry, model, reason)
 
 
 @app.command()
@@ -173,6 +186,8 @@ def alias(
     version: Annotated[int | None, typer.Argument(metavar="[VERSION]", min=1, help="The version's number.")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
     reason: Reason = "",
+    mirror: Mirrors = [],  # noqa: B006  # typer replaces it
+    mirror_timeout: MirrorTimeout = 60.0,
     models_dir: ModelsDir = None,
     json: Json = False,
 ) -> None:
@@ -185,10 +200,12 @@ def alias(
     reference = parse_reference(name)
     if not reference.alias or "@" not in name:
         raise UsageError(f"{name} names no alias: write MODEL@ALIAS")
+    mirrors = named_mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     change = registry.set_alias(reference.model, reference.alias, version, reason)
     unchanged = f"{name} is version {version} already" if version else f"there is no alias {name}"
     _report(registry, reference.model, change, unchanged, as_json=json)
+    update_mirrors(mirrors, registry, reference.model, reason, reference.alias if delete else "")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Names of workloads, cluster backends and trackers: built in, from installed packages, or the user's own."""
+"""Names of workloads, cluster backends, trackers and mirrors: built in, from installed packages, or the user's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from ddptrain.config.wording import did_you_mean, shorten
+from ddptrain.config.wording import describe_value, did_you_mean, shorten
 from ddptrain.errors import ConfigError, Problem, UsageError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "ddptrain.workloads"
 BACKEND_GROUP = "ddptrain.clusters"
 TRACKER_GROUP = "ddptrain.trackers"
+MIRROR_GROUP = "ddptrain.model_mirrors"
 CONTEXT_NAMES = frozenset({"ctx", "context", ""})  # of a function's first parameter, less underscores around them
 CONTEXT_TYPE = "RankContext"
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -95,6 +96,11 @@ TRACKERS = {
 }
 # Tracker -> what to install if its package, which has the name of the tracker, is missing.
 TRACKER_PACKAGES = {"wandb": "wandb", "tensorboard": "ddptrain[tensorboard]"}
+# Mirror of the model registry -> its function, which takes a MirroredModel (see protocol/model_mirror.py).
+MIRRORS = {
+    "wandb": "ddptrain.tracking.wandb.model_mirror:mirror",
+    "mlflow": "ddptrain.model_registry.mirrors.mlflow_mirror:mirror",
+}
 
 
 def is_built_in(workload: object) -> bool:
@@ -194,6 +200,24 @@ def tracker_target(name: str) -> str:
         f"there is no tracker {shorten(name)}: no package that is installed here has an entry point of that name in "
         f"the group {TRACKER_GROUP}"
     )
+
+
+def mirrors() -> list[str]:
+    """Return the names of all mirrors of the model registry, including those of installed packages."""
+    return [*MIRRORS, *_installed(MIRROR_GROUP)]
+
+
+def mirror_target(name: str) -> str:
+    """Return the module:attr of a mirror's function, without importing it. Raises UsageError if there is none."""
+    if name in MIRRORS:
+        return MIRRORS[name]
+    if _TARGET.fullmatch(name):
+        return name
+    installed = _installed(MIRROR_GROUP)
+    if name in installed:
+        return installed[name]
+    hint = did_you_mean(name, [*MIRRORS, *installed])
+    raise UsageError(f"there is no mirror {describe_value(name)}. {hint} Your own is package.module:function.")
 
 
 def _installed(group: str) -> dict[str, str]:

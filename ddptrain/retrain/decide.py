@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddptrain.errors import ExitCode, UsageError, one_line
+from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
 from ddptrain.retrain.candidate import Candidate
 from ddptrain.retrain.gate import judge, passed
 from ddptrain.retrain.records import RetrainStatus, Stage
@@ -84,6 +85,7 @@ def _promote(start: Start, candidate: Candidate) -> None:
         if anyway:
             reason += f"; rejected by the gate, promoted anyway: {start.options.promote_anyway}"
         start.registry.promote(start.settings.model, version.version, reason, expected=record.champion)
+        _update_mirrors(start, reason)
         text = f"{name} is the champion" + (", although the gate rejected it" if anyway else "")
     else:
         text = f"{name} is kept; " + (
@@ -91,3 +93,20 @@ def _promote(start: Start, candidate: Candidate) -> None:
         )
     start.out.stage(Stage.PROMOTE, text, version=version.version)
     start.update(stage=Stage.PROMOTE, version=version.version, promoted_anyway=anyway)
+
+
+def _update_mirrors(start: Start, reason: str) -> None:
+    """Tell the other registries of the new champion; a problem is only a warning. Raises Interrupted.
+
+    If this process dies here, the next start does it again: the stage is not complete.
+    """
+    mirrors = ModelMirrors.of_config(start.resolved.config, start.resolved.import_folders)
+    results = mirrors.update(
+        start.registry, start.settings.model, reason=reason, should_stop=lambda: bool(start.signals.taken)
+    )
+    start.raise_if_signalled()
+    for result in results:
+        for note in result.notes:
+            start.out.notice(note)
+        if result.problem:
+            start.out.notice(result.warning, level="warning")

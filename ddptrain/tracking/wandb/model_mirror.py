@@ -1,0 +1,116 @@
+"""The mirror `wandb`: versions with an alias are artifacts of type `model`, with the same aliases and version-<n>.
+
+W&B's own v0, v1, ... count its versions, so v<n> cannot be an alias. Its server keeps one version of the same files:
+an artifact that was logged before only gets its aliases.
+
+Options: project and entity (by default those of the run that trained the version).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ddptrain.errors import ClusterError
+from ddptrain.protocol.model_mirror import MirroredModel, MirroredVersion
+from ddptrain.tracking.wandb.credentials import find_access
+
+_OFFLINE = frozenset({"offline", "dryrun", "disabled"})
+_TYPE = "model"
+_OPEN_SHARE, _FINISH_SHARE = 0.4, 0.9  # of the time that is left
+_FINISH_RESERVE_S = 1.0
+
+
+def mirror(model: MirroredModel) -> None:
+    """Log the versions as artifacts. Raises ClusterError if W&B does not take them, and what wandb raises."""
+    access = find_access(os.environ)
+    wish = (os.environ.get("WANDB_MODE") or access.mode).lower()
+    if wish in _OFFLINE or not access.is_there:
+        why = f"WANDB_MODE is {wish}" if wish in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
+        model.tell(f"W&B does not get the versions of {model.name}: {why}")
+        return
+    with tempfile.TemporaryDirectory(prefix="ddptrain-wandb-", ignore_cleanup_errors=True) as scratch:
+        _log(model, Path(scratch) / "wandb", access.key)
+
+
+def _log(model: MirroredModel, folder: Path, key: str) -> None:
+    """Log all versions in a small run of their own, of the job type `model-registry`."""
+    from ddptrain.tracking.wandb import wandb_run
+    from ddptrain.tracking.wandb.wandb_artifacts import Uploads
+
+    if key:
+        os.environ["WANDB_API_KEY"] = key
+    folder.mkdir()
+    wandb_run.prepare(folder)
+    uploads = Uploads()
+    try:
+        run = wandb_run.open_run(_run_options(model, folder), uploads)
+    except (Exception, SystemExit) as error:  # wandb raises many types, and exits with its service
+        raise ClusterError(f"W&B has opened no run ({wandb_run.reason_of(error)})") from error
+    for version in model.versions:
+        aliases = [*version.aliases, f"version-{version.number}"]
+        run.log_artifact(_artifact(model, version), aliases=aliases)
+    limit_s = max(_FINISH_RESERVE_S, model.timeout_s * (1 - _OPEN_SHARE) * _FINISH_SHARE)
+    if not wandb_run.finish(run, "finished", limit_s):
+        raise ClusterError(f"W&B did not take all files within {limit_s:.0f} s; models.mirror_timeout_s is the limit")
+    if uploads.problem:
+        raise ClusterError(uploads.problem)
+    if run.url:
+        model.tell(f"W&B has the versions of {model.name} with an alias: {run.url}")
+
+
+def _run_options(model: MirroredModel, folder: Path) -> Any:
+    from ddptrain.tracking.wandb.wandb_run import RunOptions
+
+    recorded = _recorded(model.versions[0]) if model.versions else {}
+    settings = {
+        "project": model.options.get("project") or recorded.get("project") or model.name,
+        "entity": model.options.get("entity") or recorded.get("entity"),
+        "run_name": f"{model.name} {', '.join(f'{each.aliases[0]} {each.number}' for each in model.versions[:2])}",
+        "run_job_type": "model-registry",
+        "run_notes": model.reason or None,
+        "x_disable_stats": True,
+    }
+    return RunOptions(
+        "online",
+        secrets.token_hex(4),
+        folder,
+        {"model": model.name, "versions": {str(each.number): list(each.aliases) for each in model.versions}},
+        init_timeout_s=model.timeout_s * _OPEN_SHARE,
+        finish_timeout_s=model.timeout_s,
+        settings=settings,
+    )
+
+
+def _recorded(version: MirroredVersion) -> Mapping[str, Any]:
+    """W&B's project and entity of the run that has trained the version, as its run.json has them."""
+    with suppress(OSError, ValueError, AttributeError):  # a version of a script may have none
+        run = json.loads((version.open() / "run.json").read_text(encoding="utf-8"))
+        return {"project": run.get("name"), **(run.get("tracking", {}).get("wandb") or {})}
+    return {}
+
+
+def _artifact(model: MirroredModel, version: MirroredVersion) -> Any:
+    import wandb
+
+    from ddptrain.tracking.wandb.media import artifact_name
+
+    record = version.record
+    names = ("run_id", "workload", "step", "epoch", "metrics", "evaluation", "created_at", "parent", "data", "code")
+    metadata = {name: record[name] for name in names if record.get(name) not in (None, "", {})}
+    artifact = wandb.Artifact(
+        artifact_name(model.name),
+        type=_TYPE,
+        description=f"version {version.number} of {model.name}",
+        metadata={**metadata, "version": version.number, "sha256": version.sha256},
+    )
+    folder = version.open()
+    for path in version.files:
+        artifact.add_file(str(folder / path), name=path, policy="immutable", skip_cache=True)
+    return artifact
