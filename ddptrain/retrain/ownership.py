@@ -195,3 +195,15 @@ def _lock_of(folder: RemoteFolder) -> _Lock:
     if isinstance(folder.store, OwnFolder):
         return _FolderLock(folder.store, folder.path)
     return _Lease(folder)
+
+
+def is_being_retrained(registry: RemoteFolder, model: str) -> bool:
+    """Return whether a process holds the lock of the model; False if this host cannot see it. Raises StoreError.
+
+    It only looks: a reader that takes the lock would be in the way.
+    """
+    folder = registry.below(model).below("retrainings")
+    if isinstance(folder.store, OwnFolder):
+        return run_lock.is_held(Path(folder.store.location.url, folder.path, LOCK))
+    claim = claim_from(folder.read(LOCK))
+    return claim is not None and claim.is_held(claim.age_s)

@@ -6,11 +6,15 @@ after a kill or a failure continues with the next stage.
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.control.signals import signals_to
@@ -28,7 +32,6 @@ from ddptrain.log import Log
 from ddptrain.notify.sender import missing_variables
 from ddptrain.retrain import plan
 from ddptrain.retrain.check_data import check_data, would
-from ddptrain.retrain.deadline import Deadline
 from ddptrain.retrain.decide import decide, outcome
 from ddptrain.retrain.fingerprint import config_digest
 from ddptrain.retrain.finish import conclude, report_end
@@ -169,3 +172,33 @@ class Retraining:
             names = ("number", "run_id", "slot", "champion", "version", "scores", "gate", "difference", "starts")
             about |= {name: getattr(record, name) for name in names}
         return about
+
+
+class Deadline:
+    """A time limit in seconds for the `with` block; at its end this process gets SIGTERM, so that it saves and ends.
+
+    None is no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self.is_reached = False
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        if self.seconds is not None:
+            self._timer = threading.Timer(self.seconds, self._reach)
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _reach(self) -> None:
+        self.is_reached = True
+        _log.info("deadline reached", seconds=self.seconds)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -15,7 +15,7 @@ from ddptrain.config.load import load_config
 from ddptrain.errors import DdptrainError, UsageError
 from ddptrain.log import Log
 from ddptrain.model_registry.model_reader import ModelReader
-from ddptrain.retrain.liveness import is_being_retrained
+from ddptrain.retrain.ownership import is_being_retrained
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords
 from ddptrain.schedule.entries import Entry
 from ddptrain.schedule.job import env_file, read_env_file

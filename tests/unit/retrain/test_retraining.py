@@ -7,7 +7,7 @@ import signal
 import time
 
 from ddptrain.driver.control.signals import signals_to
-from ddptrain.retrain.deadline import Deadline
+from ddptrain.retrain.retraining import Deadline
 
 PATIENCE_S = 30.0
 
