@@ -22,17 +22,17 @@ from ddptrain.cli.evaluate import evaluate
 from ddptrain.cli.generate import generate
 from ddptrain.cli.init import init
 from ddptrain.cli.models import app as models
-from ddptrain.cli.notify import app as notify
 from ddptrain.cli.options import log_to_stderr
 from ddptrain.cli.predict import predict
 from ddptrain.cli.printing import say
 from ddptrain.cli.results import app as results
-from ddptrain.cli.retrain import retrain
 from ddptrain.cli.run import SCRIPT_SETTINGS, run
-from ddptrain.cli.schedule import app as schedule
 from ddptrain.cli.schema import schema
 from ddptrain.cli.stop import stop
 from ddptrain.cli.train import train
+from ddptrain.cli.unattended.notify import app as notify
+from ddptrain.cli.unattended.retrain import retrain
+from ddptrain.cli.unattended.schedule import app as schedule
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, one_line
 
 PROGRAM = "ddptrain"

@@ -12,7 +12,7 @@ import typer
 
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import print_json, say, write
-from ddptrain.cli.prune import prune
+from ddptrain.cli.unattended.prune import prune
 
 if TYPE_CHECKING:
     from ddptrain.results.lookup import RunView

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from ddptrain.cli.schedule import app
+from ddptrain.cli.unattended.schedule import app
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords, now

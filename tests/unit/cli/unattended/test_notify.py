@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from ddptrain.cli.notify import app
+from ddptrain.cli.unattended.notify import app
 from ddptrain.errors import ConfigError, UsageError
 from ddptrain.notify import heartbeat, sender
 from ddptrain.notify.messages import Message

@@ -1,0 +1,1 @@
+"""Commands for unattended use: retrain, schedule, notify, results prune."""
