@@ -154,8 +154,8 @@ def _process(request: MirrorRequest, environ: Mapping[str, str]) -> Iterator[_Mi
             env=dict(environ),
             start_new_session=True,  # Ctrl-C at a terminal would end it before it has answered
         )
+        assert process.stdin is not None
         try:
-            assert process.stdin is not None
             with suppress(OSError):  # it ended at once; result() tells why
                 process.stdin.write(json.dumps(dataclasses.asdict(request)).encode() + b"\n")
                 process.stdin.flush()
