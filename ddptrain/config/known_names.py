@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from ddptrain.config.wording import describe_value, did_you_mean, shorten
+from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ConfigError, Problem, UsageError
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def mirror_target(name: str) -> str:
     if name in installed:
         return installed[name]
     hint = did_you_mean(name, [*MIRRORS, *installed])
-    raise UsageError(f"there is no mirror {describe_value(name)}. {hint} Your own is package.module:function.")
+    raise UsageError(f'there is no mirror "{shorten(name)}": {hint} Your own is package.module:function')
 
 
 def _installed(group: str) -> dict[str, str]:

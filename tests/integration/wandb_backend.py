@@ -150,12 +150,22 @@ class Backend:
         return {"createRunFiles": {"runID": f"bucket-{given['run']}", "uploadHeaders": [], "files": files}}
 
     def _create_artifact(self, given: Record) -> Record:
-        artifact_id = f"artifact-{len(self.artifacts)}"
+        """An artifact with the files of an earlier one is that one; an alias leaves the artifact that had it."""
         aliases = [alias["alias"] for alias in given.get("aliases") or ()]
-        self.artifacts[artifact_id] = Artifact(
-            artifact_id, given["runName"], given["artifactTypeName"], given["artifactCollectionName"], aliases
-        )
-        made = {"id": artifact_id, "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
+        type_name, name, digest = given["artifactTypeName"], given["artifactCollectionName"], given["digest"]
+        family = [each for each in self.artifacts.values() if (each.type, each.name) == (type_name, name)]
+        for each in family:
+            each.aliases = [alias for alias in each.aliases if alias not in aliases]
+        same = [each for each in family if each.digest == digest] if given.get("enableDigestDeduplication") else []
+        if same:
+            artifact = same[0]
+            artifact.aliases += aliases
+        else:
+            artifact_id = f"artifact-{len(self.artifacts)}"
+            metadata = json.loads(given.get("metadata") or "{}")
+            artifact = Artifact(artifact_id, given["runName"], type_name, name, aliases, digest, metadata)
+            self.artifacts[artifact_id] = artifact
+        made = {"id": artifact.id, "state": artifact.state, "artifactSequence": {"latestArtifact": None}}
         return {"createArtifact": {"artifact": made}}
 
     def _artifact_manifest(self, given: Record) -> Record:

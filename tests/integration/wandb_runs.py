@@ -59,6 +59,8 @@ class Artifact:
     type: str
     name: str
     aliases: list[str]
+    digest: str = ""
+    metadata: Record = field(default_factory=dict)
     state: str = "PENDING"
     manifest: Record = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)

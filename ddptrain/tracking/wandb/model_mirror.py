@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddptrain.errors import ClusterError
+from ddptrain.errors import ClusterError, DdptrainError
 from ddptrain.protocol.model_mirror import MirroredModel, MirroredVersion
 from ddptrain.tracking.wandb.credentials import find_access
 
@@ -28,7 +28,10 @@ _FINISH_RESERVE_S = 1.0
 
 
 def mirror(model: MirroredModel) -> None:
-    """Log the versions as artifacts. Raises ClusterError if W&B does not take them, and what wandb raises."""
+    """Log the versions as artifacts.
+
+    Raises ClusterError if W&B does not take them; RegistryDamaged, StoreError.
+    """
     access = find_access(os.environ)
     wish = (os.environ.get("WANDB_MODE") or access.mode).lower()
     if wish in _OFFLINE or not access.is_there:
@@ -53,14 +56,21 @@ def _log(model: MirroredModel, folder: Path, key: str) -> None:
         run = wandb_run.open_run(_run_options(model, folder), uploads)
     except (Exception, SystemExit) as error:  # wandb raises many types, and exits with its service
         raise ClusterError(f"W&B has opened no run ({wandb_run.reason_of(error)})") from error
-    for version in model.versions:
-        aliases = [*version.aliases, f"version-{version.number}"]
-        run.log_artifact(_artifact(model, version), aliases=aliases)
+    problem: DdptrainError | None = None
+    for version in reversed(model.versions):  # W&B's own alias `latest` is that of the last one: the champion
+        try:
+            artifact = _artifact(model, version)
+        except DdptrainError as error:  # a damaged version does not hold up the others
+            problem = error
+            continue
+        run.log_artifact(artifact, aliases=[*version.aliases, f"version-{version.number}"])
     limit_s = max(_FINISH_RESERVE_S, model.timeout_s * (1 - _OPEN_SHARE) * _FINISH_SHARE)
     if not wandb_run.finish(run, "finished", limit_s):
         raise ClusterError(f"W&B did not take all files within {limit_s:.0f} s; models.mirror_timeout_s is the limit")
     if uploads.problem:
         raise ClusterError(uploads.problem)
+    if problem:
+        raise problem
     if run.url:
         model.tell(f"W&B has the versions of {model.name} with an alias: {run.url}")
 
@@ -90,7 +100,7 @@ def _run_options(model: MirroredModel, folder: Path) -> Any:
 
 def _recorded(version: MirroredVersion) -> Mapping[str, Any]:
     """W&B's project and entity of the run that has trained the version, as its run.json has them."""
-    with suppress(OSError, ValueError, AttributeError):  # a version of a script may have none
+    with suppress(OSError, ValueError, AttributeError, DdptrainError):  # a damaged version is reported later
         run = json.loads((version.open() / "run.json").read_text(encoding="utf-8"))
         return {"project": run.get("name"), **(run.get("tracking", {}).get("wandb") or {})}
     return {}
