@@ -72,6 +72,33 @@ sys.exit(main())
 """
 
 
+# The command, whose registry cannot be reached any more once a stage's message has been shown.
+CUT_OFF = """
+import sys
+from ddptrain.__main__ import main
+from ddptrain.retrain.output import StageOutput
+from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import StoreUnreachable
+
+last, told, call, stage = sys.argv.pop(1), [], RemoteFolder._call, StageOutput.stage
+
+
+def cut(self, work):
+    if told:
+        raise StoreUnreachable(f"{self.url} does not answer")
+    return call(self, work)
+
+
+def tell(self, name, *args, **kwargs):
+    stage(self, name, *args, **kwargs)
+    told.extend([name] if name == last else [])
+
+
+RemoteFolder._call, StageOutput.stage = cut, tell
+sys.exit(main())
+"""
+
+
 @pytest.fixture
 def project(tmp_path: Path, warm_cluster: str) -> Path:
     (tmp_path / "mine.py").write_text(WORKLOAD)
@@ -176,6 +203,19 @@ def test_start_after_a_kill_in_each_stage_continues(project: Path, run_cli: Cli)
     assert run.run_id == record.run_id and len(run.record.attempts) == 1, "trained once"
     assert promotions(project) == [1] and len(registry(project).versions("mine")) == 1
     registry(project).verify(registry(project).version("mine", 1))
+    assert run_cli("retrain", config).stdout.startswith("retrain mine unchanged")
+
+
+def test_registry_that_disappears_in_each_stage(project: Path, run_cli: Cli) -> None:
+    config = write_config(project)
+    for stage in (Stage.LOCK, *STAGES[:-1]):
+        cut_off = run_cli("retrain", config, program=[sys.executable, "-c", CUT_OFF, stage])
+        text = cut_off.stdout + cut_off.stderr
+        assert cut_off.rc == 4, text
+        assert "does not answer" in text and "Traceback" not in text
+    done = run_cli("retrain", config)
+    assert done.rc == 0, done.stderr
+    assert promotions(project) == [1] and len(list_runs(project / "runs")) == 1
     assert run_cli("retrain", config).stdout.startswith("retrain mine unchanged")
 
 
