@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ddptrain.cli.annotate import TagCommand, note, tag
-from ddptrain.cli.compare import chart_style
+from ddptrain.cli.compare import chart_style, compare
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import print_json, write
 from ddptrain.cli.run_choice import DEFAULT_RUNS_DIR, Json, Run, RunsDir, folder_of, place_of, view_of
@@ -161,6 +161,7 @@ def sync(
 
 
 app.command("list")(list_runs)
+app.command("compare", short_help="Compare runs: what differs, their metrics and curves.")(compare)
 app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
 app.command("note", short_help="Write a note on a run.")(note)
 app.command("prune", short_help="Delete old runs.")(prune)

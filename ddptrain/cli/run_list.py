@@ -13,7 +13,10 @@ from ddptrain.cli.run_choice import Json, RunsDir, folder_of
 if TYPE_CHECKING:
     from ddptrain.results.select.table import Selection
 
-_FIELDS = "run, name, workload, status, started, ended, duration, age, ranks, attempts, exit_code, tags, note, failure, commit"
+_FIELDS = (
+    "run, name, workload, status, started, ended, duration, age, ranks, attempts, exit_code, tags, note, "
+    "failure, commit"
+)
 
 
 def list_runs(

@@ -79,16 +79,17 @@ def _below(values: Any, path: str) -> Any:
     return _below(values.get(key), rest) if rest else None
 
 
-def best_value(view: RunView, metric: str, series: AllSeries | None = None) -> float | None:
+def best_value(view: RunView, metric: str, series: AllSeries | None = None, goal: str = "") -> float | None:
     """Return the best value of a metric: of the run's best checkpoint, or else of metrics.jsonl, mean over the ranks.
 
     None if the run does not have it, or if it is not known whether it should be small or large. `series` are the
-    metrics of the run, if the caller has read them.
+    metrics of the run, if the caller has read them; `goal` is min or max, if the caller knows it.
     """
     best = view.record.best
     if best is not None and best.metric == metric:
         return best.value if math.isfinite(best.value) else None
-    if not (goal := goal_of(metric)):
+    goal = goal or goal_of(metric)
+    if not goal:
         return None
     if series is None:
         try:
