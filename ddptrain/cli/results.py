@@ -38,13 +38,16 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = Fa
     """Show everything about a run: status, failure, ranks, metrics, checkpoints and files."""
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
+    from ddptrain.results.timing.time_use import time_use_of
     from ddptrain.text_tables import plain_sections
 
     view = view_of(ctx, runs_dir, run, NeededFiles.EVENTS)
     if json:
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()]
         logs = {str(rank): view.layout.told(path) for rank, path in view.layout.logs().items()}
-        print_json({**view.as_dict(), "artifacts": files, "logs": logs})
+        spent = time_use_of(view)
+        time_use_s = None if spent is None else spent.as_dict()
+        print_json({**view.as_dict(), "time_use_s": time_use_s, "artifacts": files, "logs": logs})
     elif sys.stdout.isatty():
         from rich.console import Console
 

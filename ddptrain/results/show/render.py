@@ -15,6 +15,7 @@ from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.fields import RunFields
 from ddptrain.results.select.table import cells, header
+from ddptrain.results.timing.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, duration, number, plain_table
 from ddptrain.tracking.wandb.run_parts import waiting
@@ -116,6 +117,7 @@ def sections(view: RunView) -> list[Section]:
     environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
     all_sections = [
         (view.run_id, about),
+        ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
         ("failure", _failure(record.failure)),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),

@@ -163,7 +163,8 @@ class ImageTrainer:
         """Validates; logs, prints and returns the metrics of the epoch."""
         loss, accuracy = self._meter.epoch_means()
         self._check_bad()
-        validated = self._validate(is_last=epoch == self._settings.epochs)
+        with self._ctx.timed("evaluation"):
+            validated = self._validate(is_last=epoch == self._settings.epochs)
         metrics = {"train/loss": loss, "train/accuracy": accuracy, **validated}
         if self._ctx.rank == 0:
             logged = {"train/accuracy": accuracy, **validated, "samples_per_s": self._rate}
