@@ -12,6 +12,7 @@ import typer
 
 from ddptrain.cli.annotate import TagCommand, note, tag
 from ddptrain.cli.compare import chart_style, compare
+from ddptrain.cli.export_runs import export
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import print_json, write
 from ddptrain.cli.run_choice import DEFAULT_RUNS_DIR, Json, Run, RunsDir, folder_of, place_of, view_of
@@ -167,6 +168,7 @@ app.command("list")(list_runs)
 app.command("compare", short_help="Compare runs: what differs, their metrics and curves.")(compare)
 app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
 app.command("note", short_help="Write a note on a run.")(note)
+app.command("export", short_help="Write the metrics of runs for other tools.")(export)
 app.command("prune", short_help="Delete old runs.")(prune)
 
 

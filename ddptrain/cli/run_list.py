@@ -70,7 +70,7 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
         say(f"no runs in {runs_dir}" if not views else f"none of the {len(views)} runs in {runs_dir} matches")
         return
     if (fields := selection.columns) is not None:
-        table = [header(fields), *(cells(run, fields) for run in runs)]
+        table: list[tuple[str, ...]] = [tuple(header(fields)), *(tuple(cells(run, fields)) for run in runs)]
     else:
         table = run_table(runs, selection.extra_columns)
     if sys.stdout.isatty():

@@ -23,12 +23,11 @@ def test_the_ranks_are_counted_where_there_were_any(tmp_path: Path, ranks: int, 
 def test_where_the_time_went_is_one_line(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path, "r", "name", "", "workload", world_size=1) as writer:
         began = datetime.fromisoformat(writer.record.started_at)
-        times = [(began + timedelta(seconds=seconds)).isoformat() for seconds in (3, 60)]
-        writer.update(attempts=(AttemptRecord(1, *times, 1, "succeeded"),))
+        started, ended = ((began + timedelta(seconds=seconds)).isoformat() for seconds in (3, 60))
+        writer.update(attempts=(AttemptRecord(1, started, ended, 1, "succeeded"),), ended_at=ended)
         for kind, seconds in (("run_started", 3), ("entered", 5), ("timed", 40), ("finished", 58)):
             fields = {"attempt": 1, "activity": "evaluation", "seconds": 10.5}
             writer.event({"event": kind, "time_s": began.timestamp() + seconds, **fields})
-        writer.update(ended_at=times[1])
         told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 60.0)
     line = "  time    queue 3.0 s, start 2.0 s, training 42.5 s, evaluation 10.5 s, end 2.0 s"
     assert told[1:] == [line, f"  results {tmp_path / 'r'}"]
