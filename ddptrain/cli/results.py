@@ -1,4 +1,4 @@
-"""`ddptrain results`: lists runs; shows their status, logs and curves; sends offline W&B data; deletes old runs."""
+"""`ddptrain results`: lists runs; shows their status, logs, curves; writes reports; syncs W&B data; prunes runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.report import report
 from ddptrain.cli.unattended.prune import prune
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ def sync(
 
 
 app.command("prune", short_help="Delete old runs.")(prune)
+app.command("report", short_help="Write an HTML page about runs, a sweep or a model.")(report)
 
 
 def _list(runs_dir: str, *, as_json: bool) -> None:

@@ -19,6 +19,7 @@ class NeededFiles(Enum):
     NOTHING = "nothing"
     METRICS = "metrics"
     LOGS = "logs"
+    REPORT = "report"  # metrics, events, logs, config.yaml, and the images and tables of artifacts/
     MODEL = "model"  # the best checkpoint, config.yaml, and the JSON files of artifacts/ and inputs/
 
 
