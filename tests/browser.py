@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -64,8 +65,6 @@ class Browser:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             with contextlib.suppress(ProcessLookupError):
-                import os
-
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -108,10 +107,10 @@ class Browser:
             await self.send("Input.dispatchMouseEvent", type="mouseMoved", button="left", buttons=1, **at)
         await self.send("Input.dispatchMouseEvent", type="mouseReleased", x=to_x, y=to_y, button="left", clickCount=1)
 
-    async def screenshot(self, file: Path, *, whole: bool = True) -> None:
-        """Save the page as a PNG file."""
-        shot = await self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(shot["data"]))
+    async def picture(self) -> bytes:
+        """Return the visible part of the page as PNG."""
+        shot = await self.send("Page.captureScreenshot")
+        return base64.b64decode(shot["data"])
 
     async def _read(self) -> None:
         async for message in self._socket:
@@ -136,11 +135,29 @@ class Browser:
                 self.requests.append(url)
 
 
+def _started(profile: Path) -> subprocess.Popen[bytes]:
+    assert CHROMIUM is not None
+    return subprocess.Popen(
+        [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _port_in(file: Path) -> int | None:
+    """The port that the browser has written; None until it has."""
+    try:
+        return int(file.read_text().splitlines()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 async def _port_of(file: Path, process: subprocess.Popen[bytes]) -> int:
     deadline = asyncio.get_running_loop().time() + _START_S
     while asyncio.get_running_loop().time() < deadline:
         assert process.poll() is None, "the browser has ended"
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(file.read_text().splitlines()[0])
+        if (port := _port_in(file)) is not None:
+            return port
         await asyncio.sleep(0.05)
     raise TimeoutError("the browser does not answer")

@@ -19,6 +19,7 @@ from ddptrain.reports.html.sweep import Sweep
 
 _MOST_COLUMNS = 6  # of settings, and of metrics, in the table of runs
 _ID_CHARACTERS = 120
+_MOST_IN_CONTENTS = 10
 _LEAST_VERSIONS = 2  # of a chart
 
 
@@ -67,7 +68,8 @@ class Page:
             found += self.cards[0].sections
         else:
             found += [("curves", "Curves")] if self.has_curves else []
-            found += [(f"run-{at}", shorten(card.view.run_id, _ID_CHARACTERS)) for at, card in enumerate(self.cards)]
+            several = self.cards if len(self.cards) <= _MOST_IN_CONTENTS else ()  # the table of runs has links, too
+            found += [(f"run-{at}", shorten(card.view.run_id, _ID_CHARACTERS)) for at, card in enumerate(several)]
         return found
 
     def setting_values(self, card: RunCard) -> list[str]:

@@ -24,6 +24,7 @@ _MOST_RANKS = 64
 _MOST_POINTS = 4000  # of a curve
 _LEAST_POINTS = 60
 _NAME_CHARACTERS = 200
+_LARGEST_PLACE, _LARGEST_VALUE = 1e15, 1e150  # larger numbers count as missing: a chart cannot place them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,12 @@ def _of_metric(name: str, series: AllSeries, start: float) -> list[Line]:
 
 
 def _line(name: str, rank: int, series: Series, start: float) -> Line:
-    def floats(values: Sequence[float | None]) -> NDArray[np.float64]:
-        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    def floats(values: Sequence[float | None], largest: float = _LARGEST_PLACE) -> NDArray[np.float64]:
+        found = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+        return np.where(np.abs(found) <= largest, found, np.nan)
 
-    time = floats(series.time_s) - start
-    return Line(name, rank, floats(series.step), floats(series.epoch), time, floats(series.value))
+    value = floats(series.value, _LARGEST_VALUE)
+    return Line(name, rank, floats(series.step), floats(series.epoch), floats(series.time_s) - start, value)
 
 
 def _is_same(one: Line, other: Line) -> bool:
@@ -173,5 +175,4 @@ def _encoded(line: Line) -> dict[str, Any]:
 
 
 def _base64(values: NDArray[np.float64], kind: str) -> str:
-    with np.errstate(over="ignore"):
-        return base64.b64encode(values.astype(kind).tobytes()).decode()
+    return base64.b64encode(values.astype(kind).tobytes()).decode()

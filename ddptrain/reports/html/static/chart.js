@@ -26,8 +26,9 @@ function formatted(value, span) {
   return value.toFixed(Math.max(0, Math.min(8, digits))).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
 }
 
-function niceTicks(low, high, most) {
-  const rough = (high - low) / Math.max(1, most);
+// least: the smallest distance of two ticks.
+function niceTicks(low, high, most, least = 0) {
+  const rough = Math.max(least, (high - low) / Math.max(1, most));
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= rough) || rough;
   const found = [];
@@ -87,7 +88,7 @@ function nearest(values, wanted) {
 }
 
 class Chart {
-  // options: title, xLabel. onZoom(range or null) is called when the user zooms; it sets the range of all charts.
+  // options: title, xLabel, leastTick. onZoom(range or null) is called when the user zooms; it sets the range of all charts.
   constructor(host, options, onZoom) {
     this.host = host;
     this.options = options;
@@ -201,7 +202,7 @@ class Chart {
       const label = svg("text", { class: "tick", x: x - 6, y: at + 4, "text-anchor": "end" }, this.root);
       label.textContent = this.log ? formatted(10 ** tick) : formatted(tick, high - low);
     }
-    for (const tick of niceTicks(this.xRange[0], this.xRange[1], width / 80)) {
+    for (const tick of niceTicks(this.xRange[0], this.xRange[1], width / 80, this.options.leastTick)) {
       const label = svg("text", { class: "tick", x: this.px(tick), y: y + height + 15, "text-anchor": "middle" }, this.root);
       label.textContent = formatted(tick, this.xRange[1] - this.xRange[0]);
     }
@@ -226,7 +227,7 @@ class Chart {
     let isOpen = false;
     const add = (at) => {
       const y = this.py(values[at]);
-      if (!Number.isFinite(y)) {
+      if (!Number.isFinite(y + this.px(x[at]))) {
         isOpen = false;
         return;
       }

@@ -44,7 +44,7 @@ function startModel() {
   for (const host of document.querySelectorAll("[data-model]")) {
     const { name, x, y } = data.model[Number(host.dataset.model)];
     let zoom = null;
-    const chart = new Chart(host, { title: name, xLabel: "version" }, (range) => {
+    const chart = new Chart(host, { title: name, xLabel: "version", leastTick: 1 }, (range) => {
       zoom = range;
       chart.show([line], { zoom });
     });

@@ -42,7 +42,7 @@ class ParallelPlot {
   }
 
   draw() {
-    const least = this.axes.length * 96;
+    const least = this.axes.length * 118;
     const width = Math.max(this.host.clientWidth, least);
     const height = 320;
     if (!this.host.clientWidth) return;
