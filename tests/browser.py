@@ -44,11 +44,7 @@ class Browser:
     @contextlib.asynccontextmanager
     async def opened(cls, profile: Path) -> AsyncIterator[Self]:
         """Start the browser with a new profile in that folder, and end it afterwards."""
-        assert CHROMIUM is not None
-        process = subprocess.Popen(
-            [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        process = _started(profile)
         try:
             port = await _port_of(profile / "DevToolsActivePort", process)
             async with aiohttp.ClientSession() as session:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -13,10 +12,11 @@ from ddptrain.file_ops import open_regular
 
 _LAST_BYTES = 16 << 20  # the end of the file contains the last attempt
 _LONGEST_LINE_BYTES = 1 << 20
+_LATEST_S = 1e11  # in seconds since the epoch
 
 
 def read_events(path: Path, kinds: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of these kinds from the last 16 MiB, each with `event` and a finite `time_s`.
+    """Yield the events of these kinds from the last 16 MiB, each with `event` and a possible `time_s`.
 
     Damaged lines and lines above 1 MiB are skipped; a file that cannot be read has no events.
     """
@@ -38,6 +38,6 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
         is_event = isinstance(event, dict) and isinstance(event.get("event"), str)
-        return event if is_event and math.isfinite(event.get("time_s")) else None
-    except (ValueError, RecursionError, TypeError, OverflowError):  # TypeError: no number; OverflowError: too large
+        return event if is_event and 0.0 <= event.get("time_s") < _LATEST_S else None
+    except (ValueError, RecursionError, TypeError):  # TypeError: time_s is no number
         return None
