@@ -80,7 +80,12 @@ class Browser:
         await self.send("Emulation.setEmulatedMedia", features=theme)
         self._loaded.clear()
         await self.send("Page.navigate", url=url)
+        await self.reloaded()
+
+    async def reloaded(self) -> None:
+        """Wait until the page has been loaded again since the last call of this method or of `open`."""
         await asyncio.wait_for(self._loaded.wait(), 60)
+        self._loaded.clear()
 
     async def run(self, code: str) -> Any:
         """Return the value of an expression in the page."""
