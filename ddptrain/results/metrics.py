@@ -122,6 +122,8 @@ def counting(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> 
     attempt without a checkpoint, which may continue in its own way, replaces from the first step that it logs.
     """
     started = {attempt.attempt: attempt for attempt in attempts}
+    if len(started.keys() | {line.attempt for line in lines}) <= 1:
+        return list(lines)  # nothing can be replaced, and most runs are of this kind
     first_steps: dict[int, float] = {}
     newest: dict[tuple[str, int, float], int] = {}
     for line in lines:

@@ -76,7 +76,10 @@ def _bounded(lines: Sequence[MetricLine]) -> list[MetricLine]:
     """The lines with shortened names, and without the metrics and ranks that are too many."""
     counts = Counter(name for line in lines for name in line.values)
     short = {name: shorten(name, _NAME_CHARACTERS) for name, _ in counts.most_common(_MOST_METRICS)}
-    ranks = set(sorted({line.rank for line in lines})[:_MOST_RANKS])
+    every_rank = {line.rank for line in lines}
+    ranks = set(sorted(every_rank)[:_MOST_RANKS])
+    if len(ranks) == len(every_rank) and len(short) == len(counts) and all(name == own for name, own in short.items()):
+        return list(lines)
     return [
         replace(line, values={short[name]: value for name, value in line.values.items() if name in short})
         for line in lines

@@ -43,7 +43,7 @@ def read_settings(path: Path, budget: int) -> list[Setting]:
     if not isinstance(data, dict):
         return []
     defaults = dict(_flat(_defaults(data.get("workload"))))
-    found = []
+    found: list[Setting] = []
     for key, value in _flat(hide_secrets(data)):
         text = _text(value)
         default = _text(defaults[key]) if key in defaults else None
