@@ -72,8 +72,8 @@ class Sweep:
     def ranked(self) -> list[Trial]:
         """The trials with a value, the best first; complete ones come before the others."""
         sign = -1.0 if self.mode == "max" else 1.0
-        known = [(trial, trial.value) for trial in self.trials if trial.value is not None]
-        return [trial for trial, value in sorted(known, key=lambda item: (item[0].state != "complete", sign * item[1]))]
+        known = [trial for trial in self.trials if trial.value is not None]
+        return sorted(known, key=lambda trial: (trial.state != "complete", sign * (trial.value or 0.0)))
 
 
 def is_sweep(folder: Path) -> bool:

@@ -195,7 +195,7 @@ class Chart {
   drawAxes() {
     const { x, y, width, height } = this.area();
     const [low, high] = this.yRange;
-    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, height / 45);
+    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, height / 32);
     for (const tick of ticks) {
       const at = y + height - ((tick - low) / (high - low)) * height;
       svg("line", { class: "grid", x1: x, x2: x + width, y1: at, y2: at }, this.root);

@@ -105,7 +105,9 @@ _TAGS = frozenset(
 
 
 def test_page_that_is_too_large_loses_details(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    views = [failed_run(tmp_path / name) for name in ("a", "b") if not (tmp_path / name).mkdir()]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    views = [failed_run(tmp_path / name) for name in ("a", "b")]
     whole = html_page(Subjects(views))
     monkeypatch.setattr(render, "_PAGE_BYTES", len(whole) - 100)
     smaller = html_page(Subjects(views)).decode()

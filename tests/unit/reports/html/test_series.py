@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ def line(values: list[float]) -> Line:
     return Line("a", MEAN, x, x, x, np.array(values))
 
 
-def view_with(folder: Path, *records: dict[str, object]) -> RunView:
+def view_with(folder: Path, *records: Mapping[str, object]) -> RunView:
     view = run(folder, started_at="1970-01-01T00:00:10Z")
     view.layout.metrics_jsonl.write_text("".join(json.dumps(record) + "\n" for record in records))
     return view
