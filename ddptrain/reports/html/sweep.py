@@ -101,7 +101,7 @@ def read_sweep(folder: Path) -> Sweep:
     if not isinstance(raw, dict):
         raise UsageError(f"cannot read {path}: it is no JSON object; the folder is not that of a sweep, or damaged")
     found = [trial for trial in _list(raw.get("trials")) if isinstance(trial, dict)]
-    names = [name for name in _mapping(raw.get("space")) if isinstance(name, str)][:_MOST_PARAMS]
+    names = list(_mapping(raw.get("space")))[:_MOST_PARAMS]
     importance = _mapping(raw.get("importance"))
     axes = [_axis(name, _mapping(raw["space"][name]), _number(importance.get(name))) for name in names]
     return Sweep(

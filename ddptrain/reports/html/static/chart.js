@@ -202,7 +202,7 @@ class Chart {
       const label = svg("text", { class: "tick", x: x - 6, y: at + 4, "text-anchor": "end" }, this.root);
       label.textContent = this.log ? formatted(10 ** tick) : formatted(tick, high - low);
     }
-    for (const tick of niceTicks(this.xRange[0], this.xRange[1], width / 80, this.options.leastTick)) {
+    for (const tick of niceTicks(this.xRange[0], this.xRange[1], width / 60, this.options.leastTick)) {
       const label = svg("text", { class: "tick", x: this.px(tick), y: y + height + 15, "text-anchor": "middle" }, this.root);
       label.textContent = formatted(tick, this.xRange[1] - this.xRange[0]);
     }
