@@ -14,12 +14,18 @@ import pytest
 from ddptrain.results.run_record import RunRecord, RunStatus
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import Cli
-from tests.hostile_run import MARK, write_hostile_run
+from tests.hostile_run import ATTACKS, MARK, write_hostile_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 STEPS = 2000
 CHART_PLACE = "(({x, y}) => [x, y])(document.querySelector('.plot').getBoundingClientRect())"
+FIRST_AXIS = (
+    "(({x, y, width, height}) => [x + width / 2, y, height])(document.querySelector('.handle').getBoundingClientRect())"
+)
+SHOWN_TRIALS = (
+    "[...document.querySelectorAll('[data-trial]')].filter((row) => !row.hidden).map((row) => row.dataset.trial)"
+)
 LAST_TICK = (
     "[...document.querySelectorAll('.panel .tick')]"
     ".filter((one) => one.getAttribute('text-anchor') === 'middle').at(-1).textContent"
@@ -123,6 +129,40 @@ def test_hostile_run_changes_nothing(tmp_path: Path, run_cli: Cli) -> None:
         return str(await browser.run("document.title"))
 
     assert MARK in (title := in_browser(tmp_path, visit)) and title.startswith("Run <")  # the text itself
+
+
+def test_selection_on_an_axis_of_a_sweep(tmp_path: Path, run_cli: Cli) -> None:
+    folder = tmp_path / "runs" / "sweep-1"
+    folder.mkdir(parents=True)
+    trials = [
+        {
+            "number": at,
+            "state": "complete",
+            "value": at / 10,
+            "params": {"params.lr": 10.0**-at, ATTACKS[1]: ATTACKS[0]},
+        }
+        for at in range(1, 5)
+    ]
+    space = {
+        "params.lr": {"kind": "log", "low": 1e-4, "high": 0.1},
+        ATTACKS[1]: {"kind": "choice", "values": [ATTACKS[0]]},
+    }
+    sweep = {"sweep_id": "sweep-1", "status": "succeeded", "metric": "loss", "mode": "min", "best": 1, "space": space}
+    (folder / "sweep.json").write_text(json.dumps({**sweep, "trials": trials}))
+    report(run_cli, "sweep-1", "-o", "report.html")
+
+    async def visit(browser: Browser) -> None:
+        await browser.open((tmp_path / "report.html").as_uri(), 1000)
+        assert await browser.run("document.title") == "Sweep sweep-1"
+        assert await browser.run("document.querySelectorAll('path.trial').length") == 4
+        assert await browser.run("document.querySelector('path.best title').textContent") == "trial 1, complete: 0.1"
+        x, y, height = await browser.run(FIRST_AXIS)
+        await browser.drag(x, y + 1, x, y + height / 2)  # the upper half: the learning rates 0.1 and 0.01
+        assert await browser.run(SHOWN_TRIALS) == ["1", "2"]
+        await browser.drag(x, y + 1, x, y + 1)
+        assert await browser.run(SHOWN_TRIALS) == ["1", "2", "3", "4"]
+
+    in_browser(tmp_path, visit)
 
 
 def test_watched_page_reloads_itself_and_keeps_its_zoom(tmp_path: Path, run_cli: Cli) -> None:

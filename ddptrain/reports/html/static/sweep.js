@@ -97,7 +97,7 @@ class ParallelPlot {
       label.textContent = text.length > 14 ? `${text.slice(0, 13)}…` : text;
     }
     const marked = svg("rect", { class: "selection", x: x - 8, width: 16, height: 0 }, this.root);
-    const handle = svg("rect", { class: "handle", x: x - 16, y: this.top, width: 32, height: this.bottom - this.top }, this.root);
+    const handle = svg("rect", { class: "handle", x: x - 16, y: this.top - 10, width: 32, height: this.bottom - this.top + 20 }, this.root); // longer: the ends can be selected
     const share = (event) => {
       const y = event.clientY - this.root.getBoundingClientRect().top;
       return Math.min(1, Math.max(0, (this.bottom - y) / (this.bottom - this.top)));
