@@ -1,4 +1,4 @@
-"""`ddptrain results`: lists runs; shows their status, logs and curves; sends offline W&B data; deletes old runs."""
+"""`ddptrain results`: lists runs; shows their status, logs, curves; writes reports; syncs W&B data; prunes runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ddptrain.cli.compare import chart_style, compare
 from ddptrain.cli.export_runs import export
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import print_json, write
+from ddptrain.cli.report import report
 from ddptrain.cli.run_choice import DEFAULT_RUNS_DIR, Json, Run, RunsDir, folder_of, place_of, view_of
 from ddptrain.cli.run_list import list_runs, print_runs
 from ddptrain.cli.unattended.prune import prune
@@ -170,6 +171,7 @@ app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them
 app.command("note", short_help="Write a note on a run.")(note)
 app.command("export", short_help="Write the metrics of runs for other tools.")(export)
 app.command("prune", short_help="Delete old runs.")(prune)
+app.command("report", short_help="Write an HTML page about runs, a sweep or a model.")(report)
 
 
 def _wait_for_reader() -> Callable[[float], None]:

@@ -242,6 +242,9 @@ class StoreRuns:
                     log.write(data)
 
 
+_IN_REPORT = (".csv", ".png", ".jpg", ".jpeg", ".webp", ".json")
+
+
 def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
     if path == f"{RECORDED}/{LINKS}":
         return True
@@ -254,6 +257,9 @@ def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
     if need is NeededFiles.COMPARISON:
         names = ("metrics.jsonl", "config.yaml", "events.jsonl")
         return path in names or (path.startswith("inputs/") and path.endswith(".json"))
+    if need is NeededFiles.REPORT:
+        in_report = path.startswith("artifacts/") and path.lower().endswith(_IN_REPORT)
+        return in_report or path.startswith("logs/rank-") or path in ("metrics.jsonl", "events.jsonl", "config.yaml")
     is_small = (path.startswith(("artifacts/", "inputs/")) and path.endswith(".json")) or path == "config.yaml"
     return need is NeededFiles.MODEL and is_small
 
