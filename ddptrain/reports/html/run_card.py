@@ -20,9 +20,11 @@ from ddptrain.reports.html.settings import Setting, read_settings
 from ddptrain.reports.html.tables import Confusion, CsvFiles, GalleryItem, TableFile, confusion, gallery
 from ddptrain.reports.html.timeline import Timeline, read_timeline
 from ddptrain.reports.rank_results import RankResult, rank_results
+from ddptrain.results.annotations.annotations import Annotations
 from ddptrain.results.layout import files_below
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.show.render import size
+from ddptrain.results.timing.time_use import TimeUse, time_use_of
 
 _MOST_FILES = 5000
 _MOST_LISTED = 60
@@ -53,6 +55,12 @@ class RunCard:
     settings: Sequence[Setting]
     result: str
     problems: Sequence[str]
+    time_use: TimeUse | None = None
+
+    @property
+    def annotations(self) -> Annotations:
+        """Its tags and its note."""
+        return self.view.annotations
 
     @property
     def sections(self) -> list[tuple[str, str]]:
@@ -62,6 +70,7 @@ class RunCard:
             ("curves", "Curves", self.curves),
             ("metrics", "Metrics", self.metrics),
             ("timeline", "Timeline", self.timeline),
+            ("time", "Time", self.time_use),
             ("confusion", "Confusion matrix", self.confusion),
             ("predictions", "Predictions", self.galleries),
             ("images", "Images", self.pictures),
@@ -101,6 +110,7 @@ def read_card(view: RunView, limits: Limits) -> RunCard:
         settings=read_settings(view.layout.config_yaml, limits.config_bytes),
         result="" if view.record.result is None else shorten(json.dumps(hide_secrets(view.record.result)), _TEXT),
         problems=problems,
+        time_use=time_use_of(view),
     )
 
 

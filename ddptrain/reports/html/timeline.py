@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddptrain.reports.events import read_events
@@ -13,15 +13,20 @@ from ddptrain.text_tables import duration
 WIDTH = 1000  # of a row, in units of its drawing
 _MOST_ROWS = 64
 _MOST_MARKS = 300  # of a row
+_TIMED = {"evaluation": "evaluation", "checkpoint": "saving"}  # activities that ctx.timed() has measured
 _LEAST_WIDTH = 1.5  # of a phase that is shown
 _KINDS = (
-    "run_started", "rank_started", "entered", "finished", "rank_ended", "fault", "checkpoint_staged", "run_finished",
+    "run_started", "rank_started", "entered", "finished", "rank_ended", "fault", "checkpoint_staged", "timed",
+    "run_finished",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A span of a rank: waiting, start, training or end; `x` and `width` are in units of the drawing."""
+    """A span of a rank: waiting, start, training or end, and within training evaluation and saving.
+
+    `x` and `width` are in units of the drawing.
+    """
 
     kind: str
     x: float
@@ -69,6 +74,7 @@ class _Rank:
     ended: float | None = None
     fault: tuple[float, str] | None = None
     checkpoints: list[tuple[float, Any]] = field(default_factory=list)
+    timed: list[tuple[str, float, float]] = field(default_factory=list)  # phase, start, end
 
 
 @dataclass(slots=True)
@@ -142,6 +148,10 @@ def _note(rank: _Rank, event: dict[str, Any], time_s: float) -> None:
             rank.fault = (time_s, str(event.get("message", ""))[:300])
         case "checkpoint_staged" if len(rank.checkpoints) < _MOST_MARKS:
             rank.checkpoints.append((time_s, event.get("step")))
+        case "timed" if len(rank.timed) < _MOST_MARKS:
+            kind, seconds = _TIMED.get(str(event.get("activity"))), event.get("seconds")
+            if kind and isinstance(seconds, int | float) and 0 <= seconds <= time_s:
+                rank.timed.append((kind, time_s - seconds, time_s))
 
 
 def _row(attempt: _Attempt, number: int, scale: _Scale, until: float, evaluations: Sequence[tuple[float, int]]) -> Row:
@@ -157,14 +167,16 @@ def _row(attempt: _Attempt, number: int, scale: _Scale, until: float, evaluation
     phases = [_phase(kind, start, end, scale) for kind, start, end in spans if end > start]
     marks = [
         *(Mark("checkpoint", scale.x(time_s), f"checkpoint at step {step}") for time_s, step in rank.checkpoints),
-        *_evaluations(evaluations, number, attempt.started, over, scale),
+        *([] if rank.timed else _evaluations(evaluations, number, attempt.started, over, scale)),
         *([Mark("failure", scale.x(rank.fault[0]), f"failed: {rank.fault[1]}")] if rank.fault else []),
     ]
     told = [phase.text for phase in phases]
     told += [f"{len(rank.checkpoints)} checkpoints"] * bool(rank.checkpoints)
     told += [f"failed: {rank.fault[1]}"] if rank.fault else []
-    drawn = tuple(phase for phase in phases if phase.width >= _LEAST_WIDTH)
-    return Row(attempt.number, number, rank.host, drawn, tuple(marks), "; ".join(told))
+    measured = [_phase(kind, start, end, scale) for kind, start, end in rank.timed]
+    drawn = [phase for phase in phases if phase.width >= _LEAST_WIDTH]
+    drawn += [replace(phase, width=max(_LEAST_WIDTH, phase.width)) for phase in measured]
+    return Row(attempt.number, number, rank.host, tuple(drawn), tuple(marks), "; ".join(told))
 
 
 def _phase(kind: str, start: float, end: float, scale: _Scale) -> Phase:

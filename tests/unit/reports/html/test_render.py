@@ -70,6 +70,15 @@ def test_failed_run_shows_its_failure(tmp_path: Path) -> None:
     assert f"<code>{tmp_path}/train.py:4</code> in step" in page
 
 
+def test_tags_note_and_time_are_shown(tmp_path: Path) -> None:
+    view = run(tmp_path)
+    (view.layout.root / "annotations.json").write_text('{"tags": ["good"], "note": "<b>best</b> so far"}')
+    page = html_page(Subjects([view])).decode()
+    assert '<span class="tag">good</span>' in page
+    assert "&lt;b&gt;best&lt;/b&gt; so far" in page
+    assert "Where the time went" in page and "4.2 s" in page
+
+
 def test_page_loads_nothing_and_has_no_inline_handlers(tmp_path: Path) -> None:
     view = run(tmp_path, curves={"val/loss": [3.0, 2.0]})
     for tag, values in Elements(html_page(Subjects([view])).decode()).found:

@@ -41,6 +41,24 @@ def test_phases_of_a_restarted_rank(tmp_path: Path) -> None:
     assert found.ticks[0] == (0.0, "0 s") and found.ticks[-1] == (1000.0, "10.0 s")
 
 
+def test_measured_activities_are_phases_of_their_own(tmp_path: Path) -> None:
+    events = [
+        event(2, "entered", rank=0),
+        event(4, "timed", rank=0, activity="evaluation", seconds=1),
+        event(5, "timed", rank=0, activity="checkpoint", seconds=0.5),
+        event(5, "timed", rank=0, activity="sleep", seconds=1),
+        event(5, "timed", rank=0, activity="evaluation", seconds="long"),
+        event(10, "finished", rank=0),
+    ]
+    found = read_timeline(run(tmp_path, events=events, started_at=START), [(4.0, 0)])
+    assert found is not None
+    assert [(one.kind, one.x, one.width) for one in found.rows[0].phases[3:]] == [
+        ("evaluation", 300.0, 100.0),
+        ("saving", 450.0, 50.0),
+    ]
+    assert found.rows[0].marks == ()
+
+
 def test_rank_that_never_entered_has_no_training(tmp_path: Path) -> None:
     found = read_timeline(
         run(
