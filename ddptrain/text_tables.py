@@ -46,7 +46,7 @@ def number(value: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     """As "42.1 s", "3m 05s" or "2h 07m"; "-" for none."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 60:
         return f"{seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""`ddptrain results`: lists runs; shows their status, logs and curves; sends offline W&B data; deletes old runs."""
+"""`ddptrain results`: lists runs; shows their status, logs, curves; writes reports; syncs W&B data; prunes runs."""
 
 from __future__ import annotations
 
@@ -6,63 +6,50 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ddptrain.cli.annotate import TagCommand, note, tag
+from ddptrain.cli.compare import chart_style, compare
+from ddptrain.cli.export_runs import export
 from ddptrain.cli.options import VerboseOption
-from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.printing import print_json, write
+from ddptrain.cli.report import report
+from ddptrain.cli.run_choice import DEFAULT_RUNS_DIR, Json, Run, RunsDir, folder_of, place_of, view_of
+from ddptrain.cli.run_list import list_runs, print_runs
 from ddptrain.cli.unattended.prune import prune
-
-if TYPE_CHECKING:
-    from ddptrain.results.lookup import RunView
-    from ddptrain.results.remote.runs import RunsDir as Runs
-    from ddptrain.results.show.chart import Style
 
 app = typer.Typer(
     name="results", help="List runs; show one, its logs, its curves; delete old ones.", no_args_is_help=False
 )
 
-_DEFAULT_RUNS_DIR = "runs"
-
-RunsDir = Annotated[
-    str | None,
-    typer.Option(
-        "--runs-dir",
-        metavar="DIR|URL",
-        # Not show_default: the default of this parameter is None.
-        help=f"Folder that holds the runs, or s3://bucket/folder.  [default: {_DEFAULT_RUNS_DIR}]",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")]
-
 
 @app.callback(invoke_without_command=True)
 def results(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> None:
     """List runs; show one, its logs, its curves."""
+    from ddptrain.results.select.table import Selection
+
     ctx.obj = runs_dir
     if ctx.invoked_subcommand is None:
-        _list(runs_dir or _DEFAULT_RUNS_DIR, as_json=json)
-
-
-@app.command("list")
-def list_(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> None:
-    """List the runs, newest first."""
-    _list(_folder(ctx, runs_dir), as_json=json)
+        print_runs(runs_dir or DEFAULT_RUNS_DIR, Selection.parse(None, None, None), as_json=json)
 
 
 @app.command(short_help="Show everything about a run.")
 def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = False) -> None:
     """Show everything about a run: status, failure, ranks, metrics, checkpoints and files."""
+    from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
+    from ddptrain.results.timing.time_use import time_use_of
     from ddptrain.text_tables import plain_sections
 
-    view = _view(ctx, runs_dir, run)
+    view = view_of(ctx, runs_dir, run, NeededFiles.EVENTS)
     if json:
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()]
         logs = {str(rank): view.layout.told(path) for rank, path in view.layout.logs().items()}
-        print_json({**view.as_dict(), "artifacts": files, "logs": logs})
+        spent = time_use_of(view)
+        time_use_s = None if spent is None else spent.as_dict()
+        print_json({**view.as_dict(), "time_use_s": time_use_s, "artifacts": files, "logs": logs})
     elif sys.stdout.isatty():
         from rich.console import Console
 
@@ -84,7 +71,7 @@ def logs(
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.tail import follow_logs, show_logs
 
-    runs, name = _place(ctx, runs_dir, run)
+    runs, name = place_of(ctx, runs_dir, run)
     view = runs.find(name, NeededFiles.LOGS, rank)
     try:
         if follow:
@@ -121,7 +108,7 @@ def plot(
     from ddptrain.results.show.curves import plot_data, plot_of
     from ddptrain.results.show.plot import save_picture, terminal_charts
 
-    runs, name = _place(ctx, runs_dir, run)
+    runs, name = place_of(ctx, runs_dir, run)
     view = runs.find(name, NeededFiles.METRICS)
     drawing = plot_of(view, metric or ())
     # The local copy of a run in a store is not a place for new files, nor is another user's directory.
@@ -131,7 +118,7 @@ def plot(
     if json:
         print_json({"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)})
         return
-    write([] if no_terminal else [terminal_charts(drawing, _chart_style()), ""], colours=True)
+    write([] if no_terminal else [terminal_charts(drawing, chart_style()), ""], colours=True)
     write([f"picture: {picture}"])
 
 
@@ -160,7 +147,7 @@ def sync(
 
     if (run is None) != every:
         raise UsageError("say which run, as latest, or --all, and not both")
-    views = open_runs_dir(_folder(ctx, runs_dir)).list() if run is None else [_view(ctx, runs_dir, run)]
+    views = open_runs_dir(folder_of(ctx, runs_dir)).list() if run is None else [view_of(ctx, runs_dir, run)]
     if every:
         views = [view for view in reversed(views) if view.record.tracking.get("wandb")]
 
@@ -178,43 +165,13 @@ def sync(
         raise typer.Exit(ExitCode.CLUSTER)
 
 
+app.command("list")(list_runs)
+app.command("compare", short_help="Compare runs: what differs, their metrics and curves.")(compare)
+app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
+app.command("note", short_help="Write a note on a run.")(note)
+app.command("export", short_help="Write the metrics of runs for other tools.")(export)
 app.command("prune", short_help="Delete old runs.")(prune)
-
-
-def _list(runs_dir: str, *, as_json: bool) -> None:
-    from ddptrain.results.remote.runs import open_runs_dir
-    from ddptrain.results.show.render import HEADER, print_table, rows
-    from ddptrain.text_tables import plain_table
-
-    views = open_runs_dir(runs_dir).list()
-    if as_json:
-        print_json([view.as_dict() for view in views])
-    elif not views:
-        say(f"no runs in {runs_dir}")
-    elif sys.stdout.isatty():
-        from rich.console import Console
-
-        print_table(views, Console())
-    else:
-        write([plain_table([HEADER, *rows(views)])])
-
-
-def _folder(ctx: typer.Context, runs_dir: str | None) -> str:
-    given_before = ctx.obj if isinstance(ctx.obj, str) else None
-    return runs_dir or given_before or _DEFAULT_RUNS_DIR
-
-
-def _place(ctx: typer.Context, runs_dir: str | None, run: str) -> tuple[Runs, str]:
-    """The runs folder to search, and the name of the run."""
-    from ddptrain.results.remote.runs import open_runs_dir, split_run
-
-    place, name = split_run(run, _folder(ctx, runs_dir))
-    return open_runs_dir(place), name
-
-
-def _view(ctx: typer.Context, runs_dir: str | None, run: str) -> RunView:
-    runs, name = _place(ctx, runs_dir, run)
-    return runs.find(name)
+app.command("report", short_help="Write an HTML page about runs, a sweep or a model.")(report)
 
 
 def _wait_for_reader() -> Callable[[float], None]:
@@ -236,19 +193,3 @@ def _wait_for_reader() -> Callable[[float], None]:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     return wait
-
-
-def _chart_style() -> Style:
-    import shutil
-
-    from ddptrain.results.show.chart import Style
-
-    is_terminal = sys.stdout.isatty()
-    can_show = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    size = shutil.get_terminal_size()
-    return Style(
-        width=size.columns if is_terminal else 80,
-        height=min(20, max(8, size.lines - 10)) if is_terminal else 16,
-        unicode=is_terminal and can_show,
-        colour=is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
-    )

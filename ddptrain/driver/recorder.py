@@ -117,6 +117,9 @@ class Recorder:
                 self._returned(rank, event)
             case events.Tracked():
                 self._tracked(rank, event)
+            case events.Timed():
+                fields = {"activity": shorten(event.activity), "seconds": event.seconds}
+                self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
             case events.TrackerFailed():
                 self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
             case events.ThreadFailure():

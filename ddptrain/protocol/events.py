@@ -233,6 +233,15 @@ class Finishing(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Timed(Event):
+    """Rank 0 was busy with an activity other than training steps, as "checkpoint" or "evaluation", until now."""
+
+    kind: ClassVar[str] = "timed"
+    activity: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Note(Event):
     """A message for the user, of level "info" or "warning"."""
 
@@ -262,6 +271,7 @@ KINDS: dict[str, type[Event]] = {
         Tracked,
         TrackerFailed,
         Finishing,
+        Timed,
         Note,
     )
 }

@@ -21,6 +21,7 @@ from ddptrain.rank.checkpoint.snapshot import HostBuffers, plain_bytes
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.plain_numbers import numbers, optional, whole
+from ddptrain.rank.timed_activities import TimedActivities
 from ddptrain.rank.trackers import RankTrackers
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class _Checkpoint:
     extra: Mapping[str, Any]
 
 
-class RankContext:
+class RankContext(TimedActivities):
     """A rank's view of its run. The process group is initialized as long as a workload has a context."""
 
     def __init__(
@@ -319,7 +320,7 @@ class RankContext:
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
         self._collective_calls.enter("checkpoint")
-        with self._collective_calls.waiting("checkpoint", int(step), self._waits_for_others):
+        with self._collective_calls.waiting("checkpoint", int(step), self._waits_for_others), self.timed("checkpoint"):
             due, ends = self._is_due(step, epoch, last=last)
             if not due:
                 return False

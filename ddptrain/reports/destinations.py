@@ -49,7 +49,9 @@ class Destinations:
         Missing folders of the files are created. Raises UsageError if a file could not be written.
         """
         service = ci_service(environ)
-        markdown, xml = (None if name is None else _writable(option, name) for option, name in _named(report, junit))
+        markdown, xml = (
+            None if name is None else writable_file(option, name) for option, name in _named(report, junit)
+        )
         if markdown is not None and markdown == xml:
             raise UsageError(f"--report and --junit both name {shorten(str(report), 300)}: give each its own file")
         named = environ.get("GITHUB_STEP_SUMMARY", "") if service is CiService.GITHUB else ""
@@ -69,8 +71,8 @@ def _named(report: str | None, junit: str | None) -> tuple[tuple[str, str | None
     return ("--report", report), ("--junit", junit)
 
 
-def _writable(option: str, name: str) -> Path:
-    """The file, whose folder exists afterwards. Raises UsageError if it cannot be written."""
+def writable_file(option: str, name: str) -> Path:
+    """Return the file, whose folder exists afterwards. Raises UsageError if it cannot be written."""
     given = f"{option} {shorten(name, 300)}"
     try:
         path = Path(os.path.realpath(name))

@@ -101,7 +101,8 @@ def _problems(report: RunReport) -> Iterator[str]:
 
 def _about(report: RunReport, environ: Mapping[str, str]) -> str:
     facts = [f"exit code {report.exit_code}"]
-    links = []
+    links: list[str] = []
+    notes: list[str] = []
     if (view := report.view) is not None:
         record = view.record
         facts = [f"run {code(view.run_id)}", *facts]
@@ -112,9 +113,13 @@ def _about(report: RunReport, environ: Mapping[str, str]) -> str:
         urls = dict.fromkeys(found["url"] for found in tracker_outputs(view.layout, record).values() if "url" in found)
         links += [link("W&B run" if number == 0 else f"W&B run {number + 1}", url) for number, url in enumerate(urls)]
         links.append(f"run directory {code(view.layout.where)}")
+        if tags := view.annotations.tags:
+            notes.append(f"tags {' '.join(code(tag) for tag in tags)}")
+        if note := view.annotations.note:
+            notes.append(f"note {code(note)}")
     if job := _job_url(environ):
         links.append(link("CI job", job))
-    return "\n\n".join(" · ".join(part) for part in (facts, links) if part)
+    return "\n\n".join(" · ".join(part) for part in (facts, links, notes) if part)
 
 
 def _job_url(environ: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from ddptrain.config.wording import shorten
 from ddptrain.text_tables import clean, clean_line
 
 _LONGEST_SPAN = 500
+_LONGEST_LINK = 2000
 _LINK = re.compile(r"https?://[^\s<>()\[\]`|\"'\\]+")
 
 
@@ -35,6 +36,11 @@ def fenced(text: str, language: str = "text") -> str:
 def link(label: str, url: str) -> str:
     """Return a link; other addresses than plain HTTP ones as code."""
     return f"[{label}]({url})" if _LINK.fullmatch(url) else code(url)
+
+
+def is_plain_link(url: str) -> bool:
+    """Return whether a text is an HTTP address that cannot be anything else."""
+    return len(url) <= _LONGEST_LINK and _LINK.fullmatch(url) is not None
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.file_ops import open_regular
+from ddptrain.reports.events import read_events
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RankRecord
 
 _PASSED, _FAILED, _STOPPED = "passed", "failed", "stopped"
-_LAST_BYTES = 16 << 20  # the end of the file contains the last attempt
+_KINDS = ("run_started", "fault", "rank_ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +61,9 @@ def _result(view: RunView, rank: RankRecord, fault: dict[str, Any] | None, stopp
 def _last_attempt(path: Path) -> list[dict[str, Any]]:
     """Return the events since the last start of ranks; none if the file cannot be read."""
     found: list[dict[str, Any]] = []
-    for event in _events(path):
+    for event in read_events(path, _KINDS):
         if event["event"] == "run_started":
             found = []
         elif isinstance(event.get("rank"), int):
             found.append(event)
     return found
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
-            lines = file.read(_LAST_BYTES).splitlines()
-    except OSError:
-        return
-    for line in lines:
-        if line.startswith(b'{"time_s"') and any(kind in line for kind in (b"run_started", b"fault", b"rank_ended")):
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
-                yield event

@@ -54,11 +54,19 @@ def _original(file: str, code: CodeRecord | None) -> str:
     return f"{code.folder}/{rest}" if found else file
 
 
+def is_installed(file: str) -> bool:
+    """Return whether a file of a traceback belongs to ddptrain, the standard library or an installed package."""
+    path = Path(file)
+    return bool(
+        _INSTALLED.search(file) or path.is_relative_to(_PACKAGE) or path.is_relative_to(_STANDARD) or "<frozen" in file
+    )
+
+
 def _in_workspace(file: str, workspace: Path) -> str:
     """The path relative to the workspace; "" if it is elsewhere, or not the user's code."""
     path = Path(file)
     try:
-        if _INSTALLED.search(file) or path.is_relative_to(_PACKAGE) or path.is_relative_to(_STANDARD):
+        if is_installed(file):
             return ""
         resolved = path.resolve()
         is_there = resolved.is_file()

@@ -12,6 +12,7 @@ from typing import Any
 
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.results.annotations.annotations import Annotations, read_annotations
 from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, step_name, step_of
 from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
@@ -64,14 +65,21 @@ class RunView:
             return None
         return max(0.0, self.record.earlier_s) + max(0.0, ((ended or datetime.now(UTC)) - began).total_seconds())
 
+    @property
+    def annotations(self) -> Annotations:
+        """Its tags and its note, as they are now."""
+        return read_annotations(self.layout.root)
+
     def as_dict(self) -> dict[str, Any]:
-        """Return the record for --json, with the run's place, and the problem if it can't be read."""
-        duration_s = self.duration_s
+        """Return the record for --json, with the run's place, tags, note, and the problem if it can't be read."""
+        duration_s, annotations = self.duration_s, self.annotations
         return {
             **self.record.as_dict(),
             "tracking": tracker_outputs(self.layout, self.record),
             "duration_s": None if duration_s is None else round(duration_s, 3),
             "run_dir": self.layout.where,
+            "tags": list(annotations.tags),
+            "note": annotations.note,
             "problem": self.problem or None,
         }
 

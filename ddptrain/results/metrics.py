@@ -52,9 +52,11 @@ AllSeries = dict[tuple[str, int], Series]  # by the name of the metric, and the 
 class MetricsReader:
     """Reads the lines that were appended since the last call."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        """`last_bytes`: of a larger file only its end is read."""
         self._path = path
         self._offset = 0
+        self._last_bytes = last_bytes
 
     def read(self) -> list[MetricLine]:
         """Return the new complete lines; none if there is no file. An incomplete last line is read later.
@@ -67,8 +69,11 @@ class MetricsReader:
             except FileNotFoundError:
                 return []
             with os.fdopen(descriptor, "rb") as file:
-                if file.seek(0, 2) < self._offset:
+                size = file.seek(0, 2)
+                if size < self._offset:
                     self._offset = 0  # the file was replaced
+                if self._offset == 0 and self._last_bytes is not None:
+                    self._offset = max(0, size - self._last_bytes)  # the first line may then be damaged: it is skipped
                 file.seek(self._offset)
                 data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -117,6 +122,8 @@ def counting(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> 
     attempt without a checkpoint, which may continue in its own way, replaces from the first step that it logs.
     """
     started = {attempt.attempt: attempt for attempt in attempts}
+    if len(started.keys() | {line.attempt for line in lines}) <= 1:
+        return list(lines)  # nothing can be replaced, and most runs are of this kind
     first_steps: dict[int, float] = {}
     newest: dict[tuple[str, int, float], int] = {}
     for line in lines:
@@ -160,8 +167,13 @@ def _is_after(line: MetricLine, end: _End) -> bool:
 
 def read_series(path: Path, attempts: Iterable[AttemptRecord] = ()) -> AllSeries:
     """Return every metric of every rank in the file, without replaced values."""
+    return series_of(counting(MetricsReader(path).read(), attempts))
+
+
+def series_of(lines: Iterable[MetricLine]) -> AllSeries:
+    """Return every metric of every rank in the lines."""
     series: AllSeries = {}
-    for line in counting(MetricsReader(path).read(), attempts):
+    for line in lines:
         for name, value in line.values.items():
             one = series.setdefault((name, line.rank), Series())
             one.time_s.append(line.time_s)

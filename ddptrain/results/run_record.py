@@ -151,7 +151,8 @@ class RunRecord(_Part):
 
     waiting: a run whose status is running has no ranks now: it waits for its cluster or for slots, or prepares its
     inputs. duration_s: of all parts of a resumed run, in seconds; earlier_s: the same without the last part, which
-    began at `resumed_at`. last_metrics: one value for all ranks; see results/latest_metrics.py.
+    began at `resumed_at`. params: as in config.yaml; None in records of older versions. last_metrics: one value for all
+    ranks; see results/latest_metrics.py.
     """
 
     schema: int = SCHEMA
@@ -167,6 +168,7 @@ class RunRecord(_Part):
     earlier_s: float = 0.0
     resumed_at: str | None = None
     world_size: int = 0
+    params: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
     failure: FailureRecord | None = None
     git: GitRecord | None = None

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ddptrain.errors import DdptrainError
+from ddptrain.results.annotations.annotations import Annotations
+from ddptrain.results.annotations.edit import Change, edit_folder
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 
 
@@ -19,6 +21,9 @@ class NeededFiles(Enum):
     NOTHING = "nothing"
     METRICS = "metrics"
     LOGS = "logs"
+    EVENTS = "events"
+    COMPARISON = "comparison"  # metrics.jsonl, config.yaml, events.jsonl, and the JSON files of inputs/
+    REPORT = "report"  # metrics, events, logs, config.yaml, and the images and tables of artifacts/
     MODEL = "model"  # the best checkpoint, config.yaml, and the JSON files of artifacts/ and inputs/
 
 
@@ -55,13 +60,17 @@ class LocalRuns:
 
     folder: Path
 
-    def list(self) -> list[RunView]:
+    def list(self, need: NeededFiles = NeededFiles.NOTHING) -> list[RunView]:
         """Return every run, newest first."""
         return list_runs(self.folder)
 
     def find(self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None) -> RunView:
         """Return the run of that name. Raises RunNotFound."""
         return load_run(find_run(self.folder, run))
+
+    def annotate(self, run: str, change: Change) -> Annotations:
+        """Change the tags and the note of a run; return them. Raises RunNotFound, ResultsError."""
+        return edit_folder(find_run(self.folder, run), change)
 
     def follow(self, view: RunView, rank: int | None) -> Callable[[], bool] | None:
         """Return None: the files of the run itself are read."""

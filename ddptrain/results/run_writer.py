@@ -30,6 +30,7 @@ from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
 from ddptrain.results.run_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
 from ddptrain.results.run_record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.select.recorded_config import parsed_config
 from ddptrain.results.staged_files import adopt_file
 
 _METRICS_EVERY_S = 1.0
@@ -92,6 +93,7 @@ class RunWriter:
             waiting=True,
             started_at=utc_now(),
             world_size=world_size,
+            params=_params_in(config_text),
             git=git_state(Path.cwd()),
             versions=installed_versions(),
             driver=DriverRecord.of_this_process(),
@@ -128,6 +130,7 @@ class RunWriter:
                 resumed_at=utc_now(),
                 failure=None,
                 result=None,
+                params=_params_in(config_text),
                 git=git_state(Path.cwd()),
                 versions=installed_versions(),
                 driver=DriverRecord.of_this_process(),
@@ -326,6 +329,12 @@ class RunWriter:
             return
         self._folder.check()
         write_file(self.layout.run_json, self.record.to_json().encode())
+
+
+def _params_in(config_text: str) -> Mapping[str, Any]:
+    """Return the parameters of a config.yaml; commands that list many runs read them in run.json."""
+    params = parsed_config(config_text).get("params")
+    return params if isinstance(params, dict) else {}
 
 
 def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:

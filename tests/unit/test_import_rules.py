@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker",
     },
     "notify": set(),
-    "reports": {"results"},
+    "reports": {"model_registry", "results", "storage"},
     "retrain": {"clusters", "driver", "model_registry", "notify", "reports", "results", "storage"},
     "schedule": {"model_registry", "notify", "retrain", "storage"},
     "cli": {"clusters", "driver", "model_registry", "notify", "reports", "results", "retrain", "schedule"},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.config.wording import counted
 from ddptrain.results.run_record import as_json_data
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.timing.time_use import read_events, time_use
 
 if TYPE_CHECKING:
     from ddptrain.driver.failure.run_end import RunEnd
@@ -42,7 +43,7 @@ def _finished(
 
 
 def summary_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list[str]:
-    """The lines of the summary: status, metrics, best checkpoint, run directory."""
+    """The lines of the summary: status, metrics, best checkpoint, where the time went, run directory."""
     record = writer.record
     ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: no rank was started
     earlier_s = record.earlier_s
@@ -53,6 +54,9 @@ def summary_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list
         text.append(f"  last    {', '.join(figures)}")
     if record.best is not None:
         text.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
+    spent = time_use(record, read_events(writer.layout.events_jsonl), duration_s).line()
+    if spent and record.attempts:
+        text.append(f"  time    {spent}")
     text.append(f"  results {writer.layout.where}")
     return text
 

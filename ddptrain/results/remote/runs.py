@@ -8,12 +8,16 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.file_ops import publish, sha256
+from ddptrain.results.annotations.annotations import FILE as ANNOTATIONS
+from ddptrain.results.annotations.annotations import Annotations
+from ddptrain.results.annotations.edit import Change, edit_folder, edit_stored
 from ddptrain.results.errors import naming
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
@@ -32,6 +36,7 @@ from ddptrain.tracking.wandb.run_parts import LINKS
 AUTO = "auto"
 _VERSIONS = ".fetched.json"  # of a reader's copy: path -> the version of the file that was downloaded
 _FOLLOW_EVERY_S = 3.0
+_READERS = 8  # runs whose files are downloaded at a time
 
 
 def open_runs_dir(place: str) -> LocalRuns | StoreRuns:
@@ -68,10 +73,15 @@ class StoreRuns:
         """The folder in which a driver creates the folder of a new run."""
         return _private(self.work)
 
-    def list(self) -> list[RunView]:
-        """Return every run, newest first."""
+    def list(self, need: NeededFiles = NeededFiles.NOTHING) -> list[RunView]:
+        """Return every run, newest first, with copies of the files that are needed."""
         self._refresh()
-        return list_runs(self.copies)
+        views = list_runs(self.copies)
+        if need is not NeededFiles.NOTHING:
+            with ThreadPoolExecutor(_READERS, thread_name_prefix="ddptrain-copies") as pool:
+                for _ in pool.map(lambda view: self._copy_files(view.layout.root, need, None), views):
+                    pass
+        return views
 
     def find(self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None) -> RunView:
         """Return the run of that name, with a copy of the files that are needed. Raises RunNotFound."""
@@ -81,6 +91,15 @@ class StoreRuns:
         if folder.parent == self.copies:
             self._copy_files(folder, need, rank)
         return load_run(folder)
+
+    def annotate(self, run: str, change: Change) -> Annotations:
+        """Change the tags and the note of a run; return them. Raises RunNotFound, ResultsError, StoreError."""
+        folder = self.find(run).layout.root
+        if folder.parent != self.copies:
+            return edit_folder(folder, change)
+        changed = edit_stored(self.store.below(folder.name), change)
+        _write_changed(folder / ANNOTATIONS, changed.to_json())
+        return changed
 
     def follow(self, view: RunView, rank: int | None) -> Callable[[], bool] | None:
         """Return a function that downloads new log lines every few seconds, and returns whether the run is running."""
@@ -176,14 +195,20 @@ class StoreRuns:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _copy_records(self, names: Iterable[str]) -> set[str]:
-        """Copy run.json of each run; return the names of the runs that have one."""
+        """Copy run.json and the annotations of each run; return the names of the runs that have a run.json."""
+        names = list(names)
         records = self.store.read_all([f"{name}/run.json" for name in names])
+        annotated = self.store.read_all([f"{PurePosixPath(path).parent}/{ANNOTATIONS}" for path in records])
         running = [PurePosixPath(path).parent.name for path, data in records.items() if _is_running(data)]
         claims = self.store.read_all([f"{name}/{LOCK}" for name in running])
         for path, data in records.items():
             name = PurePosixPath(path).parent.name
             folder = _private(self.copies / name)
             _write_changed(folder / "run.json", data)
+            if (annotations := annotated.get(f"{name}/{ANNOTATIONS}")) is not None:
+                _write_changed(folder / ANNOTATIONS, annotations)
+            else:
+                (folder / ANNOTATIONS).unlink(missing_ok=True)
             claim = claim_from(claims.get(f"{name}/{LOCK}"))
             known = origin_of(folder)
             alive = claim is not None and claim.is_held(claim.age_s)
@@ -217,6 +242,9 @@ class StoreRuns:
                     log.write(data)
 
 
+_IN_REPORT = (".csv", ".png", ".jpg", ".jpeg", ".webp", ".json")
+
+
 def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
     if path == f"{RECORDED}/{LINKS}":
         return True
@@ -224,6 +252,14 @@ def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
         return path.startswith("logs/") and (rank is None or path == f"logs/rank-{rank}.log")
     if need is NeededFiles.METRICS:
         return path == "metrics.jsonl"
+    if need is NeededFiles.EVENTS:
+        return path == "events.jsonl"
+    if need is NeededFiles.COMPARISON:
+        names = ("metrics.jsonl", "config.yaml", "events.jsonl")
+        return path in names or (path.startswith("inputs/") and path.endswith(".json"))
+    if need is NeededFiles.REPORT:
+        in_report = path.startswith("artifacts/") and path.lower().endswith(_IN_REPORT)
+        return in_report or path.startswith("logs/rank-") or path in ("metrics.jsonl", "events.jsonl", "config.yaml")
     is_small = (path.startswith(("artifacts/", "inputs/")) and path.endswith(".json")) or path == "config.yaml"
     return need is NeededFiles.MODEL and is_small
 

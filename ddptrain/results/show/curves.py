@@ -102,7 +102,7 @@ def _curve(name: str, series: dict[tuple[str, int], Series], x_name: str) -> Cur
     first = next(iter(ranks.values()))
     if all(_equal(points, first) for points in ranks.values()):
         return Curve(name, {next(iter(ranks)): first}, first)
-    return Curve(name, ranks, _thinned(_mean(list(ranks.values()))))
+    return Curve(name, ranks, thinned(_mean(list(ranks.values()))))
 
 
 def _points(series: Series, x_name: str, start: float) -> Points:
@@ -110,7 +110,7 @@ def _points(series: Series, x_name: str, start: float) -> Points:
         x = [time_s - start for time_s in series.time_s]
     else:
         x = [value for value in getattr(series, x_name) if value is not None]
-    return _thinned((x, series.value))
+    return thinned((x, series.value))
 
 
 def _equal(one: Points, other: Points) -> bool:
@@ -119,17 +119,18 @@ def _equal(one: Points, other: Points) -> bool:
     )
 
 
-def _thinned(points: Points) -> Points:
+def thinned(points: Points) -> Points:
     """At most _MOST_POINTS points; neighbours are replaced by their mean."""
     size = math.ceil(len(points[0]) / _MOST_POINTS)
     if size <= 1:
         return points
     starts = range(0, len(points[0]), size)
     x, y = points
-    return [_mean_of(x[at : at + size]) for at in starts], [_mean_of(y[at : at + size]) for at in starts]
+    return [mean_of(x[at : at + size]) for at in starts], [mean_of(y[at : at + size]) for at in starts]
 
 
-def _mean_of(values: Sequence[float]) -> float:
+def mean_of(values: Sequence[float]) -> float:
+    """The mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
@@ -141,7 +142,7 @@ def _mean(ranks: Sequence[Points]) -> Points:
         for place, value in zip(x, y, strict=True):
             at.setdefault(place, []).append(value)
     places = sorted(at)
-    return places, [_mean_of(at[place]) for place in places]
+    return places, [mean_of(at[place]) for place in places]
 
 
 def plot_data(plot: Plot) -> list[dict[str, object]]:

@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 _COLOURS = ("#1f6fb4", "#d9570f", "#2a8c46", "#8a4fb8", "#b8860b", "#5b6770")
 _FEW_POINTS = 40
-_X_LABELS = {"step": "step", "epoch": "epoch", "time_s": "seconds"}
+_X_LABELS = {"step": "step", "epoch": "epoch", "time_s": "seconds", "samples": "samples"}
 
 
-def save_picture(plot: Plot, out: Path, best: BestRecord | None = None) -> None:
+def save_picture(plot: Plot, out: Path, best: BestRecord | None = None, *, option: str = "--out") -> None:
     """Write the picture to `out`, a panel per quantity; the lines of single ranks are faint, their mean is not.
+
+    `option` is the option of the command line that names the file, for messages.
 
     Raises UsageError if the file can't be written, or its extension is not one of FORMATS.
     """
     kind = out.suffix.lower().removeprefix(".") or "png"
     if kind not in FORMATS:
-        raise UsageError(f"cannot draw a .{kind} file; give --out a name that ends in .{', .'.join(FORMATS)}")
+        raise UsageError(f"cannot draw a .{kind} file; give {option} a name that ends in .{', .'.join(FORMATS)}")
     # pyplot would keep figures alive and choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -48,7 +50,7 @@ def save_picture(plot: Plot, out: Path, best: BestRecord | None = None) -> None:
         write_file(out, buffer.getvalue())
     except ResultsError as error:
         cause = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
-        raise UsageError(f"cannot write {out}: {cause}; choose another file with --out") from error
+        raise UsageError(f"cannot write {out}: {cause}; choose another file with {option}") from error
 
 
 def _draw_panel(axis: Axes, panel: Panel, best: BestRecord | None, x_name: str) -> None:

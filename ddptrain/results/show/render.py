@@ -12,6 +12,10 @@ from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord, RunStatus
+from ddptrain.results.select.expression import Field
+from ddptrain.results.select.fields import RunFields
+from ddptrain.results.select.table import cells, header
+from ddptrain.results.timing.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, duration, number, plain_table
 from ddptrain.tracking.wandb.run_parts import waiting
@@ -30,11 +34,26 @@ _STATUS_STYLE = {
     RunStatus.CANCELLED: "yellow",
     RunStatus.UNKNOWN: "yellow",
 }
+_WRAPPED = ("RESULT", "NOTE")
 _RESULT_WIDTH = 60
 _MAX_FILES = 8  # a folder with more files is shown as one line
 _LEAST_RESULT = 12  # characters per line of a row's last cell, which may take several lines
 _RETURNED_WIDTH = 2_000
 _KIB = 1024.0
+
+
+def run_table(runs: Sequence[RunFields], extra: Sequence[Field] = ()) -> list[tuple[str, ...]]:
+    """The table of runs with its header: HEADER, `extra` fields, and tags and notes if there are any."""
+    marks = [(" ".join(run.view.annotations.tags), _short(run.view.annotations.note)) for run in runs]
+    has_tags, has_notes = (any(mark[column] for mark in marks) for column in (0, 1))
+
+    def row(main: Sequence[str], more: Sequence[str], tags: str, note: str) -> tuple[str, ...]:
+        return (*main[:-1], *more, *([tags] if has_tags else []), main[-1], *([note] if has_notes else []))
+
+    found = [row(HEADER, header(extra), "TAGS", "NOTE")]
+    for run, main, mark in zip(runs, rows(run.view for run in runs), marks, strict=True):
+        found.append(row(main, cells(run, extra), *map(clean_line, mark)))
+    return found
 
 
 def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
@@ -79,6 +98,8 @@ def sections(view: RunView) -> list[Section]:
         ("problem", view.problem),
         ("exit code", "" if record.exit_code is None else str(record.exit_code)),
         ("directory", view.layout.where),
+        ("tags", " ".join(view.annotations.tags)),
+        ("note", view.annotations.note),
         ("workload", record.workload),
         ("started", _time(record.started_at)),
         ("ended", _time(record.ended_at) if record.ended_at else ""),
@@ -96,6 +117,7 @@ def sections(view: RunView) -> list[Section]:
     environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
     all_sections = [
         (view.run_id, about),
+        ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
         ("failure", _failure(record.failure)),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),
@@ -192,23 +214,27 @@ def _time(text: str) -> str:
     return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else "-"
 
 
-def print_table(views: Sequence[RunView], console: Console) -> None:
-    """Print the table on a terminal; on one that is too narrow rows are wrapped, and nothing is cut."""
+def print_table(table: Sequence[Sequence[str]], console: Console) -> None:
+    """Print a table with a header on a terminal; on one that is too narrow rows are wrapped, and nothing is cut."""
     from rich.table import Table
     from rich.text import Text
 
-    found = rows(views)
-    columns = [*zip(HEADER, *found, strict=True)]
+    titles, *found = table
+    columns = [*zip(*table, strict=True)]
     if sum(2 + max(map(len, column)) for column in columns[:-1]) + _LEAST_RESULT > console.width:
-        console.print(Text(plain_table([HEADER, *found])), soft_wrap=True)
+        console.print(Text(plain_table(table)), soft_wrap=True)
         return
-    table = Table(box=None, pad_edge=False)
-    for title in HEADER:
-        table.add_column(title, no_wrap=title != HEADER[-1], overflow="fold")
-    for run_id, status, *rest in found:
-        style = _STATUS_STYLE.get(RunStatus(status), "") if status in set(RunStatus) else ""
-        table.add_row(Text(run_id), Text(status, style), *(Text(cell) for cell in rest))
-    console.print(table)
+    drawn = Table(box=None, pad_edge=False)
+    for title in titles:
+        drawn.add_column(Text(title), no_wrap=title not in _WRAPPED, overflow="fold")
+    for row in found:
+        cells_of_row = zip(titles, row, strict=True)
+        drawn.add_row(*(Text(cell, _style(cell) if title == "STATUS" else "") for title, cell in cells_of_row))
+    console.print(drawn)
+
+
+def _style(status: str) -> str:
+    return _STATUS_STYLE.get(RunStatus(status), "") if status in set(RunStatus) else ""
 
 
 def print_sections(parts: Sequence[Section], console: Console) -> None:
@@ -222,7 +248,6 @@ def print_sections(parts: Sequence[Section], console: Console) -> None:
         table.add_column(no_wrap=True, style="dim")
         table.add_column(overflow="fold")
         for name, value in lines:
-            style = _STATUS_STYLE.get(RunStatus(value), "") if name == "status" and value in set(RunStatus) else ""
-            table.add_row(Text(f"  {name}"), Text(value, style))
+            table.add_row(Text(f"  {name}"), Text(value, _style(value) if name == "status" else ""))
         console.print(table)
         console.print()

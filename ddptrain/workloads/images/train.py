@@ -163,10 +163,12 @@ class ImageTrainer:
         """Validates; logs, prints and returns the metrics of the epoch."""
         loss, accuracy = self._meter.epoch_means()
         self._check_bad()
-        validated = self._validate(is_last=epoch == self._settings.epochs)
+        with self._ctx.timed("evaluation"):
+            validated = self._validate(is_last=epoch == self._settings.epochs)
         metrics = {"train/loss": loss, "train/accuracy": accuracy, **validated}
         if self._ctx.rank == 0:
-            logged = {"train/accuracy": accuracy, **validated, "samples_per_s": self._rate}
+            samples = epoch * len(self._manifest.train)  # of all ranks
+            logged = {"train/accuracy": accuracy, **validated, "samples": samples, "samples_per_s": self._rate}
             self._ctx.log(logged, step=self.step, epoch=epoch)
         said = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._say(f"epoch {epoch}/{self._settings.epochs}: {said}, {self._rate:,.0f} images/s")

@@ -60,7 +60,8 @@ def train(ctx: RankContext, **params: Any) -> None:
         ctx.log(logged, step=trainer.step, epoch=epoch)
         metrics = {"train/loss": ctx.mean(loss, trainer.n_targets)}
         if held_out is not None:
-            metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size, trainer.report)
+            with ctx.timed("evaluation"):
+                metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size, trainer.report)
         if held_out is not None and ctx.rank == 0:
             ctx.log({"val/loss": metrics["val/loss"]}, step=trainer.step, epoch=epoch)
         said = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

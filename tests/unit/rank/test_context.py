@@ -35,7 +35,8 @@ class Rank:
     def events(self) -> list[events.Event]:
         """All events, after the last checkpoint is complete."""
         self.context.close()
-        return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
+        told = [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
+        return [event for event in told if not isinstance(event, events.Timed)]  # they depend on the machine's speed
 
 
 @pytest.fixture

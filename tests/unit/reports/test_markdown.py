@@ -65,6 +65,14 @@ best `val/loss` 1 at step 1
     assert chart.endswith(f"\nLook further with `ddptrain results show {where}`\n")
 
 
+def test_tags_and_the_note_are_shown_without_markup(tmp_path: Path) -> None:
+    view = run(tmp_path)
+    (view.layout.root / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "<b>@all</b>\\nmore"}')
+    text = text_of(RunReport.of_run(view), tmp_path)
+    assert "\n\ntags `good` `v2` · note `<b>@all</b>" in text
+    assert "<b>" not in MarkdownIt().render(text)
+
+
 def test_run_that_failed(tmp_path: Path) -> None:
     text = text_of(RunReport.of_run(failed_run(tmp_path)), tmp_path, environ=JOB)
     assert (

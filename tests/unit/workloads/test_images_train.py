@@ -314,7 +314,9 @@ def test_every_step_is_logged_with_a_fraction_of_the_epoch(runs: Path) -> None:
         assert [entry["step"] for entry in steps] == [*range(1, 13)]
         assert [entry["epoch"] for entry in steps] == pytest.approx([step / 4 for step in range(1, 13)])
         assert all(set(step["values"]) == {"train/loss", "train/correct", "train/learning_rate"} for step in steps)
-    names = {"train/accuracy", "val/loss", "val/accuracy", "val/top5", "samples_per_s"}
+    names = {"train/accuracy", "val/loss", "val/accuracy", "val/top5", "samples", "samples_per_s"}
+    n_images = len(described(runs, STRAIGHT)[1].train)
+    assert logged(first, "samples") == [n_images, 2 * n_images, 3 * n_images] and not logged(second, "samples")
     assert [entry["epoch"] for entry in first["logged"] if set(entry["values"]) == names] == [1, 2, 3]
     assert not logged(second, "val/loss")
 

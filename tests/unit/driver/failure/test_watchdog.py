@@ -377,6 +377,7 @@ ACTIVITY = [
     (events.FileSaved(1, "figure.png", "s", 1, ""), True),
     (events.FileSaved(1, "stacksofit.txt", "s", 1, ""), True),
     (events.Returned(1, "1"), True),
+    (events.Timed(1, "evaluation", 1.5), True),
     (events.Note(1, "hello"), True),
     (events.Finished(1), True),
     (events.Preempted(1, 5), True),

@@ -42,7 +42,8 @@ class Group:
         return file_format.read_state(self.folder / f"checkpoint-{number}")["ranks"]
 
     def events(self) -> list[events.Event]:
-        return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
+        told = [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
+        return [event for event in told if not isinstance(event, events.Timed)]  # they depend on the machine's speed
 
 
 @pytest.fixture

@@ -97,6 +97,17 @@ def test_what_is_needed_is_fetched_and_the_rest_is_known_by_name(runs: StoreRuns
     assert runs.find("a-1", NeededFiles.LOGS).layout.log(0).read_text() == "new\nnew\n"
 
 
+def test_report_needs_what_a_page_shows_and_no_large_files(runs: StoreRuns) -> None:
+    run = put_run(runs, "a-1")
+    for path in ("metrics.jsonl", "events.jsonl", "config.yaml", "artifacts/images/x/a.png", "artifacts/t/rank-0.csv"):
+        run.write(path, b"x\n")
+    root = runs.find("a-1", NeededFiles.REPORT).layout.root
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*.*") if path.is_file()}
+    wanted = {"metrics.jsonl", "events.jsonl", "config.yaml", "logs/rank-0.log", "artifacts/images/x/a.png"}
+    assert wanted | {"artifacts/t/rank-0.csv", "artifacts/names.json"} <= found
+    assert "artifacts/large.bin" not in found
+
+
 def test_unknown_run_is_told_with_the_address(runs: StoreRuns) -> None:
     put_run(runs, "a-1")
     with pytest.raises(RunNotFound, match=rf'^no run "b" in {runs.store.url}; there are: a-1$'):

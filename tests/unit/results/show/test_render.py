@@ -10,7 +10,9 @@ from rich.console import Console
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, BestRecord, DriverRecord, FailureRecord, RunRecord
-from ddptrain.results.show.render import print_table, rows, sections, size
+from ddptrain.results.select.expression import Field
+from ddptrain.results.select.fields import RunFields
+from ddptrain.results.show.render import HEADER, print_table, rows, run_table, sections, size
 from ddptrain.results.tracker_records import wandb_parts
 from ddptrain.text_tables import clean, duration, plain_sections, plain_table
 
@@ -20,8 +22,21 @@ def test_nothing_is_cut_off_a_row_by_a_narrow_terminal(tmp_path: Path, width: in
     run_id = "images-local-20261121-171552-deb2"
     record = RunRecord(run_id=run_id, status="failed", failure=FailureRecord(1, "h", "exception", "E", "no such name"))
     file = io.StringIO()
-    print_table([RunView(RunLayout(tmp_path), record)], Console(file=file, width=width))
+    print_table(run_table([RunFields(RunView(RunLayout(tmp_path), record))]), Console(file=file, width=width))
     assert run_id in file.getvalue() and "rank 1: E no such name" in " ".join(file.getvalue().split())
+
+
+def test_tags_notes_and_chosen_fields_have_columns(tmp_path: Path) -> None:
+    runs = []
+    for run_id in ("a", "b"):
+        (tmp_path / run_id).mkdir()
+        record = RunRecord(run_id=run_id, status="succeeded", last_metrics={"val/loss": 1.5}, params={"layers": 2})
+        runs.append(RunFields(RunView(RunLayout(tmp_path / run_id), record)))
+    (tmp_path / "a" / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "one\\ntwo"}')
+    titles, first, second = run_table(runs, [Field("params.layers")])
+    assert titles[5:] == ("params.layers", "TAGS", "RESULT", "NOTE")
+    assert first[5:] == ("2", "good v2", "val/loss 1.5", "one") and second[5:] == ("2", "", "val/loss 1.5", "")
+    assert run_table(runs[1:])[0] == HEADER
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""`ddptrain results compare`: what differs between runs, their metrics and curves."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddptrain.cli.printing import print_json, write
+from ddptrain.cli.run_choice import Json, RunNames, RunsDir, view_of
+
+if TYPE_CHECKING:
+    from ddptrain.results.show.chart import Style
+
+
+class Align(StrEnum):
+    """The values of --align: those of results.compare.alignment.Alignment, which takes long to import."""
+
+    STEP = "step"
+    EPOCH = "epoch"
+    TIME = "time"
+    SAMPLES = "samples"
+
+
+def compare(
+    ctx: typer.Context,
+    runs: RunNames,
+    align: Annotated[
+        Align | None,
+        typer.Option(
+            help="What the curves are drawn against. Default: step, if all values have one.", show_default=False
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", help="A metric to draw, as val/loss; may be given again. Default: the losses."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the curves as a picture: .png, .svg or .pdf.")
+    ] = None,
+    runs_dir: RunsDir = None,
+    json: Json = False,
+) -> None:
+    """Compare runs: parameters, configuration, code, data, versions, metrics and curves.
+
+    Differences of values are to the first run. Tables show only what differs.
+    """
+    from ddptrain.errors import UsageError
+    from ddptrain.results.compare.alignment import Alignment
+    from ddptrain.results.compare.comparison import compare_runs
+    from ddptrain.results.compare.text import comparison_text
+    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.show.plot import save_picture, terminal_charts
+
+    views = [view_of(ctx, runs_dir, run, NeededFiles.COMPARISON) for run in runs]
+    found = compare_runs(views, None if align is None else Alignment(align), metric or ())
+    has_curves = any(panel.curves for panel in found.plot.panels)
+    if plot is not None:
+        if not has_curves:
+            raise UsageError("the runs have logged no metrics, so there is nothing to draw; leave out --plot")
+        save_picture(found.plot, plot, option="--plot")
+    if json:
+        print_json({**found.as_dict(), "file": None if plot is None else str(plot)})
+        return
+    write([comparison_text(found)])
+    if has_curves:
+        write(["", terminal_charts(found.plot, chart_style())], colours=True)
+    if plot is not None:
+        write([f"picture: {plot}"])
+
+
+def chart_style() -> Style:
+    """What the terminal can show."""
+    import shutil
+
+    from ddptrain.results.show.chart import Style
+
+    is_terminal = sys.stdout.isatty()
+    can_show = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    size = shutil.get_terminal_size()
+    return Style(
+        width=size.columns if is_terminal else 80,
+        height=min(20, max(8, size.lines - 10)) if is_terminal else 16,
+        unicode=is_terminal and can_show,
+        colour=is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+    )

@@ -1,0 +1,109 @@
+"""`ddptrain results report`: writes one HTML file about runs, a sweep or a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddptrain.cli.models import DEFAULT_MODELS_DIR, ModelsDir
+from ddptrain.cli.printing import print_json, say, write
+
+if TYPE_CHECKING:
+    from ddptrain.reports.html.subjects import Subjects
+
+_LATEST = "latest"
+_EVERY_S = 10
+
+
+def report(
+    ctx: typer.Context,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN|SWEEP|MODEL]...",
+            help="Runs (an id, the start of one, latest, a directory, a URL), a sweep, a model as petnames@champion.  "
+            "[default: latest]",
+        ),
+    ] = None,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")] = "report.html",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write the file again and again until no run is running; it reloads itself.")
+    ] = False,
+    every: Annotated[
+        int, typer.Option("--every", min=1, max=3600, metavar="SECONDS", help="With --watch: how often.")
+    ] = _EVERY_S,
+    runs_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|URL", help="Folder that holds the runs, or s3://bucket/folder.  [default: runs]"),
+    ] = None,
+    models_dir: ModelsDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Write one HTML file: curves, timeline, failure, logs, images, tables and configuration.
+
+    The file contains everything that it shows. It can be sent by mail and opened without a network. Several runs are
+    compared in the same curves.
+    """
+    from ddptrain.errors import UsageError
+    from ddptrain.reports.destinations import writable_file
+
+    if output == "-":
+        raise UsageError("--output -: a page is written to a file; name one, as report.html")
+    given_before = ctx.obj if isinstance(ctx.obj, str) else None
+    places = (runs_dir or given_before or "runs", models_dir or DEFAULT_MODELS_DIR)
+    path = writable_file("--output", output)
+    wanted = [_fixed(name, places[0]) for name in names or [_LATEST]]
+    subjects, size_bytes = _written(path, wanted, places, every if watch else None, is_silent=as_json)
+    if as_json:
+        data = {
+            "file": str(path),
+            "size_bytes": size_bytes,
+            "runs": [view.run_id for view in subjects.views],
+            "sweep": subjects.sweep.name if subjects.sweep else None,
+            "models": [f"{model.name}@{model.chosen.version}" for model in subjects.models],
+        }
+        print_json(data)
+    else:
+        write([f"report: {path} ({size_bytes / 1e6:.1f} MB)"])
+
+
+def _written(
+    path: Path, names: list[str], places: tuple[str, str], every_s: int | None, *, is_silent: bool
+) -> tuple[Subjects, int]:
+    """Write the page; with `every_s` again and again while a run is running. Returns what it is about, and its size."""
+    import time
+
+    from ddptrain.file_ops import write_atomic
+    from ddptrain.reports.html.page import html_page
+    from ddptrain.reports.html.subjects import find_subjects
+    from ddptrain.results.errors import naming
+
+    def put(reload_s: int | None) -> int:
+        page = html_page(subjects, reload_s=reload_s, was_watched=every_s is not None)
+        with naming(path):
+            write_atomic(path, page, durable=False)
+        return len(page)
+
+    is_first = True
+    while True:
+        subjects = find_subjects(names, *places)
+        if every_s is None or not subjects.are_running:
+            return subjects, put(None)
+        try:
+            put(every_s)
+            if is_first and not is_silent:
+                say(f"{path} is written every {every_s} s until the run is over; Ctrl-C ends this")
+            is_first = False
+            time.sleep(every_s)
+        except KeyboardInterrupt:
+            put(None)  # nobody writes it again: it must not wait for that
+            raise typer.Exit(130) from None
+
+
+def _fixed(name: str, runs_dir: str) -> str:
+    """Return the name of the run that is the latest one now: with --watch another one may start. Others stay."""
+    from ddptrain.results.remote.runs import open_runs_dir
+
+    return open_runs_dir(runs_dir).find(name).layout.root.name if name == _LATEST else name

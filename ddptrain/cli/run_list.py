@@ -1,0 +1,81 @@
+"""`ddptrain results list`: lists, selects and sorts runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.run_choice import Json, RunsDir, folder_of
+
+if TYPE_CHECKING:
+    from ddptrain.results.select.table import Selection
+
+_FIELDS = (
+    "run, name, workload, status, started, ended, duration, age, ranks, attempts, exit_code, tags, note, "
+    "failure, commit"
+)
+
+
+def list_runs(
+    ctx: typer.Context,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONDITION",
+            help="Only runs for which it is true, as \"val/loss < 2.3 and params.layers == 1 and 'good' in tags\".",
+        ),
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Sort by val/loss, or by -val/loss from large to small.")
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELDS", help=f"Show these: {_FIELDS}, params.NAME, a metric's last value, best(METRIC)."
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many runs.")] = None,
+    runs_dir: RunsDir = None,
+    json: Json = False,
+) -> None:
+    """List the runs, newest first."""
+    from ddptrain.results.select.table import Selection
+
+    print_runs(folder_of(ctx, runs_dir), Selection.parse(where, sort, columns), limit, as_json=json)
+
+
+def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *, as_json: bool) -> None:
+    """Print the runs of a folder that are selected. Raises UsageError, StoreError."""
+    from ddptrain.results.remote.runs import open_runs_dir
+    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.select.table import cells, header
+    from ddptrain.results.show.render import print_table, run_table
+    from ddptrain.text_tables import plain_table
+
+    need = NeededFiles.METRICS if selection.needs_metrics else NeededFiles.NOTHING
+    views = open_runs_dir(runs_dir).list(need)
+    runs = selection.apply(views)[:limit]
+    for message in selection.unknown_fields(views):
+        say(f"ddptrain: {message}")
+    if as_json:
+        extra = selection.fields
+        print_json(
+            [{**run.view.as_dict(), **({"fields": {str(f): run(f) for f in extra}} if extra else {})} for run in runs]
+        )
+        return
+    if not runs:
+        say(f"no runs in {runs_dir}" if not views else f"none of the {len(views)} runs in {runs_dir} matches")
+        return
+    if (fields := selection.columns) is not None:
+        table: list[tuple[str, ...]] = [tuple(header(fields)), *(tuple(cells(run, fields)) for run in runs)]
+    else:
+        table = run_table(runs, selection.extra_columns)
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        print_table(table, Console())
+    else:
+        write([plain_table(table)])

@@ -1,0 +1,154 @@
+"""Everything about one run that the page shows, read from its directory once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ddptrain.config.wording import shorten
+from ddptrain.errors import DdptrainError, one_line
+from ddptrain.redact import hide_secrets
+from ddptrain.reports.html.failure import Frame, Tail, shown_traceback, tails, user_frames
+from ddptrain.reports.html.limits import Limits
+from ddptrain.reports.html.pictures import Picture, PictureReader
+from ddptrain.reports.html.series import MEAN, Line, MetricSummary, page_data, read_lines, summaries
+from ddptrain.reports.html.settings import Setting, read_settings
+from ddptrain.reports.html.tables import Confusion, CsvFiles, GalleryItem, TableFile, confusion, gallery
+from ddptrain.reports.html.timeline import Timeline, read_timeline
+from ddptrain.reports.rank_results import RankResult, rank_results
+from ddptrain.results.annotations.annotations import Annotations
+from ddptrain.results.layout import files_below
+from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.show.render import size
+from ddptrain.results.timing.time_use import TimeUse, time_use_of
+
+_MOST_FILES = 5000
+_MOST_LISTED = 60
+_TEXT = 2000
+_EVALUATED = re.compile(r"(?:val|valid|validation|eval|test)[/_]", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class RunCard:
+    """One run. curves: for the page's script. gallery, confusion, tables, pictures: from its artifacts.
+
+    files: other files that it has saved, with their sizes as text. problems: what could not be read.
+    """
+
+    view: RunView
+    ranks: Sequence[RankResult]
+    metrics: Sequence[MetricSummary]
+    curves: Sequence[dict[str, Any]]
+    timeline: Timeline | None
+    frames: Sequence[Frame]
+    traceback: str
+    tails: Sequence[Tail]
+    tables: Sequence[TableFile]
+    galleries: Sequence[tuple[str, Sequence[GalleryItem]]]
+    confusion: Confusion | None
+    pictures: Sequence[tuple[str, Sequence[Picture]]]
+    files: Sequence[tuple[str, str]]
+    settings: Sequence[Setting]
+    result: str
+    problems: Sequence[str]
+    time_use: TimeUse | None = None
+
+    @property
+    def annotations(self) -> Annotations:
+        """Its tags and its note."""
+        return self.view.annotations
+
+    @property
+    def sections(self) -> list[tuple[str, str]]:
+        """The sections that it has: anchors and titles."""
+        every = (
+            ("failure", "Failure", self.view.record.failure),
+            ("curves", "Curves", self.curves),
+            ("metrics", "Metrics", self.metrics),
+            ("timeline", "Timeline", self.timeline),
+            ("time", "Time", self.time_use),
+            ("confusion", "Confusion matrix", self.confusion),
+            ("predictions", "Predictions", self.galleries),
+            ("images", "Images", self.pictures),
+            ("tables", "Tables", self.tables),
+            ("logs", "Logs", self.tails),
+            ("configuration", "Configuration", self.settings),
+            ("environment", "Environment", True),
+        )
+        return [(anchor, title) for anchor, title, content in every if content]
+
+    @property
+    def changed(self) -> list[Setting]:
+        """The settings that differ from the defaults."""
+        return [setting for setting in self.settings if setting.is_changed]
+
+
+def read_card(view: RunView, limits: Limits) -> RunCard:
+    """Read a run. Files that cannot be read are left out, and named in `problems`."""
+    problems = [view.problem] if view.problem else []
+    lines: list[Line] = []
+    try:
+        lines = read_lines(view)
+    except DdptrainError as error:
+        problems.append(one_line(error))
+    media = _media(view, limits)
+    failure = view.record.failure
+    return RunCard(
+        view,
+        rank_results(view),
+        summaries(lines),
+        page_data(lines, limits.curve_points),
+        read_timeline(view, _evaluations(view, lines)),
+        user_frames(failure),
+        shown_traceback(failure),
+        tails(view, limits.log_bytes),
+        **media,
+        settings=read_settings(view.layout.config_yaml, limits.config_bytes),
+        result="" if view.record.result is None else shorten(json.dumps(hide_secrets(view.record.result)), _TEXT),
+        problems=problems,
+        time_use=time_use_of(view),
+    )
+
+
+def _media(view: RunView, limits: Limits) -> dict[str, Any]:
+    """The tables, pictures and other files among the artifacts, as fields of a card."""
+    files = dict(islice(_artifacts(view), _MOST_FILES))
+    csv_files = CsvFiles(view.layout.artifacts_dir, files, limits.table_bytes)
+    pictures = PictureReader(view.layout.artifacts_dir, files, limits.image_bytes)
+    tables = csv_files.tables()
+    galleries = [(table.path, items) for table in tables if (items := gallery(table, pictures))]
+    in_gallery = {path for table in tables for row in table.rows for path in row if path in files}
+    predictions = confusion(csv_files.predictions())
+    shown = {path for path, _ in galleries}
+    if predictions is not None:
+        shown |= {table.path for table in tables if table.path.startswith("predictions/")}
+    others = [(path, size(size_bytes)) for path, size_bytes in sorted(files.items()) if not path.endswith(".png")]
+    return {
+        "tables": [table for table in tables if table.path not in shown],
+        "galleries": galleries,
+        "confusion": predictions,
+        "pictures": pictures.groups(in_gallery),
+        "files": others[:_MOST_LISTED],
+    }
+
+
+def _artifacts(view: RunView) -> Iterator[tuple[str, int]]:
+    root = view.layout.artifacts_dir
+    return ((path.relative_to(root).as_posix(), size_bytes) for path, size_bytes in files_below(root))
+
+
+def _evaluations(view: RunView, lines: Sequence[Line]) -> list[tuple[float, int]]:
+    """When which rank has logged a metric of an evaluation, in seconds since the epoch."""
+    began = moment(view.record.started_at)
+    start = began.timestamp() if began is not None else 0.0
+    found = {
+        (start + float(time_s), 0 if line.rank == MEAN else int(line.rank))
+        for line in lines
+        if _EVALUATED.match(line.metric)
+        for time_s in line.time
+    }
+    return sorted(found)

@@ -1,0 +1,1 @@
+"""Tags and notes that users add to runs."""

@@ -1,0 +1,62 @@
+"""Changes the annotations of a run, also while its driver works and while other users of a store change them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.file_ops import wait_for_lock
+from ddptrain.results.annotations.annotations import FILE, Annotations, read_annotations
+from ddptrain.results.errors import naming
+from ddptrain.results.remote.local_copy import origin_of
+from ddptrain.results.run_files import open_to_lock, require_own_folder, write_file
+from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import NoConditionalWrites, WriteConflict
+
+Change = Callable[[Annotations], Annotations]
+_LOCK = f".{FILE}.lock"
+_MOST_CONFLICTS = 20
+
+
+def edit_folder(folder: Path, change: Change) -> Annotations:
+    """Change the annotations of the run in that folder of this machine; return them.
+
+    Raises:
+        ResultsError: the folder belongs to another user, or can't be written.
+        UsageError: it is a local copy of a run in a store.
+    """
+    if (origin := origin_of(folder)) is not None:
+        raise UsageError(f"{folder} is a copy; give the run's address, {origin.url}")
+    require_own_folder(folder)
+    descriptor = open_to_lock(folder / _LOCK)
+    try:
+        with naming(folder / _LOCK, "lock"):
+            wait_for_lock(descriptor)
+        changed = change(read_annotations(folder))
+        write_file(folder / FILE, changed.to_json())
+        return changed
+    finally:
+        os.close(descriptor)
+
+
+def edit_stored(run: RemoteFolder, change: Change) -> Annotations:
+    """Change the annotations of a run in a store; return them.
+
+    If the store has conditional writes, changes of several processes at once all count; else the last one does.
+
+    Raises ClusterError, StoreError.
+    """
+    for _ in range(_MOST_CONFLICTS):
+        try:
+            before = run.read_versioned(FILE)
+            changed = change(Annotations.parse(before.data if before is not None else None))
+            run.write_versioned(FILE, changed.to_json(), before)
+        except WriteConflict:
+            continue
+        except NoConditionalWrites:
+            changed = change(Annotations.parse(run.read(FILE)))
+            run.write(FILE, changed.to_json())
+        return changed
+    raise ClusterError(f"{run.url}/{FILE} is changed by other processes all the time: try again")

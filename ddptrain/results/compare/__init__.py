@@ -1,0 +1,1 @@
+"""Compares runs: configuration, code, data, versions, metrics and curves."""

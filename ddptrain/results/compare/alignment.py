@@ -1,0 +1,122 @@
+"""Puts the curves of several runs over one axis: step, epoch, time or samples."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from enum import StrEnum
+
+from ddptrain.errors import UsageError
+from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.metrics import AllSeries, Series
+from ddptrain.results.run_record import AttemptRecord
+from ddptrain.results.show.curves import Points, mean_of, thinned
+
+SAMPLES = "samples"  # the metric with which each rank logs how many samples it has used since the start
+
+
+class Alignment(StrEnum):
+    """What runs are aligned by.
+
+    time: seconds in which the run had ranks. samples: those of all ranks, as they have logged it (metric `samples`).
+    """
+
+    STEP = "step"
+    EPOCH = "epoch"
+    TIME = "time"
+    SAMPLES = "samples"
+
+    @property
+    def x_name(self) -> str:
+        """The name of the axis in Plot."""
+        return "time_s" if self is Alignment.TIME else str(self)
+
+
+def best_alignment(runs: Sequence[AllSeries], metrics: Sequence[str]) -> Alignment:
+    """Return step, or else epoch, if every value of these metrics has one; else time."""
+    for alignment in (Alignment.STEP, Alignment.EPOCH):
+        chosen = [one for series in runs for (name, _), one in series.items() if name in metrics]
+        if all(None not in getattr(one, alignment) for one in chosen):
+            return alignment
+    return Alignment.TIME
+
+
+def aligned(view: RunView, series: AllSeries, metric: str, alignment: Alignment) -> Points | None:
+    """Return the points of a run's metric, mean over the ranks; None if the run does not have it.
+
+    Values without a position on the axis are left out. Raises UsageError if none has one.
+    """
+    axis = _Axis(view, series, alignment)
+    ranks = {rank: one for (name, rank), one in series.items() if name == metric}
+    if not ranks:
+        return None
+    rows: dict[float | str, list[tuple[float, float]]] = {}  # by the step, or for values without one by the call
+    for one in ranks.values():
+        for number, (x, step, y) in enumerate(zip(axis.of(one), one.step, one.value, strict=True)):
+            if x is not None:
+                rows.setdefault(f"call {number}" if step is None else step, []).append((x, y))
+    if not rows:
+        hint = f'; log it with ctx.log({{"{SAMPLES}": ...}})' if alignment is Alignment.SAMPLES else ""
+        raise UsageError(f"run {view.run_id} has logged {metric} without {alignment}{hint}; choose another --align")
+    points = sorted((mean_of([x for x, _ in row]), mean_of([y for _, y in row])) for row in rows.values())
+    return thinned(([x for x, _ in points], [y for _, y in points]))
+
+
+class _Axis:
+    """The positions of a run's values on the axis."""
+
+    def __init__(self, view: RunView, series: AllSeries, alignment: Alignment) -> None:
+        self._alignment = alignment
+        self._attempts = view.record.attempts
+        self._start = min((one.time_s[0] for one in series.values() if one.time_s), default=0.0)
+        self._samples = samples_by_step(series) if alignment is Alignment.SAMPLES else ([], [])
+
+    def of(self, one: Series) -> list[float | None]:
+        match self._alignment:
+            case Alignment.STEP:
+                return one.step
+            case Alignment.EPOCH:
+                return one.epoch
+            case Alignment.TIME:
+                return [active_s(self._attempts, time_s, self._start) for time_s in one.time_s]
+            case Alignment.SAMPLES:
+                return [None if step is None else samples_at(self._samples, step) for step in one.step]
+
+
+def active_s(attempts: Sequence[AttemptRecord], time_s: float, start_s: float) -> float:
+    """Return for how many seconds a run had ranks before a point in time; without attempts since `start_s`."""
+    total = 0.0
+    known = False
+    for attempt in attempts:
+        began, ended = moment(attempt.started_at), moment(attempt.ended_at)
+        if began is None or began.timestamp() > time_s:
+            continue
+        until = time_s if ended is None else min(time_s, ended.timestamp())
+        total += max(0.0, until - began.timestamp())
+        known = True
+    return total if known else time_s - start_s
+
+
+def samples_by_step(series: AllSeries) -> tuple[list[float], list[float]]:
+    """Return steps, and how many samples all ranks together had used then."""
+    ranks: dict[float, list[float]] = {}
+    count = 0
+    for (name, _), one in series.items():
+        if name == SAMPLES:
+            count += 1
+            for step, value in zip(one.step, one.value, strict=True):
+                if step is not None and value == value:
+                    ranks.setdefault(step, []).append(value)
+    steps = sorted(ranks)
+    return steps, [sum(ranks[step]) * count / len(ranks[step]) for step in steps]
+
+
+def samples_at(known: tuple[list[float], list[float]], step: float) -> float | None:
+    """Return the samples at a step, interpolated between known ones; step 0 has none. None after the last known one."""
+    steps, samples = known
+    at = bisect.bisect_left(steps, step)
+    if at == len(steps):
+        return None
+    (before, low), (after, high) = itertools.islice(zip([0.0, *steps], [0.0, *samples], strict=True), at, at + 2)
+    return high if after == before else low + (high - low) * (step - before) / (after - before)

@@ -1,0 +1,1 @@
+"""Writes the metrics of runs in formats of other tools."""

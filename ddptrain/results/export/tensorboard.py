@@ -1,0 +1,108 @@
+"""The metrics of runs as event files of TensorBoard, one folder for each run."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddptrain.errors import UsageError
+from ddptrain.results.compare.differences import flat
+from ddptrain.results.export.output import encodable, output_file
+from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.metrics import AllSeries, read_series
+from ddptrain.results.select.recorded_config import params_of
+from ddptrain.results.show.curves import mean_of
+
+_FILE = "events.out.tfevents.0000000000.ddptrain"  # always the same: a second export replaces the first one
+_LARGEST_STEP = 1 << 62
+_VERSION = "brain.Event:2"
+Point = tuple[float, int, float]  # time, step, value
+
+
+def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
+    """Write <output>/<run>/events... for each run: its metrics, mean over the ranks, and its parameters as text.
+
+    Returns the paths of the files.
+
+    Raises:
+        UsageError: a file can't be written, or tensorboard is missing.
+        ResultsError: metrics.jsonl can't be read.
+    """
+    try:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+    except ImportError:
+        raise UsageError(
+            "this needs tensorboard: pip install 'ddptrain[tensorboard]', or choose --format csv"
+        ) from None
+    paths = []
+    for view in views:
+        series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+        paths.append(output / view.run_id / _FILE)
+        with output_file(paths[-1]) as file:
+            writer = RecordWriter(file)
+            for event in _events(view, series):
+                writer.write(event.SerializeToString())
+            writer.flush()
+    return paths
+
+
+def points(series: AllSeries, metric: str) -> list[Point]:
+    """Return the values of a metric by step, mean over the ranks; without a step, the epoch or the number of the call.
+
+    NaN is left out, and so is a step that the format cannot hold.
+    """
+    found: dict[int, list[tuple[float, float]]] = {}
+    for (name, _), one in series.items():
+        if name != metric:
+            continue
+        for call, (time_s, step, epoch, value) in enumerate(
+            zip(one.time_s, one.step, one.epoch, one.value, strict=True)
+        ):
+            place = step if step is not None else epoch if epoch is not None else call
+            if value == value and abs(place) < _LARGEST_STEP:
+                found.setdefault(int(place), []).append((time_s, value))
+    return [
+        (max(time_s for time_s, _ in rows), step, mean_of([value for _, value in rows]))
+        for step, rows in sorted(found.items())
+    ]
+
+
+def _events(view: RunView, series: AllSeries) -> Iterator[Any]:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    began = moment(view.record.started_at)
+    began_s = began.timestamp() if began is not None else 0.0
+    yield Event(wall_time=began_s, file_version=_VERSION)
+    yield Event(wall_time=began_s, step=0, summary=Summary(value=[_text("params", _as_table(params_of(view)))]))
+    for metric in sorted({name for name, _ in series}):
+        for time_s, step, value in points(series, metric):
+            summary = Summary(value=[Summary.Value(tag=encodable(metric), simple_value=_as_float32(value))])
+            yield Event(wall_time=time_s, step=step, summary=summary)
+
+
+def _as_float32(value: float) -> float:
+    """The value, or an infinity if it is too large for the format."""
+    try:
+        struct.pack("<f", value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+    return value
+
+
+def _as_table(params: Mapping[str, Any]) -> str:
+    rows = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in flat(params)]
+    return "\n".join(["| parameter | value |", "| --- | --- |", *rows])
+
+
+def _text(tag: str, text: str) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", "backslashreplace")])
+    tensor.tensor_shape.dim.add(size=1)
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)

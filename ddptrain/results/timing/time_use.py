@@ -1,0 +1,244 @@
+"""Where the time of a run went: waiting, starting, training, checkpoints, evaluation, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ddptrain.file_ops import open_regular
+from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
+from ddptrain.text_tables import duration
+
+_KINDS = ("run_started", "entered", "finished", "checkpoint_staged", "timed", "run_finished")
+_LONGEST_LINE_BYTES = 1 << 20
+_LARGEST_S = 1e12
+_LEAST_SHOWN_S = 0.05
+_KEPT = (RunStatus.SUCCEEDED, RunStatus.PREEMPTED)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUse:
+    """Seconds of a run, without the time between its parts if it was resumed.
+
+    queue: from the beginning of the run to the start of its ranks: data are prepared, a cluster starts, slots are
+    taken. start: until all ranks have entered the training function. training: without checkpoints and evaluation.
+    checkpoints: rank 0 was in ctx.checkpoint. evaluation: rank 0 was in `ctx.timed("evaluation")`. lost: training that
+    was repeated after a failure, or not continued from. restarts: from the end of an attempt until the ranks of the
+    next one train. end: from the end of training to the end of the run: uploads, and the end of ranks and cluster.
+    other: not known.
+    """
+
+    queue: float = 0.0
+    start: float = 0.0
+    training: float = 0.0
+    checkpoints: float = 0.0
+    evaluation: float = 0.0
+    lost: float = 0.0
+    restarts: float = 0.0
+    end: float = 0.0
+    other: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the seconds by name, rounded to milliseconds."""
+        return {name: round(seconds, 3) for name, seconds in asdict(self).items()}
+
+    def shown(self) -> list[tuple[str, str]]:
+        """Return the parts of at least 0.05 s as text: the duration, and its share of the whole."""
+        parts = asdict(self)
+        whole = sum(parts.values())
+        return [
+            (_NAMES.get(name, name), f"{duration(seconds)} ({seconds / whole:.0%})")
+            for name, seconds in parts.items()
+            if seconds >= _LEAST_SHOWN_S
+        ]
+
+    def line(self) -> str:
+        """Return the parts in one line, as "queue 3.4 s, start 6.1 s, training 2m 05s"; "" if all are short."""
+        parts = asdict(self).items()
+        return ", ".join(
+            f"{_NAMES.get(name, name)} {duration(seconds)}" for name, seconds in parts if seconds >= _LEAST_SHOWN_S
+        )
+
+
+_NAMES = {"lost": "lost to failures"}
+_TAKEN_FIRST = ("other", "end", "restarts", "queue", "start", "lost", "training", "evaluation", "checkpoints")
+
+
+@dataclass(slots=True)
+class _AttemptEvents:
+    """The events of one attempt; times in seconds since 1970."""
+
+    entered: list[float] = field(default_factory=list)
+    finished: list[float] = field(default_factory=list)
+    staged: dict[int, float] = field(default_factory=dict)  # by step
+    timed: list[tuple[str, float, float]] = field(default_factory=list)  # activity, end, seconds
+    run_ended: float | None = None  # a driver ended the run after this attempt
+
+
+def time_use_of(view: RunView) -> TimeUse | None:
+    """Return where the time of a run went; None if its duration is not known."""
+    if (duration_s := view.duration_s) is None:
+        return None
+    return time_use(view.record, read_events(view.layout.events_jsonl), duration_s)
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of an events.jsonl that matter here; damaged lines, and those above 1 MiB, are left out."""
+    marks = [f'"event":"{kind}"'.encode() for kind in _KINDS]
+    try:
+        descriptor = open_regular(path)
+    except OSError:
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        while line := file.readline(_LONGEST_LINE_BYTES):
+            if not any(mark in line for mark in marks):
+                continue
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict) and _is_time(event.get("time_s")) and _is_time(event.get("seconds", 0)):
+                yield event
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and -_LARGEST_S < value < _LARGEST_S  # also false for NaN
+
+
+def time_use(record: RunRecord, events: Iterable[Mapping[str, Any]], duration_s: float) -> TimeUse:
+    """Divide the duration of a run into its parts; their sum is the duration.
+
+    Clocks may have been changed, and events may be missing: the rest is `other`.
+    """
+    spans = _Spans(record, duration_s)
+    by_attempt = _by_attempt(events)
+    for number, attempt in enumerate(record.attempts):
+        spans.add(number, attempt, by_attempt.get(attempt.attempt, _AttemptEvents()))
+    if not record.attempts:
+        return TimeUse(queue=duration_s)
+    return _fitted(TimeUse(**spans.seconds), duration_s)
+
+
+def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, _AttemptEvents]:
+    found: dict[int, _AttemptEvents] = {}
+    now = _AttemptEvents()
+    for event in events:
+        time_s = float(event["time_s"])
+        match event:
+            case {"event": "run_started", "attempt": int(number)}:
+                now = found[number] = _AttemptEvents()
+            case {"event": "entered"}:
+                now.entered.append(time_s)
+            case {"event": "finished"}:
+                now.finished.append(time_s)
+            case {"event": "checkpoint_staged", "step": int(step)}:
+                now.staged[step] = time_s
+            case {"event": "timed", "activity": str(activity), "seconds": int() | float() as seconds}:
+                now.timed.append((activity, time_s, float(seconds)))
+            case {"event": "run_finished"}:
+                now.run_ended = time_s
+    return found
+
+
+class _Spans:
+    """Adds up the seconds of each part, attempt by attempt."""
+
+    def __init__(self, record: RunRecord, duration_s: float) -> None:
+        self._record = record
+        self._started = _seconds(record.started_at)
+        self._resumed = _seconds(record.resumed_at)
+        part_began = self._started if self._resumed is None else self._resumed
+        self._now = (part_began or 0.0) + duration_s - record.earlier_s  # the end of the run, or the time now
+        self._before: tuple[float, bool] | None = None  # when the attempt before ended, and whether the run did, too
+        self.seconds: dict[str, float] = dict.fromkeys(TimeUse.__dataclass_fields__, 0.0)
+
+    def add(self, number: int, attempt: AttemptRecord, events: _AttemptEvents) -> None:
+        began, ended = _seconds(attempt.started_at), _seconds(attempt.ended_at)
+        if began is None:
+            return
+        is_last = number + 1 == len(self._record.attempts)
+        ended = self._now if ended is None else ended
+        is_restart = self._add_wait(began)
+        all_entered = 0 < attempt.world_size <= len(events.entered)
+        trains_from = min(max(events.entered), ended) if all_entered else ended
+        self._add("restarts" if is_restart else "start", trains_from - began)
+        following = None if is_last else self._record.attempts[number + 1]
+        trained_until = self._add_training(attempt, events, trains_from, ended, following)
+        if is_last and self._record.ended_at is not None:
+            over = max(self._now, ended)
+        else:
+            over = ended if events.run_ended is None else max(ended, events.run_ended)
+        self._add("end", over - trained_until)
+        self._before = ended, events.run_ended is not None
+
+    def _add_wait(self, began: float) -> bool:
+        """Add the time before an attempt; return whether it restarts the ranks after a failure."""
+        if self._before is None:
+            self._add("queue", began - (began if self._started is None else self._started))
+            return False
+        before, run_ended = self._before
+        if self._resumed is not None and before <= self._resumed <= began:
+            self._add("queue", began - self._resumed)
+            return False
+        if run_ended:  # an earlier driver resumed the run; when it began is not known
+            return False
+        self._add("restarts", began - before)
+        return True
+
+    def _add_training(
+        self,
+        attempt: AttemptRecord,
+        events: _AttemptEvents,
+        trains_from: float,
+        ended: float,
+        following: AttemptRecord | None,
+    ) -> float:
+        """Add what an attempt did until its ranks had finished; return when that was."""
+        if following is not None and attempt.outcome not in _KEPT:
+            saved = None if following.resumed_from is None else events.staged.get(following.resumed_from)
+            kept_until = trains_from if saved is None else min(max(saved, trains_from), ended)
+            until = ended
+            self._add("lost", until - kept_until)
+        else:
+            until = kept_until = max(events.finished, default=ended)
+        until, kept_until = min(max(until, trains_from), ended), min(max(kept_until, trains_from), ended)
+        aside = 0.0
+        for activity, name in (("checkpoint", "checkpoints"), ("evaluation", "evaluation")):
+            inside = _inside(events.timed, activity, trains_from, kept_until)
+            inside = min(inside, kept_until - trains_from - aside)
+            aside += inside
+            self._add(name, inside)
+        self._add("training", kept_until - trains_from - aside)
+        return until
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] += max(0.0, seconds)
+
+
+def _inside(timed: Sequence[tuple[str, float, float]], activity: str, begin: float, end: float) -> float:
+    """Return the seconds of an activity between two points in time."""
+    spans = [(until - max(0.0, seconds), until) for name, until, seconds in timed if name == activity]
+    return sum(max(0.0, min(until, end) - max(since, begin)) for since, until in spans)
+
+
+def _fitted(use: TimeUse, duration_s: float) -> TimeUse:
+    """Make the sum the duration: a rest is `other`; an excess is taken from what is known least."""
+    parts = asdict(use)
+    rest = duration_s - sum(parts.values())
+    if rest >= 0:
+        return replace(use, other=rest)
+    for name in _TAKEN_FIRST:
+        taken = min(parts[name], -rest)
+        parts[name] -= taken
+        rest += taken
+    return TimeUse(**parts)
+
+
+def _seconds(text: str | None) -> float | None:
+    found = moment(text)
+    return None if found is None else found.timestamp()

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ddptrain.protocol import events
+from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.timed_activities import TimedActivities
+
+
+class Activities(TimedActivities):
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path, self._rank = path, rank
+        path.touch()
+        self._file = path.open("ab")
+        self._emitter = Emitter(self._file.fileno())
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def told(self) -> list[events.Event]:
+        self._file.close()
+        return [events.decode(line) for line in self._path.read_bytes().splitlines()]
+
+
+def test_rank_0_reports_how_long_a_block_took(tmp_path: Path) -> None:
+    activities = Activities(tmp_path / "events", 0)
+    with activities.timed("evaluation"):
+        time.sleep(0.02)
+    (event,) = activities.told()
+    assert isinstance(event, events.Timed) and event.activity == "evaluation" and event.seconds >= 0.02
+
+
+def test_a_block_that_raises_is_reported(tmp_path: Path) -> None:
+    activities = Activities(tmp_path / "events", 0)
+
+    def fail() -> None:
+        time.sleep(0.02)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), activities.timed("evaluation"):
+        fail()
+    assert len(activities.told()) == 1
+
+
+def test_short_blocks_and_other_ranks_are_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    activities = Activities(tmp_path / "events", 1)
+    with activities.timed("evaluation"):
+        time.sleep(0.02)
+    assert activities.told() == []
+    activities = Activities(tmp_path / "events", 0)
+    monkeypatch.setattr("ddptrain.rank.timed_activities.time.monotonic", lambda: 5.0)
+    with activities.timed("checkpoint"):
+        pass
+    assert activities.told() == []

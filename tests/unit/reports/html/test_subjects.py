@@ -1,0 +1,87 @@
+"""Which runs, sweep and models the names on the command line stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.reports.html.subjects import find_subjects
+from ddptrain.reports.html.sweep import Axis, read_sweep
+from ddptrain.results.run_record import RunRecord
+
+
+def add_run(runs: Path, name: str, status: str = "succeeded") -> None:
+    (runs / name).mkdir(parents=True)
+    (runs / name / "run.json").write_text(RunRecord(run_id=name, status=status).to_json())
+
+
+def trial(number: int, value: Any, state: str = "complete", **given: Any) -> dict[str, Any]:
+    return {"number": number, "params": {"params.lr": 0.1, "params.kind": "a"}, "state": state, "value": value,
+            "run_ids": [f"sweep-{number:04d}"], **given}  # fmt: skip
+
+
+def write_sweep(runs: Path, trials: list[Any], **given: Any) -> Path:
+    folder = runs / "sweep"
+    folder.mkdir(parents=True)
+    space = {
+        "params.lr": {"kind": "log", "low": 1e-4, "high": 0.1},
+        "params.kind": {"kind": "choice", "values": ["a", 2]},
+    }
+    content = {"sweep_id": "sweep", "status": "succeeded", "metric": "loss", "mode": "min", "space": space, "best": 1}
+    (folder / "sweep.json").write_text(json.dumps({**content, "trials": trials, **given}))
+    return folder
+
+
+def find(names: list[str], folder: Path) -> list[str]:
+    return [view.run_id for view in find_subjects(names, str(folder), str(folder / "models")).views]
+
+
+def test_runs_are_found_once(tmp_path: Path) -> None:
+    for name in ("a-1", "b-2"):
+        add_run(tmp_path, name)
+    assert find(["a", "b-2", "a-1", str(tmp_path / "b-2")], tmp_path) == ["a-1", "b-2"]
+    with pytest.raises(RunNotFound, match='no run "c"'):
+        find(["c"], tmp_path)
+
+
+def test_runs_of_a_sweep_are_the_best_ones_first(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, [trial(0, 3.0), trial(1, 1.0), trial(2, 0.5, "pruned"), trial(3, None, "failed")])
+    for number in range(4):
+        add_run(folder, f"sweep-{number:04d}")
+    assert find(["sweep"], tmp_path) == ["sweep-0001", "sweep-0000", "sweep-0002", "sweep-0003"]
+
+
+def test_larger_is_better_with_mode_max(tmp_path: Path) -> None:
+    sweep = read_sweep(write_sweep(tmp_path, [trial(0, 3.0), trial(1, 1.0)], mode="max"))
+    assert [one.number for one in sweep.ranked()] == [0, 1]
+
+
+def test_damaged_fields_of_a_sweep_are_left_out(tmp_path: Path) -> None:
+    trials = ["x", trial(1, "much", run_ids=["../../etc", 3, "ok-1"], step=True), {"params": []}, trial(2, 1e999)]
+    sweep = read_sweep(write_sweep(tmp_path, trials, importance={"params.lr": "big"}, best="x", duration_s=[], name=3))
+    assert [one.value for one in sweep.trials] == [None, None, None]
+    assert sweep.trials[0].run_ids == ["ok-1"]
+    assert sweep.axes == [Axis("params.lr", "log"), Axis("params.kind", "choice", ["a", "2"])]
+    assert (sweep.best, sweep.duration_s, sweep.trials[1].params) == (None, None, [None, None])
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000])
+def test_sweep_that_is_not_json_is_one_clear_line(tmp_path: Path, content: str) -> None:
+    (write_sweep(tmp_path, []) / "sweep.json").write_text(content)
+    with pytest.raises(UsageError, match=r"cannot read .*sweep\.json: it is no"):
+        find(["sweep"], tmp_path)
+
+
+def test_two_sweeps_and_too_many_runs_are_refused(tmp_path: Path) -> None:
+    write_sweep(tmp_path / "a", [])
+    write_sweep(tmp_path / "b", [])
+    with pytest.raises(UsageError, match="at most one sweep, got 2"):
+        find([str(tmp_path / "a/sweep"), str(tmp_path / "b/sweep")], tmp_path)
+    for number in range(101):
+        add_run(tmp_path, f"r-{number}")
+    with pytest.raises(UsageError, match="at most 100 runs, got 101"):
+        find([f"r-{number}" for number in range(101)], tmp_path)

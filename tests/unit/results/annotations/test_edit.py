@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.results.annotations.annotations import FILE, Annotations, read_annotations
+from ddptrain.results.annotations.edit import edit_folder, edit_stored
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.remote.local_copy import Origin
+from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import Versioned, WriteConflict
+from tests.unit.results.stores import watched_store
+
+
+def test_changes_at_once_all_count(tmp_path: Path) -> None:
+    def add(number: int) -> Annotations:
+        return edit_folder(tmp_path, lambda before: before.with_tags([f"t{number}"]))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(24)))
+    assert sorted(read_annotations(tmp_path).tags) == sorted(f"t{number}" for number in range(24))
+    assert {path.name for path in tmp_path.iterdir()} == {FILE, f".{FILE}.lock"}
+
+
+def test_a_change_that_is_refused_leaves_the_file(tmp_path: Path) -> None:
+    edit_folder(tmp_path, lambda before: Annotations(("a",), "n"))
+    with pytest.raises(UsageError, match="51"):
+        edit_folder(tmp_path, lambda before: before.with_tags(f"t{number}" for number in range(50)))
+    assert read_annotations(tmp_path) == Annotations(("a",), "n")
+
+
+def test_a_run_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.geteuid()
+    monkeypatch.setattr("ddptrain.results.run_files._id_given_in", lambda folder: None)
+    monkeypatch.setattr(os, "geteuid", lambda: real + 1)
+    with pytest.raises(ResultsError, match="belongs to another user"):
+        edit_folder(tmp_path, lambda before: before.with_tags(["a"]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text('{"tags": ["secret"]}')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / FILE).symlink_to(tmp_path / "other")
+    assert read_annotations(run) == Annotations()
+    edit_folder(run, lambda before: before.with_tags(["a"]))
+    assert not (run / FILE).is_symlink() and (tmp_path / "other").read_text() == '{"tags": ["secret"]}'
+
+
+def test_a_copy_of_a_stored_run_names_its_address(tmp_path: Path) -> None:
+    Origin("s3://bucket/runs/a").mark(tmp_path)
+    with pytest.raises(UsageError, match="give the run's address, s3://bucket/runs/a"):
+        edit_folder(tmp_path, lambda before: before)
+
+
+def test_a_store_without_conditional_writes_is_written() -> None:
+    run = watched_store()[0].below("a-1")
+    edit_stored(run, lambda before: before.with_tags(["a"]))
+    assert edit_stored(run, lambda before: before.with_tags(["b"])).tags == ("a", "b")
+    assert Annotations.parse(run.read(FILE)).tags == ("a", "b")
+
+
+def test_a_conflict_in_a_store_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"now": Annotations(("a",)).to_json()}
+    conflicts = [Annotations(("a", "other")).to_json()]
+
+    def write(folder: RemoteFolder, path: str, new: bytes, before: Versioned | None) -> Versioned:
+        if conflicts:
+            data["now"] = conflicts.pop()
+        if before is None or before.data != data["now"]:
+            raise WriteConflict("written by another process")
+        data["now"] = new
+        return Versioned(new)
+
+    monkeypatch.setattr(RemoteFolder, "read_versioned", lambda folder, path: Versioned(data["now"]))
+    monkeypatch.setattr(RemoteFolder, "write_versioned", write)
+    run = watched_store()[0].below("a-1")
+    assert edit_stored(run, lambda before: before.with_tags(["mine"])).tags == ("a", "other", "mine")
+
+    def always(folder: RemoteFolder, path: str, new: bytes, before: Versioned | None) -> Versioned:
+        raise WriteConflict("written by another process")
+
+    monkeypatch.setattr(RemoteFolder, "write_versioned", always)
+    with pytest.raises(ClusterError, match="try again"):
+        edit_stored(run, lambda before: before)
