@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.annotate import TagCommand, note, tag
-from ddptrain.cli.compare import chart_style, compare
-from ddptrain.cli.export_runs import export
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import print_json, write
-from ddptrain.cli.report import report
-from ddptrain.cli.run_choice import DEFAULT_RUNS_DIR, Json, Run, RunsDir, folder_of, place_of, view_of
-from ddptrain.cli.run_list import list_runs, print_runs
+from ddptrain.cli.runs.annotate import TagCommand, note, tag
+from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Json, Run, RunsDir, folder_of, place_of, view_of
+from ddptrain.cli.runs.compare import chart_style, compare
+from ddptrain.cli.runs.export import export
+from ddptrain.cli.runs.listing import list_runs, print_runs
+from ddptrain.cli.runs.report import report
 from ddptrain.cli.unattended.prune import prune
 
 app = typer.Typer(

@@ -82,5 +82,7 @@ def test_runs_are_compared(runs: Path) -> None:
 def test_runs_are_exported(runs: Path) -> None:
     assert call("export", "pets-1", "pets-2", "-o", "out").stdout == "out/metrics.csv\nout/runs.csv\n"
     assert len(Path("out/metrics.csv").read_text().splitlines()) == 7
-    files = json.loads(call("export", "latest", "--format", "tensorboard", "-o", "tb", "--json").stdout)["files"]
+    files = json.loads(call("export", "latest", "--format", "tensorboard", "-o", "tb", "--json").stdout)["written"]
     assert [Path(file).parent.name for file in files] == ["pets-2"]
+    with pytest.raises(UsageError, match="only MLflow has a server"):
+        call("export", "latest", "-o", "http://127.0.0.1:9")

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from ddptrain.cli.printing import print_json, write
-from ddptrain.cli.run_choice import Json, Run, RunsDir, place_of
+from ddptrain.cli.runs.choice import Json, Run, RunsDir, place_of
 
 _MARK = "\0"  # no argument contains it
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli.printing import print_json, write
-from ddptrain.cli.run_choice import Json, RunNames, RunsDir, view_of
+from ddptrain.cli.runs.choice import Json, RunNames, RunsDir, view_of
 
 if TYPE_CHECKING:
     from ddptrain.results.show.chart import Style

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli.printing import print_json, say, write
-from ddptrain.cli.run_choice import Json, RunsDir, folder_of
+from ddptrain.cli.runs.choice import Json, RunsDir, folder_of
 
 if TYPE_CHECKING:
     from ddptrain.results.select.table import Selection

@@ -1,0 +1,1 @@
+"""Commands of `ddptrain results` that select, mark, compare and export runs."""
