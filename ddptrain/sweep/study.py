@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import json
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +43,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "SuccessiveHalvingPruner": {"min_resource": 1, "reduction_factor": 3},
     "PatientPruner": {"wrapped_pruner": None},
 }
+_RESULT = ("values", "step", "error", "value", "spread", "duration_s")
 _IMPORTANCE_TRIALS = 2  # complete ones, at least
 _log = Log(__name__)
 
@@ -105,7 +108,10 @@ class Study:
             return TrialRecord(trial.number, self._decoded(trial.params))
 
     def report(self, number: int, index: int, value: float) -> bool:
-        """Add a value of the metric of a running trial; return whether to end it. Known indices are ignored."""
+        """Add a value of the metric of a running trial; return whether to end it.
+
+        `index` counts its values from 1; one that is known is ignored.
+        """
         with self._mutex, self._naming(self._journal):
             trial = self._trial(number)
             if index in self._frozen_trial(number).intermediate_values:
@@ -123,11 +129,12 @@ class Study:
             TrialState.FAILED: OptunaState.FAIL,
         }
         with self._mutex, self._naming(self._journal):
-            trial = self._trial(record.number)
-            for name in ("values", "step", "error", "value", "spread", "duration_s"):
-                trial.set_user_attr(name, getattr(record, name))
+            if self._frozen_trial(record.number).state.is_finished():
+                return
+            result = {name: getattr(record, name) for name in _RESULT}
+            self._trial(record.number).set_user_attr("result", result)  # one line of the journal
             value = record.value if record.state is TrialState.COMPLETE else None
-            self._study.tell(record.number, value, state=states[record.state], skip_if_finished=True)
+            self._study.tell(record.number, value, state=states[record.state])
             self._asked.pop(record.number, None)
 
     def records(self) -> list[TrialRecord]:
@@ -144,9 +151,10 @@ class Study:
             ]
             if len(complete) < _IMPORTANCE_TRIALS or len({trial.value for trial in complete}) < 2 or not varied:
                 return None
-            evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+            importance = _importance_module()
+            evaluator = importance.PedAnovaImportanceEvaluator()
             try:
-                found = optuna.importance.get_param_importances(self._study, evaluator=evaluator, params=varied)
+                found = importance.get_param_importances(self._study, evaluator=evaluator, params=varied)
             except (ValueError, RuntimeError, ArithmeticError) as error:  # too few trials for this evaluator
                 _log.info("importance is not known", reason=one_line(error))
                 return None
@@ -159,7 +167,7 @@ class Study:
             OptunaState.PRUNED: TrialState.PRUNED,
             OptunaState.FAIL: TrialState.FAILED,
         }
-        told = trial.user_attrs
+        told = trial.user_attrs.get("result", {})
         started, ended = trial.datetime_start, trial.datetime_complete
         return TrialRecord(
             trial.number,
@@ -213,6 +221,18 @@ class Study:
                 yield
         except (KeyError, json.JSONDecodeError) as error:
             raise ResultsError(f"{journal} is damaged: {one_line(error)}; begin a new sweep") from error
+
+
+def _importance_module() -> Any:
+    """Import optuna.importance without scikit-learn, which takes a second and is for evaluators not used here."""
+    hidden = "sklearn" not in sys.modules
+    if hidden:
+        sys.modules["sklearn"] = None  # type: ignore[assignment]  # its import fails, which Optuna allows for
+    try:
+        return importlib.import_module("optuna.importance")
+    finally:
+        if hidden:
+            del sys.modules["sklearn"]
 
 
 def make_sampler(sweep: SweepConfig, seed: int) -> optuna.samplers.BaseSampler:

@@ -47,7 +47,7 @@ class TrialPlan:
     """What all trials of a sweep share.
 
     folder: that of the sweep. config: returns the configuration of a repeat of a point. report: takes the number of a
-    trial, the index of a value of the metric, and the value; returns whether to end the trial.
+    trial, the index of a value of the metric (from 1), and the value; returns whether to end the trial.
     """
 
     folder: Path
@@ -280,9 +280,9 @@ class TrialDisplay:
         trial = self._trial
         for step, value in complete:
             trial.record.step, trial.record.value = round(step), value
+            self._index += 1
             if self._reports and not trial.pruned and trial.plan.report(trial.record.number, self._index, value):
                 trial.prune()
-            self._index += 1
 
 
 def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
@@ -296,7 +296,7 @@ def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
             values = values_of_run(load_run(trial.plan.folder / run_id), trial.plan.metric)
             index, last_step = len(values), max(values, default=-math.inf)
             if run_id == trial.run_id(0):
-                for number, value in enumerate(values.values()):  # what the killed driver could not report any more
+                for number, value in enumerate(values.values(), 1):  # what the killed driver could not report any more
                     trial.plan.report(trial.record.number, number, value)
         display = TrialDisplay(trial, reports=run_id == trial.run_id(0), index=index, last_step=last_step)
         options = LaunchOptions(run_id=run_id, resume="auto" if resume else None, shared=shared(trial, display))
