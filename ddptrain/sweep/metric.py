@@ -20,12 +20,13 @@ class LiveMetric:
     logged the step before, or if a later step begins. The value is that of the checkpoint, else the mean of the ranks.
     """
 
-    def __init__(self, world_size: int = 0) -> None:
+    def __init__(self, world_size: int = 0, usual: frozenset[int] = frozenset()) -> None:
+        """`usual`: the ranks that log the metric, as an earlier trial has shown; none if that is not known."""
         self.world_size = world_size
+        self.usual = usual
         self.last_step: float = -math.inf
         self._step: float | None = None
         self._values: dict[int, float] = {}
-        self._usual: frozenset[int] = frozenset()
         self._counts: dict[int, int] = defaultdict(int)
 
     def logged(self, rank: int, step: int | None, value: float) -> list[tuple[float, float]]:
@@ -35,7 +36,7 @@ class LiveMetric:
         done = self._begin(at)
         if at == self._step:
             self._values[rank] = value
-            if len(self._values) == self.world_size or (self._usual and self._usual <= self._values.keys()):
+            if len(self._values) == self.world_size or (self.usual and self.usual <= self._values.keys()):
                 done += self._complete()
         return done
 
@@ -43,9 +44,9 @@ class LiveMetric:
         """Take the value of a checkpoint."""
         done = self._begin(float(step))
         if float(step) == self._step:
-            self._values = {-1: value}
-            usual, done = self._usual, [*done, *self._complete()]
-            self._usual = usual
+            usual, self._values = self.usual, {-1: value}
+            done += self._complete()
+            self.usual = usual  # a checkpoint does not tell who logs
         return done
 
     def finish(self) -> list[tuple[float, float]]:
@@ -65,7 +66,7 @@ class LiveMetric:
             return []
         value = sum(self._values.values()) / len(self._values)
         done = [(self._step, value)]
-        self._usual, self.last_step = frozenset(self._values), self._step
+        self.usual, self.last_step = frozenset(self._values), self._step
         self._step, self._values = None, {}
         return done
 

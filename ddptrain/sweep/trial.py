@@ -219,11 +219,27 @@ def _no_value(metric: str, values: Mapping[float, float], view: RunView) -> str:
 class TrialDisplay:
     """Takes what happens in the run of a trial: the values of the metric go to the pruner, the rest to the display."""
 
-    def __init__(self, trial: Trial, *, reports: bool, index: int = 0, last_step: float = -math.inf) -> None:
-        """`reports`: whether values go to the pruner; `index` were reported before, up to `last_step`."""
+    def __init__(
+        self,
+        trial: Trial,
+        *,
+        reports: bool,
+        index: int = 0,
+        last_step: float = -math.inf,
+        usual: frozenset[int] = frozenset(),
+    ) -> None:
+        """`reports`: whether values go to the pruner; `index` were reported before, up to `last_step`.
+
+        `usual`: the ranks that log the metric, if that is known.
+        """
         self._trial, self._reports, self._index = trial, reports, index
-        self._live = LiveMetric()
+        self._live = LiveMetric(usual=usual)
         self._live.last_step = last_step
+
+    @property
+    def usual(self) -> frozenset[int]:
+        """The ranks that log the metric; none if that is not known yet."""
+        return self._live.usual
 
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
         """The number of ranks is known."""
@@ -287,8 +303,10 @@ class TrialDisplay:
 
 def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
     """Return the function that runs the runs of trials with driver/run.py, on a cluster that they share."""
+    usual: frozenset[int] = frozenset()  # the ranks that log the metric: the same in all trials
 
     def run(config: ResolvedConfig, run_id: str, *, resume: bool, trial: Trial) -> int:
+        nonlocal usual
         from ddptrain.driver.run import LaunchOptions, train
 
         index, last_step = 0, -math.inf
@@ -298,8 +316,11 @@ def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
             if run_id == trial.run_id(0):
                 for number, value in enumerate(values.values(), 1):  # what the killed driver could not report any more
                     trial.plan.report(trial.record.number, number, value)
-        display = TrialDisplay(trial, reports=run_id == trial.run_id(0), index=index, last_step=last_step)
+        reports = run_id == trial.run_id(0)
+        display = TrialDisplay(trial, reports=reports, index=index, last_step=last_step, usual=usual)
         options = LaunchOptions(run_id=run_id, resume="auto" if resume else None, shared=shared(trial, display))
-        return train(config, options)
+        code = train(config, options)
+        usual = display.usual or usual
+        return code
 
     return run

@@ -20,6 +20,14 @@ def test_a_step_that_one_rank_logs_is_complete_with_the_next_and_later_at_once()
     assert live.logged(0, 30, 3.0) == [(30.0, 3.0)]
 
 
+def test_who_logs_is_known_from_an_earlier_trial() -> None:
+    live = LiveMetric(world_size=2)
+    live.logged(0, 10, 1.0)
+    live.saved(20, 1.0)
+    assert live.usual == {0}
+    assert LiveMetric(world_size=2, usual=live.usual).logged(0, 10, 1.0) == [(10.0, 1.0)]
+
+
 def test_the_value_of_a_checkpoint_counts() -> None:
     live = LiveMetric(world_size=2)
     assert live.logged(0, 10, 1.0) == []
