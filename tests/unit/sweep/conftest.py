@@ -50,7 +50,8 @@ class Sweeper:
 
     def config(self, *, params: dict[str, Any] | None = None, **sweep: Any) -> ResolvedConfig:
         space = {"params.lr": {"uniform": [0, 1]}}
-        section = {"space": space, "trials": 4, "metric": "loss", "search": "random", **sweep}
+        given = {name.rstrip("_"): value for name, value in sweep.items()}
+        section = {"space": space, "trials": 4, "metric": "loss", "search": "random", **given}
         data: dict[str, Any] = {
             "params": params or {},
             "workload": "elsewhere:train",

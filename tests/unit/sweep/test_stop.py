@@ -44,7 +44,12 @@ def test_its_driver_gets_the_signal(folder: Path, monkeypatch: pytest.MonkeyPatc
     thread = threading.Thread(target=driver)
     thread.start()
     assert held.wait(30)
-    monkeypatch.setattr(os, "kill", lambda pid, signum: (sent.append((pid, signum)), leave.set()))
+
+    def kill(pid: int, signum: int) -> None:
+        sent.append((pid, signum))
+        leave.set()
+
+    monkeypatch.setattr(os, "kill", kill)
     record, was_running = stop_sweep(folder, now=False, tell=print)
     thread.join()
     assert sent == [(os.getpid(), signal.SIGTERM)]

@@ -23,7 +23,7 @@ def points(study: Study, count: int) -> list[dict[str, Any]]:
 
 
 def test_points_lie_in_the_space_and_have_its_types(tmp_path: Path) -> None:
-    space = {
+    space: dict[str, Any] = {
         "params.a": {"uniform": [0, 1], "step": 0.25},
         "params.b": {"int": [1, 9], "step": 4},
         "params.c": {"log_int": [1, 1000]},

@@ -27,6 +27,11 @@ def follows_lr(params: dict[str, Any], run: StubRun) -> str:
     return ""
 
 
+def logs_once(run: StubRun, loss: float) -> str:
+    run.log(1, loss=loss)
+    return ""
+
+
 def test_every_trial_is_a_run_and_the_best_one_becomes_a_configuration(sweeper: Sweeper, tmp_path: Path) -> None:
     sweeper.workload = follows_lr
     assert sweeper.run(sweeper.config(space={"params.lr": [3, 1, 2]}, search="grid", trials=None)) == 0
@@ -45,7 +50,7 @@ def test_every_trial_is_a_run_and_the_best_one_becomes_a_configuration(sweeper: 
 
 
 def test_repeats_have_other_seeds_and_their_mean_counts(sweeper: Sweeper) -> None:
-    sweeper.workload = lambda params, run: run.log(1, loss=params["seed"]) or ""  # type: ignore[func-returns-value]
+    sweeper.workload = lambda params, run: logs_once(run, params["seed"])
     space = {"params.lr": [1, 2], "params.seed": [5]}
     with pytest.raises(UsageError, match="seeds: is 3, but params"):
         sweeper.config(space=space, seeds=3)
@@ -86,7 +91,7 @@ def test_different_failures_are_results(sweeper: Sweeper) -> None:
 
 
 def test_a_value_that_is_no_number_is_a_failure(sweeper: Sweeper) -> None:
-    sweeper.workload = lambda params, run: run.log(1, loss=math.nan) or ""  # type: ignore[func-returns-value]
+    sweeper.workload = lambda params, run: logs_once(run, math.nan)
     assert sweeper.run(sweeper.config(trials=1)) == ExitCode.TRAINING_FAILED
     (trial,) = read_sweep(sweeper.folder / "s").trials
     assert (trial.state, trial.error) == (TrialState.FAILED, "no value of loss is a finite number")
@@ -153,7 +158,7 @@ def test_time_is_a_limit(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> N
     sweeper.workload = follows_lr
     now = iter(range(10_000))
     monkeypatch.setattr("ddptrain.sweep.sweep.Sweep._elapsed_s", lambda sweep: float(next(now)))
-    assert sweeper.run(sweeper.config(trials=None, **{"for": "60s"})) == 0
+    assert sweeper.run(sweeper.config(trials=None, for_="60s")) == 0
     assert 1 <= len(read_sweep(sweeper.folder / "s").trials) <= 60
 
 
