@@ -20,7 +20,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -68,21 +69,37 @@ class Log:
 
 _context: dict[str, object] = {}
 _secrets: tuple[str, ...] = ()
+_own = threading.local()  # `fields`: those of a thread that has a context of its own
+
+
+@contextmanager
+def own_context() -> Iterator[None]:
+    """Until the block ends, set_context() of this thread concerns its own records alone: one of several runs."""
+    _own.fields = {}
+    try:
+        yield
+    finally:
+        del _own.fields
 
 
 def set_context(*, secrets: Iterable[str] | None = None, **fields: object) -> None:
     """Add fields such as run and attempt to all later records of this process; None removes a field.
 
-    `secrets` are texts that no record may contain.
+    `secrets` are texts that no record may contain. In a thread with own_context() only its own records get the fields,
+    and the secrets stay as they are.
     """
     global _context, _secrets  # noqa: PLW0603  # replaced as a whole: other threads read them meanwhile
+    if (own := getattr(_own, "fields", None)) is not None:
+        own.update(fields)
+        return
     _context = {name: value for name, value in {**_context, **fields}.items() if value is not None}
     if secrets is not None:
         _secrets = tuple(secrets)
 
 
 def _clean_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    kept = {name: value for name, value in {**_context, **fields}.items() if value is not None}
+    own = getattr(_own, "fields", {})
+    kept = {name: value for name, value in {**_context, **own, **fields}.items() if value is not None}
     texts = {
         name: value if isinstance(value, int | float) else _text(value) for name, value in hide_secrets(kept).items()
     }

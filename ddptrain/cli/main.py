@@ -29,6 +29,7 @@ from ddptrain.cli.results import app as results
 from ddptrain.cli.run import SCRIPT_SETTINGS, run
 from ddptrain.cli.schema import schema
 from ddptrain.cli.stop import stop
+from ddptrain.cli.sweep import sweep
 from ddptrain.cli.train import train
 from ddptrain.cli.unattended.notify import app as notify
 from ddptrain.cli.unattended.retrain import retrain
@@ -77,6 +78,7 @@ def _root(
 app.command("train", short_help="Train what a YAML file describes.")(train)
 app.command("run", short_help="Run a script that torchrun would run.", context_settings=SCRIPT_SETTINGS)(run)
 app.command("retrain", short_help="Train a model anew, and put it in place if it is better.")(retrain)
+app.command("sweep", short_help="Search for the best values of some fields.")(sweep)
 app.command("stop", short_help="End a run that another shell has started.")(stop)
 app.add_typer(cluster, name="cluster")
 app.command("evaluate", short_help="Score a run or a model.")(evaluate)

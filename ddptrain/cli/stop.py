@@ -18,7 +18,7 @@ _STORE_EVERY_S = 2.0
 
 def stop(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")
+        str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, a URL, or a sweep.")
     ],
     now: Annotated[bool, typer.Option("--now", help="Don't let the ranks finish their step and save.")] = False,
     runs_dir: Annotated[
@@ -37,6 +37,8 @@ def stop(
     from ddptrain.driver.control.stop import is_active, stop_run
     from ddptrain.text_tables import clean_line
 
+    if _stop_sweep(runs_dir, run, now=now, as_json=as_json):
+        return
     target = _stop_target(runs_dir, run)
     was_active = is_active(target.look())
     ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
@@ -48,6 +50,26 @@ def stop(
         )
     else:
         write([clean_line(_words(ended, was_active=was_active))])
+
+
+def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
+    """Stop a sweep, if this is the name of one; return whether it is."""
+    import json
+
+    from ddptrain.sweep.stop import stop_sweep, sweep_folder
+
+    folder = sweep_folder(runs_dir, name)
+    if folder is None:
+        return False
+    record, was_running = stop_sweep(folder, now=now, tell=lambda text: say(f"ddptrain: {text}"))
+    if as_json:
+        fields = {"sweep_id": record.sweep_id, "status": record.status, "exit_code": record.exit_code}
+        write([json.dumps(fields)], is_json=True)
+    else:
+        ended = f"{record.status} (exit code {record.exit_code})"
+        hint = "; go on with ddptrain sweep CONFIG --resume" if was_running and record.exit_code else ""
+        write([f"sweep {folder.name} {'' if was_running else 'is not running, it has ended: '}{ended}{hint}"])
+    return True
 
 
 def _stop_target(runs_dir: str, run: str) -> StopTarget:

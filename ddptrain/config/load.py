@@ -20,6 +20,7 @@ from ddptrain.config.params_check import check_params
 from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sweep_check import sweep_problems
 from ddptrain.config.types import default_name
 from ddptrain.config.wording import describe_value, dotted, nearest, shorten
 from ddptrain.config.yaml_reader import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
@@ -145,6 +146,7 @@ def _validate(root: Node, path: Path, problems: list[Located]) -> RunConfig | No
         problems += explain(error, root, schema)
         return None
     problems += _script_problems(config, path, root)
+    problems += sweep_problems(config, model, root)
     return config
 
 

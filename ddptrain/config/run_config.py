@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from ddptrain.config.clusters import ClusterConfig
 from ddptrain.config.known_names import is_built_in
 from ddptrain.config.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
+from ddptrain.config.sweeping import SweepConfig
 from ddptrain.config.tracking import TrackingConfig
 from ddptrain.config.types import (
     MODULE_PATTERN,
@@ -221,6 +222,7 @@ class RunConfig(Strict):
         "checkpoint; built-in workloads have their own.",
     )
     retrain: RetrainConfig | None = Field(default=None, description="Unattended retraining: `ddptrain retrain`.")
+    sweep: SweepConfig | None = Field(default=None, description="Search for the best values: `ddptrain sweep`.")
     data: DataConfig = Field(default=DataConfig(), description="The training data, for the data check of retrain.")
     notify: NotifyConfig = Field(default=NotifyConfig(), description="Whom retrain tells what happened.")
     models: ModelsConfig = Field(default=ModelsConfig(), description="Where the model registry is.")

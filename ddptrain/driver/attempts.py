@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.attempt.loop import Attempt
 from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.control.signals import Signals
-from ddptrain.driver.display import Display
+from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import EvaluationPlan
 from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
@@ -40,7 +39,7 @@ class RunContext:
 
     resolved: ResolvedConfig
     writer: RunWriter
-    display: Display
+    display: RunDisplay
     signals: Signals
     cluster: Cluster
     worker_group: WorkerGroup
@@ -119,8 +118,7 @@ class AttemptSeries:
         self.checkpoint = newest_verified(self.scene.writer.layout, self.recorder.warn)
         start = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
         self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
-        with self.scene.signals.interrupting():
-            time.sleep(again.pause_s)
+        self.scene.signals.pause(again.pause_s)
         self.scene.cluster.mend(leaving=leaving)
 
     def _attempt(self, places: Sequence[RankPlace]) -> AttemptEnd:

@@ -12,15 +12,19 @@ import ssl
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import dask
 from distributed import Client, Security
 from distributed.comm.addressing import parse_host_port
 from distributed.versions import VersionMismatchWarning
 
+from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
+from ddptrain.config.run_config import RunConfig
 from ddptrain.driver import port_diagnosis
+from ddptrain.driver.session import Session
+from ddptrain.driver.worker_group.cluster_news import ClusterNews
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
@@ -35,6 +39,14 @@ _MARGIN_S = 2.0  # added to Dask's own time limit
 _SPEAKS_FIRST_S = 1.5
 _SILENT_S = 7.0  # a starting scheduler does not accept connections silently for so long
 _ALERT = "ALERT"  # part of the reason of a TLS error that the peer sent
+
+
+@contextlib.contextmanager
+def open_session(cluster: Cluster, config: RunConfig, tell: Callable[[str], None]) -> Iterator[Session]:
+    """Start what is missing of the cluster and connect to it; disconnect at the end. Raises ClusterError."""
+    target = cluster.connect()
+    with connected(target, config.cluster.start_timeout_s, tell, config.failure.lost_after_s) as client:
+        yield Session(client, target, ClusterNews(client))
 
 
 def connected(

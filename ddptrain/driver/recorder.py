@@ -10,7 +10,7 @@ from typing import Any
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
-from ddptrain.driver.display import Display
+from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread
 from ddptrain.log import Log
 from ddptrain.protocol import events
@@ -30,7 +30,7 @@ class Recorder:
     """One method for each kind of fact; each goes to all places where it belongs."""
 
     def __init__(
-        self, writer: RunWriter, display: Display, metric: str | None = None, activity: str = "training"
+        self, writer: RunWriter, display: RunDisplay, metric: str | None = None, activity: str = "training"
     ) -> None:
         """`metric` decides which checkpoint is best; None: no metric does. `activity`: what the ranks do."""
         self._activity = activity
@@ -97,6 +97,7 @@ class Recorder:
                 self.event("failure", rank=rank, **_fields(event))
             case events.CheckpointSaved():
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
+                self.display.checkpoint(rank, event)
                 self._check_metric(event)
             case _:
                 self._rare_event(rank, event)

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters import cluster_records
-from ddptrain.clusters.backends.attached import AttachedCluster
-from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.clusters import RankRange
-from ddptrain.config.known_names import is_built_in, prepare_target, workload_target
+from ddptrain.config.known_names import prepare_target, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
@@ -26,11 +24,13 @@ from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display
+from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as verdicts
 from ddptrain.driver.failure import summary
 from ddptrain.driver.local_resources import LocalResources, local_resources
 from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.session import SharedRun, cluster_for
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
@@ -75,6 +75,7 @@ class LaunchOptions:
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     ended: Callable[[RunView], None] | None = None  # called with the run when it has ended and all has been shown
+    shared: SharedRun | None = None  # the run is one of several in this process, each in a thread
 
 
 def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
@@ -85,7 +86,9 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     config = resolved.config
     prepared_by = options.evaluation.prepare if options.evaluation is not None else _prepared_by(config)
     check_trackers(config)
-    machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded else None
+    shared = options.shared
+    is_own = config.cluster.is_embedded and shared is None
+    machine = local_resources(config.cluster, os.environ) if is_own else None
     inbox: Inbox = queue.SimpleQueue()
     runs = open_runs_dir(config.results.dir)
     choice = _choice(resolved, options, runs)
@@ -99,9 +102,9 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     with (
         _kept(config, options, choice, runs) as (folder, keeping),
         _opened(resolved, folder, choice, seen) as writer,
-        signals_to(inbox) as signals,
+        signals_to(inbox) if shared is None else nullcontext(shared.signals(inbox)) as signals,
         stop_requests(writer, signals),
-        driver_log(writer.layout.decision_log, writer.run_id, writer.secrets),
+        driver_log(writer.layout.decision_log, writer.run_id, writer.secrets, only_own=shared is not None),
     ):
         if choice is not None:
             _log.info("resume chosen", reason=choice.reason, asked=options.resume)
@@ -129,7 +132,7 @@ def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
         tell_done(options.ready_fd, view.layout, reason)
     if options.output == "json":
         print(json.dumps(summary.past_run_event(view)), flush=True)
-    else:
+    elif options.shared is None:
         print(f"ddptrain: {reason}", file=sys.stderr, flush=True)
     if options.ended is not None:
         options.ended(view)
@@ -195,18 +198,9 @@ class _Run:
         self.choice = choice
         self.keeping = keeping
         self.warned = False  # that the run could not be uploaded completely
-        logs_dir = writer.layout.logs_dir
-        self.display = open_display(
-            options.output,
-            logs_dir,
-            0,
-            writer.run_id,
-            stdout=sys.stderr if options.to_stderr else None,
-            all_ranks=options.all_ranks,
-            stage=STAGE if options.evaluation is not None else "",
-        )
+        self.display: RunDisplay = options.shared.display if options.shared is not None else self._open_display()
         self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
-        self.cluster = self._cluster()
+        self.cluster: Cluster = options.shared.cluster if options.shared is not None else self._cluster()
         self.inputs = inputs
         keeping.listen(Recorder(writer, self.display).warn, self._lose)
         writer.keep_heartbeat(self._lose)
@@ -215,16 +209,19 @@ class _Run:
         """End the run: its results can no longer be written, or another driver owns it."""
         self.inbox.put(ResultsLost(error))
 
-    def _cluster(self) -> Cluster:
-        if self.machine is not None:
-            scratch = self.writer.layout.scratch_dir
-            environ = without_working_directory(os.environ) if is_built_in(self.config.workload) else os.environ
-            return EmbeddedCluster(self.machine.ranks, self.machine.gpus, scratch, environ)
-        if self.config.cluster.is_attached:
-            return AttachedCluster(self.config.cluster)
-        from ddptrain.clusters.backends.per_run import RunCluster
+    def _open_display(self) -> RunDisplay:
+        return open_display(
+            self.options.output,
+            self.writer.layout.logs_dir,
+            0,
+            self.writer.run_id,
+            stdout=sys.stderr if self.options.to_stderr else None,
+            all_ranks=self.options.all_ranks,
+            stage=STAGE if self.options.evaluation is not None else "",
+        )
 
-        return RunCluster(self.config.cluster, self.display.notice)
+    def _cluster(self) -> Cluster:
+        return cluster_for(self.config, self.machine, self.writer.layout.scratch_dir, self.display.notice)
 
     def run(self) -> int:
         """Train, write the end to run.json, and show it. Exceptions that are bugs are raised after that."""
@@ -249,23 +246,25 @@ class _Run:
             self._greet()
             # Imports Dask: before the block that signals may interrupt.
             from ddptrain.driver.attempts import AttemptSeries, RunContext
-            from ddptrain.driver.connect import connected
+            from ddptrain.driver.connect import open_session
             from ddptrain.driver.worker_group.worker_group import WorkerGroup
 
             with self.signals.interrupting():
                 if self.machine is None:
                     self.inputs.wait(self.display.notice)  # before a cluster is started for data that do not exist
-                target = self.cluster.connect()
-                lost_after_s = self.config.failure.lost_after_s
-                client = stack.enter_context(
-                    connected(target, self.config.cluster.start_timeout_s, self.display.status, lost_after_s)
-                )
+                if self.options.shared is not None:
+                    session = self.options.shared.session
+                else:
+                    session = stack.enter_context(open_session(self.cluster, self.config, self.display.status))
+                client, foreign, lost_after_s = session.client, session.target.foreign, self.config.failure.lost_after_s
                 worker_group = stack.enter_context(
-                    WorkerGroup(client, self.writer.run_id, self.inbox, lost_after_s, foreign=target.foreign)
+                    WorkerGroup(
+                        client, self.writer.run_id, self.inbox, lost_after_s, foreign=foreign, news=session.news
+                    )
                 )
                 worker_group.subscribe()
                 self.inputs.wait(self.display.notice)
-            watchers = self._watchers(client, target)
+            watchers = self._watchers(client, session.target)
             scene = RunContext(
                 self.resolved,
                 self.writer,
@@ -318,11 +317,15 @@ class _Run:
 
         return WaitHooks(
             check=self._check_of(client) if target.foreign else None,
-            worker_fault=self.cluster.worker_fault,
+            worker_fault=self._worker_fault,
             last_words=self.cluster.last_words,
             tell=self.display.status,
             cluster=target.name,
         )
+
+    def _worker_fault(self) -> str | None:
+        self.signals.check()  # a run in a thread of its own learns here that it has to end
+        return self.cluster.worker_fault()
 
     def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
         from ddptrain.clusters.compatibility import Needs, check_cluster

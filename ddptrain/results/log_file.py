@@ -21,12 +21,16 @@ _log = log.Log("ddptrain.driver")
 
 
 @contextmanager
-def driver_log(path: Path, run_id: str, secrets: Iterable[str]) -> Iterator[None]:
+def driver_log(path: Path, run_id: str, secrets: Iterable[str], *, only_own: bool = False) -> Iterator[None]:
     """Append all records of level info to the file until the block is left; `secrets` are kept out of it.
+
+    only_own: only records of this run, because other runs of this process have logs of their own.
 
     Raises ResultsError if the file can't be opened.
     """
     handler = LogFile(path)
+    if only_own:
+        handler.addFilter(lambda record: getattr(record, "fields", {}).get("run") == run_id)
     log.set_context(run=run_id, secrets=secrets)
     log.attach(handler, logging.INFO)
     try:

@@ -23,6 +23,7 @@ from ddptrain.results.tracker_records import tracker_outputs
 
 DRIVER_GONE = "the driver is gone (killed?)"
 _MOST_LISTED = 10
+_TRIAL = re.compile(r"([^/]+)-\d{4,}(?:-s\d+)?")  # the run id of a trial begins with that of its sweep
 _ID_TIME = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 
 
@@ -116,6 +117,8 @@ def find_run(runs_dir: Path, run: str) -> Path:
             return _latest(runs_dir)
         if _is_run(runs_dir / run):
             return runs_dir / run
+        if (trial := _TRIAL.fullmatch(run)) and _is_run(runs_dir / trial[1] / run):
+            return runs_dir / trial[1] / run
         matches = sorted(name for name in _names(runs_dir) if name.startswith(run))
         if len(matches) == 1:
             return runs_dir / matches[0]

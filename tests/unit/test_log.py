@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -206,3 +207,25 @@ def test_record_of_a_hostile_worker_is_one_harmless_line(lines: list[str]) -> No
     fields = {"rank": "x\ny", "\x1b[2J\n": "password=abc", 3: "z"}
     log.unpack({"name": "ddptrain.worker", "message": "a\x1b[2Jb\nc", "fields": fields})
     assert without_time(lines[0]) == r'INFO worker rank=x\ny ab\nc \n="password=<left out>" 3=z'
+
+
+def test_a_thread_can_have_a_context_of_its_own(lines: list[str]) -> None:
+    def run() -> None:
+        with log.own_context():
+            log.set_context(run="trial", attempt=2)
+            log.Log("ddptrain.driver").info("mine")
+        log.Log("ddptrain.driver").info("no longer mine")
+
+    log.set_context(run="sweep")
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        log.Log("ddptrain.driver").info("of all")
+    finally:
+        log.set_context(run=None)
+    assert [line.split("driver ")[1] for line in lines] == [
+        "run=trial attempt=2 mine",
+        "run=sweep no longer mine",
+        "run=sweep of all",
+    ]

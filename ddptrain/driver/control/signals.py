@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -33,19 +35,54 @@ class Signals:
             self._interrupts = False
             raise Interrupted(signum)
 
+    def send(self, signum: int) -> None:
+        """Send the run a signal, from any thread."""
+        os.kill(os.getpid(), signum)
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal was received: for loops that wait."""
+        if self.taken:
+            raise Interrupted(self.taken[0])
+
+    def pause(self, seconds: float) -> None:
+        """Sleep. Raises Interrupted at a signal."""
+        with self.interrupting():
+            time.sleep(seconds)
+
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
         """For blocks that only wait: a signal, also an earlier one, ends them with Interrupted.
 
         Do not import within such a block: an interrupted import leaves a broken module.
         """
-        if self.taken:
-            raise Interrupted(self.taken[0])
+        self.check()
         self._interrupts = True
         try:
             yield
         finally:
             self._interrupts = False
+
+
+class ThreadSignals(Signals):
+    """The signals of one of several runs in this process, which runs in a thread: `send` delivers them to it alone.
+
+    Nothing is raised within `interrupting()`: what waits there calls `check` or `pause`.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        super().__init__(inbox)
+        self._sent = threading.Event()
+
+    def send(self, signum: int) -> None:
+        """Deliver a signal to this run."""
+        self.taken.append(signum)
+        self._sent.set()
+        self.inbox.put(SignalReceived(signum))
+
+    def pause(self, seconds: float) -> None:
+        """Sleep. Raises Interrupted at a signal."""
+        self._sent.wait(seconds)
+        self.check()
 
 
 @contextlib.contextmanager

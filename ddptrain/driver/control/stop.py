@@ -103,14 +103,14 @@ def _taken(layout: RunLayout) -> StopRequest | None:
 
 
 def _obey(request: StopRequest, signals: Signals, sent: int, over: threading.Event) -> int:
-    """Send this process the missing signals and return their number; `sent` were sent before."""
+    """Send the run the missing signals and return their number; `sent` were sent before."""
     missing = (_ENOUGH if request.now else 1) - max(sent, len(signals.taken))
     signals.asked = signals.asked or (missing > 0 and not signals.taken)
     # Background jobs of a shell ignore SIGINT.
     can_interrupt = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
     for _ in range(missing):
         before = len(signals.taken)
-        os.kill(os.getpid(), signal.SIGINT if request.now and can_interrupt else signal.SIGTERM)
+        signals.send(signal.SIGINT if request.now and can_interrupt else signal.SIGTERM)
         seen_by = time.monotonic() + _SEEN_WITHIN_S
         while len(signals.taken) == before and time.monotonic() < seen_by and not over.wait(_AGAIN_S):
             continue  # two signals at once would count as one

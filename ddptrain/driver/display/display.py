@@ -28,7 +28,7 @@ from ddptrain.driver.display.live import LiveRenderer
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
 from ddptrain.driver.display.stream import Stream
-from ddptrain.protocol.events import Metrics, Progress
+from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
@@ -106,6 +106,9 @@ class Display:
     def progress(self, rank: int, event: Progress) -> None:
         """The rank reported progress."""
         self._tell_if_room(messages.RankProgress(rank, event))
+
+    def checkpoint(self, rank: int, event: CheckpointSaved) -> None:
+        """Do nothing: checkpoints are not shown."""
 
     def status(self, text: str) -> None:
         """Show what the driver waits for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from ddptrain.driver.display import messages, progress_bars, terminal
 from ddptrain.driver.display.lines import RankLine
@@ -12,6 +13,18 @@ from ddptrain.driver.display.stream import Stream
 
 CLEAR_ROW, UP_AND_CLEAR_ROW = "\r\x1b[2K", "\x1b[1A\x1b[2K"
 NOTICE_COLOURS = {"warning": terminal.YELLOW, "error": terminal.RED}
+
+
+class LiveRows(Protocol):
+    """The rows at the bottom of the terminal, and a status."""
+
+    status: str
+
+    def tell(self, message: messages.Message) -> None:
+        """Take a message in."""
+
+    def block(self, elapsed_s: float, columns: int, rows: int) -> list[progress_bars.Row]:
+        """Return the rows as they are now, at most half of the terminal's `rows`, none wider than `columns`."""
 
 
 class LiveRenderer:
@@ -32,10 +45,14 @@ class LiveRenderer:
         run_id: str,
         *,
         all_ranks: bool = False,
+        bars: LiveRows | None = None,
     ) -> None:
-        """`size` returns columns and rows; with `all_ranks` each rank has a bar, however many there are."""
+        """`size` returns columns and rows; with `all_ranks` each rank has a bar, however many there are.
+
+        `bars` are shown instead of those of the ranks.
+        """
         glyphs = progress_bars.UNICODE_GLYPHS if stdout.is_unicode else progress_bars.ASCII_GLYPHS
-        self._bars = progress_bars.Bars(run_id, glyphs, all_ranks=all_ranks)
+        self._bars: LiveRows = bars or progress_bars.Bars(run_id, glyphs, all_ranks=all_ranks)
         self._stdout, self._stderr, self._size, self._colour = stdout, stderr, size, colour
         self._above: list[str] = []  # to be printed above the bars with the next frame
         self._drawn: list[progress_bars.Row] = []

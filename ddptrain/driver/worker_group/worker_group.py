@@ -17,6 +17,7 @@ from ddptrain import log
 from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.worker_group import dask_call
+from ddptrain.driver.worker_group.cluster_news import ClusterNews, weakly
 from ddptrain.driver.worker_group.folder_copy import copy_folder
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
@@ -27,7 +28,6 @@ from ddptrain.protocol.encryption import encrypt_spec, has_secrets
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import driver_calls, rank_task
 
-_ALL_TOPIC = "all"  # where the scheduler reports workers that come and go
 _MOST_LOGGED = 10  # rejected notices
 _SUBSCRIBE_S = 10.0
 _PING_S = 0.05
@@ -52,8 +52,12 @@ class WorkerGroup:
         lost_after_s: float = LOST_AFTER_S,
         *,
         foreign: bool = True,
+        news: ClusterNews | None = None,
     ) -> None:
-        """A worker may be silent for `lost_after_s`; a cluster that is not `foreign` adapts its own limits to that."""
+        """A worker may be silent for `lost_after_s`; a cluster that is not `foreign` adapts its own limits to that.
+
+        `news` is shared by the worker groups of a client; by default there is only this one.
+        """
         self.client = client
         self.run_id = run_id
         self.inbox = inbox
@@ -62,6 +66,7 @@ class WorkerGroup:
         self.futures: dict[int, Future[str]] = {}
         scheduler: Any = client.scheduler  # None only before it has connected
         self._address = str(scheduler.address)
+        self._news = news or ClusterNews(client)
         self._echo: set[str] = set()
         self._topic = rank_task.topic(run_id)
         self._workers: set[str] = set()
@@ -169,9 +174,9 @@ class WorkerGroup:
 
     def subscribe(self) -> None:
         """Receive the run's notices and the losses of workers from now on. Raises ClusterError after 10 s."""
-        self.client.subscribe_topic(self._topic, self._on_notice)
+        self.client.subscribe_topic(self._topic, weakly(self._on_notice))  # Dask never forgets a handler
         self.client.subscribe_topic(log.topic(self.run_id), lambda event: log.unpack(event[1]))
-        self.client.subscribe_topic(_ALL_TOPIC, self._on_all)
+        self._news.add(self.run_id, self._on_all)
         ping = uuid.uuid4().hex
         deadline = time.monotonic() + _SUBSCRIBE_S
         while ping not in self._echo:
@@ -351,7 +356,7 @@ class WorkerGroup:
         if not self.connected:
             return  # the scheduler has released everything
         with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks; the next calls must run
-            self.client.unsubscribe_topic(_ALL_TOPIC)  # the run's own topic is removed as a whole with its slots
+            self._news.remove(self.run_id)  # the run's own topic is removed as a whole with its slots
         with contextlib.suppress(Exception):  # as above
             self._release_futures()
         with contextlib.suppress(Exception):  # as above

@@ -160,3 +160,11 @@ def test_a_run_without_checkpoints_says_so(writer: RunWriter) -> None:
     (writer.layout.checkpoints_dir / "step-3").mkdir()
     with pytest.raises(RunNotFound, match="a-run has no checkpoint"):
         find_checkpoint(writer.layout)
+
+
+def test_a_trial_of_a_sweep_is_found_by_its_run_id(tmp_path: Path) -> None:
+    first, repeat = put(tmp_path / "pets-1", "pets-1-0007"), put(tmp_path / "pets-1", "pets-1-0007-s2")
+    assert find_run(tmp_path, "pets-1-0007") == first
+    assert find_run(tmp_path, "pets-1-0007-s2") == repeat
+    with pytest.raises(RunNotFound):
+        find_run(tmp_path, "pets-1-0008")

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from ddptrain.driver.attempt.inbox import Inbox, SignalReceived
-from ddptrain.driver.control.signals import signals_to
+from ddptrain.driver.control.signals import ThreadSignals, signals_to
 from ddptrain.errors import Interrupted
 
 
@@ -53,3 +53,19 @@ def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_signals_of_a_thread_reach_its_run_alone_and_end_its_waits() -> None:
+    inbox: Inbox = queue.SimpleQueue()
+    signals = ThreadSignals(inbox)
+    signals.pause(0.0)
+    with signals.interrupting():
+        signals.send(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            signals.check()
+    with pytest.raises(Interrupted):
+        signals.pause(60.0)
+    with pytest.raises(Interrupted), signals.interrupting():
+        pytest.fail("a signal that was received before ends the block")
+    assert signals.taken == [signal.SIGTERM]
+    assert inbox.get_nowait() == SignalReceived(signal.SIGTERM)

@@ -1,0 +1,61 @@
+"""`ddptrain sweep CONFIG`: search for the best values of some fields."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from ddptrain.cli.options import (
+    ClusterOption,
+    OutputMode,
+    OutputOption,
+    RanksOption,
+    RunsDirOption,
+    VerboseOption,
+    checked,
+    field_options,
+)
+
+
+def sweep(
+    config: Annotated[
+        str | None,
+        typer.Argument(help="YAML file with a section sweep, or the name of a shipped example; --resume knows it."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set sweep.trials=64; repeatable."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest sweep of this name, or the one of --sweep-id.")
+    ] = False,
+    sweep_id: Annotated[str | None, typer.Option(help="Name of the sweep's folder; by default one is made.")] = None,
+    ranks: RanksOption = None,
+    cluster: ClusterOption = None,
+    runs_dir: RunsDirOption = None,
+    verbose: VerboseOption = False,
+    output: OutputOption = OutputMode.AUTO,
+) -> None:
+    """Search for the best values of some fields: many trials, each an ordinary run, on one cluster.
+
+    Exit codes: 0 at least one trial is complete; 1 no trial is, or the same failure has happened three times; 75
+    after SIGTERM, 130 after Ctrl-C: --resume goes on; others as of train.
+    """
+    from ddptrain.config.load import load_config
+    from ddptrain.errors import UsageError
+
+    options = field_options(None, cluster, runs_dir)
+    if ranks is not None:
+        options[f"sweep.ranks={ranks}"] = f"--ranks {ranks}"
+    if config is None and not resume:
+        raise UsageError(
+            "name the configuration: ddptrain sweep CONFIG, or go on with a sweep: ddptrain sweep --resume"
+        )
+    from ddptrain.sweep.sweep import SweepOptions, last_source, run_sweep
+
+    if config is None:
+        config = last_source(runs_dir or "runs", sweep_id)
+    resolved = checked(partial(load_config, config), overrides or [], options)
+    raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))

@@ -1,0 +1,100 @@
+"""The connection to a cluster: of one run, or shared by several runs of this process, each in a thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddptrain.clusters.backends.attached import AttachedCluster
+from ddptrain.clusters.backends.embedded import EmbeddedCluster
+from ddptrain.clusters.provider import Cluster, Tell
+from ddptrain.config.known_names import is_built_in
+from ddptrain.config.run_config import RunConfig
+from ddptrain.driver.local_resources import LocalResources
+from ddptrain.protocol.exec_env import without_working_directory
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from ddptrain.clusters.resolve import Target
+    from ddptrain.driver.attempt.inbox import Inbox
+    from ddptrain.driver.control.signals import Signals
+    from ddptrain.driver.display.run_display import RunDisplay
+    from ddptrain.driver.worker_group.cluster_news import ClusterNews
+
+
+def cluster_for(config: RunConfig, machine: LocalResources | None, scratch: Path, tell: Tell) -> Cluster:
+    """Return the cluster that a configuration names, which is not started yet.
+
+    `machine` are the resources of the embedded cluster, None for other clusters.
+    """
+    if machine is not None:
+        environ = without_working_directory(os.environ) if is_built_in(config.workload) else os.environ
+        return EmbeddedCluster(machine.ranks, machine.gpus, scratch, environ)
+    if config.cluster.is_attached:
+        return AttachedCluster(config.cluster)
+    from ddptrain.clusters.backends.per_run import RunCluster
+
+    return RunCluster(config.cluster, tell)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A connected client, and what listens to the messages of its scheduler about workers."""
+
+    client: Client
+    target: Target
+    news: ClusterNews
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """What a run gets from the command that runs several of them, instead of opening it.
+
+    signals: called with the run's inbox; returns its signals.
+    """
+
+    cluster: SharedCluster
+    session: Session
+    display: RunDisplay
+    signals: Callable[[Inbox], Signals]
+
+
+class SharedCluster:
+    """A cluster that several runs use at the same time; whoever has opened it closes it."""
+
+    def __init__(self, cluster: Cluster, target: Target) -> None:
+        self._cluster, self._target = cluster, target
+        self._mutex = threading.Lock()
+
+    @property
+    def words(self) -> str:
+        """The name of the cluster for messages."""
+        return self._cluster.words
+
+    def begin(self) -> None:
+        """Do nothing: the cluster is up."""
+
+    def connect(self) -> Target:
+        """Return the scheduler's address."""
+        return self._target
+
+    def worker_fault(self) -> str | None:
+        """Why a worker that the command has started has ended; None while all run."""
+        return self._cluster.worker_fault()
+
+    def mend(self, *, leaving: bool) -> None:
+        """Replace workers that have ended. One that is about to end stays while other runs save on it."""
+        with self._mutex:
+            self._cluster.mend(leaving=False)
+
+    def last_words(self) -> str:
+        """The last log lines of the workers, if available."""
+        return self._cluster.last_words()
+
+    def close(self) -> None:
+        """Do nothing: other runs use the cluster."""

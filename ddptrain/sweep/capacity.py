@@ -1,0 +1,71 @@
+"""How many trials may run at the same time: as configured, or as many as there are free slots."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ddptrain.clusters.scheduler import slots
+from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sweeping import SweepConfig
+from ddptrain.driver.local_resources import LocalResources
+from ddptrain.errors import UsageError
+from ddptrain.gpus import usable_cores, visible_gpus
+from ddptrain.log import Log
+from ddptrain.sweep.decisions import free_trials
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_LOOK_EVERY_S = 1.0
+_log = Log(__name__)
+
+
+def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResources:
+    """Return the slots of the embedded cluster of a sweep. Raises UsageError if there are too few GPUs."""
+    present = () if config.cluster.gpus == 0 else visible_gpus(os.environ)
+    wanted = len(present) if config.cluster.gpus == "auto" else min(int(config.cluster.gpus), len(present))
+    units = wanted or usable_cores()
+    parallel = max(1, units // ranks) if sweep.parallel == "auto" else sweep.parallel
+    count = parallel * ranks
+    if config.cluster.gpus not in ("auto", 0) and wanted < int(config.cluster.gpus):
+        raise UsageError(f"cluster.gpus is {config.cluster.gpus}, but this machine offers {wanted}: set it to auto")
+    if wanted and count > wanted:
+        raise UsageError(
+            f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {wanted}: lower "
+            "sweep.parallel or sweep.ranks, or set cluster.gpus to 0 to train on the CPU"
+        )
+    return LocalResources(count, present[:count] if wanted else ())
+
+
+class Capacity:
+    """Looks at most once a second at the slots of a cluster that other runs use, too."""
+
+    def __init__(self, fixed: int | None, ranks: int, client: Client) -> None:
+        """`fixed`: the number of trials; None for as many as there are free slots."""
+        self._fixed, self._ranks, self._client = fixed, ranks, client
+        self._looked_at = 0.0
+        self._found = 1
+
+    def trials(self, running: int) -> int:
+        """Return how many trials may run at the same time; at least 1, which waits for its slots."""
+        if self._fixed is not None:
+            return self._fixed
+        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+            return self._found
+        try:
+            seen = self._client.run_on_scheduler(slots.overview)
+        except Exception as error:  # Dask raises any type while a connection breaks; the trials report that
+            _log.info("free slots are not known", reason=error)
+            return self._found
+        self._looked_at = time.monotonic()
+        free = sum(worker["slots"] - worker["held"] for worker in seen["workers"])
+        before, self._found = self._found, 1 if seen["waiting"] else max(1, free_trials(free, self._ranks, running))
+        if before != self._found:
+            _log.info("capacity", trials=self._found, free_slots=free, waiting=len(seen["waiting"]))
+        return self._found
+
+    def started(self) -> None:
+        """A trial has been started: its slots may not be reserved yet when the slots are looked at."""
+        self._looked_at = time.monotonic()

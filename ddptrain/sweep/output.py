@@ -1,0 +1,164 @@
+"""Shows a sweep: a row for each running trial on a terminal, a line for each trial elsewhere, or JSON objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddptrain import ci, text_tables
+from ddptrain.config.wording import counted
+from ddptrain.driver.display import messages, terminal
+from ddptrain.driver.display.display import Display
+from ddptrain.driver.display.jsonl import JsonRenderer
+from ddptrain.driver.display.live import LiveRenderer
+from ddptrain.driver.display.plain import PlainRenderer
+from ddptrain.driver.display.progress_bars import Piece, Row
+from ddptrain.driver.display.stream import Stream
+from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
+from ddptrain.sweep.trial import Trial
+
+_MOST_ROWS = 20  # of the table at the end
+_MOST_CHARS = 24  # of a value in the table
+_STATE_COLOURS = {TrialState.FAILED: terminal.RED, TrialState.PRUNED: terminal.YELLOW}
+
+
+class TrialRows:
+    """The rows of the live display."""
+
+    def __init__(self, record: SweepRecord, running: Callable[[], Sequence[Trial]], eta: Callable[[], str]) -> None:
+        self.status = ""
+        self._record, self._running, self._eta = record, running, eta
+
+    def tell(self, message: messages.Message) -> None:
+        """Take the status."""
+        if isinstance(message, messages.DriverStatus):
+            self.status = message.text
+
+    def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
+        """Return a row for each running trial, and one for the sweep."""
+        trials = list(self._running())
+        room = max(rows // 2 - 1, 1)
+        shown = [_running_row(trial, self._record.metric) for trial in trials[:room]]
+        more = f", {len(trials) - room} more run" if len(trials) > room else ""
+        best = best_words(self._record)
+        parts = [text_tables.duration(elapsed_s), ended_words(self._record) + more, best, self._eta(), self.status]
+        last = " · ".join(part for part in parts if part)
+        return [(Piece(terminal.cropped(text, columns)),) for text in [*shown, last]]
+
+
+def open_sweep_display(mode: str, rows: TrialRows, folder: Path, environ: Mapping[str, str] | None = None) -> Display:
+    """Start the display of a sweep; mode is "auto", "live", "plain" or "json". Raises UsageError."""
+    environ = os.environ if environ is None else environ
+    aborted = threading.Event()
+    guard = ci.json_guard(environ) if mode == "json" else ci.guard(environ)
+    out = Stream(sys.stdout, aborted.is_set, guard)
+    err = Stream(sys.stderr, aborted.is_set, ci.guard(environ))
+    colour = terminal.wants_colour(out.is_terminal, environ)
+    renderer: messages.Renderer
+    match terminal.choose_mode(mode, out.is_terminal, environ):
+        case "json":
+            renderer = JsonRenderer(out, err)
+        case "plain":
+            renderer = PlainRenderer(out, err, colour)
+        case _:
+            size = functools.partial(terminal.terminal_size, out.fd, environ)
+            renderer = LiveRenderer(out, err, size, colour, "", bars=rows)
+    return Display(renderer, out, err, folder, aborted).start()
+
+
+def trial_event(kind: str, record: TrialRecord) -> dict[str, Any]:
+    """Return the object for --output json: "trial_started" or "trial_ended"."""
+    return {"event": kind, "time_s": round(time.time(), 3), **dataclasses.asdict(record)}
+
+
+def trial_line(record: TrialRecord, sweep: SweepRecord) -> str:
+    """Return the line about a trial that has ended."""
+    value = f"{sweep.metric} {text_tables.number(record.value)}" if record.value is not None else ""
+    spread = f"± {text_tables.number(record.spread)}" if record.spread is not None else ""
+    took = text_tables.duration(record.duration_s)
+    error = text_tables.clean_line(record.error)
+    parts = [
+        f"trial {record.number} {record.state}",
+        " ".join(filter(None, (value, spread))),
+        point_words(record.params),
+    ]
+    parts += [error] if error else []
+    return f"{': '.join(filter(None, parts))} ({took})"
+
+
+def point_words(params: Mapping[str, Any]) -> str:
+    """Return a point as text."""
+    return ", ".join(f"{name.partition('.')[2]} {_cell(value)}" for name, value in params.items())
+
+
+def best_words(sweep: SweepRecord) -> str:
+    """Return the best trial so far as text."""
+    best = sweep.find_best()
+    return "" if best is None else f"best: trial {best.number}, {sweep.metric} {text_tables.number(best.value)}"
+
+
+def ended_words(sweep: SweepRecord) -> str:
+    """Return how many trials have ended."""
+    ended = sum(trial.state.is_final for trial in sweep.trials)
+    return f"{ended} of {counted(sweep.planned, 'trial')}" if sweep.planned else counted(ended, "trial")
+
+
+def summary_lines(sweep: SweepRecord, folder: Path) -> list[str]:
+    """Return the text at the end: the best trials as a table, the importance of each field, and where the files are."""
+    states = [f"{count} {state}" for state in TrialState if (count := sum(t.state is state for t in sweep.trials))]
+    lines = [
+        f"sweep {sweep.sweep_id} {sweep.status} after {text_tables.duration(sweep.duration_s)}: {', '.join(states)}"
+    ]
+    lines += _table(sweep).splitlines()
+    if sweep.importance:
+        shares = [f"{name.partition('.')[2]} {share:.0%}" for name, share in sweep.importance.items()]
+        lines.append(f"  importance {', '.join(shares)}")
+    if best := best_words(sweep):
+        lines.append(f"  {best}: {folder / 'best.yaml'}")
+    lines.append(f"  results {folder}")
+    return lines
+
+
+def _table(sweep: SweepRecord) -> str:
+    sign = 1 if sweep.mode == "min" else -1
+    order = {state: number for number, state in enumerate(TrialState)}
+    shown = [trial for trial in sweep.trials if trial.state is not TrialState.RUNNING]
+    shown.sort(key=lambda t: (order[t.state], t.value is None, sign * (t.value or 0.0), t.number))
+    if not shown:
+        return ""
+    fields = list(sweep.space)
+    spread = ["SPREAD"] if sweep.seeds > 1 else []
+    header = ["  TRIAL", "STATE", sweep.metric, *spread, "STEP", "TIME", *(name.partition(".")[2] for name in fields)]
+    rows = [header]
+    for trial in shown[:_MOST_ROWS]:
+        cells = [f"  {trial.number}", str(trial.state), text_tables.number(trial.value)]
+        cells += [text_tables.number(trial.spread)] if spread else []
+        cells += ["-" if trial.step is None else str(trial.step), text_tables.duration(trial.duration_s)]
+        rows.append([*cells, *(_cell(trial.params.get(name)) for name in fields)])
+    text = text_tables.plain_table(rows)
+    more = len(shown) - _MOST_ROWS
+    return f"{text}\n  and {more} more, in sweep.json" if more > 0 else text
+
+
+def _cell(value: Any) -> str:
+    text = text_tables.number(value) if isinstance(value, float) else text_tables.clean_line(str(value))
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
+
+
+def _running_row(trial: Trial, metric: str) -> str:
+    record = trial.record
+    parts = [f"trial {record.number}"]
+    if trial.done is not None and trial.total:
+        parts.append(f"{trial.done / trial.total:4.0%}")
+    if record.value is not None:
+        parts.append(f"{metric} {text_tables.number(record.value)} at step {record.step}")
+    parts.append(point_words(record.params))
+    ending = "ending" if trial.pruned or trial.stopped else trial.status
+    return " · ".join([*parts, *([] if ending == "training" else [ending])])

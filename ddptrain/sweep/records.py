@@ -1,0 +1,134 @@
+"""sweep.json: the state of a sweep, for people and for reports. Optuna's journal beside it is what --resume reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ddptrain.config.sweeping import SweepConfig
+from ddptrain.errors import UsageError
+from ddptrain.results.run_files import read_bytes, write_file
+from ddptrain.results.run_record import as_json_data
+
+SWEEP_JSON = "sweep.json"
+_FORMAT = 1
+Record = TypeVar("Record")
+
+
+class TrialState(StrEnum):
+    """The state of a trial; `interrupted`: its driver has ended, and --resume continues it."""
+
+    RUNNING = "running"
+    COMPLETE = "complete"
+    PRUNED = "pruned"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the trial has a result."""
+        return self in (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
+
+
+@dataclass(slots=True)
+class TrialRecord:
+    """One trial. value: the mean of `values`, or the last value of a trial without a result."""
+
+    number: int
+    params: dict[str, Any]
+    state: TrialState = TrialState.RUNNING
+    value: float | None = None
+    values: list[float] = field(default_factory=list)
+    spread: float | None = None
+    step: int | None = None
+    error: str = ""
+    run_ids: list[str] = field(default_factory=list)
+    started_at: str = ""
+    ended_at: str | None = None
+    duration_s: float | None = None
+
+
+@dataclass(slots=True)
+class SweepRecord:
+    """A sweep: the content of sweep.json, whose fields have these names."""
+
+    sweep_id: str
+    name: str
+    source: str  # the configuration file
+    started_at: str
+    metric: str = "val/loss"
+    mode: str = "min"
+    search: str = "tpe"
+    prune: str = "none"
+    seeds: int = 1
+    ranks: int = 1
+    parallel: int = 0  # most trials that ran at the same time so far
+    planned: int | None = None
+    for_s: float | None = None
+    space: dict[str, dict[str, Any]] = field(default_factory=dict)
+    status: str = "running"
+    exit_code: int | None = None
+    message: str = ""
+    ended_at: str | None = None
+    duration_s: float | None = None
+    best: int | None = None
+    importance: dict[str, float] | None = None
+    trials: list[TrialRecord] = field(default_factory=list)
+
+    def better(self, value: float, than: float) -> bool:
+        """Whether a value of the metric is better than another one."""
+        return value < than if self.mode == "min" else value > than
+
+    def find_best(self) -> TrialRecord | None:
+        """Return the best trial that is complete; of equal ones the first."""
+        best: TrialRecord | None = None
+        for trial in self.trials:
+            if trial.state is not TrialState.COMPLETE or trial.value is None:
+                continue
+            if best is None or best.value is None or self.better(trial.value, best.value):
+                best = trial
+        return best
+
+    def save(self, folder: Path) -> None:
+        """Replace sweep.json. Raises ResultsError."""
+        data = as_json_data({"format": _FORMAT, **dataclasses.asdict(self)})
+        write_file(folder / SWEEP_JSON, (json.dumps(data, allow_nan=False) + "\n").encode())
+
+
+def describe_space(sweep: SweepConfig) -> dict[str, dict[str, Any]]:
+    """Return the search space for sweep.json."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, space in sweep.space.items():
+        if isinstance(space, list):
+            found[name] = {"kind": "choice", "values": space}
+            continue
+        low, high = space.limits
+        found[name] = {"kind": space.kind, "low": low, "high": high}
+        if space.step is not None:
+            found[name]["step"] = space.step
+    return found
+
+
+def read_sweep(folder: Path) -> SweepRecord:
+    """Return the record of a sweep. Raises UsageError if sweep.json is missing or not valid."""
+    path = folder / SWEEP_JSON
+    try:
+        raw = json.loads(read_bytes(path))
+        if raw["format"] != _FORMAT:
+            raise ValueError(f"format {raw['format']!r} is not known")
+        trials = [_record(TrialRecord, {**each, "state": TrialState(each["state"])}) for each in raw["trials"]]
+        return _record(SweepRecord, {**raw, "trials": trials})
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(f"cannot read {path}: it is no sweep of this version ({error})") from error
+
+
+def _record(kind: type[Record], raw: Mapping[str, Any]) -> Record:
+    names = {each.name for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in raw.items() if name in names})

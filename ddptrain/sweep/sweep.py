@@ -1,0 +1,388 @@
+"""A sweep, from its configuration to its exit code: its folder, its cluster, its trials, best.yaml."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddptrain import text_tables
+from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.config.sweeping import SweepConfig
+from ddptrain.config.wording import counted
+from ddptrain.driver.attempt.inbox import SignalReceived
+from ddptrain.driver.control.signals import Signals, signals_to
+from ddptrain.driver.display import Display
+from ddptrain.driver.session import SharedCluster, SharedRun, cluster_for
+from ddptrain.driver.tracking.setup import check_trackers
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, one_line
+from ddptrain.log import Log
+from ddptrain.results.log_file import driver_log
+from ddptrain.results.run_files import write_file
+from ddptrain.results.run_record import RunStatus
+from ddptrain.results.run_writer import utc_now
+from ddptrain.sweep import folder as folders
+from ddptrain.sweep import output
+from ddptrain.sweep.capacity import Capacity, local_slots
+from ddptrain.sweep.decisions import SAME_FAILURES, Failures, Limits, Situation, remaining_s
+from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
+from ddptrain.sweep.trial import Trial, TrialDisplay, TrialPlan, run_with
+from ddptrain.sweep.trial_config import best_yaml, ranks_of, trial_config
+
+if TYPE_CHECKING:
+    from ddptrain.driver.session import Session
+    from ddptrain.sweep.study import Study
+
+_TICK_S = 0.5
+_SAVE_EVERY_S = 1.0
+_SIGHUP_CODE = 129
+_log = Log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """The options of the command line besides the configuration."""
+
+    sweep_id: str | None = None
+    resume: bool = False
+    output: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEnded:
+    """The thread of a trial has ended."""
+
+    trial: Trial
+
+
+Message = TrialEnded | SignalReceived
+
+
+def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
+    """Run the trials of a configuration, or continue a sweep; return the exit code (errors.ExitCode).
+
+    Raises UsageError, RunLocked, ClusterError or ResultsError if the sweep could not begin.
+    """
+    if resolved.config.sweep is None:
+        hint = "add one, with at least space and trials"
+        raise ConfigError([Problem(str(resolved.path), "sweep", "the configuration has no such section", hint)])
+    check_trackers(resolved.config)
+    runs = folders.runs_folder(resolved.config.results.dir)
+    if options.resume:
+        folder = folders.find_sweep(runs, resolved.config.name, options.sweep_id)
+    else:
+        folder = folders.new_folder(runs, resolved.config.name, options.sweep_id)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with folders.locked(folder), signals_to(inbox) as signals:
+        if options.resume:
+            folders.check_same(folder, resolved)
+        folders.save_config(folder, resolved)
+        with driver_log(folder / folders.LOG, folder.name, resolved.secrets):
+            return Sweep(resolved, resolved.config.sweep, options, folder, inbox, signals).run()
+
+
+def last_source(runs_dir: str, sweep_id: str | None) -> str:
+    """Return the configuration file of the sweep to resume, for a command that names none. Raises UsageError."""
+    runs = folders.runs_folder(runs_dir)
+    return read_sweep(folders.find_sweep(runs, None, sweep_id)).source
+
+
+class Sweep:
+    """The driver of a sweep; its main thread starts trials and takes their results."""
+
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        sweep: SweepConfig,
+        options: SweepOptions,
+        folder: Path,
+        inbox: queue.SimpleQueue[Message],
+        signals: Signals,
+    ) -> None:
+        self.resolved, self.sweep, self.folder, self.inbox, self.signals = resolved, sweep, folder, inbox, signals
+        self.options = options
+        self.ranks = ranks_of(resolved.config, sweep)
+        self.record = self._record()
+        self.running: dict[int, Trial] = {}
+        self.waiting: list[TrialRecord] = []
+        self.limits = Limits(self.record.planned, sweep.for_)
+        self.failures = Failures()
+        self.ending = False
+        self.exit_code: int | None = None  # set as soon as it is known that the sweep ends early
+        self._earlier_s = self.record.duration_s or 0.0
+        self._began_s = time.monotonic()
+        self._saved_s = 0.0
+        rows = output.TrialRows(self.record, lambda: list(self.running.values()), self._eta)
+        self.display: Display = output.open_sweep_display(options.output, rows, folder)
+
+    def run(self) -> int:
+        """Run to the end; write sweep.json and best.yaml, and show the result."""
+        study: Study | None = None
+        bug: BaseException | None = None
+        try:
+            with ExitStack() as stack:
+                session, cluster, capacity = self._open(stack)
+                from ddptrain.sweep.study import Study
+
+                study = self._study = Study(self.folder / folders.JOURNAL, self.sweep)
+                self._take_up(study)
+                self._loop(self._plan(study, session, cluster), capacity)
+        except Interrupted as error:
+            self._end_early(error.signum)
+        except DdptrainError as error:
+            self._fail(one_line(error), error.exit_code)
+        except BaseException as error:  # sweep.json must contain the end in every case; the error is raised below
+            self._fail(f"a bug in ddptrain: {error!r}", ExitCode.INTERNAL)
+            bug = error
+        code = self._finish(study)
+        if bug is not None:
+            raise bug
+        return code
+
+    # --- the beginning ---
+
+    def _record(self) -> SweepRecord:
+        sweep, config = self.sweep, self.resolved.config
+        planned = sweep.trials
+        if (size := sweep.grid_size) is not None:
+            planned = min(size, planned or size)
+        source = str(self.resolved.path.absolute())
+        record = SweepRecord(self.folder.name, config.name, source, utc_now())
+        if self.options.resume and (self.folder / SWEEP_JSON).exists():
+            record = read_sweep(self.folder)
+        record.metric, record.mode, record.seeds = sweep.metric, sweep.mode, sweep.seeds
+        record.search, record.prune, record.space = sweep.searcher, sweep.pruner, describe_space(sweep)
+        record.ranks, record.planned, record.for_s, record.source = self.ranks, planned, sweep.for_, source
+        record.status, record.exit_code, record.message, record.ended_at = "running", None, "", None
+        record.save(self.folder)
+        return record
+
+    def _open(self, stack: ExitStack) -> tuple[Session, SharedCluster, Capacity]:
+        """Start or connect to the cluster. Raises ClusterError, Interrupted."""
+        config = self.resolved.config
+        machine = local_slots(config, self.sweep, self.ranks) if config.cluster.is_embedded else None
+        cluster = cluster_for(config, machine, self.folder / folders.SCRATCH, self.display.notice)
+        stack.callback(cluster.close)
+        cluster.begin()  # first, so that its processes import torch while this one imports Dask
+        what = counted(self.record.planned, "trial") if self.record.planned else "trials"
+        self.display.notice(f"sweep {self.folder.name} in {self.folder}: {what} of {counted(self.ranks, 'rank')}")
+        self.display.status(f"connecting to {cluster.words}" if machine is None else "starting a local cluster")
+        from ddptrain.driver.connect import open_session
+
+        with self.signals.interrupting():
+            session = stack.enter_context(open_session(cluster, config, self.display.status))
+        fixed = machine.ranks // self.ranks if machine is not None else self.sweep.parallel
+        capacity = Capacity(None if fixed == "auto" else int(fixed), self.ranks, session.client)
+        return session, SharedCluster(cluster, session.target), capacity
+
+    def _take_up(self, study: Study) -> None:
+        """Take the trials of earlier drivers from the journal; those without a result are continued."""
+        known = {trial.number: trial for trial in self.record.trials}
+        self.record.trials.clear()
+        for trial in study.records():
+            if trial.number in known:
+                trial.run_ids = known[trial.number].run_ids
+                trial.duration_s = trial.duration_s or known[trial.number].duration_s
+            self.record.trials.append(trial)
+            if trial.state is TrialState.INTERRUPTED:
+                self.waiting.append(trial)
+        if self.record.trials:
+            ended = len(self.record.trials) - len(self.waiting)
+            text = f"going on with {self.folder.name}: {counted(ended, 'trial')} ended, {len(self.waiting)} to continue"
+            self.display.notice(text)
+        self._save(now=True)
+
+    def _plan(self, study: Study, session: Session, cluster: SharedCluster) -> TrialPlan:
+        def config_of(point: Mapping[str, Any], repeat: int) -> ResolvedConfig:
+            return trial_config(self.resolved, point, repeat, self.folder, self.folder.name)
+
+        def shared(trial: Trial, display: TrialDisplay) -> SharedRun:
+            return SharedRun(cluster, session, display, trial.signals)
+
+        sweep = self.sweep
+        return TrialPlan(
+            self.folder,
+            self.folder.name,
+            sweep.metric,
+            sweep.mode,
+            sweep.seeds,
+            config_of,
+            study.report,
+            run_with(shared),
+        )
+
+    # --- the trials ---
+
+    def _loop(self, plan: TrialPlan, capacity: Capacity) -> None:
+        """Start trials and take their results until nothing is left to do."""
+        self.display.status("")
+        try:
+            while not self.limits.is_over(now := self._situation(capacity)):
+                if self.limits.may_start(now):
+                    self._start(plan)
+                    capacity.started()
+                    continue
+                self._take_message()
+                self._save()
+        finally:
+            self._stop_all()
+
+    def _situation(self, capacity: Capacity) -> Situation:
+        running = len(self.running)
+        room = capacity.trials(running) if not self.ending else 0
+        return Situation(len(self.record.trials), len(self.waiting), running, room, self._elapsed_s(), self.ending)
+
+    def _start(self, plan: TrialPlan) -> None:
+        if self.waiting:
+            record = self.waiting.pop(0)
+        else:
+            record = self._study.ask()
+            record.started_at = utc_now()
+            self.record.trials.append(record)
+        record.error, record.ended_at = "", None
+        trial = Trial(plan, record, lambda trial: self.inbox.put(TrialEnded(trial)))
+        self.running[record.number] = trial
+        self.record.parallel = max(self.record.parallel, len(self.running))
+        trial.start()
+        self.display.event(output.trial_event("trial_started", record))
+        self._save()
+
+    def _take_message(self) -> None:
+        try:
+            message = self.inbox.get(timeout=_TICK_S)
+        except queue.Empty:
+            return
+        match message:
+            case SignalReceived(signum):
+                self._end_early(signum)
+                for trial in list(self.running.values()):
+                    trial.stop(signum)
+            case TrialEnded(trial):
+                self._trial_ended(trial)
+
+    def _trial_ended(self, trial: Trial) -> None:
+        trial.join()
+        record = trial.record
+        del self.running[record.number]
+        record.ended_at = utc_now()
+        if record.state.is_final:
+            self._study.tell(record)
+        best = self.record.find_best()
+        self.record.best = best.number if best is not None else None
+        self._save(now=not self.running)
+        self.display.event(output.trial_event("trial_ended", record))
+        level = "error" if record.state is TrialState.FAILED else "info"
+        mark = ", the best so far" if best is record else ""
+        self.display.notice(output.trial_line(record, self.record) + mark, level=level)
+        if trial.bug is not None:
+            raise trial.bug
+        if record.state is TrialState.FAILED and self.failures.add(record.error) and not self.ending:
+            text = f"{SAME_FAILURES} trials have failed in the same way: {record.error}"
+            self._fail(
+                f"{text}; the log of the last one is in {self.folder / record.run_ids[-1] / 'logs'}", trial.exit_code
+            )
+
+    def _fail(self, text: str, exit_code: int) -> None:
+        """End the sweep early because of an error; running trials save and end."""
+        self.ending, self.exit_code = True, int(exit_code)
+        self.record.message = text
+        self.display.notice(text, level="error")
+        _log.info("sweep ends early", reason=text, exit_code=int(exit_code))
+        for trial in list(self.running.values()):
+            trial.stop(signal.SIGTERM)
+
+    def _end_early(self, signum: int) -> None:
+        if self.exit_code is None:
+            codes = {signal.SIGTERM: ExitCode.PREEMPTED, signal.SIGHUP: _SIGHUP_CODE}
+            self.exit_code = int(codes.get(signal.Signals(signum), 128 + signum))
+            self.record.message = f"the driver was sent {signal.Signals(signum).name}"
+            running = counted(len(self.running), "trial")
+            self.display.notice(f"{self.record.message}: {running} save and end; go on with --resume", level="warning")
+        self.ending = True
+
+    def _stop_all(self) -> None:
+        """Wait for trials that still run after an error."""
+        for trial in list(self.running.values()):
+            trial.stop(signal.SIGTERM)
+        while self.running:
+            self._take_message()
+
+    # --- the end ---
+
+    def _finish(self, study: Study | None) -> int:
+        """Write the end to sweep.json and best.yaml, show it, and return the exit code."""
+        record = self.record
+        for trial in record.trials:
+            if trial.state is TrialState.RUNNING:
+                trial.state = TrialState.INTERRUPTED
+        best = record.find_best()
+        if self.exit_code is None:
+            nothing = best is None
+            self.exit_code = int(ExitCode.TRAINING_FAILED if nothing else ExitCode.SUCCEEDED)
+            record.message = "no trial is complete" if nothing else ""
+        record.status = str(_status(self.exit_code))
+        record.exit_code, record.ended_at, record.duration_s = self.exit_code, utc_now(), round(self._elapsed_s(), 3)
+        record.best = best.number if best is not None else None
+        if best is not None:
+            self._write_best(best)
+        if study is not None:
+            record.importance = study.importance()
+        record.save(self.folder)
+        lines = output.summary_lines(record, self.folder)
+        self.display.close({}, lines, self._last_event())
+        return self.exit_code
+
+    def _write_best(self, best: TrialRecord) -> None:
+        words = f"The best of {counted(len(self.record.trials), 'trial')} of the sweep {self.folder.name}: trial "
+        words += f"{best.number}, {self.record.metric} {best.value:.6g}."
+        config = trial_config(self.resolved, best.params, 0, self.folder, self.folder.name)
+        write_file(self.folder / folders.BEST, best_yaml(self.resolved, config, words).encode())
+
+    def _last_event(self) -> dict[str, Any]:
+        record = self.record
+        best = record.find_best()
+        return {
+            "event": "sweep_finished",
+            "time_s": round(time.time(), 3),
+            "sweep_id": record.sweep_id,
+            "sweep_dir": str(self.folder),
+            "status": record.status,
+            "exit_code": record.exit_code,
+            "message": record.message,
+            "duration_s": record.duration_s,
+            "best": output.trial_event("trial", best) if best is not None else None,
+            "importance": record.importance,
+            "best_yaml": str(self.folder / folders.BEST) if best is not None else None,
+        }
+
+    def _elapsed_s(self) -> float:
+        return self._earlier_s + time.monotonic() - self._began_s
+
+    def _eta(self) -> str:
+        durations = [t.duration_s for t in self.record.trials if t.state.is_final and t.duration_s is not None]
+        planned = self.record.planned
+        ended = sum(trial.state.is_final for trial in self.record.trials)
+        left_s = remaining_s(durations, planned - ended if planned else None, max(1, len(self.running)))
+        if self.sweep.for_ is not None:
+            rest_s = max(0.0, self.sweep.for_ - self._elapsed_s())
+            left_s = rest_s if left_s is None else min(left_s, rest_s)
+        return "" if left_s is None else f"{text_tables.duration(left_s)} left"
+
+    def _save(self, *, now: bool = False) -> None:
+        if now or time.monotonic() - self._saved_s >= _SAVE_EVERY_S:
+            self.record.duration_s = round(self._elapsed_s(), 3)
+            self.record.save(self.folder)
+            self._saved_s = time.monotonic()
+
+
+def _status(exit_code: int) -> RunStatus:
+    if exit_code == ExitCode.SUCCEEDED:
+        return RunStatus.SUCCEEDED
+    if exit_code == ExitCode.PREEMPTED:
+        return RunStatus.PREEMPTED
+    return RunStatus.CANCELLED if exit_code > 128 else RunStatus.FAILED

@@ -1,0 +1,326 @@
+"""One trial: its repeats are ordinary runs of this process, one after the other, in a thread of the trial."""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import ValidationError
+
+from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.driver.attempt.inbox import Inbox
+from ddptrain.driver.control.signals import ThreadSignals
+from ddptrain.errors import DdptrainError, ExitCode, UsageError, one_line
+from ddptrain.log import Log, own_context
+from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.run_record import RunStatus
+from ddptrain.sweep.metric import LiveMetric, best_value, values_of_run
+from ddptrain.sweep.records import TrialRecord, TrialState
+
+if TYPE_CHECKING:
+    from ddptrain.driver.session import SharedRun
+
+# Failures of a run that say nothing about its point: such a run is continued.
+_NOT_OF_THE_POINT = frozenset({"preempted", "interrupted", "worker_lost", "driver", "infrastructure"})
+_STOPPED = frozenset({RunStatus.PREEMPTED, RunStatus.CANCELLED})
+_log = Log(__name__)
+
+
+class RunTrial(Protocol):
+    """Runs one configuration to its end in this thread: driver/run.py; another function in tests."""
+
+    def __call__(self, config: ResolvedConfig, run_id: str, *, resume: bool, trial: Trial) -> int:
+        """Return the exit code. Raises DdptrainError if the run could not begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPlan:
+    """What all trials of a sweep share.
+
+    folder: that of the sweep. config: returns the configuration of a repeat of a point. report: takes the number of a
+    trial, the index of a value of the metric (from 1), and the value; returns whether to end the trial.
+    """
+
+    folder: Path
+    sweep_id: str
+    metric: str
+    mode: str
+    seeds: int
+    config: Callable[[Mapping[str, Any], int], ResolvedConfig]
+    report: Callable[[int, int, float], bool]
+    run: RunTrial
+
+
+class Trial:
+    """A trial that runs. Its thread calls `ended` once, with the trial, whose record has the result.
+
+    exit_code: that of a run that failed. bug: an exception that is none of ours.
+    """
+
+    def __init__(self, plan: TrialPlan, record: TrialRecord, ended: Callable[[Trial], object]) -> None:
+        self.plan, self.record = plan, record
+        self.exit_code: int = ExitCode.SUCCEEDED
+        self.bug: BaseException | None = None
+        self.status = "starting"
+        self.done: float | None = None  # the progress of rank 0, of `total`
+        self.total: float | None = None
+        self.pruned = False
+        self.stopped: list[int] = []  # the signals that ask it to end
+        self._signals: ThreadSignals | None = None
+        self._ended = ended
+        self._mutex = threading.Lock()
+        self._began_s = time.monotonic()
+        self._earlier_s = record.duration_s or 0.0
+        self._thread = threading.Thread(target=self._main, name=f"ddptrain-trial-{record.number}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self.record.state = TrialState.RUNNING
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end of the thread, which has called `ended`."""
+        self._thread.join()
+
+    def stop(self, signum: int) -> None:
+        """Ask the running run to save and end (a second time: to end at once), and start no further repeat."""
+        with self._mutex:
+            self.stopped.append(signum)
+            if self._signals is not None:
+                self._signals.send(signum)
+
+    def signals(self, inbox: Inbox) -> ThreadSignals:
+        """Return the signals of the run that begins now."""
+        with self._mutex:
+            self._signals = ThreadSignals(inbox)
+            for signum in self.stopped:
+                self._signals.send(signum)
+            return self._signals
+
+    def prune(self) -> None:
+        """End the trial because others are better: its run saves and ends."""
+        with self._mutex:
+            self.pruned = True
+            if self._signals is not None:
+                self._signals.send(signal.SIGTERM)
+
+    def run_id(self, repeat: int) -> str:
+        """Return the run id of a repeat."""
+        return f"{self.plan.sweep_id}-{self.record.number:04d}" + (f"-s{repeat}" if repeat else "")
+
+    def _main(self) -> None:
+        with own_context():
+            try:
+                self._run()
+            except BaseException as error:  # the sweep ends with it; this thread has no other way to report it
+                self.bug = error
+                self._fail(f"{type(error).__name__}: {error}", ExitCode.INTERNAL)
+            self.record.duration_s = round(self._earlier_s + time.monotonic() - self._began_s, 3)
+            self._signals = None
+            self._ended(self)
+
+    def _run(self) -> None:
+        record, plan = self.record, self.plan
+        record.values = []
+        for repeat in range(plan.seeds):
+            run_id = self.run_id(repeat)
+            if run_id not in record.run_ids:
+                record.run_ids.append(run_id)
+            if not self._repeat(repeat, run_id):
+                return
+        record.value = statistics.fmean(record.values)
+        record.spread = statistics.stdev(record.values) if len(record.values) > 1 else None
+        record.state = TrialState.COMPLETE
+
+    def _repeat(self, repeat: int, run_id: str) -> bool:
+        """Run a repeat, or take the result of one that has ended; return whether the trial goes on."""
+        view = self._existing(run_id)
+        if view is None or not _has_result(view):
+            if self.stopped:
+                self.record.state = TrialState.INTERRUPTED
+                return False
+            try:
+                config = self.plan.config(self.record.params, repeat)
+                self.exit_code = self.plan.run(config, run_id, resume=view is not None, trial=self)
+            except ValidationError as error:
+                return self._fail(f"the point is not possible: {one_line(describe_point(error))}", ExitCode.USAGE)
+            except DdptrainError as error:
+                if self.stopped and not isinstance(error, UsageError):
+                    self.record.state = TrialState.INTERRUPTED
+                    return False
+                return self._fail(one_line(error), error.exit_code)
+            view = load_run(self.plan.folder / run_id)
+        return self._judge(view)
+
+    def _existing(self, run_id: str) -> RunView | None:
+        layout = RunLayout(self.plan.folder / run_id)
+        return load_run(layout.root) if layout.run_json.is_file() else None
+
+    def _judge(self, view: RunView) -> bool:
+        """Take the result of a run that has ended; return whether the trial goes on."""
+        values = values_of_run(view, self.plan.metric)
+        value = best_value(values.values(), self.plan.mode)
+        if values:
+            self.record.step = round(max(values))
+        if view.status == RunStatus.SUCCEEDED:
+            if value is None:
+                return self._fail(_no_value(self.plan.metric, values, view), ExitCode.TRAINING_FAILED)
+            self.record.values.append(value)
+            return True
+        self.record.value = value
+        if self.pruned:
+            self.record.state = TrialState.PRUNED
+        elif self.stopped:
+            self.record.state = TrialState.INTERRUPTED
+        elif view.status in _STOPPED and value is not None:
+            self.record.state = TrialState.PRUNED  # by `ddptrain stop`
+        else:
+            failure = view.record.failure
+            text = ": ".join(part for part in (failure.type, one_line(failure.message)) if part) if failure else ""
+            return self._fail(text or f"the run is {view.status}", view.record.exit_code or self.exit_code)
+        return False
+
+    def _fail(self, text: str, exit_code: int) -> bool:
+        self.record.state, self.record.error = TrialState.FAILED, text
+        self.exit_code = int(exit_code) or int(ExitCode.TRAINING_FAILED)
+        return False
+
+
+def describe_point(error: ValidationError) -> str:
+    """Return the first problem of a point in one line."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _has_result(view: RunView) -> bool:
+    """Whether a run has ended in a way that says something about its point."""
+    if view.status == RunStatus.SUCCEEDED:
+        return True
+    failure = view.record.failure
+    return view.status == RunStatus.FAILED and failure is not None and failure.kind not in _NOT_OF_THE_POINT
+
+
+def _no_value(metric: str, values: Mapping[float, float], view: RunView) -> str:
+    if values:
+        return f"no value of {metric} is a finite number"
+    logged = ", ".join(sorted(view.record.last_metrics)[:20]) or "none"
+    return f"the run has logged no metric {metric}; it has logged: {logged}"
+
+
+class TrialDisplay:
+    """Takes what happens in the run of a trial: the values of the metric go to the pruner, the rest to the display."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        *,
+        reports: bool,
+        index: int = 0,
+        last_step: float = -math.inf,
+        usual: frozenset[int] = frozenset(),
+    ) -> None:
+        """`reports`: whether values go to the pruner; `index` were reported before, up to `last_step`.
+
+        `usual`: the ranks that log the metric, if that is known.
+        """
+        self._trial, self._reports, self._index = trial, reports, index
+        self._live = LiveMetric(usual=usual)
+        self._live.last_step = last_step
+
+    @property
+    def usual(self) -> frozenset[int]:
+        """The ranks that log the metric; none if that is not known yet."""
+        return self._live.usual
+
+    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
+        """The number of ranks is known."""
+        self._live.world_size = world_size
+
+    def rank_started(self, rank: int, host: str, pid: int) -> None:
+        """Show that it trains."""
+        self._trial.status = "training"
+
+    def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
+        """Do nothing."""
+
+    def metrics(self, rank: int, event: Metrics) -> None:
+        """Take the metric."""
+        value = event.values.get(self._trial.plan.metric)
+        if value is not None:
+            self._take(self._live.logged(rank, event.step, value))
+
+    def checkpoint(self, rank: int, event: CheckpointSaved) -> None:
+        """Take the metric of a checkpoint."""
+        value = event.metrics.get(self._trial.plan.metric)
+        if value is not None:
+            self._take(self._live.saved(event.step, value))
+
+    def progress(self, rank: int, event: Progress) -> None:
+        """Take the progress of rank 0."""
+        if rank == 0:
+            self._trial.done, self._trial.total = event.done, event.total
+
+    def status(self, text: str) -> None:
+        """Show what the run waits for."""
+        self._trial.status = text
+
+    def notice(self, text: str, level: str = "info") -> None:
+        """Log it: the run's own files have it, too."""
+        if level != "info":
+            _log.info("notice of a trial", trial=self._trial.record.number, message=text)
+
+    def event(self, obj: Mapping[str, Any]) -> None:
+        """Do nothing: events.jsonl of the run has it."""
+
+    def log_grew(self) -> None:
+        """Do nothing: logs of trials are not shown."""
+
+    def close(
+        self,
+        final_sizes: Mapping[int, int] | None = None,
+        summary: Sequence[str] = (),
+        last_event: Mapping[str, Any] | None = None,
+    ) -> None:
+        """The run has ended."""
+
+    def _take(self, complete: Sequence[tuple[float, float]]) -> None:
+        trial = self._trial
+        for step, value in complete:
+            trial.record.step, trial.record.value = round(step), value
+            self._index += 1
+            if self._reports and not trial.pruned and trial.plan.report(trial.record.number, self._index, value):
+                trial.prune()
+
+
+def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
+    """Return the function that runs the runs of trials with driver/run.py, on a cluster that they share."""
+    usual: frozenset[int] = frozenset()  # the ranks that log the metric: the same in all trials
+
+    def run(config: ResolvedConfig, run_id: str, *, resume: bool, trial: Trial) -> int:
+        nonlocal usual
+        from ddptrain.driver.run import LaunchOptions, train
+
+        index, last_step = 0, -math.inf
+        if resume:
+            values = values_of_run(load_run(trial.plan.folder / run_id), trial.plan.metric)
+            index, last_step = len(values), max(values, default=-math.inf)
+            if run_id == trial.run_id(0):
+                for number, value in enumerate(values.values(), 1):  # what the killed driver could not report any more
+                    trial.plan.report(trial.record.number, number, value)
+        reports = run_id == trial.run_id(0)
+        display = TrialDisplay(trial, reports=reports, index=index, last_step=last_step, usual=usual)
+        options = LaunchOptions(run_id=run_id, resume="auto" if resume else None, shared=shared(trial, display))
+        code = train(config, options)
+        usual = display.usual or usual
+        return code
+
+    return run

@@ -1,0 +1,75 @@
+"""The configuration of one trial: that of the sweep with the values of a point. best.yaml is that of the best one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddptrain.config.resolved import ResolvedConfig, dump_yaml, resolve
+from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sweeping import SweepConfig
+
+_SLOTS_WAIT_S = 600.0  # a trial waits at least so long for slots that another run has taken
+
+
+def ranks_of(config: RunConfig, sweep: SweepConfig) -> int:
+    """Return the number of ranks of a trial."""
+    if sweep.ranks is not None:
+        return sweep.ranks
+    return config.cluster.ranks if isinstance(config.cluster.ranks, int) else 1
+
+
+def trial_config(
+    resolved: ResolvedConfig, point: Mapping[str, Any], repeat: int, folder: Path, group: str
+) -> ResolvedConfig:
+    """Return the configuration of a repeat of a point, whose run directory is made in `folder`.
+
+    Raises pydantic's ValidationError if the values do not fit together.
+    """
+    config, sweep = resolved.config, resolved.config.sweep
+    assert sweep is not None
+    data = config.model_dump()
+    data |= {"sweep": None, "results": {**data["results"], "dir": str(folder)}}
+    ranks = ranks_of(config, sweep)
+    cluster = data["cluster"]
+    cluster |= {"ranks": ranks, "wait_s": max(config.cluster.wait_s, _SLOTS_WAIT_S)}
+    if isinstance(cluster["gpus"], int) and cluster["gpus"] > 0:
+        cluster["gpus"] = ranks
+    wandb = data["tracking"]["wandb"]
+    wandb["group"] = wandb["group"] or group
+    for name, value in point.items():
+        _set(data, name, value)
+    if repeat:
+        data["params"]["seed"] = resolved.recorded["params"].get("seed", 0) + repeat
+    return resolve(RunConfig.model_validate(data), resolved.path)
+
+
+def _set(data: dict[str, Any], name: str, value: Any) -> None:
+    section, _, key = name.partition(".")
+    if section == "args":
+        data["workload"]["args"] = [*data["workload"]["args"], f"--{key}", str(value)]
+    elif section == "params":
+        *path, last = key.split(".")
+        found = data["params"] = dict(data["params"])
+        for part in path:
+            found[part] = dict(found.get(part) or {})
+            found = found[part]
+        found[last] = value
+    else:
+        data[section] = {**data[section], key: value}
+
+
+def best_yaml(resolved: ResolvedConfig, trial: ResolvedConfig, words: str) -> str:
+    """Return the configuration of the best trial for `train` and `retrain`; `words` say what it is."""
+    ranks = trial.config.cluster.ranks
+    recorded = {name: value for name, value in trial.recorded.items() if name != "sweep"}
+    cluster = {**resolved.recorded["cluster"], "ranks": ranks}
+    group = resolved.recorded["tracking"]["wandb"]["group"]
+    wandb = {**recorded["tracking"]["wandb"], "group": group}
+    recorded |= {
+        "results": resolved.recorded["results"],
+        "cluster": cluster,
+        "tracking": {**recorded["tracking"], "wandb": wandb},
+    }
+    return f"# {words}\n{dump_yaml(recorded)}"

@@ -1,0 +1,124 @@
+"""`ddptrain sweep` with real processes: trials at the same time on a shared cluster, early ends, kills and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.results.lookup import load_run
+from ddptrain.sweep.records import SweepRecord, read_sweep
+from tests.conftest import PATIENCE_S, Cli
+
+WORKLOAD = """
+import time
+import torch
+
+
+def main(ctx, lr: int = 1, steps: int = 4, pause_s: float = 0.0):
+    if lr == 0:
+        raise ValueError("lr is 0")
+    model = torch.nn.Linear(1, 1)
+    resumed = ctx.resume(model=model)
+    for step in range((resumed.step if resumed else 0) + 1, steps + 1):
+        time.sleep(pause_s)
+        loss = (lr - 3) ** 2 + 1 / step
+        ctx.log({"loss": loss}, step=step)
+        ctx.checkpoint(model=model, step=step, metrics={"loss": loss}, last=step == steps)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, warm_cluster: str) -> Path:
+    (tmp_path / "mine.py").write_text(WORKLOAD)
+    (tmp_path / "cluster").write_text(warm_cluster)
+    return tmp_path
+
+
+def write_config(folder: Path, points: list[int], params: dict[str, Any] | None = None, **sweep: Any) -> Path:
+    section = {"space": {"params.lr": points}, "search": "grid", "metric": "loss", "parallel": 2, **sweep}
+    config = {
+        "workload": "mine:main",
+        "params": params or {},
+        "cluster": {"address": (folder / "cluster").read_text(), "ranks": 1},
+        "checkpoint": {"every_steps": 1, "keep": 1, "metric": "loss"},
+        "sweep": section,
+    }
+    path = folder / "mine.yaml"
+    path.write_text(json.dumps(config))  # JSON is YAML
+    return path
+
+
+def sweep_in(folder: Path) -> SweepRecord:
+    return read_sweep(folder / "runs" / "s")
+
+
+def test_six_trials_share_a_cluster_and_the_best_one_can_be_trained(project: Path, run_cli: Cli) -> None:
+    config = write_config(project, [5, 4, 3, 2, 1, 0])
+    done = run_cli("sweep", config, "--sweep-id", "s", "--output", "json")
+    assert done.rc == 0, done.stderr
+    objects = [json.loads(line) for line in done.stdout.splitlines()]
+    end = objects[-1]
+    assert (end["event"], end["status"], end["best"]["params"]) == ("sweep_finished", "succeeded", {"params.lr": 3})
+    ended = [each for each in objects if each["event"] == "trial_ended"]
+    values = {each["params"]["params.lr"]: each["value"] for each in ended}
+    assert values == {5: 4.25, 4: 1.25, 3: 0.25, 2: 1.25, 1: 4.25, 0: None}
+    (failed,) = [each for each in ended if each["state"] == "failed"]
+    assert failed["error"] == "ValueError: lr is 0"
+    assert sweep_in(project).parallel == 2
+    run = load_run(project / "runs" / "s" / "s-0002")
+    assert run.status == "succeeded" and run.record.checkpoints == ("step-4",)
+    log = run.layout.decision_log.read_text()
+    assert "run=s-0002" in log and "run=s-0001" not in log
+
+    best = run_cli("train", project / "runs" / "s" / "best.yaml", "--run-id", "again")
+    assert best.rc == 0, best.stderr
+    assert load_run(project / "runs" / "again").record.last_metrics == {"loss": 0.25}
+
+
+def test_killed_at_random_moments_every_result_counts_once(project: Path, run_cli: Cli) -> None:
+    config = write_config(project, [6, 5, 4, 3, 2, 1], {"steps": 12, "pause_s": 0.1})
+    chance = random.Random(4)
+    resume: list[str] = []
+    for _ in range(3):
+        running = run_cli.start("sweep", config, "--sweep-id", "s", *resume)
+        deadline = time.monotonic() + PATIENCE_S
+        while not list(project.glob("runs/s/*/checkpoints/latest")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0.1, 1.5))
+        running.kill_group()
+        resume = ["--resume"]
+    done = run_cli("sweep", config, "--sweep-id", "s", "--resume")
+    assert done.rc == 0, done.stderr
+    record = sweep_in(project)
+    assert [(each.number, each.params["params.lr"]) for each in record.trials] == list(enumerate([6, 5, 4, 3, 2, 1]))
+    assert [each.value for each in record.trials] == pytest.approx(
+        [(lr - 3) ** 2 + 1 / 12 for lr in (6, 5, 4, 3, 2, 1)]
+    )
+    attempts = [load_run(project / "runs" / "s" / each.run_ids[0]).record.attempts for each in record.trials]
+    resumed = [attempt.resumed_from for each in attempts for attempt in each[1:]]
+    assert resumed and any(step is not None for step in resumed)  # from a checkpoint, not from the start
+
+
+def test_sigterm_saves_and_a_resume_knows_its_configuration(project: Path, run_cli: Cli) -> None:
+    config = write_config(project, [3, 2], {"steps": 40, "pause_s": 0.1})
+    running = run_cli.start("sweep", config, "--sweep-id", "s")
+    deadline = time.monotonic() + PATIENCE_S
+    while len(list(project.glob("runs/s/*/checkpoints/latest"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(running.popen.pid, signal.SIGTERM)
+    ended = running.finish()
+    assert ended.rc == 75
+    assert [str(each.state) for each in sweep_in(project).trials] == ["interrupted", "interrupted"]
+    assert [load_run(project / "runs" / "s" / name).status for name in ("s-0000", "s-0001")] == ["preempted"] * 2
+
+    done = run_cli("sweep", "--resume")
+    assert done.rc == 0, done.stderr
+    record = sweep_in(project)
+    assert [each.value for each in record.trials] == pytest.approx([1 / 40, 1 + 1 / 40])

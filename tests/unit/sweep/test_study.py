@@ -1,0 +1,133 @@
+"""Which points are chosen, which trials are ended early, and what the journal keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.config.sweeping import SweepConfig
+from ddptrain.errors import UsageError
+from ddptrain.sweep.records import TrialState
+from ddptrain.sweep.study import Study
+
+
+def section(**fields: Any) -> SweepConfig:
+    space = {"params.lr": {"log": [0.001, 1.0]}, "params.size": [16, [32, 8], "64"]}
+    return SweepConfig.model_validate({"space": space, "trials": 8, "metric": "loss", "search": "random", **fields})
+
+
+def points(study: Study, count: int) -> list[dict[str, Any]]:
+    return [study.ask().params for _ in range(count)]
+
+
+def test_points_lie_in_the_space_and_have_its_types(tmp_path: Path) -> None:
+    space: dict[str, Any] = {
+        "params.a": {"uniform": [0, 1], "step": 0.25},
+        "params.b": {"int": [1, 9], "step": 4},
+        "params.c": {"log_int": [1, 1000]},
+        "params.d": [16, [32, 8], "64", None, {"x": 1}],
+        "params.e": {"log": [0.001, 1.0]},
+    }
+    found = points(Study(tmp_path / "j", section(space=space)), 40)
+    assert {each["params.a"] for each in found} <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert {each["params.b"] for each in found} == {1, 5, 9}
+    assert all(type(each["params.c"]) is int and 1 <= each["params.c"] <= 1000 for each in found)
+    assert all(each["params.d"] in space["params.d"] for each in found) and [32, 8] in [p["params.d"] for p in found]
+    assert sum(each["params.e"] < 0.0316 for each in found) in range(10, 31)  # half of them, by the logarithm
+
+
+def test_grid_tries_every_point_once_also_after_a_resume(tmp_path: Path) -> None:
+    grid = section(search="grid", space={"params.a": [1, 2], "params.b": {"int": [1, 3]}}, trials=None)
+    assert grid.grid_size == 6
+    first = points(Study(tmp_path / "j", grid), 4)
+    rest = points(Study(tmp_path / "j", grid), 2)
+    expected = [{"params.a": a, "params.b": b} for a in (1, 2) for b in (1, 2, 3)]
+    assert first + rest == expected
+
+
+def test_the_same_seed_chooses_the_same_points_and_a_resume_chooses_others(tmp_path: Path) -> None:
+    one = points(Study(tmp_path / "a", section(seed=7)), 4)
+    assert points(Study(tmp_path / "b", section(seed=7)), 4) == one
+    assert points(Study(tmp_path / "c", section(seed=8)), 4) != one
+    resumed = points(Study(tmp_path / "a", section(seed=7)), 4)
+    assert not [each for each in resumed if each["params.lr"] in [other["params.lr"] for other in one]]
+
+
+def test_asha_ends_trials_that_are_worse_at_the_same_number_of_values(tmp_path: Path) -> None:
+    study = Study(tmp_path / "j", section(prune={"asha": {"reduction_factor": 2}}))
+    numbers = [study.ask().number for _ in range(4)]
+    ends = [study.report(number, 1, value) for number, value in zip(numbers, (1.0, 2.0, 3.0, 0.5), strict=True)]
+    assert ends == [False, True, True, False]  # the first value has nothing to be compared with
+
+
+def test_no_pruner_ends_nothing_and_a_known_index_is_ignored(tmp_path: Path) -> None:
+    study = Study(tmp_path / "j", section(prune="none"))
+    number = study.ask().number
+    assert [study.report(number, index, 1e9) for index in (1, 2, 2, 1)] == [False] * 4
+
+
+def test_results_are_in_the_journal_and_count_once(tmp_path: Path) -> None:
+    study = Study(tmp_path / "j", section())
+    done, failed, lost = study.ask(), study.ask(), study.ask()
+    done.state, done.value, done.values, done.step = TrialState.COMPLETE, 2.0, [1.0, 3.0], 40
+    failed.state, failed.error = TrialState.FAILED, "ValueError: no"
+    study.tell(done)
+    study.tell(failed)
+    again = Study(tmp_path / "j", section())
+    again.tell(done)  # the driver was killed before it wrote sweep.json
+    records = again.records()
+    assert [each.state for each in records] == [TrialState.COMPLETE, TrialState.FAILED, TrialState.INTERRUPTED]
+    assert (records[0].value, records[0].values, records[0].step) == (2.0, [1.0, 3.0], 40)
+    assert records[1].error == "ValueError: no"
+    assert records[2].params == lost.params
+    assert again.size == 3
+
+
+def test_half_a_line_of_a_killed_driver_is_removed(tmp_path: Path) -> None:
+    study = Study(tmp_path / "j", section())
+    study.ask()
+    with (tmp_path / "j").open("ab") as journal:
+        journal.write(b'{"op_code":4,"worker')
+    again = Study(tmp_path / "j", section())
+    again.ask()
+    assert Study(tmp_path / "j", section()).size == 2
+
+
+def test_importance_names_the_field_that_matters(tmp_path: Path) -> None:
+    study = Study(tmp_path / "j", section(space={"params.a": {"uniform": [0, 1]}, "params.b": {"uniform": [0, 1]}}))
+    assert study.importance() is None
+    for _ in range(30):
+        trial = study.ask()
+        trial.state, trial.value = TrialState.COMPLETE, float(trial.params["params.a"])
+        study.tell(trial)
+    shares = study.importance()
+    assert shares is not None and next(iter(shares)) == "params.a"
+    assert sum(shares.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["tpe", "random", "CmaEsSampler", "qmc", "TPESampler"])
+def test_samplers_have_short_and_full_names(tmp_path: Path, name: str) -> None:
+    Study(tmp_path / "j", section(search=name))
+
+
+@pytest.mark.parametrize("name", ["none", "median", "asha", "hyperband", "SuccessiveHalvingPruner"])
+def test_pruners_have_short_and_full_names(tmp_path: Path, name: str) -> None:
+    Study(tmp_path / "j", section(prune=name))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"search": "tpa"}, "sweep.search: there is no sampler tpa; did you mean tpe?"),
+        ({"prune": "bruteforce"}, "sweep.prune: there is no pruner bruteforce"),
+        ({"search": {"tpe": {"startup": 3}}}, "unexpected keyword argument 'startup'"),
+        ({"prune": {"asha": {"reduction_factor": 0}}}, "sweep.prune: asha: "),
+        ({"prune": "percentile"}, "required positional argument: 'percentile'"),
+    ],
+)
+def test_unknown_methods_and_options_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        Study(tmp_path / "j", section(**fields))
+    assert message in str(raised.value).replace("Did", "did")

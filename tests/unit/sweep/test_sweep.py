@@ -1,0 +1,208 @@
+"""A sweep whose trials are functions: what is run, what counts, and when it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.config.load import load_config
+from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
+from ddptrain.results.lookup import load_run
+from ddptrain.sweep.folder import locked
+from ddptrain.sweep.records import TrialState, read_sweep
+from ddptrain.sweep.trial import Trial
+from tests.unit.sweep.conftest import StubRun, Sweeper
+
+
+def follows_lr(params: dict[str, Any], run: StubRun) -> str:
+    for step in range(1, 5):
+        if run.asked_to_end:
+            return ""
+        run.log(step, loss=params["lr"] + 1 / step)
+    return ""
+
+
+def logs_once(run: StubRun, loss: float) -> str:
+    run.log(1, loss=loss)
+    return ""
+
+
+def test_every_trial_is_a_run_and_the_best_one_becomes_a_configuration(sweeper: Sweeper, tmp_path: Path) -> None:
+    sweeper.workload = follows_lr
+    assert sweeper.run(sweeper.config(space={"params.lr": [3, 1, 2]}, search="grid", trials=None)) == 0
+    folder = sweeper.folder / "s"
+    record = read_sweep(folder)
+    assert (record.status, record.exit_code, record.best, record.planned) == ("succeeded", 0, 1, 3)
+    assert [(each.params, each.value, each.step) for each in record.trials] == [
+        ({"params.lr": 3}, 3.25, 4),
+        ({"params.lr": 1}, 1.25, 4),
+        ({"params.lr": 2}, 2.25, 4),
+    ]
+    assert [load_run(folder / each.run_ids[0]).status for each in record.trials] == ["succeeded"] * 3
+    best = load_config(folder / "best.yaml")
+    assert best.config.params == {"lr": 1} and best.config.sweep is None
+    assert best.config.results.dir == str(sweeper.folder) and best.config.name == "stub"
+
+
+def test_repeats_have_other_seeds_and_their_mean_counts(sweeper: Sweeper) -> None:
+    sweeper.workload = lambda params, run: logs_once(run, params["seed"])
+    space = {"params.lr": [1, 2], "params.seed": [5]}
+    with pytest.raises(UsageError, match="seeds: is 3, but params"):
+        sweeper.config(space=space, seeds=3)
+    config = sweeper.config(space={"params.lr": [1]}, trials=1, seeds=3, search="random", params={"seed": 5})
+    assert sweeper.run(config) == 0
+    (trial,) = read_sweep(sweeper.folder / "s").trials
+    assert (trial.values, trial.value, trial.spread) == ([5.0, 6.0, 7.0], 6.0, 1.0)
+    assert trial.run_ids == ["s-0000", "s-0000-s1", "s-0000-s2"]
+
+
+def test_trials_that_are_worse_are_ended_early(sweeper: Sweeper) -> None:
+    sweeper.workload = follows_lr
+    config = sweeper.config(space={"params.lr": [1, 2, 3]}, search="grid", trials=None, prune="asha")
+    assert sweeper.run(config) == 0
+    record = read_sweep(sweeper.folder / "s")
+    assert [str(each.state) for each in record.trials] == ["complete", "pruned", "pruned"]
+    assert record.trials[1].step == 1 and record.trials[1].value == 3.0
+    assert load_run(sweeper.folder / "s" / "s-0001").status == "preempted"
+
+
+def test_the_third_equal_failure_ends_the_sweep(sweeper: Sweeper, capsys: pytest.CaptureFixture[str]) -> None:
+    sweeper.workload = lambda params, run: "no such file" if params["lr"] != 2 else ""
+    config = sweeper.config(space={"params.lr": [1, 2, 3, 4, 5]}, search="grid", trials=None)
+    assert sweeper.run(config) == ExitCode.TRAINING_FAILED
+    record = read_sweep(sweeper.folder / "s")
+    causes = [each.error for each in record.trials]
+    assert causes[0] == causes[2] == causes[3] == "ValueError: no such file"
+    assert causes[1].startswith("the run has logged no metric loss") and len(causes) == 4
+    assert "3 trials have failed in the same way: ValueError: no such file" in record.message
+    assert record.message in capsys.readouterr().err
+
+
+def test_different_failures_are_results(sweeper: Sweeper) -> None:
+    sweeper.workload = lambda params, run: f"bad {params['lr']}" if params["lr"] != 3 else follows_lr(params, run)
+    assert sweeper.run(sweeper.config(space={"params.lr": [1, 2, 3, 4]}, search="grid", trials=None)) == 0
+    states = [str(each.state) for each in read_sweep(sweeper.folder / "s").trials]
+    assert states == ["failed", "failed", "complete", "failed"]
+
+
+def test_a_value_that_is_no_number_is_a_failure(sweeper: Sweeper) -> None:
+    sweeper.workload = lambda params, run: logs_once(run, math.nan)
+    assert sweeper.run(sweeper.config(trials=1)) == ExitCode.TRAINING_FAILED
+    (trial,) = read_sweep(sweeper.folder / "s").trials
+    assert (trial.state, trial.error) == (TrialState.FAILED, "no value of loss is a finite number")
+
+
+def test_a_resumed_sweep_continues_what_has_no_result_and_runs_nothing_twice(
+    sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeper.workload = follows_lr
+    config = sweeper.config(space={"params.lr": [4, 3, 2, 1]}, search="grid", trials=None)
+    with monkeypatch.context() as patch:
+        patch.setattr("ddptrain.sweep.sweep.Sweep._trial_ended", _killed_at(3))
+        patch.setattr("ddptrain.sweep.sweep.Sweep._stop_all", lambda sweep: None)
+        with pytest.raises(ZeroDivisionError):
+            sweeper.run(config)
+    begun = len(sweeper.begun)
+    assert begun == 3  # two are told, the third has ended without being told
+    assert sweeper.run(config, resume=True) == 0
+    record = read_sweep(sweeper.folder / "s")
+    assert [each.value for each in record.trials] == [4.25, 3.25, 2.25, 1.25]
+    assert [params["lr"] for params, _ in sweeper.begun] == [4, 3, 2, 1]
+
+
+def _killed_at(number: int) -> Any:
+    from ddptrain.sweep.sweep import Sweep
+
+    ended = Sweep._trial_ended
+    seen: list[Trial] = []
+
+    def trial_ended(sweep: Sweep, trial: Trial) -> None:
+        seen.append(trial)
+        if len(seen) == number:
+            raise ZeroDivisionError
+        ended(sweep, trial)
+
+    return trial_ended
+
+
+def test_a_signal_interrupts_trials_and_a_resume_completes_them(sweeper: Sweeper) -> None:
+    def stopped_at_2(params: dict[str, Any], run: StubRun) -> str:
+        if params["lr"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+            while not run.asked_to_end:
+                pass
+        return follows_lr(params, run)
+
+    config = sweeper.config(space={"params.lr": [1, 2, 3]}, search="grid", trials=None)
+    sweeper.workload = stopped_at_2
+    assert sweeper.run(config) == ExitCode.PREEMPTED
+    record = read_sweep(sweeper.folder / "s")
+    assert [str(each.state) for each in record.trials] == ["complete", "interrupted"]
+    assert record.status == "preempted"
+    sweeper.workload = follows_lr
+    assert sweeper.run(config, resume=True) == 0
+    assert [(params["lr"], resumed) for params, resumed in sweeper.begun] == [
+        (1, False),
+        (2, False),
+        (2, True),
+        (3, False),
+    ]
+
+
+def test_time_is_a_limit(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeper.workload = follows_lr
+    now = iter(range(10_000))
+    monkeypatch.setattr("ddptrain.sweep.sweep.Sweep._elapsed_s", lambda sweep: float(next(now)))
+    assert sweeper.run(sweeper.config(trials=None, for_="60s")) == 0
+    assert 1 <= len(read_sweep(sweeper.folder / "s").trials) <= 60
+
+
+def test_a_resume_with_another_space_is_refused(sweeper: Sweeper) -> None:
+    sweeper.workload = follows_lr
+    assert sweeper.run(sweeper.config(trials=1)) == 0
+    with pytest.raises(
+        UsageError, match=r"s has other settings.*\n  sweep.metric: was the text \"loss\", is the text \"acc\""
+    ):
+        sweeper.run(sweeper.config(metric="acc"), resume=True)
+    assert sweeper.run(sweeper.config(trials=2), resume=True) == 0
+    assert len(read_sweep(sweeper.folder / "s").trials) == 2
+
+
+def test_a_sweep_has_one_driver_and_a_name_of_its_own(sweeper: Sweeper) -> None:
+    sweeper.workload = follows_lr
+    config = sweeper.config(trials=1)
+    with pytest.raises(RunNotFound, match="there is no sweep named stub"):
+        sweeper.run(config, resume=True, sweep_id=None)
+    sweeper.run(config)
+    with pytest.raises(UsageError, match="exists already; continue it with --resume"):
+        sweeper.run(config)
+    with locked(sweeper.folder / "s"), pytest.raises(RunLocked):
+        sweeper.run(config, resume=True)
+
+
+def test_the_memory_of_the_driver_does_not_grow_with_trials(sweeper: Sweeper) -> None:
+    """What stays of a trial is its record and its lines of the journal: some kB."""
+    psutil = pytest.importorskip("psutil")
+    sizes: list[int] = []
+
+    def measured(params: dict[str, Any], run: StubRun) -> str:
+        if len(sweeper.begun) in (30, 130):
+            sizes.append(psutil.Process().memory_info().rss)
+        return follows_lr(params, run)
+
+    sweeper.workload = measured
+    assert sweeper.run(sweeper.config(trials=130)) == 0
+    assert len(sizes) == 2 and sizes[1] - sizes[0] < 100 * 50_000
+
+
+def test_sweep_json_has_only_finite_numbers(sweeper: Sweeper) -> None:
+    sweeper.workload = follows_lr
+    sweeper.run(sweeper.config(trials=2))
+    text = (sweeper.folder / "s" / "sweep.json").read_text()
+    data = json.loads(text, parse_constant=pytest.fail)
+    assert data["format"] == 1 and data["space"] == {"params.lr": {"kind": "uniform", "low": 0.0, "high": 1.0}}
