@@ -255,7 +255,7 @@ class WandbTracker:
             try:
                 self._log_rest()
             finally:
-                complete = wandb_run.finish(self._run, state, self._rank_run.wandb_timeout_s + _FINISH_MARGIN_S)
+                complete = self._end_run(state)
                 self._checkpoints.close()
         incomplete = ""
         if not complete:
@@ -265,6 +265,16 @@ class WandbTracker:
             self._facts.tell(lost)
         if self._facts.told.get("strict") and (reason := self._offline_reason or lost or incomplete):
             raise WentOffline(reason)
+
+    def _end_run(self, state: State) -> bool:
+        """Ends wandb's run; returns whether W&B has taken everything. A full disk is reported once."""
+        try:
+            return wandb_run.finish(self._run, state, self._rank_run.wandb_timeout_s + _FINISH_MARGIN_S)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self._report_full_disk()
+            return True  # the warning about the disk says what is missing
 
     def _log_rest(self) -> None:
         self._flush()
