@@ -14,6 +14,7 @@ from ddptrain.config.sweeping import SweepConfig, samples_of, values_of
 from ddptrain.config.wording import describe_value, did_you_mean, shorten
 from ddptrain.config.yaml_reader import Located, Node
 from ddptrain.errors import Problem
+from ddptrain.secret_rules import is_secret_name
 
 _MOST_SAMPLES = 100  # of a field; each is checked with the model of the params
 
@@ -45,6 +46,8 @@ def _space_problem(
 ) -> tuple[str, str] | None:
     """Why a field can't take its values: a message and a hint."""
     section, _, key = name.partition(".")
+    if is_secret_name(key.rpartition(".")[2]):
+        return "has the name of a secret, and sweep.json shows all values", "leave it out, or rename it"
     if section == "params":
         if config.script is not None:
             return "is given, but the workload is a script", f"write args.{key}, which becomes --{key} VALUE"

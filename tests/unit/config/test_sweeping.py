@@ -53,6 +53,7 @@ def problems(tmp_path: Path, space: str, rest: str = "trials: 2", head: str = "w
         ("params.layers: {log: [1, 3], ints: 2}", "4: sweep.space.params.layers.ints: unknown key"),
         ("prepare.precison: [bf16]", "4: sweep.space.prepare.precison: there is no such parameter"),
         ("args.lr: [1]", "4: sweep.space.args.lr: is given, but the workload is no script (write params.lr)"),
+        ("env.API_KEY: [a]", "4: sweep.space.env.API_KEY: has the name of a secret, and sweep.json shows all values"),
         ("env.OMP: [1]", "4: sweep.space.env.OMP: expected text for an environment variable"),
     ],
 )
