@@ -57,5 +57,5 @@ def sweep(
 
     if config is None:
         config = last_source(runs_dir or "runs", sweep_id)
-    resolved = checked(partial(load_config, config), overrides or [], options)
+    resolved = checked(partial(load_config, config, sweeps=True), overrides or [], options)
     raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))

@@ -20,7 +20,7 @@ from ddptrain.config.params_check import check_params
 from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
 from ddptrain.config.run_config import RunConfig
-from ddptrain.config.sweep_check import sweep_problems
+from ddptrain.config.sweep_check import first_values, sweep_problems
 from ddptrain.config.types import default_name
 from ddptrain.config.wording import describe_value, dotted, nearest, shorten
 from ddptrain.config.yaml_reader import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
@@ -30,14 +30,16 @@ from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
 _LAUNCHED = "the configuration"
 
 
-def load_config(source: Path | str, overrides: Sequence[str] = ()) -> ResolvedConfig:
+def load_config(source: Path | str, overrides: Sequence[str] = (), *, sweeps: bool = False) -> ResolvedConfig:
     """Load a file, or the shipped example of that name, and apply `overrides` (texts as `params.epochs=3`).
+
+    sweeps: params that sweep.space names need no value, and get the first of their values.
 
     Raises ConfigError with all problems: those of the file in file order, then those of the overrides.
     """
     path, root, problems = _read(source)
     problems += _overridden(root, overrides)
-    config = _validate(root, path, problems)
+    config = _validate(root, path, problems, sweeps=sweeps)
     if problems or config is None:
         raise ConfigError(_in_order(problems, shorten(str(path), 300)))
     return resolve(config, path)
@@ -127,7 +129,7 @@ def _in_order(problems: list[Located], name: str) -> list[Problem]:
     ]
 
 
-def _validate(root: Node, path: Path, problems: list[Located]) -> RunConfig | None:
+def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool = False) -> RunConfig | None:
     data = plain(root)
     workload = data.get("workload")
     model = _params_model(workload, path, root, problems) if isinstance(workload, str) and workload else None
@@ -135,6 +137,8 @@ def _validate(root: Node, path: Path, problems: list[Located]) -> RunConfig | No
     if "name" not in data and isinstance(workload, str):
         data["name"] = default_name(workload, path.stem)
     params = data.get("params", {})
+    if sweeps and isinstance(params, dict):
+        params = data["params"] = {**first_values(data.get("sweep")), **params}
     if model and isinstance(params, dict):
         try:
             check_params(model, params)

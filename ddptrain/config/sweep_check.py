@@ -19,6 +19,16 @@ from ddptrain.secret_rules import is_secret_name
 _MOST_SAMPLES = 100  # of a field; each is checked with the model of the params
 
 
+def first_values(section: object) -> dict[str, Any]:
+    """Return the first value of each parameter that a section `sweep` searches; none of a section with problems."""
+    try:
+        sweep = SweepConfig.model_validate(section)
+    except ValidationError:
+        return {}
+    named = ((name.partition("."), space) for name, space in sweep.space.items())
+    return {key: samples_of(space)[0] for (first, _, key), space in named if first == "params" and "." not in key}
+
+
 def sweep_problems(config: RunConfig, model: type[BaseModel] | None, root: Node) -> Iterator[Located]:
     """Yield the problems of the section `sweep`; `model` is that of the workload's params, if it is known."""
     sweep = config.sweep

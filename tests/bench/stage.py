@@ -46,6 +46,7 @@ class Sizes:
     images_peer: int = 200
     image_keys: int = 20_000
     gpu_steps: int = 100
+    trials: int = 16
 
 
 QUICK = Sizes(
@@ -63,6 +64,7 @@ QUICK = Sizes(
     images_peer=40,
     image_keys=1_500,
     gpu_steps=10,
+    trials=3,
 )
 
 

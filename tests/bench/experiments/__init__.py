@@ -15,6 +15,7 @@ from tests.bench.experiments import (
     restart,
     shipping,
     steady,
+    sweep,
     tracking,
 )
 from tests.bench.measure import Experiment
@@ -32,6 +33,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     checkpoint.EXPERIMENT,
     generation.EXPERIMENT,
     burst.EXPERIMENT,
+    sweep.EXPERIMENT,
     tracking.EXPERIMENT,
     images.FEEDING,
     images.LISTING,

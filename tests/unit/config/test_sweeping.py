@@ -114,3 +114,14 @@ def test_the_forms_of_a_space_and_of_methods_are_read(tmp_path: Path) -> None:
 )
 def test_values_of_an_interval(given: dict[str, Any], values: list[float] | None) -> None:
     assert Distribution.model_validate(given).values() == values
+
+
+def test_a_param_without_default_needs_no_value_if_it_is_searched(tmp_path: Path) -> None:
+    (tmp_path / "needs.py").write_text("def main(ctx, lr: float, steps: int): ...")
+    path = tmp_path / "c.yaml"
+    path.write_text("workload: needs:main\nsweep: {space: {params.lr: {log: [0.1, 1]}}, trials: 2}\n")
+    with pytest.raises(ConfigError, match=r"params.lr: is required"):
+        load_config(path, ["params.steps=1"])
+    with pytest.raises(ConfigError, match=r"^\S+: params.steps: is required, and not given [^\n]*$"):
+        load_config(path, sweeps=True)
+    assert load_config(path, ["params.steps=1"], sweeps=True).config.params == {"lr": 0.1, "steps": 1}
