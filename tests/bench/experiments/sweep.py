@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
 from tests.bench.stage import DDPTRAIN, Stage
@@ -29,13 +30,14 @@ def _open(stage: Stage) -> Iterator[Variants]:
         return {"wall_s": done.wall_s}
 
     def torchrun() -> Figures:
+        rates = [0.001 * 1.3**number for number in range(trials)]
+        folders = [stage.new_folder("torchrun") for _ in rates]
         began = time.perf_counter()
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            list(pool.map(one_torchrun, [0.001 * 1.3**number for number in range(trials)]))
+            list(pool.map(one_torchrun, rates, folders))
         return {"wall_s": time.perf_counter() - began}
 
-    def one_torchrun(learning_rate: float) -> None:
-        done = stage.new_folder("torchrun")
+    def one_torchrun(learning_rate: float, done: Path) -> None:
         command = stage.torchrun("trial", _RANKS, learning_rate=learning_rate, steps=_STEPS, done=str(done))
         stage.run(command, complete=lambda: len(list(done.iterdir())) == _RANKS)
 
