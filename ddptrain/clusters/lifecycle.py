@@ -21,7 +21,7 @@ from ddptrain.errors import ClusterError, DdptrainError, UsageError
 from ddptrain.log import Log
 
 if TYPE_CHECKING:
-    from ddptrain.config.clusters import ClusterConfig
+    from ddptrain.config.sections.clusters import ClusterConfig
 
 _EXPOSED = (
     "the scheduler at {address} asks nobody for a certificate: everyone who can reach its port, or that of a worker, "

@@ -17,7 +17,7 @@ from ddptrain.hosts import Relation
 if TYPE_CHECKING:
     from distributed import Security
 
-    from ddptrain.config.clusters import TlsSettings
+    from ddptrain.config.sections.clusters import TlsSettings
 
 _OUR_WORKERS = frozenset({"local", "ssh", "slurm"})  # backends whose workers run this version of ddptrain
 

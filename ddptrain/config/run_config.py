@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from ddptrain.config.clusters import ClusterConfig
 from ddptrain.config.known_names import is_built_in
-from ddptrain.config.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
-from ddptrain.config.sweeping import SweepConfig
-from ddptrain.config.tracking import TrackingConfig
+from ddptrain.config.sections.clusters import ClusterConfig
+from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
+from ddptrain.config.sections.sweeping import SweepConfig
+from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.config.types import (
     MODULE_PATTERN,
     NAME_PATTERN,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from ddptrain.clusters.backends.attached import AttachedCluster
-from ddptrain.config.clusters import ClusterConfig
+from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.driver.local_resources import local_resources
 
 _APPEAR_S = 5.0  # for a foreign scheduler to answer; a run waits for cluster.start_timeout_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddptrain.config.clusters import ClusterConfig, RankRange
+from ddptrain.config.sections.clusters import ClusterConfig, RankRange
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
 

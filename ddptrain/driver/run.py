@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters import cluster_records
 from ddptrain.clusters.provider import Cluster
-from ddptrain.config.clusters import RankRange
 from ddptrain.config.known_names import prepare_target, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.clusters import RankRange
 from ddptrain.config.wording import counted
 from ddptrain.driver.attempt.inbox import Inbox, ResultsLost
 from ddptrain.driver.control.detach import tell_begun, tell_done

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
-from ddptrain.config.retraining import FROM_ENV
+from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.errors import one_line
 from ddptrain.log import Log
 from ddptrain.notify.sender import from_environment, problem_of_variable, secret_parts

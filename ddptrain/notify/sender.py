@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from ddptrain.config.retraining import FROM_ENV
+from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
 from ddptrain.log import Log

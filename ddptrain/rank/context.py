@@ -310,9 +310,8 @@ class RankContext(TimedActivities):
         It may be called after every step. A checkpoint is due if `last` is True, if `epoch` (from 1) is a whole number
         and a multiple of `checkpoint.every_epochs`, at or after each multiple of `every_steps`, and when `every_s`
         seconds are over; without an epoch and without these two settings, every call saves. `more` are objects with
-        state_dict(), or plain data (numbers, text, lists, dictionaries, tensors), and come from rank 0; `rank_state`
-        comes from each rank. The random states of all ranks are saved, too. The call returns when everything is
-        copied; a thread writes the files.
+        state_dict(), or plain data (numbers, text, lists, dictionaries, tensors), of rank 0; `rank_state` is of each
+        rank, like the random states. The call returns when everything is copied; a thread writes the files.
 
         Raises:
             TypeError: something cannot be saved in a form that loads without executing a pickle.
@@ -320,13 +319,14 @@ class RankContext(TimedActivities):
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
         self._collective_calls.enter("checkpoint")
-        with self._collective_calls.waiting("checkpoint", int(step), self._waits_for_others), self.timed("checkpoint"):
+        with self._collective_calls.waiting("checkpoint", int(step), self._waits_for_others):
             due, ends = self._is_due(step, epoch, last=last)
             if not due:
                 return False
-            self._save(_Checkpoint(model, optimizer, int(step), epoch, metrics or {}, rank_state, more))
-            if not self._spec.checkpointing.asynchronous or ends:
-                self._saver.wait()
+            with self.timed("checkpoint"):
+                self._save(_Checkpoint(model, optimizer, int(step), epoch, metrics or {}, rank_state, more))
+                if not self._spec.checkpointing.asynchronous or ends:
+                    self._saver.wait()
             if ends and not last:
                 self._emitter.emit(events.Preempted(time.time_ns(), int(step)))
                 raise PreemptedExit

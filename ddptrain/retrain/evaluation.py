@@ -17,7 +17,7 @@ from typing import Any
 from ddptrain.config.known_names import BUILT_IN
 from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import ResultsConfig
-from ddptrain.config.tracking import TrackingConfig
+from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.config.wording import shorten
 from ddptrain.driver.evaluation_plan import EvaluationPlan
 from ddptrain.driver.run import LaunchOptions, train

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from ddptrain.config.retraining import RetrainConfig
+from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ExitCode
 from ddptrain.retrain.fingerprint import DataListing, missing_classes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.config.retraining import RetrainConfig
+from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.driver.control.signals import Signals
 from ddptrain.errors import Interrupted
 from ddptrain.model_registry.reference import CHAMPION

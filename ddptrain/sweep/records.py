@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddptrain.config.sweeping import SweepConfig
+from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.errors import UsageError
 from ddptrain.results.run_files import read_bytes, write_file
 from ddptrain.results.run_record import as_json_data

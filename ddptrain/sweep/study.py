@@ -21,7 +21,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 from optuna.trial import TrialState as OptunaState
 
-from ddptrain.config.sweeping import Distribution, SweepConfig, values_of
+from ddptrain.config.sections.sweeping import Distribution, SweepConfig, values_of
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError, one_line
 from ddptrain.log import Log

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain import text_tables
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.config.sweeping import SweepConfig
+from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import counted
 from ddptrain.driver.attempt.inbox import SignalReceived
 from ddptrain.driver.control.signals import Signals, signals_to

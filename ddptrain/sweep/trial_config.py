@@ -8,7 +8,7 @@ from typing import Any
 
 from ddptrain.config.resolved import ResolvedConfig, dump_yaml, resolve
 from ddptrain.config.run_config import RunConfig
-from ddptrain.config.sweeping import SweepConfig
+from ddptrain.config.sections.sweeping import SweepConfig
 
 _SLOTS_WAIT_S = 600.0  # a trial waits at least so long for slots that another run has taken
 

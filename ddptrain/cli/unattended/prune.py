@@ -53,7 +53,7 @@ def prune(
     versions that have an alias (champion, previous, ...) or are pinned; runs of other users. Can be repeated, for
     example by cron: it also finishes what a killed prune has left. The exit code is 4 if a run could not be deleted.
     """
-    from ddptrain.config.retraining import duration_s
+    from ddptrain.config.sections.retraining import duration_s
     from ddptrain.errors import ExitCode
     from ddptrain.model_registry.model_reader import ModelReader
     from ddptrain.results.prune.policy import PrunePolicy, size_bytes

@@ -211,7 +211,7 @@ def _after(name: str, target: TargetName, following: datetime, *, installed: boo
 
 
 def _seconds(option: str, text: str) -> float:
-    from ddptrain.config.retraining import duration_s
+    from ddptrain.config.sections.retraining import duration_s
     from ddptrain.errors import UsageError
 
     try:

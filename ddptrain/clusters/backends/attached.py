@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddptrain.clusters import resolve
 from ddptrain.clusters.resolve import Target
-from ddptrain.config.clusters import ClusterConfig
+from ddptrain.config.sections.clusters import ClusterConfig
 
 
 class AttachedCluster:

@@ -17,7 +17,7 @@ from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.resolve import of_deployment
 from ddptrain.clusters.scheduler.scheduler_process import LOOKER, SCHEDULER_FILE
-from ddptrain.config.clusters import slots_to_order
+from ddptrain.config.sections.clusters import slots_to_order
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
 

@@ -7,7 +7,7 @@ import secrets
 from ddptrain.clusters import lifecycle, resolve
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.resolve import Target
-from ddptrain.config.clusters import ClusterConfig
+from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.errors import ClusterError
 
 # If the driver is killed, the cluster ends by itself after this time.

@@ -18,7 +18,7 @@ from ddptrain.clusters.backends.saturn_api import CLOSED, NotTaken, Saturn
 from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
-from ddptrain.config.clusters import SaturnSettings
+from ddptrain.config.sections.clusters import SaturnSettings
 from ddptrain.errors import ClusterError, UsageError
 
 _WATCH = "idle-watch"

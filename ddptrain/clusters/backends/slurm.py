@@ -18,7 +18,7 @@ from ddptrain.clusters.backends.slurm_script import JobPlan, scheduler_lines, sc
 from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
-from ddptrain.config.clusters import slots_to_order
+from ddptrain.config.sections.clusters import slots_to_order
 from ddptrain.errors import ClusterError, UsageError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import FOLDER, DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
-from ddptrain.config.clusters import slots_to_order
+from ddptrain.config.sections.clusters import slots_to_order
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.hosts import is_loopback

@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from ddptrain.config.retraining import MirrorSettings
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.retraining import MirrorSettings
 from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
 from ddptrain.log import Log

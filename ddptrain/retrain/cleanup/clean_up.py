@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddptrain.config.retraining import KeepConfig
+from ddptrain.config.sections.retraining import KeepConfig
 from ddptrain.config.wording import counted
 from ddptrain.model_registry.prune_versions import VersionsReport, prune_versions
 from ddptrain.model_registry.registry import ModelRegistry

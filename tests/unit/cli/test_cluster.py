@@ -16,7 +16,7 @@ from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.status import State, View
 from ddptrain.config import known_names
-from ddptrain.config.clusters import ClusterConfig
+from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
 
 Call = Callable[..., tuple[int, str, str]]

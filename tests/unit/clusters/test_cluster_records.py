@@ -13,7 +13,7 @@ import pytest
 
 from ddptrain.clusters import cluster_records, resolve, security
 from ddptrain.clusters.cluster_records import ClusterRecord
-from ddptrain.config.clusters import TlsSettings
+from ddptrain.config.sections.clusters import TlsSettings
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.hosts import HostId, Relation, this_host
 

@@ -22,7 +22,7 @@ from ddptrain.clusters.processes import DaemonOrder
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.signals import interruptible
 from ddptrain.config import known_names
-from ddptrain.config.clusters import ClusterConfig, SshSettings
+from ddptrain.config.sections.clusters import ClusterConfig, SshSettings
 from ddptrain.errors import ClusterError, Interrupted, UsageError
 from ddptrain.hosts import HostId, this_host
 

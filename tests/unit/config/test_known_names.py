@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from ddptrain.config import known_names
-from ddptrain.config.clusters import ClusterConfig
+from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.errors import ConfigError, UsageError
 
 

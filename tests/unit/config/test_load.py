@@ -20,7 +20,7 @@ from ddptrain.config.load import (
 )
 from ddptrain.config.resolved import resolve
 from ddptrain.config.run_config import RunConfig
-from ddptrain.config.tracking import TrackingConfig
+from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.errors import ConfigError
 
 Load = Callable[..., RunConfig]

@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
-from ddptrain.config.clusters import ClusterConfig
 from ddptrain.config.json_schema import config_schema
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.types import default_name, slug
 
 

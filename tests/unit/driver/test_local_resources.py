@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ddptrain.config.clusters import ClusterConfig
+from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.driver import local_resources
 from ddptrain.driver.local_resources import LocalResources
 from ddptrain.errors import ClusterError

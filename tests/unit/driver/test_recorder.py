@@ -33,6 +33,9 @@ class Heard:
     def metrics(self, rank: int, event: events.Metrics) -> None:
         """Nor these."""
 
+    def checkpoint(self, rank: int, event: events.CheckpointSaved) -> None:
+        """Nor these."""
+
 
 def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_path: Path) -> None:
     heard = Heard()

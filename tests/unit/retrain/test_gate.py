@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.retraining import GateRule
+from ddptrain.config.sections.retraining import GateRule
 from ddptrain.retrain.gate import judge, passed
 
 NAN, INF = math.nan, math.inf

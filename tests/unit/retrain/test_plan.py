@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.retraining import RetrainConfig
+from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.retrain.fingerprint import DataFile, DataListing
 from ddptrain.retrain.plan import Choice, choose, data_problem, is_resumable, unchanged
 from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage

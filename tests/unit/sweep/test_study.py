@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.sweeping import SweepConfig
+from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.errors import UsageError
 from ddptrain.sweep.records import TrialState
 from ddptrain.sweep.study import Study

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from ddptrain.config import known_names
 from ddptrain.config.run_config import RunConfig
-from ddptrain.config.tracking import TrackingConfig
+from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events

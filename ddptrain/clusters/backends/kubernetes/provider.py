@@ -28,7 +28,7 @@ from ddptrain.clusters.backends.kubernetes.worker_pods import resize
 from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls, write_private
-from ddptrain.config.clusters import KubernetesSettings
+from ddptrain.config.sections.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, UsageError
 
 _POLL_S = 0.3

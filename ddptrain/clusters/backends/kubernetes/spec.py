@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
-from ddptrain.config.clusters import KubernetesSettings
+from ddptrain.config.sections.clusters import KubernetesSettings
 from ddptrain.errors import UsageError
 
 COMM_PORT = 8786

@@ -20,7 +20,7 @@ from ddptrain.clusters.backends.kubernetes.pods import trouble_of
 from ddptrain.clusters.backends.kubernetes.provider import KubernetesProvider
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.security import make_tls
-from ddptrain.config.clusters import KubernetesSettings
+from ddptrain.config.sections.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
 
 needs_dask_kubernetes = pytest.mark.skipif(

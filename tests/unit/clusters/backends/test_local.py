@@ -14,7 +14,7 @@ from ddptrain.clusters.backends.local import LocalProvider
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.security import make_tls
-from ddptrain.config.clusters import ClusterConfig, RankRange
+from ddptrain.config.sections.clusters import ClusterConfig, RankRange
 from ddptrain.errors import ClusterError
 
 

@@ -20,7 +20,7 @@ from ddptrain.clusters.backends import saturn, saturn_api
 from ddptrain.clusters.backends.saturn import SaturnProvider
 from ddptrain.clusters.backends.saturn_api import NotTaken, Saturn
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
-from ddptrain.config.clusters import ClusterConfig
+from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
 
 pytest.importorskip("dask_saturn", reason='dask-saturn is not installed: pip install "ddptrain[saturn]"')

@@ -14,7 +14,7 @@ from ddptrain.clusters import cluster_records
 from ddptrain.clusters.backends.slurm import SlurmProvider
 from ddptrain.clusters.backends.slurm_script import JobPlan, script, worker_lines
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
-from ddptrain.config.clusters import ClusterConfig, SlurmSettings
+from ddptrain.config.sections.clusters import ClusterConfig, SlurmSettings
 from ddptrain.errors import ClusterError, UsageError
 
 Fake = Callable[[str, str], Path]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddptrain.config.load import load_mapping
-from ddptrain.config.retraining import MirrorSettings
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.retraining import MirrorSettings
 from ddptrain.model_registry.mirrors.mirrors import MirrorResult, ModelMirrors
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry

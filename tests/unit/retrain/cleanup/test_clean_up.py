@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.config.retraining import KeepConfig
+from ddptrain.config.sections.retraining import KeepConfig
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.layout import RunLayout

@@ -19,7 +19,7 @@ import pytest
 import torch
 import wandb
 
-from ddptrain.config.tracking import WandbSettings
+from ddptrain.config.sections.tracking import WandbSettings
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb import transaction_log, wandb_run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddptrain.config.load import load_config, load_mapping
-from ddptrain.config.sweeping import Distribution
+from ddptrain.config.sections.sweeping import Distribution
 from ddptrain.errors import ConfigError
 
 

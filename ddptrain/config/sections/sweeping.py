@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from ddptrain.config.retraining import Positive
+from ddptrain.config.sections.retraining import Positive
 from ddptrain.config.types import FilledText, Ranks, Strict, wrong_field
 from ddptrain.config.wording import describe_value
 

@@ -1,0 +1,1 @@
+"""Sections of the YAML file that have a file of their own: cluster, tracking, retrain, sweep."""
