@@ -27,7 +27,8 @@ from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.log import Log, set_context
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.checkpoints import CheckpointPolicy
-from ddptrain.results.run_writer import RunWriter, utc_now
+from ddptrain.results.run_record import utc_now
+from ddptrain.results.run_writer import RunWriter
 
 _STORE_DEADLINE_S = 600.0
 _log = Log(__name__)

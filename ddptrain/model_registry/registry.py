@@ -16,7 +16,6 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ddptrain.errors import ClusterError, UsageError
@@ -25,6 +24,7 @@ from ddptrain.model_registry.model_reader import RECORD, ModelReader, ModelState
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import Change, ModelFile, VersionRecord
 from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, check_alias, check_model_name
+from ddptrain.results.run_record import utc_now
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import NoConditionalWrites, WriteConflict
 
@@ -68,7 +68,7 @@ class ModelRegistry(ModelReader):
         for path, source in sources.items():
             folder.write(path, source)
             files.append(ModelFile(path, *_hashed(source)))
-        complete = replace(record, model=model, version=number, created_at=_now(), files=tuple(files))
+        complete = replace(record, model=model, version=number, created_at=utc_now(), files=tuple(files))
         self.verify(complete)  # a file may have changed while it was copied
         folder.write(RECORD, complete.to_json())
         self.change(model, lambda state: Edit("created", number, state.aliases, state.pinned))
@@ -204,7 +204,7 @@ class ModelRegistry(ModelReader):
             number = state.number + 1
             change = Change(
                 number=number,
-                time=_now(),
+                time=utc_now(),
                 action=made.action,
                 version=made.version,
                 user=user_name(),
@@ -259,10 +259,6 @@ def _hashed(source: Path | bytes) -> tuple[int, str]:
         return hash_file(source)
     except OSError as error:
         raise UsageError(f"cannot read {source}: {error.strerror}") from error
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def user_name() -> str:

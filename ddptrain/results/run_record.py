@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
 from types import UnionType
@@ -220,6 +221,11 @@ def as_json_data(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return as_json_data(dataclasses.asdict(value))
     return str(value)
+
+
+def utc_now() -> str:
+    """Return the time now as records have it: ISO 8601, UTC, milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 _WRONG = object()

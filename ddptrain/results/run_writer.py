@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,7 +28,7 @@ from ddptrain.results.ownership.claim import claim, continue_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_state, installed_versions, without_secrets
 from ddptrain.results.run_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
-from ddptrain.results.run_record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.run_record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus, utc_now
 from ddptrain.results.select.recorded_config import parsed_config
 from ddptrain.results.staged_files import adopt_file
 
@@ -342,8 +341,3 @@ def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
     if attempt.outcome is not None:
         return attempt
     return dataclasses.replace(attempt, outcome=str(RunStatus.FAILED), ended_at=attempt.ended_at or ended_at)
-
-
-def utc_now() -> str:
-    """Return the time now for run.json: ISO 8601, UTC, milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

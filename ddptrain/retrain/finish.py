@@ -14,9 +14,10 @@ from ddptrain.log import Log
 from ddptrain.notify.messages import RetrainReport, compose, events_to_tell
 from ddptrain.notify.sender import send, warnings
 from ddptrain.results.remote.runs import open_runs_dir
+from ddptrain.results.run_record import utc_now
 from ddptrain.results.run_store import NeededFiles
 from ddptrain.retrain.cleanup.clean_up import clean_up
-from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage, now
+from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
 from ddptrain.retrain.start import End, Start
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def conclude(start: Start, end: End, duration_s: float) -> None:
 
 
 def _ended(record: RetrainRecord, end: End) -> RetrainRecord:
-    return replace(record, status=end.status, exit_code=int(end.exit_code), reason=end.reason, ended_at=now())
+    return replace(record, status=end.status, exit_code=int(end.exit_code), reason=end.reason, ended_at=utc_now())
 
 
 def _write(start: Start, record: RetrainRecord) -> RetrainRecord:

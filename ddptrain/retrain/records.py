@@ -15,7 +15,6 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Any, Self, cast
@@ -24,7 +23,7 @@ from ddptrain.config.wording import shorten
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import RegistryDamaged
 from ddptrain.protocol.typed_json import decode_json_data
-from ddptrain.results.run_record import as_json_data
+from ddptrain.results.run_record import as_json_data, utc_now
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Versioned
 
@@ -202,7 +201,7 @@ class RetrainRecords:
 
     def add_skip(self, reason: str, slot: str) -> None:
         """Record a start that did nothing; only the newest are kept."""
-        time = now()
+        time = utc_now()
         skip = {"time": time, "reason": reason, "slot": slot, "host": socket.gethostname(), "pid": os.getpid()}
         name = f"{time.replace(':', '')}-{secrets.token_hex(3)}.json"
         self._skipped.write(name, (json.dumps(skip) + "\n").encode())
@@ -215,7 +214,7 @@ class RetrainRecords:
 
     def record_late(self) -> None:
         """Record that users were told just now that the model is late."""
-        self._folder.write(_LATE, f"{now()}\n".encode())
+        self._folder.write(_LATE, f"{utc_now()}\n".encode())
 
     def skips(self) -> list[dict[str, Any]]:
         """Return the newest starts that did nothing, oldest first: time, reason, slot, host and pid."""
@@ -227,11 +226,6 @@ class RetrainRecords:
         listings = sorted(path for path in self._folder.files() if path.endswith(".listing"))
         for path in listings[:-keep]:
             self._folder.remove(path)
-
-
-def now() -> str:
-    """Return the time as ISO 8601 in UTC, with milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _name(number: int) -> str:

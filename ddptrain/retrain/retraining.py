@@ -30,12 +30,13 @@ from ddptrain.errors import (
 )
 from ddptrain.log import Log
 from ddptrain.notify.sender import missing_variables
+from ddptrain.results.run_record import utc_now
 from ddptrain.retrain import plan
 from ddptrain.retrain.check_data import check_data, would
 from ddptrain.retrain.decide import decide, outcome
 from ddptrain.retrain.fingerprint import config_digest
 from ddptrain.retrain.finish import conclude, report_end
-from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage, now
+from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
 from ddptrain.retrain.start import End, RetrainOptions, Start
 from ddptrain.retrain.train_run import train_run
 
@@ -142,7 +143,7 @@ class Retraining:
         self.start.out.notice(text)
         if not self.start.options.dry_run:
             adopted = self.start.records.adopt(record.number)
-            ended = replace(adopted, status=RetrainStatus.ABANDONED, ended_at=now(), reason=text)
+            ended = replace(adopted, status=RetrainStatus.ABANDONED, ended_at=utc_now(), reason=text)
             self.start.records.update(ended)
 
     def _failed(self, error: BaseException) -> End:

@@ -17,11 +17,12 @@ from ddptrain.notify.heartbeat import Heartbeat
 from ddptrain.reports.destinations import Reporting
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.remote.runs import open_runs_dir
+from ddptrain.results.run_record import utc_now
 from ddptrain.results.run_store import NeededFiles
 from ddptrain.retrain.fingerprint import DataListing
 from ddptrain.retrain.output import StageOutput
 from ddptrain.retrain.ownership import ModelOwner
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus, Stage, now
+from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus, Stage
 from ddptrain.retrain.script_output import output_states
 from ddptrain.storage.store import WriteConflict
 
@@ -128,7 +129,7 @@ class Start:
         return RetrainRecord(
             number=0,
             model=self.settings.model,
-            started_at=now(),
+            started_at=utc_now(),
             config=self.digest,
             status=status,
             slot=self.options.slot,

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.log import Log
-from ddptrain.retrain.records import now
+from ddptrain.results.run_record import utc_now
 from ddptrain.schedule.entries import Entries, Entry
 from ddptrain.schedule.job import MODELS_DIR, Job, read_env_file
 from ddptrain.schedule.targets.cron import Cron
@@ -136,7 +136,7 @@ def _entry(job: Job, name: TargetName, parts: Sequence[Part], options: TargetOpt
         at=job.schedule.text,
         zone=job.schedule.zone,
         target=name,
-        added_at=now(),
+        added_at=utc_now(),
         jitter_s=job.jitter_s,
         files=tuple(str(part.path) for part in parts if part.path),
         namespace=options.namespace,

@@ -24,8 +24,7 @@ from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, P
 from ddptrain.log import Log
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.run_files import write_file
-from ddptrain.results.run_record import RunStatus
-from ddptrain.results.run_writer import utc_now
+from ddptrain.results.run_record import RunStatus, utc_now
 from ddptrain.sweep import folder as folders
 from ddptrain.sweep import output
 from ddptrain.sweep.capacity import Capacity, local_slots

@@ -16,8 +16,9 @@ from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import parse_reference
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.version_copy import open_version
+from ddptrain.results.run_record import utc_now
 from ddptrain.retrain.ownership import ModelOwner
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, now
+from ddptrain.retrain.records import RetrainRecord, RetrainRecords
 from ddptrain.schedule.lateness import State
 from ddptrain.schedule.monitor import Watched, look
 from ddptrain.schedule.times import parse_schedule
@@ -127,5 +128,5 @@ def test_schedule_check_sees_retrainings_in_a_store(url: str, tmp_path: Path) ->
     records.record_late()
     assert records.late_told()
     assert look(watched, timedelta(minutes=1), notify=True).warnings == ()  # they know it
-    records.create(RetrainRecord(0, "petnames", now(), "", status="promoted", ended_at=now()))
+    records.create(RetrainRecord(0, "petnames", utc_now(), "", status="promoted", ended_at=utc_now()))
     assert state() is State.OK

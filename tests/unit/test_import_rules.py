@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "notify": set(),
     "reports": {"model_registry", "results", "storage"},
     "retrain": {"clusters", "driver", "model_registry", "notify", "reports", "results", "storage"},
-    "schedule": {"model_registry", "notify", "retrain", "storage"},
+    "schedule": {"model_registry", "notify", "results", "retrain", "storage"},
     "sweep": {"clusters", "driver", "results"},
     "cli": {"clusters", "driver", "model_registry", "notify", "reports", "results", "retrain", "schedule", "sweep"},
     "compat": {"clusters", "driver", "rank", "results", "worker"},  # parts of it run in each of these

@@ -44,7 +44,7 @@ def test_success_after_an_alarm_is_told_as_recovered(
 ) -> None:
     records = RetrainRecords(ModelRegistry.open(str(tmp_path)).folder, "petnames")
     if late_at is not None:
-        monkeypatch.setattr(records_module, "now", lambda: f"2026-11-22T{late_at:02}:00:00.000Z")
+        monkeypatch.setattr(records_module, "utc_now", lambda: f"2026-11-22T{late_at:02}:00:00.000Z")
         records.record_late()
     resolved = SimpleNamespace(config=SimpleNamespace(notify=SimpleNamespace(on=ON)))
     start = cast(Start, SimpleNamespace(resolved=resolved, earlier=earlier, records=records))

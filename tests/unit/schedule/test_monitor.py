@@ -17,7 +17,8 @@ from ddptrain.notify.messages import Message
 from ddptrain.notify.sender import Delivery
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.lease import LOCK
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, now
+from ddptrain.results.run_record import utc_now
+from ddptrain.retrain.records import RetrainRecord, RetrainRecords
 from ddptrain.schedule import monitor
 from ddptrain.schedule.lateness import State
 from ddptrain.schedule.monitor import Finding, Watched, look
@@ -116,7 +117,7 @@ def test_users_are_told_once_until_the_next_success(
     assert "petnames" in sent.messages[0].title
     assert "the last success was 2026-11-22 09:01 UTC" in sent.messages[0].text
     # A success ends the state; the next time without one is told again. `late` was recorded at the real time.
-    later = datetime.fromisoformat(now()) + timedelta(hours=1)
+    later = datetime.fromisoformat(utc_now()) + timedelta(hours=1)
     add(watched.workdir, started_at=later.isoformat(), ended_at=later.isoformat(), status="unchanged")
     monkeypatch.setattr(monitor, "_now", lambda: later + timedelta(hours=3))
     assert look(watched, GRACE, notify=True).told == ("env:SLACK_URL",)

@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 from ddptrain.cli.unattended.schedule import app
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, now
+from ddptrain.results.run_record import utc_now
+from ddptrain.retrain.records import RetrainRecord, RetrainRecords
 from ddptrain.schedule.times import host_zone
 
 CRONTAB = """#!/bin/sh
@@ -153,7 +154,7 @@ def test_missing_configuration_is_refused(place: Path) -> None:
 
 def succeed(place: Path) -> None:
     records = RetrainRecords(ModelRegistry.open(str(place / "models")).folder, "petnames")
-    records.create(RetrainRecord(0, "petnames", now(), "", status="unchanged", ended_at=now()))
+    records.create(RetrainRecord(0, "petnames", utc_now(), "", status="unchanged", ended_at=utc_now()))
 
 
 def test_check_of_a_configuration_at_a_time(place: Path) -> None:
