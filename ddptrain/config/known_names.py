@@ -189,13 +189,8 @@ def known_tracker(name: str) -> bool:
 
 def tracker_target(name: str) -> str:
     """Return the module:attr of a tracker's class. Raises UsageError if no installed package has that name."""
-    if name in TRACKERS:
-        return TRACKERS[name]
-    if _TARGET.fullmatch(name):
-        return name
-    installed = _installed(TRACKER_GROUP)
-    if name in installed:
-        return installed[name]
+    if target := _target(name, TRACKERS, TRACKER_GROUP):
+        return target
     raise UsageError(
         f"there is no tracker {shorten(name)}: no package that is installed here has an entry point of that name in "
         f"the group {TRACKER_GROUP}"
@@ -209,15 +204,17 @@ def mirrors() -> list[str]:
 
 def mirror_target(name: str) -> str:
     """Return the module:attr of a mirror's function, without importing it. Raises UsageError if there is none."""
-    if name in MIRRORS:
-        return MIRRORS[name]
-    if _TARGET.fullmatch(name):
-        return name
-    installed = _installed(MIRROR_GROUP)
-    if name in installed:
-        return installed[name]
-    hint = did_you_mean(name, [*MIRRORS, *installed])
+    if target := _target(name, MIRRORS, MIRROR_GROUP):
+        return target
+    hint = did_you_mean(name, mirrors())
     raise UsageError(f'there is no mirror "{shorten(name)}": {hint} Your own is package.module:function')
+
+
+def _target(name: str, built_in: Mapping[str, str], group: str) -> str | None:
+    """The module:attr of a name: built in, the user's own, or of an installed package; None if it is unknown."""
+    if name in built_in:
+        return built_in[name]
+    return name if _TARGET.fullmatch(name) else _installed(group).get(name)
 
 
 def _installed(group: str) -> dict[str, str]:
