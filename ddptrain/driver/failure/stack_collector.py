@@ -20,11 +20,12 @@ _AGAIN = 0.5  # of the limit, between an inquiry that found the ranks at work an
 
 @dataclass(frozen=True, slots=True)
 class _Signs:
-    """What the watchdog knew of a rank when the ranks were asked; see RankReport."""
+    """What was known of a rank when the ranks were asked; see RankReport."""
 
     idle_s: float = 0.0
     works: bool = False
     checked: str = ""
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class StackCollector:
                 watchdog.idle_s(rank, activity, now),
                 watchdog.works(rank, activity, now),
                 watchdog.checked(rank, activity, now),
+                rank.finished,
             )
             for rank, activity in zip(ranks, activities, strict=True)
         }
@@ -106,11 +108,16 @@ class StackCollector:
             return self, None
         reports = [self._report(rank) for rank in ranks]
         fault = find_uncalled(reports, self.waited, time_ns)
-        if fault is None and (not self.for_wait or any(report.timed_out for report in reports)):
+        timed_out = any(report.timed_out for report in reports)
+        if fault is None and (timed_out or not (self.for_wait or self._has_moved_on(ranks))):
             fault = judge(reports, self.limit_s, self.before, time_ns)
         if fault is not None:
             return dataclasses.replace(self, closed=True), fault
         return self._reset(now), None
+
+    def _has_moved_on(self, ranks: Sequence[RankState]) -> bool:
+        """Whether a rank has finished since the ranks were asked: those that waited for it then may not any more."""
+        return any(rank.finished and not self.signs.get(rank.spec.rank, _Signs()).finished for rank in ranks)
 
     def _reset(self, now: float) -> StackCollector:
         """No inquiry, with the stacks of this one for the next."""

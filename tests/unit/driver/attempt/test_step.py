@@ -606,6 +606,23 @@ def test_rank_at_work_is_no_hang_and_its_stacks_are_not_kept() -> None:
     assert play.state.stacks == () and not play.state.inquiry.begun
 
 
+def test_rank_that_finishes_while_the_ranks_are_asked_has_not_left_those_that_waited_for_it_then() -> None:
+    play = Play(hang_timeout_s=10.0).start()
+    for rank in range(3):
+        play.event(rank, events.Progress(1, 1.0))
+    play.wait(10.2)
+    assert [sent[1] for sent in play.commands()] == ["stacks"]
+    asks(play, {1: REDUCING, 2: REDUCING}, {1: 7, 2: 7})
+    play.event(0, events.Finished(1))  # it came to the operation, and they will end as well
+    play.exit(0)
+    play.wait(1.0)
+    assert play.state.faults == () and play.stops() == []
+    play.wait(6.0)
+    assert [sent[1] for sent in play.commands()] == ["stacks", "stacks"]  # asked after its end, they still wait
+    asks(play, {1: REDUCING, 2: REDUCING}, {1: 7, 2: 7})
+    assert (play.cause.rank, play.cause.message.split(" while")[0]) == (0, "returned from the workload")
+
+
 def test_rank_that_waits_in_a_ctx_method_for_one_that_has_returned_ends_the_attempt() -> None:
     play = Play().start()
     play.event(1, events.Finished(1, calls={"checkpoint": 1.0}))
