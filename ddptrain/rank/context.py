@@ -81,46 +81,6 @@ class RankContext(TimedActivities):
         self.device = device
 
     @property
-    def run_id(self) -> str:
-        """The run's name in the runs folder."""
-        return self._spec.run_id
-
-    @property
-    def attempt(self) -> int:
-        """The number of this attempt, from 1."""
-        return self._spec.attempt
-
-    @property
-    def rank(self) -> int:
-        """This process among all processes of the run, from 0 to world_size - 1."""
-        return self._spec.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the run."""
-        return self._spec.placement.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """This process among the run's ranks on its host, from 0."""
-        return self._spec.placement.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        """The number of the run's ranks on this host."""
-        return self._spec.placement.local_world_size
-
-    @property
-    def node_rank(self) -> int:
-        """This host among the run's hosts, from 0."""
-        return self._spec.placement.node_rank
-
-    @property
-    def inputs(self) -> Path | None:
-        """The folder with the inputs that the driver has prepared; None if the workload prepares nothing."""
-        return Path(self._spec.code.inputs) if self._spec.code.inputs else None
-
-    @property
     def preempted(self) -> bool:
         """Whether the run was asked to end. One of the next calls of `checkpoint` saves and does not return.
 
@@ -132,11 +92,6 @@ class RankContext(TimedActivities):
         self._calls.saves = True  # a workload that reads this is expected to react
         self._calls.seen = self._calls.seen or self._calls.told_to_end
         return self._calls.told_to_end
-
-    @property
-    def resume_folder(self) -> Path | None:
-        """The folder of the checkpoint from which this attempt resumes; None if it starts from scratch."""
-        return Path(self._spec.checkpointing.resume_from) if self._spec.checkpointing.resume_from else None
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
@@ -208,7 +163,7 @@ class RankContext(TimedActivities):
         All ranks must call it. `precision` is "fp32", or "bf16" for a forward pass under autocast; `ddp` are arguments
         of DistributedDataParallel. The weights keep their names. Raises ValueError for another precision.
         """
-        from ddptrain.rank.prepare import prepare_model
+        from ddptrain.rank.model.prepare import prepare_model
 
         options = {"precision": precision, "compile": compile, "channels_last": channels_last}
         given = {name: value for name, value in options.items() if value is not None}

@@ -8,19 +8,15 @@ from contextlib import contextmanager, suppress
 
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.rank_identity import RankIdentity
 
 _LEAST_S = 0.01  # shorter ones are not recorded: ctx.checkpoint may be called after each step
 
 
-class TimedActivities:
+class TimedActivities(RankIdentity):
     """The part of a rank's context that measures activities; rank 0 reports them."""
 
     _emitter: Emitter
-
-    @property
-    def rank(self) -> int:
-        """The rank."""
-        raise NotImplementedError
 
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""The model of a rank: precision, compilation and how the ranks share it."""
