@@ -66,6 +66,7 @@ class Node:
             pod.task = asyncio.ensure_future(self._live(pod, thing))
         elif plural == "pods" and thing["metadata"].get("deletionTimestamp") and event == "MODIFIED":
             self.pods[thing["metadata"]["name"]].doomed.set()
+            self._write_names()
         elif plural == "services" and event == "ADDED":
             self._write_names()
             for pod_behind in self.store.find("pods", thing["metadata"]["namespace"], {}):  # it may be there before
@@ -118,7 +119,7 @@ class Node:
         for service in self.store.find("services", "", {}):
             meta, selector = service["metadata"], service["spec"]["selector"].items()
             for thing in self.store.find("pods", meta["namespace"], {}):
-                if selector <= thing["metadata"]["labels"].items():
+                if selector <= thing["metadata"]["labels"].items() and not thing["metadata"].get("deletionTimestamp"):
                     names[f"{meta['name']}.{meta['namespace']}"] = self.pods[thing["metadata"]["name"]].address
         beside = self.folder / "names.new"
         beside.write_text(json.dumps(names))
@@ -239,7 +240,7 @@ class Node:
             behind = [
                 thing["metadata"]["name"]
                 for thing in self.store.find("pods", namespace, {})
-                if wanted <= thing["metadata"]["labels"].items()
+                if wanted <= thing["metadata"]["labels"].items() and not thing["metadata"].get("deletionTimestamp")
             ]
             text = re.sub(pattern, self.pods[behind[0]].address if behind else "0.0.0.1", text)
         return text

@@ -63,8 +63,12 @@ def watches(server: KubeServer, *plurals: str) -> bool:
 
 
 def last_words(folder: Path) -> str:
-    """What the operator has said last."""
-    return "\n".join((folder / "operator.log").read_text(errors="replace").splitlines()[-40:])
+    """What the operator and the schedulers have said last."""
+    logs = {"operator": folder / "operator.log", **{log.parent.name: log for log in folder.glob("pods/*sched*/log-*")}}
+    ends = [
+        f"-- {name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-20:]) for name, log in logs.items()
+    ]
+    return "\n".join(ends)
 
 
 def end(operator: subprocess.Popen[bytes]) -> None:
