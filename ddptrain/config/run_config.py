@@ -150,10 +150,11 @@ class FailureConfig(Strict):
     rejoin_wait_s: Seconds = Field(
         default=30.0, ge=0, description="Seconds that a restart waits for cluster.ranks.max before it takes fewer."
     )
-    hang_timeout_s: Annotated[Seconds, Field(gt=0)] | None = Field(
-        default=600.0,
-        description="Seconds without any progress of a rank after which a run has hung; null never. A rank that uses "
-        "its CPU or GPU without an event or a printed line is given six times as long.",
+    hang_timeout_s: Annotated[Seconds, Field(gt=0)] | Literal["auto"] | None = Field(
+        default="auto",
+        description="Seconds without any progress of a rank after which a run has hung; null never. auto: 10 times the "
+        "longest pause between two reports of a rank so far, at least 40 s, at most 600 s. A rank that uses its CPU or "
+        "GPU without an event or a printed line is given six times as long (auto: one hour).",
     )
     lost_after_s: Annotated[Seconds, Field(ge=1)] = Field(
         default=LOST_AFTER_S,

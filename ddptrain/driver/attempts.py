@@ -16,7 +16,7 @@ from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import EvaluationPlan
 from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
-from ddptrain.driver.failure.watchdog import Watchdog
+from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.rank_specs import RankSpecs
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup
@@ -148,7 +148,7 @@ class AttemptSeries:
         start_timeout_s = self.config.cluster.start_timeout_s
         fault = scene.cluster.worker_fault
         try:
-            watchdog = Watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
+            watchdog = new_watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
             parts = (transfer, self.recorder, scene.worker_group.inbox, fault, watchdog, start_timeout_s)
             lost_after_s = self.config.failure.lost_after_s
             return Attempt(scene.worker_group, specs, *parts, lost_after_s).run()

@@ -4,6 +4,9 @@ Activity is events, printed lines, CPU time and GPU use. A rank that has reporte
 after `timeout_s` without an event or a line all ranks are asked for their stacks. As long as the rank uses the CPU or
 the GPU outside of a collective operation it may go on, up to BUSY_LIMIT times `timeout_s`. A rank that has never
 reported may work in silence without a limit: a script that only prints its result must not be killed.
+
+With `hang_timeout_s: auto` the limit follows the run: PAUSES times the longest pause between two reports of a rank, at
+least SHORTEST_S, at most LONGEST_S. It is LONGEST_S until the ranks have reported often enough.
 """
 
 from __future__ import annotations
@@ -17,6 +20,11 @@ from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
+LONGEST_S = 600.0  # the limit of `auto` before it follows the run, and at most
+SHORTEST_S = 40.0
+PAUSES = 10
+_ENOUGH_REPORTS = 20
+_ENOUGH_S = 20.0  # since the first report
 BUSY_LIMIT = 6  # times timeout_s: how long a rank that reports may use CPU or GPU without an event or a line
 _LONGEST_EXCUSE_S = 3_600.0
 _CPU_SHARE = 0.01  # of timeout_s: CPU time that counts as activity
@@ -34,9 +42,10 @@ _NO_ACTIVITY = (
 )
 
 
-def alive_s(hang_timeout_s: float | None, lost_after_s: float) -> float:
+def alive_s(hang_timeout_s: float | str | None, lost_after_s: float) -> float:
     """Seconds between two notices of a quiet rank's worker: often enough for both limits."""
-    return min(2.0, lost_after_s / 4, (hang_timeout_s or lost_after_s) / 4)
+    limit_s = hang_timeout_s if isinstance(hang_timeout_s, float) else lost_after_s
+    return min(2.0, lost_after_s / 4, limit_s / 4)
 
 
 def is_stacks_file(event: events.Event) -> bool:
@@ -71,7 +80,8 @@ class Activity(NamedTuple):
     spoke_at: of the last event or line. cpu_at, gpu_at: of the last use of the CPU, the GPU. excused_until: the rank
     has announced that it will be quiet. notice_at: of the last notice of its worker. cpu_s: CPU time at the last
     activity. newest_cpu_s: the newest CPU time. has_gpu: the GPU use is known. reports: whether the rank reports
-    progress more often than required; None before its first report. log_size: bytes.
+    progress more often than required; None before its first report. log_size: bytes. reported_at: of the first report.
+    report_count: reports so far. longest_pause_s: the longest time without an event or a line since the first report.
     """
 
     spoke_at: float = 0.0
@@ -85,6 +95,9 @@ class Activity(NamedTuple):
     has_gpu: bool = False
     reports: bool | None = None
     log_size: int = 0
+    reported_at: float = 0.0
+    report_count: int = 0
+    longest_pause_s: float = 0.0
 
     def noticed(self, now: float) -> Activity:
         """The rank's worker has sent a notice. Time in which the worker was cut off does not count."""
@@ -94,13 +107,19 @@ class Activity(NamedTuple):
 
     def spoke(self, now: float) -> Activity:
         """The rank has sent an event or printed a line."""
-        return self._replace(spoke_at=now, cpu_s=self.newest_cpu_s)
+        pause_s = now - self.spoke_at if self.reported_at else 0.0
+        longest_s = max(self.longest_pause_s, pause_s)
+        return self._replace(spoke_at=now, cpu_s=self.newest_cpu_s, longest_pause_s=longest_s)
+
+    def reported(self, now: float) -> Activity:
+        """The rank has reported metrics or progress."""
+        return self._replace(reported_at=self.reported_at or now, report_count=self.report_count + 1)
 
     def grew(self, log_size: int, now: float) -> Activity:
         """The rank's log has `log_size` bytes, which is more than before if it has printed something."""
         if log_size <= self.log_size:
             return self
-        return self._replace(spoke_at=now, cpu_s=self.newest_cpu_s, log_size=log_size)
+        return self.spoke(now)._replace(log_size=log_size)
 
     def used_gpu(self, percent: float, now: float) -> Activity:
         """The GPU of the rank was in use for this share of the last moment, as NVML reports it."""
@@ -118,21 +137,37 @@ class Activity(NamedTuple):
             gpu_at=later(self.gpu_at),
             entered_at=later(self.entered_at),
             notice_at=later(self.notice_at),
+            reported_at=later(self.reported_at),
             excused_until=self.excused_until + seconds if self.excused_until else 0.0,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """The limits; `timeout_s` None turns the watchdog off. Ranks have start_s() to enter the workload."""
+    """The limits; `timeout_s` None turns the watchdog off. Ranks have start_s() to enter the workload.
+
+    adapts: the limit follows the run, and `timeout_s` is the highest one.
+    """
 
     timeout_s: float | None
     start_timeout_s: float
+    adapts: bool = False
 
     @property
     def start_s(self) -> float:
         """How long ranks may take to enter the workload: the longer one of the two limits."""
         return max(self.start_timeout_s, self.timeout_s or 0.0)
+
+    def limit_s(self, activity: Activity) -> float | None:
+        """After how many seconds without a sign a rank may hang; None: never."""
+        if self.timeout_s is None or not self._knows(activity):
+            return self.timeout_s
+        return min(self.timeout_s, max(SHORTEST_S, PAUSES * activity.longest_pause_s))
+
+    def _knows(self, activity: Activity) -> bool:
+        """Whether the rank has reported often enough for its longest pause to tell something."""
+        enough = activity.report_count >= _ENOUGH_REPORTS
+        return self.adapts and enough and activity.spoke_at - activity.reported_at >= _ENOUGH_S
 
     def after_event(self, activity: Activity, event: events.Event, now: float) -> Activity:
         """The activity of a rank after an event that it sent."""
@@ -142,14 +177,17 @@ class Watchdog:
             activity = activity._replace(entered_at=now)
         elif isinstance(event, events.Finishing):
             activity = activity._replace(excused_until=now + min(event.timeout_s, _LONGEST_EXCUSE_S))
-        elif isinstance(event, events.Metrics | events.Progress) and activity.reports is None:
+        if not isinstance(event, events.Metrics | events.Progress):
+            return activity.spoke(now)
+        if activity.reports is None:
             activity = activity._replace(reports=now - activity.entered_at <= self.timeout_s)
-        return activity.spoke(now)
+        return activity.spoke(now).reported(now)
 
     def after_cpu(self, activity: Activity, seconds: float, now: float) -> Activity:
         """The activity of a rank that has used `seconds` of CPU time with its children since its start."""
         used_s = min(activity.cpu_s, seconds)  # less than before: a child has ended, and its CPU time is gone
-        if self.timeout_s is not None and seconds - used_s >= _CPU_SHARE * self.timeout_s:
+        limit_s = self.limit_s(activity)
+        if limit_s is not None and seconds - used_s >= _CPU_SHARE * limit_s:
             return activity._replace(newest_cpu_s=seconds, cpu_s=seconds, cpu_at=now)
         return activity._replace(newest_cpu_s=seconds, cpu_s=used_s)
 
@@ -159,10 +197,11 @@ class Watchdog:
 
     def works(self, rank: RankState, activity: Activity, now: float) -> bool:
         """Whether the CPU or GPU use of a rank still counts as progress."""
-        if self.timeout_s is None:
+        limit_s = self.limit_s(activity)
+        if self.timeout_s is None or limit_s is None:
             return True
         within = _silent_s(rank, activity, now) <= BUSY_LIMIT * self.timeout_s
-        return self.idle_s(rank, activity, now) <= self.timeout_s and (within or not activity.reports)
+        return self.idle_s(rank, activity, now) <= limit_s and (within or not activity.reports)
 
     def checked(self, rank: RankState, activity: Activity, now: float) -> str:
         """The kinds of activity that were checked for a rank, and the result, as text."""
@@ -170,8 +209,14 @@ class Watchdog:
         cpu_s, gpu_s = (now - max(rank.submitted_at, at) for at in (activity.cpu_at, activity.gpu_at))
         gpu = f"last GPU use {gpu_s:.0f} s ago" if activity.has_gpu else "GPU use not measured"
         text = f"last event or printed line {silent_s:.0f} s ago, last CPU use {cpu_s:.0f} s ago, {gpu}"
+        if self._knows(activity):
+            longest_s = activity.longest_pause_s
+            text += (
+                f"; hang_timeout_s: auto is {self.limit_s(activity):.0f} s, as its longest pause was {longest_s:.1f} s"
+            )
         over = self.timeout_s is not None and silent_s > BUSY_LIMIT * self.timeout_s
-        return text + (f"; CPU or GPU use alone counts for {BUSY_LIMIT} x hang_timeout_s" if over else "")
+        for_s = f"{BUSY_LIMIT * LONGEST_S:.0f} s" if self.adapts else f"{BUSY_LIMIT} x hang_timeout_s"
+        return text + (f"; CPU or GPU use alone counts for {for_s}" if over else "")
 
     def overdue(self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float) -> Hang | None:
         """The hang that the worker group may be in; None while the worker of a rank is cut off."""
@@ -181,7 +226,7 @@ class Watchdog:
         if not alive or any(activity.notice_at and now - activity.notice_at > _CUT_S for _, activity in alive):
             return None
         stage = _stage([rank for rank, _ in alive])
-        limit_s = self.start_s if stage == Stage.START else self.timeout_s
+        limit_s = self._group_limit_s(stage, [activity for _, activity in alive])
         late = [pair for pair in alive if self._is_late(*pair, now, limit_s)]
         if stage == Stage.TRAIN and any(now - activity.spoke_at <= limit_s for _, activity in alive):
             # A rank that never reports often waits for the one that does: for a long evaluation on rank 0, say.
@@ -191,9 +236,23 @@ class Watchdog:
         idle = sorted(((self.idle_s(*pair, now), pair[0].spec.rank) for pair in late), key=lambda item: -item[0])
         return Hang(stage, tuple(rank for _, rank in idle), limit_s, idle[0][0])
 
+    def _group_limit_s(self, stage: Stage, activities: Sequence[Activity]) -> float:
+        """The limit of a worker group: the longest one of the ranks that report."""
+        if stage == Stage.START:
+            return self.start_s
+        known = [self.limit_s(activity) or 0.0 for activity in activities if activity.reports]
+        return max(known) if known and stage == Stage.TRAIN else self.timeout_s or 0.0
+
     def _is_late(self, rank: RankState, activity: Activity, now: float, limit_s: float) -> bool:
         silent = _silent_s(rank, activity, now) > limit_s
         return silent and (bool(activity.reports) or self.idle_s(rank, activity, now) > limit_s)
+
+
+def new_watchdog(hang_timeout_s: float | str | None, start_timeout_s: float) -> Watchdog:
+    """The watchdog of a configuration: a limit in seconds, "auto", or None for none."""
+    if isinstance(hang_timeout_s, str):
+        return Watchdog(LONGEST_S, start_timeout_s, adapts=True)
+    return Watchdog(hang_timeout_s, start_timeout_s)
 
 
 def _silent_s(rank: RankState, activity: Activity, now: float) -> float:

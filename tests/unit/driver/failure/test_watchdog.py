@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog, alive_s
+from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog, alive_s, new_watchdog
 from ddptrain.protocol import events
 from tests.unit.driver.attempt.ranks import running
 
@@ -15,9 +15,9 @@ from tests.unit.driver.attempt.ranks import running
 class Scene:
     """Two ranks and a watchdog of 10 s (60 s for the start), in a time of their own."""
 
-    def __init__(self, timeout_s: float | None = 10.0) -> None:
+    def __init__(self, timeout_s: float | str | None = 10.0) -> None:
         self.now = 100.0
-        self.dog = Watchdog(timeout_s, 60.0)
+        self.dog = new_watchdog(timeout_s, 60.0)
         self.ranks = [running(rank) for rank in (0, 1)]
         self.activities = [Activity(), Activity()]
 
@@ -260,10 +260,10 @@ def test_signals_that_were_checked_are_named_with_what_they_said() -> None:
 
 @pytest.mark.parametrize(
     ("hang_timeout_s", "lost_after_s", "expected"),
-    [(600.0, 60.0, 2.0), (2.0, 60.0, 0.5), (None, 60.0, 2.0), (600.0, 4.0, 1.0)],
+    [(600.0, 60.0, 2.0), (2.0, 60.0, 0.5), (None, 60.0, 2.0), ("auto", 60.0, 2.0), (600.0, 4.0, 1.0)],
 )
 def test_quiet_ranks_are_told_of_often_enough_for_both_limits(
-    hang_timeout_s: float | None, lost_after_s: float, expected: float
+    hang_timeout_s: float | str | None, lost_after_s: float, expected: float
 ) -> None:
     assert alive_s(hang_timeout_s, lost_after_s) == expected
 
@@ -424,3 +424,93 @@ def test_announced_silence_is_excused_for_an_hour_at_most(announced_s: float, un
     assert scene.late() == ()
     scene.now = until + 10.1
     assert scene.late() == (0,)
+
+
+# hang_timeout_s: auto
+
+
+def steps(scene: Scene, count: int, every_s: float, *ranks: int) -> None:
+    for _ in range(count):
+        scene.now += every_s
+        scene.report(*(ranks or (0, 1)))
+
+
+def entered(timeout_s: float | str | None = "auto") -> Scene:
+    scene = Scene(timeout_s)
+    scene.enter()
+    return scene
+
+
+def limit_s(scene: Scene) -> float:
+    """After how many seconds of silence the worker group may hang."""
+    since = scene.now
+    while scene.hang() is None:
+        scene.now += 1.0
+        assert scene.now < since + 1000.0
+    return scene.now - since - 1.0
+
+
+@pytest.mark.parametrize(
+    ("every_s", "count", "expected"),
+    [
+        (0.2, 300, 40.0),  # ten times 0.2 s would be less than a slow disk takes
+        (8.0, 30, 80.0),
+        (100.0, 30, 600.0),
+        (0.2, 50, 600.0),  # not yet: 10 s of reports
+        (2.0, 15, 600.0),  # not yet: 15 reports
+    ],
+)
+def test_limit_follows_the_runs_own_pauses(every_s: float, count: int, expected: float) -> None:
+    scene = entered()
+    steps(scene, count, every_s)
+    assert limit_s(scene) == pytest.approx(expected, abs=1.0)
+
+
+def test_the_longest_pause_counts_and_what_came_before_the_first_report_does_not() -> None:
+    scene = entered()
+    scene.now += 50.0  # compilation
+    steps(scene, 200, 0.2)
+    scene.now += 12.0  # a validation
+    steps(scene, 200, 0.2)
+    assert limit_s(scene) == pytest.approx(122.0, abs=1.0)
+
+
+def test_time_in_which_the_driver_was_suspended_is_no_pause() -> None:
+    scene = entered()
+    steps(scene, 200, 0.2)
+    scene.now += 3600.0
+    scene.suspended(3600.0)
+    steps(scene, 20, 0.2)
+    assert limit_s(scene) == pytest.approx(40.0, abs=1.0)
+
+
+def test_the_slowest_reporter_decides_for_the_group() -> None:
+    scene = entered()
+    for _ in range(30):
+        steps(scene, 20, 0.3, 0)
+        scene.report(1)
+    assert limit_s(scene) == pytest.approx(60.0, abs=1.0)
+    rare = entered()
+    steps(rare, 1, 1.0)
+    steps(rare, 300, 0.2, 0)
+    assert limit_s(rare) == pytest.approx(540.0, abs=1.0)  # rank 1 has reported once, 60 s ago
+
+
+def test_rank_at_work_has_an_hour_and_one_that_rests_has_the_limit() -> None:
+    scene = entered()
+    steps(scene, 200, 0.2)
+    for _ in range(100):
+        scene.now += 30.0
+        scene.cpu(0, scene.now)
+        assert scene.works(0)
+    assert not scene.works(1)
+    scene.now += 41.0
+    assert not scene.works(0)
+    words = "hang_timeout_s: auto is 40 s, as its longest pause was 0.2 s"
+    assert words in scene.checked(0)
+
+
+def test_a_number_is_the_limit_whatever_the_run_does() -> None:
+    scene = entered(300.0)
+    steps(scene, 300, 0.2)
+    assert limit_s(scene) == 300.0
