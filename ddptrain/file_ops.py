@@ -63,8 +63,11 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = 
 def atomic_file(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces `path` when the block ends, and is deleted if the block raises.
 
-    The temporary file is in the same folder; its name begins with a dot and ends with .tmp.
+    The temporary file is in the same folder; its name begins with a dot and ends with .tmp. Raises OSError (EINVAL) if
+    `path` is a device, a FIFO or a socket, or a link to one: root would replace /dev/null.
     """
+    if _is_special(path):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, mode), "wb") as file:
@@ -76,6 +79,14 @@ def atomic_file(path: Path, *, mode: int = 0o644, durable: bool = True) -> Itera
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def _is_special(path: Path) -> bool:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def publish(source: Path | str, target: Path | str) -> None:

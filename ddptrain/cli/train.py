@@ -108,8 +108,10 @@ def start(
     """Run a configuration with the options of `train` and `run`. Raises typer.Exit with the exit code."""
     reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
     if dry_run:
+        from ddptrain.config.workload_check import check_workload
         from ddptrain.driver.dry_run import check_cluster
 
+        check_workload(resolved)
         check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
         typer.echo(resolved.yaml_text, nl=False)
         reporting.checked()

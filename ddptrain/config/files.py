@@ -107,3 +107,11 @@ def decode(data: bytes, where: str) -> str:
 
 def _error(where: str, message: str, hint: str = "") -> ConfigError:
     return ConfigError([Problem(where, "", message, hint)])
+
+
+def python_files(folder: Path) -> list[Path]:
+    """The Python files of a folder, at most MAX_NEIGHBOURS; none if it cannot be read."""
+    try:
+        return sorted(itertools.islice(folder.glob("*.py"), MAX_NEIGHBOURS))
+    except (OSError, ValueError):
+        return []

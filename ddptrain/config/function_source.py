@@ -29,6 +29,7 @@ _SIMPLE: Mapping[str, Any] = types.MappingProxyType(
         "Mapping": dict,
     }
 )
+_UNREADABLE = (OSError, ValueError, RecursionError, MemoryError)
 _HARMLESS_DECORATORS = frozenset({"record"})  # of torch elastic; it does not change the signature
 
 
@@ -42,6 +43,27 @@ class Found:
 
 def find_source(module: str, folders: Sequence[str]) -> Found | None:
     """Return the source of a module, searched as an import does; None if it is not found or not readable."""
+    path = _find_file(module, folders)
+    return _parsed(path) if path is not None else None
+
+
+def syntax_error(module: str, folders: Sequence[str]) -> SyntaxError | None:
+    """Return the error of a module, or of a package around it, that is no valid Python; None if there is none."""
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        path = _find_file(".".join(parts[:count]), folders)
+        if path is None:
+            continue
+        try:
+            compile(_read(path), str(path), "exec", dont_inherit=True)
+        except SyntaxError as error:
+            return error
+        except _UNREADABLE:
+            continue
+    return None
+
+
+def _find_file(module: str, folders: Sequence[str]) -> Path | None:
     first, *rest = module.split(".")
     for folder in folders:
         top = Path(folder or ".") / first
@@ -49,7 +71,7 @@ def find_source(module: str, folders: Sequence[str]) -> Found | None:
         whole = top.joinpath(*rest)
         inside = [path for path in (whole / "__init__.py", whole.parent / f"{whole.name}.py") if path.is_file()]
         if inside:
-            return _parsed(inside[0])
+            return inside[0]
         if found:
             return None  # an import does not search the other folders
     return None
@@ -57,11 +79,15 @@ def find_source(module: str, folders: Sequence[str]) -> Found | None:
 
 def _parsed(path: Path) -> Found | None:
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            return None
-        return Found(path, ast.parse(path.read_bytes()))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return Found(path, ast.parse(_read(path)))
+    except (SyntaxError, *_UNREADABLE):
         return None
+
+
+def _read(path: Path) -> bytes:
+    if path.stat().st_size > _MAX_BYTES:
+        raise ValueError("longer than source code is")
+    return path.read_bytes()
 
 
 def names_in(found: Found) -> list[str] | None:

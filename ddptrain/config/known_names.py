@@ -224,10 +224,21 @@ def _installed(group: str) -> dict[str, str]:
     return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=group)}
 
 
+def of_file(name: str) -> str:
+    """Return the hint for a workload that names a file, as in src/digits.py:train; "" for others."""
+    match = re.fullmatch(r"(?:\./)*([\w/]+)\.py:(\w+)", name)
+    return f"did you mean {match[1].replace('/', '.')}:{match[2]}?" if match else ""
+
+
 def _unknown(name: str, known: list[str]) -> Problem:
     where = f'workload "{shorten(name)}"'
     if ":" in name:
-        return Problem(where, "", "is not of the form package.module:function", "as in mypackage.training:train")
+        hint = of_file(name) or "as in mypackage.training:train"
+        return Problem(where, "", "is not of the form package.module:function", hint)
+    if (dotted := re.fullmatch(r"([^\W\d]\w*(?:\.\w+)*)\.([^\W\d]\w*)", name)) is not None:
+        return Problem(
+            where, "", "is not of the form package.module:function", f"did you mean {dotted[1]}:{dotted[2]}?"
+        )
     hint = did_you_mean(name, known)
     if "known are" not in hint:
         hint += f" Known are: {', '.join(sorted(known))}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from ddptrain.config import function_source as config_params
 from ddptrain.config import known_names
-from ddptrain.config.files import MAX_NEIGHBOURS, decode, find_config, read_text
+from ddptrain.config.files import MAX_NEIGHBOURS, decode, find_config, python_files, read_text
 from ddptrain.config.params_check import check_params
 from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
@@ -164,7 +163,7 @@ def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]
     place = place_of(root, ("workload", "script"))
     message = f"there is no such file, got {describe_value(script.script)}"
     name = Path(script.script)
-    beside = [found.name for found in _candidates(str(name.parent), path) for found in _files(found)]
+    beside = [found.name for found in _candidates(str(name.parent), path) for found in python_files(found)]
     match = nearest(name.name, beside[:MAX_NEIGHBOURS])
     looked = " and ".join(dict.fromkeys(shorten(folder, 200) for folder in import_folders(path)))
     hint = f"did you mean {name.parent / match}?" if match else f"looked for in {looked}"
@@ -180,13 +179,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
-
-
-def _files(folder: Path) -> list[Path]:
-    try:
-        return sorted(itertools.islice(folder.glob("*.py"), MAX_NEIGHBOURS))
-    except (OSError, ValueError):
-        return []
 
 
 def _params_model(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:

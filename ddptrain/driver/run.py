@@ -19,6 +19,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.clusters import RankRange
 from ddptrain.config.wording import counted
+from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.attempt.inbox import Inbox, ResultsLost
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
@@ -87,17 +88,16 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     prepared_by = options.evaluation.prepare if options.evaluation is not None else _prepared_by(config)
     check_trackers(config)
     shared = options.shared
-    is_own = config.cluster.is_embedded and shared is None
-    machine = local_resources(config.cluster, os.environ) if is_own else None
+    machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
     inbox: Inbox = queue.SimpleQueue()
     runs = open_runs_dir(config.results.dir)
     choice = _choice(resolved, options, runs)
     if choice is not None and choice.done is not None:
         return _already_done(choice.done, choice.reason, options)
-    weights = None
-    if options.evaluation is None:
-        resolved, weights = fetch_weights(resolved, choice.folder if choice is not None else None)
-        config = resolved.config
+    check_workload(resolved)
+    resumed = choice.folder if choice is not None else None
+    resolved, weights = fetch_weights(resolved, resumed) if options.evaluation is None else (resolved, None)
+    config = resolved.config
     seen = choice.driver if choice is not None and isinstance(runs, LocalRuns) else None  # a copy may be older
     with (
         _kept(config, options, choice, runs) as (folder, keeping),

@@ -31,7 +31,7 @@ def load_function(target: str) -> Callable[..., Any]:
     """Import the function "package.module:function".
 
     Raises:
-        ImportError: the module is missing; the message names the interpreter and sys.path.
+        ImportError: the module is missing; the message names the interpreter and the first folders.
         AttributeError: the module has no such attribute.
         TypeError: the attribute is not a function.
     """
@@ -43,7 +43,9 @@ def load_function(target: str) -> Callable[..., Any]:
         if error.name is None or error.name.partition(".")[0] != root:
             raise
         raise ModuleNotFoundError(
-            f"workload {target!r}: no module {error.name!r} for {sys.executable}, sys.path {sys.path}", name=error.name
+            f"workload {target!r}: no module {error.name!r} for {sys.executable}; it was looked for in "
+            f"{' and '.join(dict.fromkeys(sys.path[:2]))} and in the rest of sys.path",
+            name=error.name,
         ) from None
     for part in name.split("."):
         if not hasattr(found, part):

@@ -266,12 +266,6 @@ def test_killed_driver_takes_everything_along_and_shows_as_failed(bench: Bench) 
     assert json.loads(shown.stdout)["status"] == "failed"
 
 
-def test_import_that_fails_names_python_and_path(bench: Bench) -> None:
-    ended = bench.cli("train", "run.yaml", "--set", "workload=no_such_module:main", "--set", "params={}")
-    assert ended.rc == 1
-    assert "no module 'no_such_module'" in bench.record["failure"]["message"]
-
-
 def test_torch_that_does_not_import_is_a_cluster_failure_with_its_reason(bench: Bench) -> None:
     (bench.folder / "broken").mkdir()
     (bench.folder / "broken" / "torch.py").write_text("raise ImportError('libcudart.so: cannot open')\n")

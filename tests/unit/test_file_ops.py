@@ -125,3 +125,14 @@ def test_hashes_are_those_of_sha256(tmp_path: Path) -> None:
     pieces.update(b"a")
     pieces.update(b"bc")
     assert pieces.hexdigest() == known == file_ops.sha256(b"abc").hexdigest()
+
+
+def test_device_or_fifo_is_never_replaced(tmp_path: Path) -> None:
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to("/dev/null")
+    for path in (fifo, link):
+        with pytest.raises(OSError, match="not a regular file"):
+            file_ops.write_atomic(path, b"x")
+    assert stat.S_ISFIFO(fifo.stat().st_mode) and link.is_symlink()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["fifo", "link"]

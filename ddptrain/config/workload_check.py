@@ -1,0 +1,52 @@
+"""Checks, before anything is started, that the module of the user's function exists and is valid Python."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddptrain.config.files import MAX_NEIGHBOURS, python_files
+from ddptrain.config.function_source import syntax_error
+from ddptrain.config.known_names import of_file, workload_target
+from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.config.wording import describe_value, nearest, shorten
+from ddptrain.errors import ConfigError, Problem
+
+
+def check_workload(resolved: ResolvedConfig) -> None:
+    """Raises ConfigError if the module of the workload's function is missing or is no valid Python.
+
+    Only if the ranks run on this machine, as part of the driver: the hosts of a cluster may have other modules.
+    """
+    workload = resolved.config.workload
+    if not isinstance(workload, str) or not resolved.config.cluster.is_embedded:
+        return
+    module, _, function = workload_target(workload).partition(":")
+    folders = [*resolved.import_folders, *sys.path]
+    where = shorten(str(resolved.path), 300)
+    if (error := syntax_error(module, folders)) is not None:
+        message = f"{shorten(error.filename or module, 300)}:{error.lineno} is not valid Python: {error.msg}"
+        raise ConfigError([Problem(where, "workload", message, shorten((error.text or "").strip(), 120))])
+    if of_file(workload) or not _may_exist(module.partition(".")[0], folders):
+        message = f"there is no module {shorten(module)}, got {describe_value(workload)}"
+        hint = of_file(workload) or _hint(module, function, resolved.import_folders)
+        raise ConfigError([Problem(where, "workload", message, hint)])
+
+
+def _may_exist(name: str, folders: Sequence[str]) -> bool:
+    """Whether an import of a top-level module may succeed; nothing is imported."""
+    for finder in sys.meta_path:  # those of editable installs look elsewhere than in the folders
+        try:
+            if finder.find_spec(name, None) or finder.find_spec(name, folders):
+                return True
+        except Exception:  # finders belong to other packages; the ranks import the module anyway
+            return True
+    return False
+
+
+def _hint(module: str, function: str, folders: Sequence[str]) -> str:
+    names = [found.stem for folder in folders for found in python_files(Path(folder))]
+    if match := nearest(module, names[:MAX_NEIGHBOURS]):
+        return f"did you mean {match}:{function}?"
+    return f"looked for in {' and '.join(dict.fromkeys(shorten(folder, 200) for folder in folders))} and in sys.path"

@@ -1,0 +1,68 @@
+"""A workload whose module is missing, or no valid Python, is an error before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddptrain.config.load import load_config
+from ddptrain.config.workload_check import check_workload
+from ddptrain.errors import ConfigError
+
+
+def problem_of(folder: Path, workload: str, more: str = "") -> str:
+    """The problem, without the folder; "" if there is none."""
+    (folder / "c.yaml").write_text(f"workload: {workload}\n{more}")
+    try:
+        check_workload(load_config(folder / "c.yaml"))
+    except ConfigError as error:
+        (problem,) = error.problems
+        return str(problem).replace(f"{folder}/", "").partition(" (looked for in ")[0]
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        ("nothere:main", 'c.yaml: workload: there is no module nothere, got the text "nothere:main"'),
+        (
+            "digist:main",
+            'c.yaml: workload: there is no module digist, got the text "digist:main" (did you mean digits:main?)',
+        ),
+        (
+            "digits.py:main",
+            'c.yaml: workload: there is no module digits.py, got the text "digits.py:main" (did you mean digits:main?)',
+        ),
+        (
+            "./digits.py:main",
+            "c.yaml:1: workload: is not of the form package.module:function, got the text "
+            '"./digits.py:main" (did you mean digits:main?)',
+        ),
+        (
+            "digits.main",
+            "c.yaml:1: workload: is not of the form package.module:function, got the text "
+            '"digits.main" (did you mean digits:main?)',
+        ),
+        ("broken:main", "c.yaml: workload: broken.py:2 is not valid Python: invalid syntax (x = = 1)"),
+        ("pack.inside:main", "c.yaml: workload: pack/__init__.py:1 is not valid Python: invalid syntax (from)"),
+        ("digits:main", ""),
+        ("asyncio:all_tasks", ""),
+        ("space.inside:main", ""),
+        ("sys:exit", ""),
+        ("petnames", ""),
+    ],
+)
+def test_missing_or_broken_module_is_named_with_what_was_meant(tmp_path: Path, workload: str, expected: str) -> None:
+    (tmp_path / "digits.py").write_text("def main(ctx): ...\n")
+    (tmp_path / "broken.py").write_text("def main(ctx):\n    x = = 1\n")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("from\n")
+    (tmp_path / "pack" / "inside.py").write_text("def main(ctx): ...\n")
+    (tmp_path / "space").mkdir()
+    (tmp_path / "space" / "inside.py").write_text("def main(ctx): ...\n")
+    assert problem_of(tmp_path, workload) == expected
+
+
+def test_hosts_of_a_cluster_may_have_other_modules(tmp_path: Path) -> None:
+    assert problem_of(tmp_path, "nothere:main", "cluster: {address: 'tcp://host:8786'}\n") == ""
