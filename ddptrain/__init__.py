@@ -5,11 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+_ERRORS = (
+    "ClusterError",
+    "ConfigError",
+    "DdptrainError",
+    "HangDetected",
+    "Interrupted",
+    "RunLocked",
+    "RunNotFound",
+    "RunPreempted",
+    "TrainingFailed",
+    "UsageError",
+)
 __all__ = [
+    "ClusterError",
+    "ConfigError",
+    "DdptrainError",
+    "HangDetected",
     "HuggingFaceCallback",
+    "Interrupted",
     "RankContext",
     "Run",
+    "RunLocked",
+    "RunNotFound",
+    "RunPreempted",
     "SavedCheckpoint",
+    "TrainingFailed",
+    "UsageError",
     "__version__",
     "context",
     "launch",
@@ -18,6 +40,18 @@ __all__ = [
 
 if TYPE_CHECKING:
     from ddptrain.api import Run, launch, load_model
+    from ddptrain.errors import (
+        ClusterError,
+        ConfigError,
+        DdptrainError,
+        HangDetected,
+        Interrupted,
+        RunLocked,
+        RunNotFound,
+        RunPreempted,
+        TrainingFailed,
+        UsageError,
+    )
     from ddptrain.rank.context import RankContext
     from ddptrain.rank.current_context import context
     from ddptrain.rank.huggingface import HuggingFaceCallback
@@ -46,4 +80,8 @@ else:
             from ddptrain import api
 
             return getattr(api, name)
+        if name in _ERRORS:
+            from ddptrain import errors
+
+            return getattr(errors, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -85,6 +85,11 @@ class Run:
     # --- state ---
 
     @property
+    def run_id(self) -> str:
+        """The same as `id`, by the name that it has in run.json and in events."""
+        return self.id
+
+    @property
     def dir(self) -> Path:
         """The run directory; for a run in an object store, a copy of the requested files."""
         return self._view().layout.root

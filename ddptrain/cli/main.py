@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import itertools
+import json
 import os
 import sys
 import tempfile
@@ -26,7 +29,7 @@ from ddptrain.cli.options import log_to_stderr
 from ddptrain.cli.predict import predict
 from ddptrain.cli.printing import say
 from ddptrain.cli.results import app as results
-from ddptrain.cli.run import SCRIPT_SETTINGS, run
+from ddptrain.cli.run import SCRIPT_SETTINGS, RunCommand, run
 from ddptrain.cli.schema import schema
 from ddptrain.cli.stop import stop
 from ddptrain.cli.sweep import sweep
@@ -76,7 +79,9 @@ def _root(
 
 # One line for each in the list of commands; `--help` of a command has the full text.
 app.command("train", short_help="Train what a YAML file describes.")(train)
-app.command("run", short_help="Run a script that torchrun would run.", context_settings=SCRIPT_SETTINGS)(run)
+app.command(
+    "run", cls=RunCommand, short_help="Run a script that torchrun would run.", context_settings=SCRIPT_SETTINGS
+)(run)
 app.command("retrain", short_help="Train a model anew, and put it in place if it is better.")(retrain)
 app.command("sweep", short_help="Search for the best values of some fields.")(sweep)
 app.command("stop", short_help="End a run that another shell has started.")(stop)
@@ -120,6 +125,8 @@ def _call(argv: Sequence[str] | None) -> int:
         if error.exit_code == ExitCode.INTERNAL:
             return _report_bug(error)
         _report(error)
+        if _wants_json(sys.argv[1:] if argv is None else argv):
+            print(json.dumps(_error_event(error)))
         return error.exit_code
     except Exception as error:  # a full disk, or a bug: the user gets one line and an exit code
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -148,6 +155,18 @@ def _report(error: DdptrainError) -> None:
             _say(f"error: {problem}")
     else:
         _say(f"error: {error}")
+
+
+def _wants_json(argv: Sequence[str]) -> bool:
+    """Whether the command was asked for one JSON object a line, by `--output json`."""
+    ours = argv[: argv.index("--")] if "--" in argv else argv
+    return "--output=json" in ours or ("--output", "json") in itertools.pairwise(ours)
+
+
+def _error_event(error: DdptrainError) -> dict[str, Any]:
+    """The last line of --output json of a command that could not begin."""
+    problems = [dataclasses.asdict(problem) for problem in error.problems] if isinstance(error, ConfigError) else []
+    return {"event": "error", "exit_code": int(error.exit_code), "message": str(error), "problems": problems}
 
 
 def _report_bug(error: Exception) -> int:

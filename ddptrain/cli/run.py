@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ddptrain.cli.options import (
     AllowChangesOption,
@@ -28,12 +29,43 @@ from ddptrain.cli.options import (
     field_options,
 )
 from ddptrain.cli.train import reporting_of, start
+from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
 
 # All arguments after the script belong to it, even if they look like our options.
 SCRIPT_SETTINGS = {"allow_interspersed_args": False}
+
+# Options of torchrun, and what takes their place; `_` and `-` are the same in them.
+_TORCHRUN = {
+    "--nproc-per-node": "use --ranks N, the number of all ranks",
+    "--nnodes": "use --ranks N, the number of all ranks, and --cluster NAME for several hosts",
+    "--max-restarts": "use --set failure.max_restarts=N",
+    "--log-dir": "use --runs-dir DIR: each run has the log of each rank in its directory",
+    "--no-python": "the script must be a Python file, or with -m a module",
+    **dict.fromkeys(("--tee", "--redirects"), "leave it out: the log of each rank is shown and saved"),
+    **dict.fromkeys(
+        ("--standalone", "--node-rank", "--master-addr", "--master-port", "--local-addr", "--monitor-interval"),
+        "leave it out: the hosts and the rendezvous are those of the cluster",
+    ),
+}
+
+
+class RunCommand(TyperCommand):
+    """Names the option of `ddptrain run` that takes the place of an option of torchrun."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises UsageError for an option of torchrun."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer has a copy of click's exceptions, which is private
+            option = str(getattr(error, "option_name", ""))
+            name = option.replace("_", "-")
+            hint = _TORCHRUN["--standalone"] if name.startswith("--rdzv-") else _TORCHRUN.get(name)
+            if hint is None:
+                raise
+            raise UsageError(f"{option} is an option of torchrun: {hint}") from None
 
 
 def run(
@@ -90,8 +122,6 @@ def run(
 def _refuse_configuration(script: str) -> None:
     """Raise UsageError for a YAML file, which Python would not run."""
     import shlex
-
-    from ddptrain.errors import UsageError
 
     if script.lower().endswith((".yaml", ".yml")):
         raise UsageError(f"{script} is a configuration, no script: ddptrain train {shlex.quote(script)}")

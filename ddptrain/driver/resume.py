@@ -157,7 +157,9 @@ def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
     for key in [*flat_now, *(key for key in flat_before if key not in flat_now)]:
         old, new = flat_before.get(key), flat_now.get(key)
         if old != new and not (key == f"params.{PARAM}" and same_model(old, new)):
-            yield f"{key} {shorten(str(old), 40)} (now {shorten(str(new), 40)})"
+            before_text = shorten(str(old), 40) if key in flat_before else "not given"
+            now_text = shorten(str(new), 40) if key in flat_now else "not given"
+            yield f"{key} {before_text} (now {now_text})"
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

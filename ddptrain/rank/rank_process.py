@@ -39,7 +39,7 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, c
     Commands of the driver come through `commands_fd`. `cold` says that this is a fresh process and not a fork of the
     warm rank server; the user gets a note with the reason.
     """
-    process_control.name_process(f"ddptrain-rank{spec.rank}")
+    process_control.name_process(f"ddptrain-rank{spec.rank}", f"ddptrain rank {spec.rank} of {spec.run_id}")
     _redirect_output(log_fd)
     emitter = Emitter(events_fd)
     if cold and spec.rank == 0:

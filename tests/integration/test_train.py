@@ -195,6 +195,10 @@ def test_json_output_is_json_and_ends_with_the_contracts_object(on_warm: Trainer
     last = lines[-1]
     assert set(last) >= {"event", "run_id", "run_dir", "status", "exit_code", "duration_s", "failure"}
     assert (last["event"], last["status"], last["exit_code"], last["failure"]) == ("run_finished", "succeeded", 0, None)
+    record = on_warm.record()
+    assert {key: last[key] for key in ("result", "best", "last_metrics")} == {
+        key: record[key] for key in ("result", "best", "last_metrics")
+    }
     assert Path(last["run_dir"]) == on_warm.run_dir()
     assert len([line for line in lines if line["event"] == "rank_started"]) == 2
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+import ddptrain
 from ddptrain.config.known_names import TRACKER_PACKAGES, TRACKERS
 
 ROOT = Path(__file__).parents[2]
@@ -38,3 +39,8 @@ def test_systems_that_are_claimed_are_those_that_are_tested() -> None:
     systems = [text for text in PROJECT["classifiers"] if text.startswith("Operating System")]
     assert systems == ["Operating System :: POSIX :: Linux"]
     assert "It needs Linux" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_all_public_names_can_be_imported() -> None:
+    assert [name for name in ddptrain.__all__ if getattr(ddptrain, name, None) is None] == []
+    assert ddptrain.TrainingFailed.exit_code == 1

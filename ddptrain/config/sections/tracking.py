@@ -19,6 +19,14 @@ def _said(value: object) -> object:
     return "off" if value is False else value
 
 
+def _wandb_mode(value: object) -> object:
+    """As `_said`. Raises an error with the right place for a mode of the wandb library."""
+    if value in ("offline", "online", "disabled"):
+        hint = f"write mode: rank0, and env: {{WANDB_MODE: {value}}}; mode says which ranks log"
+        raise wrong_field("", f'expected off, rank0, process or shared, got the text "{value}", a WANDB_MODE', hint)
+    return _said(value)
+
+
 def _section(value: object) -> object:
     """Convert a section that is true (its defaults) or false (off)."""
     return {"mode": "rank0" if value else "off"} if isinstance(value, bool) else value
@@ -37,7 +45,7 @@ def _tracker_name(name: str) -> str:
     return name
 
 
-Mode = Annotated[Literal["off", "rank0", "process", "shared"], BeforeValidator(_said)]
+Mode = Annotated[Literal["off", "rank0", "process", "shared"], BeforeValidator(_wandb_mode)]
 
 
 class WandbSettings(Strict):

@@ -14,22 +14,27 @@ if TYPE_CHECKING:
     from ddptrain.driver.failure.run_end import RunEnd
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import RunView
-    from ddptrain.results.run_record import FailureRecord
+    from ddptrain.results.run_record import FailureRecord, RunRecord
 
 
 def last_event(writer: RunWriter, verdict: RunEnd, duration_s: float) -> dict[str, Any]:
     """The last line of --output json and of events.jsonl, as an object."""
-    return _finished(writer.layout, verdict.status, verdict.exit_code, duration_s, verdict.failure)
+    return _finished(writer.layout, writer.record, verdict.status, verdict.exit_code, duration_s, verdict.failure)
 
 
 def past_run_event(view: RunView) -> dict[str, Any]:
     """The same object for a run that ended earlier."""
     record = view.record
-    return _finished(view.layout, record.status, record.exit_code or 0, view.duration_s or 0.0, record.failure)
+    return _finished(view.layout, record, record.status, record.exit_code or 0, view.duration_s or 0.0, record.failure)
 
 
 def _finished(
-    layout: RunLayout, status: str, exit_code: int, duration_s: float, failure: FailureRecord | None
+    layout: RunLayout,
+    record: RunRecord,
+    status: str,
+    exit_code: int,
+    duration_s: float,
+    failure: FailureRecord | None,
 ) -> dict[str, Any]:
     return {
         "event": "run_finished",
@@ -38,6 +43,9 @@ def _finished(
         "status": str(status),
         "exit_code": int(exit_code),
         "duration_s": round(duration_s, 3),
+        "last_metrics": as_json_data(dict(record.last_metrics)),
+        "best": as_json_data(dataclasses.asdict(record.best)) if record.best is not None else None,
+        "result": as_json_data(record.result),
         "failure": as_json_data(dataclasses.asdict(failure)) if failure is not None else None,
     }
 

@@ -95,7 +95,7 @@ def _run_store(host: str, port: int, listen_fd: int) -> int:
     """Host the worker group's TCPStore on a listening socket until SIGTERM."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    process_control.name_process("ddptrain-store")
+    process_control.name_process("ddptrain-store", "ddptrain store of a worker group")
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listen_fd))
     signal.pause()
     del store

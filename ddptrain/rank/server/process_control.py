@@ -35,8 +35,18 @@ def die_of_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def name_process(name: str) -> None:
-    """Set the process name that `ps` and `top` show (at most 15 bytes)."""
+def name_process(name: str, title: str = "") -> None:
+    """Set the process name that `top` shows (at most 15 bytes), and as `title` the command line that `ps` shows.
+
+    The title is cut to the length of the command line, so that the environment stays readable in /proc.
+    """
+    if title:
+        os.environ["SPT_NOENV"] = "1"
+        with contextlib.suppress(ImportError):  # a worker of somebody else's cluster may lack it
+            import setproctitle
+
+            setproctitle.setproctitle(title)
+        del os.environ["SPT_NOENV"]
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 

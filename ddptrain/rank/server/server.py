@@ -123,7 +123,7 @@ class RankServer:
 
     def serve(self) -> None:
         """Import torch, report "ready", and serve until all workers are gone and all children have exited."""
-        process_control.name_process("ddptrain-ranks")
+        process_control.name_process("ddptrain-ranks", "ddptrain rank server")
         process_control.become_subreaper()
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up pipe
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -253,3 +254,27 @@ def test_rank_context_is_there_for_user_code_and_costs_nothing_before() -> None:
 def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = ddptrain.no_such_thing  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("words", [("--output", "json"), ("--output=json",)])
+def test_error_of_a_command_with_json_output_is_json_as_well(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert cli.main(["train", "petnames", "--set", "params.epochz=3", *words]) == 2
+    shown = capsys.readouterr()
+    event = json.loads(shown.out)
+    assert (event["event"], event["exit_code"]) == ("error", 2)
+    assert event["problems"] == [
+        {
+            "where": "--set params.epochz=3",
+            "key": "params.epochz",
+            "message": "unknown key",
+            "hint": "did you mean params.epochs?",
+        }
+    ]
+    assert event["message"] in shown.err
+
+
+def test_words_of_a_script_do_not_ask_for_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "nothere.py", "--", "--output", "json"]) == 2
+    assert capsys.readouterr().out == ""

@@ -380,3 +380,9 @@ def test_configuration_with_a_class_is_written_as_it_is_read(tmp_path: Path, loa
     config = load("workload: toy\ncluster: {class: a.B, kwargs: {token: secret, n: 2}}\n")
     text = resolve(config, tmp_path / "c.yaml").yaml_text
     assert "class: a.B" in text and "secret" not in text
+
+
+def test_mode_of_the_wandb_library_is_answered_with_its_variable(refuse: Refuse) -> None:
+    (problem,) = refuse("workload: toy\ntracking: {wandb: {mode: offline}}\n")
+    assert "tracking.wandb.mode: expected off, rank0, process or shared" in problem
+    assert "env: {WANDB_MODE: offline}" in problem

@@ -10,6 +10,8 @@ from ddptrain.config.load import load_config
 from ddptrain.config.workload_check import check_workload
 from ddptrain.errors import ConfigError
 
+FORM = "c.yaml:1: workload: is not of the form package.module:function"
+
 
 def problem_of(folder: Path, workload: str, more: str = "") -> str:
     """The problem, without the folder; "" if there is none."""
@@ -36,13 +38,11 @@ def problem_of(folder: Path, workload: str, more: str = "") -> str:
         ),
         (
             "./digits.py:main",
-            "c.yaml:1: workload: is not of the form package.module:function, got the text "
-            '"./digits.py:main" (did you mean digits:main?)',
+            f'{FORM}, got the text "./digits.py:main" (did you mean digits:main?)',
         ),
         (
             "digits.main",
-            "c.yaml:1: workload: is not of the form package.module:function, got the text "
-            '"digits.main" (did you mean digits:main?)',
+            f'{FORM}, got the text "digits.main" (did you mean digits:main?)',
         ),
         ("broken:main", "c.yaml: workload: broken.py:2 is not valid Python: invalid syntax (x = = 1)"),
         ("pack.inside:main", "c.yaml: workload: pack/__init__.py:1 is not valid Python: invalid syntax (from)"),
