@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.known_names import is_built_in
 from ddptrain.config.sections.clusters import ClusterConfig
+from ddptrain.config.sections.profiling import ProfileConfig, check_profiled_ranks
 from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.sections.tracking import TrackingConfig
@@ -217,6 +218,9 @@ class RunConfig(Strict):
     tracking: TrackingConfig = Field(
         default=TrackingConfig(), description="Where metrics go besides the run directory: W&B, TensorBoard, others."
     )
+    profile: ProfileConfig | None = Field(
+        default=None, description="Steps that torch.profiler records, in workloads that report steps."
+    )
     evaluate: Annotated[str, Field(pattern=TARGET_PATTERN)] | None = Field(
         default=None,
         description="For retrain, of a function: module:function(ctx, checkpoint) that returns the metrics of a "
@@ -255,6 +259,11 @@ class RunConfig(Strict):
             raise wrong_field("evaluate", "is given, but the workload is a script", hint)
         if is_built_in(self.workload):
             raise wrong_field("evaluate", f"is given, but {self.workload} has its own evaluation", "leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_ranks_exist(self) -> Self:
+        check_profiled_ranks(self.profile, self.cluster)
         return self
 
     @model_validator(mode="after")

@@ -78,6 +78,7 @@ class RankSpecs:
             code=dataclasses.replace(code(self.resolved), inputs=inputs, full_traceback=self.full_traceback),
             supervision=supervision(config),
             prepare=config.prepare.model_dump(),
+            profile=config.profile.spec if config.profile is not None and self.evaluation is None else None,
             tracking=self.tracking.of(place),
             env={**self.tracking.env, **config.env},
         )

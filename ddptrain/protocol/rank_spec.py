@@ -24,6 +24,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 STACKS_DUMP = "stacks-dump"
 ERROR_FILE = "error.json"  # in the staging folder: where torch elastic's record() writes a script's error
 STACKS_FOLDER = "stacks"  # below artifacts/
+MOST_PROFILED_STEPS = 100  # the trace of more steps is too large for memory and for viewers
 
 
 def stacks_path(attempt: int, rank: int) -> str:
@@ -152,6 +153,38 @@ class Supervision:
 
 
 @dataclass(frozen=True, slots=True)
+class StepProfile:
+    """The steps `first` to `last`, counted from 1, that torch.profiler records on `ranks`; () is every rank."""
+
+    first: int
+    last: int
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def problem(self) -> tuple[str, str] | None:
+        """What is wrong with the steps, and what to do; None if they are possible."""
+        if self.first < 1:
+            return f"the first step is {self.first}", "steps count from 1"
+        if self.last < self.first:
+            return f"the first step is {self.first}, the last {self.last}", "write the lower one first"
+        if (count := self.last - self.first + 1) > MOST_PROFILED_STEPS:
+            return f"are {count} steps, of which the trace is too large", f"choose at most {MOST_PROFILED_STEPS} steps"
+        return None
+
+    @property
+    def speaker(self) -> int:
+        """The rank that tells the user about the profile."""
+        return min(self.ranks, default=0)
+
+    def includes(self, rank: int) -> bool:
+        """Whether a rank is recorded."""
+        return not self.ranks or rank in self.ranks
+
+    def __str__(self) -> str:
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+
+
+@dataclass(frozen=True, slots=True)
 class TrackerSpec:
     """One tracker of a rank; `told` is what the driver tells it (for W&B: the run's id, the mode, and so on)."""
 
@@ -198,7 +231,8 @@ class RankSpec(_Message):
     """Everything that one rank needs to run.
 
     `env` are the environment variables of the run; the worker adds the rest. `env` and `tracking` may contain secrets,
-    so repr omits them. `prepare` are the arguments of ctx.prepare (see config/models.py).
+    so repr omits them. `prepare` are the arguments of ctx.prepare, `profile` the steps to record (see
+    config/run_config.py).
     """
 
     run_id: str
@@ -210,6 +244,7 @@ class RankSpec(_Message):
     code: Code
     supervision: Supervision
     prepare: Mapping[str, Any] = field(default_factory=dict)
+    profile: StepProfile | None = None
     tracking: TrackingSpec | None = field(default=None, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     host: HostSettings = HostSettings()

@@ -21,7 +21,7 @@ from ddptrain.rank.checkpoint.snapshot import HostBuffers, plain_bytes
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.plain_numbers import numbers, optional, whole
-from ddptrain.rank.timed_activities import TimedActivities
+from ddptrain.rank.profiling.profiled_steps import ProfiledSteps
 from ddptrain.rank.trackers import RankTrackers
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _Checkpoint:
     extra: Mapping[str, Any]
 
 
-class RankContext(TimedActivities):
+class RankContext(ProfiledSteps):
     """A rank's view of its run. The process group is initialized as long as a workload has a context."""
 
     def __init__(
@@ -79,6 +79,7 @@ class RankContext(TimedActivities):
         self._loader_states: list[dict[str, int]] = []  # from the checkpoint that was resumed
         self._first_epoch = 1
         self.device = device
+        self._watch_steps(spec.profile)
 
     @property
     def preempted(self) -> bool:
@@ -104,6 +105,8 @@ class RankContext(TimedActivities):
         event = events.Metrics(time.time_ns(), numbers(values), whole("step", step), optional("epoch", epoch))
         self._emitter.emit(event)
         self._tracked.numbers(event)
+        if self._profiler is not None and event.step is not None:
+            self._report_step(event.step)
 
     def log_image(self, name: str, image: Any, *, step: int | None = None, caption: str = "") -> None:
         """Save an image as artifacts/images/`name`/step-<n>-rank-<r>.png in the run directory, and send it to trackers.
@@ -148,6 +151,8 @@ class RankContext(TimedActivities):
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
         """Report this rank's progress in `unit`. Cheap enough for every step: at most 10 events per second are sent."""
         self._emitter.progress(done, total, unit)
+        if self._profiler is not None and unit == "steps":
+            self._report_step(int(done))
 
     def prepare(
         self,
@@ -274,6 +279,7 @@ class RankContext(TimedActivities):
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
         self._collective_calls.enter("checkpoint")
+        self._report_step(int(step))
         with self._collective_calls.waiting("checkpoint", int(step), self._waits_for_others):
             due, ends = self._is_due(step, epoch, last=last)
             if not due:
@@ -283,6 +289,7 @@ class RankContext(TimedActivities):
                 if not self._spec.checkpointing.asynchronous or ends:
                     self._saver.wait()
             if ends and not last:
+                self.end_profile(complete=False)
                 self._emitter.emit(events.Preempted(time.time_ns(), int(step)))
                 raise PreemptedExit
             return True
@@ -322,6 +329,7 @@ class RankContext(TimedActivities):
 
         Returns whether that was possible within `deadline_s`. Raises OSError if it could not be written.
         """
+        self.end_profile(complete=not failed)
         if self.rank == 0:
             with self._collective_calls.waiting("checkpoint", self._due.step, self._waits_for_others):
                 return self._saver.wait(deadline_s, hurry=failed)
@@ -342,13 +350,19 @@ class RankContext(TimedActivities):
         self._calls.saves = True
         self._collective_calls.meet("resume", self._collective_calls.enter("resume"), self._store)
         if not self._spec.checkpointing.resume_from:
+            self._report_step(0)
             return None
         resumed, self._loader_states = loaded(self._spec, self.device, model, optimizer, more, self._note)
         self._due.step = resumed.step
         self._first_epoch = int(resumed.epoch or 0) + 1
         for loader, state in zip(self._loaders, self._loader_states, strict=False):
             loader.load_state_dict(state)
+        self._report_step(resumed.step)
         return resumed
+
+    @property
+    def _known_step(self) -> int:
+        return self._due.step
 
     def _note(self, text: str) -> None:
         if self.rank == 0:

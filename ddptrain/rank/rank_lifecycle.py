@@ -30,6 +30,7 @@ from ddptrain.rank.entrypoint import as_json, bind, load_function
 from ddptrain.rank.failure import faults
 from ddptrain.rank.failure.stacks import report_thread_failures
 from ddptrain.rank.failure.tracebacks import clipped, shortened, user_traceback
+from ddptrain.rank.profiling.profiled_steps import note_unused
 from ddptrain.rank.server import process_control
 from ddptrain.rank.trackers import RankTrackers
 
@@ -211,6 +212,7 @@ class RankLifecycle:
             OSError: a checkpoint could not be written.
         """
         if self.context is None:
+            note_unused(self.spec, self.emitter)
             return
         self.context.close()
         if not self.calls.ends_early:

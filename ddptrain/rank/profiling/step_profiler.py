@@ -1,0 +1,191 @@
+"""Records some steps of this rank with torch.profiler, and saves a trace and a table of operators as artifacts."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddptrain.errors import one_line
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import StepProfile
+from ddptrain.rank.artifact_files import ArtifactFiles
+from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.profiling.operators import STEP_MARK, operator_table
+
+if TYPE_CHECKING:
+    import torch
+    from torch.profiler import profile, record_function
+
+FOLDER = "profile"  # below artifacts/
+HOW_TO_REPORT = "report each step, with ctx.checkpoint(step=...), ctx.log(..., step=...) or ctx.progress(unit='steps')"
+_END_BYTES = 4096
+_GZIP_LEVEL = 3  # a fifth of the size, in a tenth of the time of level 9
+
+
+class StepProfiler:
+    """Records the steps of `wanted` on one rank, which learns the number of the present step from the workload.
+
+    The profile begins at the first report of a step >= wanted.first - 1 and ends at the first report of a step >=
+    wanted.last. Only reports of the thread that created this object count. No method raises: a profile that fails
+    must not end a training.
+    """
+
+    def __init__(
+        self, wanted: StepProfile, rank: int, device: torch.device, files: ArtifactFiles, emitter: Emitter
+    ) -> None:
+        self.wanted = wanted
+        self.is_over = False
+        self._rank, self._device, self._files, self._emitter = rank, device, files, emitter
+        self._thread = threading.get_ident()
+        self._step = -1  # the last one that was reported
+        self._began_after = 0
+        self._profile: profile | None = None
+        self._step_mark: record_function | None = None
+
+    def reported(self, step: int) -> None:
+        """The workload is done with `step` (0: it is about to begin)."""
+        if self.is_over or step <= self._step or threading.get_ident() != self._thread:
+            return
+        before, self._step = self._step, step
+        try:
+            if self._profile is not None:
+                self._go_on(step)
+            elif step >= self.wanted.last:
+                self._give_up(before)
+            elif step >= self.wanted.first - 1:
+                self._begin(step)
+        except Exception as error:  # whatever torch.profiler raises, the training goes on
+            self._discard(f"{type(error).__name__}: {one_line(error)}")
+
+    def close(self, *, complete: bool) -> None:
+        """End the profile with the workload: what there is of it is saved if `complete`, else discarded."""
+        if self.is_over:
+            return
+        try:
+            if complete and self._profile is not None and self._step > self._began_after:
+                self._save()
+            elif complete:
+                self._warn_unseen()
+            elif self._profile is not None:
+                # It still records: to stop it takes seconds, which a rank that is being ended may not have.
+                self._note(f"{self.wanted} were not recorded: rank {self._rank} has ended before", "info")
+        except Exception as error:  # whatever torch.profiler raises, the end of the rank is reported as it was
+            self._discard(f"{type(error).__name__}: {one_line(error)}")
+        self.is_over = True
+
+    def _begin(self, step: int) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes its state to stderr
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize(self._device)  # kernels of earlier steps are not in the profile
+        found = profile(activities=activities)
+        found.start()
+        self._profile, self._began_after = found, step
+        self._mark(step + 1)
+
+    def _mark(self, step: int | None) -> None:
+        """End the mark of a step in the trace, and begin the next one."""
+        from torch.profiler import record_function
+
+        if self._step_mark is not None:
+            self._step_mark.__exit__(None, None, None)
+            self._step_mark = None
+        if step is not None:
+            self._step_mark = record_function(f"{STEP_MARK}#{step}")
+            self._step_mark.__enter__()
+
+    def _go_on(self, step: int) -> None:
+        if step < self.wanted.last:
+            self._mark(step + 1)
+        else:
+            self._save()
+
+    def _save(self) -> None:
+        began = time.monotonic()
+        found = self._stop()
+        assert found is not None, "only during a profile"
+        steps = StepProfile(self._began_after + 1, self._step)
+        folder = f"{FOLDER}/steps-{steps.first}-{steps.last}"
+        table = operator_table(found.key_averages(), has_gpu=self._device.type == "cuda")
+        self._save_trace(found, f"{folder}/rank-{self._rank}.pt.trace.json.gz")
+        self._files.save(f"{folder}/rank-{self._rank}.csv", table)
+        took_s = time.monotonic() - began
+        self._note(f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
+
+    def _stop(self) -> profile | None:
+        """End the recording; return it."""
+        found, self._profile, self.is_over = self._profile, None, True
+        if found is not None:
+            self._mark(None)
+            found.stop()
+        return found
+
+    def _save_trace(self, found: profile, path: str) -> None:
+        """Raises OSError."""
+        raw, staged = (self._files.new_staging(FOLDER) for _ in range(2))
+        try:
+            found.export_chrome_trace(str(raw))
+            _require_complete(raw)
+            with raw.open("rb") as source, gzip.open(staged, "wb", _GZIP_LEVEL) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            self._files.announce(path, staged)
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+        finally:
+            raw.unlink(missing_ok=True)
+
+    def _discard(self, reason: str) -> None:
+        with suppress(Exception):  # torch.profiler may fail again; the reason is that of the first failure
+            self._stop()
+        self.is_over = True
+        self._note(f"{self.wanted} of rank {self._rank} were not recorded: {reason}")
+
+    def _give_up(self, before: int) -> None:
+        """The last step is over before the first one was reported."""
+        self.is_over = True
+        if self._rank != self.wanted.speaker:
+            return
+        if before <= 0:
+            self._note(f"{self.wanted} were not recorded: the first report is of step {self._step}")
+        else:
+            reports = f"steps {before} and {self._step}"
+            self._note(f"{self.wanted} were not recorded: they are between two reports, of {reports}; {HOW_TO_REPORT}")
+
+    def _warn_unseen(self) -> None:
+        if self._rank != self.wanted.speaker:
+            return
+        if self._step <= 0:
+            self._note(f"{self.wanted} were not recorded: the workload has reported no step; {HOW_TO_REPORT}")
+        else:
+            self._note(f"{self.wanted} were not recorded: the last reported step is {self._step}")
+
+    def _note(self, text: str, level: str = "warning") -> None:
+        if level == "warning" or self._rank == self.wanted.speaker:
+            note(self._emitter, text, level)
+
+
+def note(emitter: Emitter, text: str, level: str = "warning") -> None:
+    """Tell the user about a profile."""
+    with suppress(OSError):  # the disk is full
+        emitter.emit(events.Note(time.time_ns(), f"profile: {text}", level))
+
+
+def _require_complete(path: Path) -> None:
+    """Raises OSError if a trace was cut off: torch.profiler ignores that the disk is full."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _END_BYTES))
+        end = file.read()
+    if b'"traceName"' not in end or not end.rstrip().endswith(b"}"):
+        raise OSError(f"the trace is cut off after {size:,} bytes: is the disk full?")

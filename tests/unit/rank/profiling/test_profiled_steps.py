@@ -1,0 +1,251 @@
+"""Which steps are recorded, and what the user is told; torch.profiler is the real one."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import StepProfile
+from ddptrain.rank.context import RankContext
+from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.profiling.profiled_steps import note_unused
+from tests.unit.specs import make_spec
+
+
+class Rank:
+    """A context with its events file and staging folder."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.folder = folder
+        self.file = (folder / "events").open("ab", buffering=0)
+        (folder / "staging").mkdir()
+        self.spec = make_spec(**{"staging": str(folder / "staging"), "world_size": 1, **changes})
+        self.emitter = Emitter(self.file.fileno())
+        self.context = RankContext(self.spec, self.emitter, torch.device("cpu"))
+
+    def step(self, number: int) -> None:
+        """Take a step whose operator has a name of its own, and report it."""
+        with torch.profiler.record_function(f"work-{number}"):
+            torch.ones(4) + number
+        self.context.log({"loss": 0.5}, step=number)
+
+    def events(self) -> list[events.Event]:
+        return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
+
+    def notes(self) -> list[tuple[str, str]]:
+        return [(event.level, event.message) for event in self.events() if isinstance(event, events.Note)]
+
+    def files(self) -> dict[str, Path]:
+        saved = [event for event in self.events() if isinstance(event, events.FileSaved)]
+        return {event.path: self.folder / "staging" / event.staging for event in saved}
+
+    def recorded(self, path: str) -> list[int]:
+        """The numbers of the steps whose work is in a trace."""
+        trace = json.loads(gzip.decompress(self.files()[path].read_bytes()))
+        names = {event["name"] for event in trace["traceEvents"]}
+        return sorted(int(name.removeprefix("work-")) for name in names if name.startswith("work-"))
+
+
+Make = Callable[..., Rank]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # a profile sets it
+    made: list[Rank] = []
+
+    def make_rank(**changes: Any) -> Rank:
+        made.append(Rank(tmp_path, **changes))
+        return made[-1]
+
+    yield make_rank
+    for rank in made:
+        rank.file.close()
+
+
+TRACE = "profile/steps-{}-{}/rank-0.pt.trace.json.gz"
+
+
+def test_configured_steps_are_recorded_and_no_others(make: Make) -> None:
+    rank = make(profile=StepProfile(3, 5))
+    for number in range(1, 8):
+        rank.step(number)
+    rank.context.close()
+    assert rank.recorded(TRACE.format(3, 5)) == [3, 4, 5]
+    table = rank.files()["profile/steps-3-5/rank-0.csv"].read_text()
+    assert table.startswith("operator,calls,self_ms,self_share,total_ms\n") and "work-4,1," in table
+    ((level, message),) = rank.notes()
+    assert level == "info" and message.startswith("profile: steps 3 to 5 recorded in artifacts/profile/steps-3-5")
+    assert sorted(path.name for path in (rank.folder / "staging").iterdir()) == sorted(
+        path.name for path in rank.files().values()
+    )
+
+
+def test_first_step_is_recorded_from_the_call_of_profile_or_resume(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = make(profile=StepProfile(1, 1))
+    monkeypatch.setattr(rank.context._collective_calls, "meet", lambda *_: None)  # there is no other rank
+    assert rank.context.resume(model=torch.nn.Linear(1, 1)) is None
+    rank.step(1)
+    rank.context.profile(steps=(2, 2))  # the next one may follow
+    rank.step(2)
+    assert (rank.recorded(TRACE.format(1, 1)), rank.recorded(TRACE.format(2, 2))) == ([1], [2])
+    assert rank.notes()[0][1].startswith("profile: step 1 recorded")
+
+
+def test_profile_of_the_first_steps_begins_with_the_call(make: Make) -> None:
+    rank = make()
+    rank.context.profile(steps=(1, 2))
+    for number in (1, 2, 3):
+        rank.step(number)
+    assert rank.recorded(TRACE.format(1, 2)) == [1, 2]
+    rank.context.profile(steps=(5, 5), ranks=[0])
+    for number in (4, 5):
+        rank.step(number)
+    assert rank.recorded(TRACE.format(5, 5)) == [5]
+
+
+def test_progress_in_steps_counts_and_that_of_samples_does_not(make: Make) -> None:
+    rank = make(profile=StepProfile(2, 3))
+    for number in range(1, 5):
+        rank.context.progress(number * 64, 1000)
+        rank.context.progress(number, unit="steps")
+    assert TRACE.format(2, 3) in rank.files()
+
+
+def test_a_run_that_resumes_inside_the_range_records_the_rest(make: Make) -> None:
+    rank = make(profile=StepProfile(10, 13))
+    for number in range(11, 16):
+        rank.step(number)
+    assert rank.recorded(TRACE.format(12, 13)) == [12, 13]
+
+
+def test_a_run_that_ends_inside_the_range_keeps_what_it_has(make: Make) -> None:
+    rank = make(profile=StepProfile(2, 9))
+    for number in range(1, 4):
+        rank.step(number)
+    rank.context.close()
+    assert rank.recorded(TRACE.format(2, 3)) == [2, 3]
+
+
+def test_a_failed_run_discards_the_profile(make: Make) -> None:
+    rank = make(profile=StepProfile(2, 9))
+    for number in range(1, 4):
+        rank.step(number)
+    rank.context.close(1.0, failed=True)
+    assert rank.files() == {} and list((rank.folder / "staging").iterdir()) == []
+    assert rank.notes() == [("info", "profile: steps 2 to 9 were not recorded: rank 0 has ended before")]
+
+
+@pytest.mark.parametrize(
+    ("reported", "said"),
+    [
+        ([], "the workload has reported no step; report each step, with ctx.checkpoint"),
+        ([1, 2], "the last reported step is 2"),
+        ([9], "the first report is of step 9"),
+        ([1, 9], "they are between two reports, of steps 1 and 9; report each step"),
+    ],
+)
+def test_steps_that_do_not_come_are_a_warning(make: Make, reported: list[int], said: str) -> None:
+    rank = make(profile=StepProfile(3, 5))
+    for number in reported:
+        rank.step(number)
+    rank.context.close()
+    ((level, message),) = rank.notes()
+    assert level == "warning" and message.startswith(f"profile: steps 3 to 5 were not recorded: {said}")
+    assert rank.files() == {}
+
+
+def test_other_ranks_record_nothing_and_a_rank_that_does_not_exist_is_told(make: Make) -> None:
+    rank = make(profile=StepProfile(1, 2, (1, 7)))
+    for number in range(4):
+        rank.step(number)
+    assert rank.files() == {}
+    assert rank.notes() == [("warning", "profile: there is no rank 1, 7: the run has ranks 0 to 0")]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ((5, 3), r"the first step is 5, the last 3; write the lower one first"),
+        ((0, 3), "the first step is 0; steps count from 1"),
+        ((1, 101), "are 101 steps"),
+    ],
+)
+def test_wrong_steps_are_refused(make: Make, steps: tuple[int, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make().context.profile(steps=steps)
+
+
+def test_second_profile_at_the_same_time_is_refused(make: Make) -> None:
+    rank = make(profile=StepProfile(3, 5))
+    with pytest.raises(ValueError, match="the profile of steps 3 to 5 is not over"):
+        rank.context.profile(steps=(7, 8))
+
+
+def test_reports_of_another_thread_do_not_begin_a_profile(make: Make) -> None:
+    rank = make(profile=StepProfile(2, 3))
+    thread = threading.Thread(target=rank.step, args=(1,))
+    thread.start()
+    thread.join()
+    rank.step(2)
+    rank.step(3)
+    assert list(rank.files()) == [TRACE.format(3, 3), "profile/steps-3-3/rank-0.csv"]
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_full_disk_is_a_warning_and_leaves_no_file(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = make(profile=StepProfile(1, 2))
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    for number in range(4):
+        rank.step(number)
+    assert rank.files() == {} and list((rank.folder / "staging").iterdir()) == []
+    ((level, message),) = rank.notes()
+    assert level == "warning" and "steps 1 to 2 of rank 0 were not recorded: OSError: " in message
+
+
+def test_trace_that_is_cut_off_is_not_saved(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = make(profile=StepProfile(1, 2))
+    export = torch.profiler.profile.export_chrome_trace
+
+    def cut_off(self: Any, path: str) -> None:
+        export(self, path)
+        os.truncate(path, 1000)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut_off)
+    for number in range(4):
+        rank.step(number)
+    assert rank.files() == {}
+    assert "the trace is cut off after 1,000 bytes: is the disk full?" in rank.notes()[0][1]
+
+
+def test_profiler_that_is_in_use_is_a_warning(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_use(self: Any) -> None:
+        raise RuntimeError("Profiler is already enabled on this thread")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", in_use)
+    rank = make(profile=StepProfile(1, 2))
+    for number in range(4):
+        rank.step(number)
+    rank.context.close()
+    assert [level for level, _ in rank.notes()] == ["warning"]
+    assert "RuntimeError: Profiler is already enabled on this thread" in rank.notes()[0][1]
+
+
+def test_script_without_a_context_is_told_why_nothing_is_recorded(make: Make) -> None:
+    rank = make(profile=StepProfile(1, 2))
+    note_unused(rank.spec, rank.emitter)
+    assert "the script has not called ddptrain.context()" in rank.notes()[0][1]
