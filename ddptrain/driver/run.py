@@ -108,6 +108,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     ):
         if choice is not None:
             _log.info("resume chosen", reason=choice.reason, asked=options.resume)
+        writer.save_git_diff()
         keeping.begin()
         if options.ready_fd is not None:
             tell_begun(options.ready_fd, writer.layout, choice.reason if choice else "")

@@ -73,6 +73,7 @@ class RunLayout:
     artifacts_dir = _Below(ARTIFACTS)  # the files that ranks saved
     inputs_dir = _Below(INPUTS)  # what the driver has prepared for the ranks of every attempt
     tracking_dir = _Below(TRACKING)  # one folder for each tracker
+    git_diff = _Below("git.diff")  # changes of the code that were not committed, without secrets
     lock_file = _Below("run.lock")  # the driver holds it for the life of the run
     heartbeat_file = _Below(".heartbeat")  # the driver touches it, for hosts that do not see the lock
     driver_log = _Below("driver.log")  # what a detached driver printed

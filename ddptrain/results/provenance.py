@@ -1,19 +1,26 @@
-"""Records the code of a run: the git commit that is checked out, and the versions of installed packages."""
+"""Records the code of a run: the git commit that is checked out, changes of it, and versions of installed packages."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from ddptrain.redact import LEFT_OUT, hide_credentials
+from ddptrain.redact import LEFT_OUT, hide_credentials, hide_known
 from ddptrain.results.run_record import EnvironmentValue, GitRecord
-from ddptrain.secret_rules import is_secret_name
+from ddptrain.secret_rules import KNOWN_FORMATS, is_secret_file, is_secret_name
 
 _GIT_TIMEOUT_S = 1.0
+_MOST_DIFF_BYTES = 200_000
+_LONGEST_LINE = 5_000  # characters of a line of a diff
+# As in `api_key: x` of YAML, and as in `os.environ["API_KEY"] = "x"`; redact.py finds what is assigned to a name.
+_YAML_ENTRY = re.compile(r"""^(\s*(?:-\s+)?["']?)([\w.-]+)(["']?\s*:\s+)(?!["']?<left out>)(\S.*)""")
+_QUOTED_NAME = re.compile(r"""(["'])([\w.-]+)(\1\s*\]?\s*[=,]\s*)("[^"]*"|'[^']*')""")
 _PACKAGES = ("ddptrain", "torch", "distributed", "dask", "numpy", "safetensors")
 
 
@@ -22,14 +29,12 @@ def git_state(folder: Path) -> GitRecord | None:
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None
     command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules"]
-    # Without optional locks this never blocks a git command of the user.
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(
             command,
             check=False,
             cwd=folder,
-            env=environment,
+            env=_git_environment(),
             capture_output=True,
             stdin=subprocess.DEVNULL,
             timeout=_GIT_TIMEOUT_S,
@@ -41,6 +46,71 @@ def git_state(folder: Path) -> GitRecord | None:
     if done.returncode != 0 or not commits or commits[0] == "(initial)":
         return None
     return GitRecord(commit=commits[0], dirty=any(not line.startswith("#") for line in lines))
+
+
+def git_diff(folder: Path, secrets: Sequence[str] = ()) -> str:
+    """Return the changes of tracked files since the commit, at most 200 kB, without secrets.
+
+    Files that probably contain secrets, and binary files, are only named. Returns "" without changes, without git, or
+    after a timeout. secrets: texts to leave out.
+    """
+    # No program of the configuration or of attributes is started.
+    options = (
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-color",
+        "--ignore-submodules",
+        "--src-prefix=a/",
+        "--dst-prefix=b/",
+    )
+    command = ["git", "-c", "core.quotePath=false", "diff", "HEAD", *options]
+    pipes: dict[str, int] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        with subprocess.Popen(command, cwd=folder, env=_git_environment(), **pipes) as process:
+            assert process.stdout is not None, "a pipe"
+            timer = threading.Timer(_GIT_TIMEOUT_S, process.kill)
+            timer.start()
+            data = process.stdout.read(_MOST_DIFF_BYTES + 1)
+            timer.cancel()
+            process.kill()  # a larger diff is not read to its end
+    except OSError:
+        return ""
+    is_cut = len(data) > _MOST_DIFF_BYTES
+    if not is_cut and process.returncode != 0:
+        return ""
+    text = data[:_MOST_DIFF_BYTES].decode("utf-8", "replace")
+    text = text.rpartition("\n")[0] + "\n... (the rest is left out)\n" if is_cut else text
+    return without_secrets_in_diff(text, secrets)
+
+
+def without_secrets_in_diff(text: str, secrets: Sequence[str] = ()) -> str:
+    """Return a diff without the values of keys, tokens and passwords, and without the content of secret files."""
+    shown = str(hide_known(KNOWN_FORMATS.sub(LEFT_OUT, text), secrets))
+    return "".join(f"{line}\n" for line in _lines_without_secrets(shown))
+
+
+def _lines_without_secrets(text: str) -> Iterator[str]:
+    is_secret = False
+    for line in text.removesuffix("\n").split("\n"):
+        if line.startswith("diff --git "):
+            is_secret = is_secret_file(line.rpartition(" b/")[2].rstrip('"'))
+            yield line
+            if is_secret:
+                yield LEFT_OUT
+        elif not is_secret:
+            cut = line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."
+            mark = cut[:1]  # "+", "-" or " "
+            hidden = _QUOTED_NAME.sub(_hide_value, hide_credentials(cut[1:]))
+            yield mark + _YAML_ENTRY.sub(_hide_value, hidden)
+
+
+def _hide_value(part: re.Match[str]) -> str:
+    return f"{part[1]}{part[2]}{part[3]}{LEFT_OUT}" if is_secret_name(part[2]) else part[0]
+
+
+def _git_environment() -> dict[str, str]:
+    """Without optional locks git never blocks a git command of the user."""
+    return {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
 
 
 def installed_versions() -> dict[str, str]:

@@ -20,13 +20,13 @@ from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
-from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.latest_metrics import LatestMetrics
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.ownership.claim import claim, continue_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
-from ddptrain.results.provenance import git_state, installed_versions, without_secrets
+from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
 from ddptrain.results.run_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
 from ddptrain.results.run_record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus, utc_now
 from ddptrain.results.select.recorded_config import parsed_config
@@ -185,6 +185,15 @@ class RunWriter:
             self._latest.begin_attempt()
             self.update(checkpoints=self._shelf.names, best=self._shelf.best)
         return series
+
+    def save_git_diff(self) -> None:
+        """Write git.diff if the code has changes that are not committed. Raises ResultsError."""
+        is_dirty = self._record.git is not None and self._record.git.dirty
+        if text := git_diff(Path.cwd(), self.secrets) if is_dirty else "":
+            write_file(self.layout.git_diff, text.encode(errors="replace"))
+        else:
+            with naming(self.layout.git_diff):
+                self.layout.git_diff.unlink(missing_ok=True)  # of an earlier part of the run
 
     @property
     def record(self) -> RunRecord:

@@ -23,10 +23,18 @@ class Limits:
     log_bytes: int
     table_bytes: int
     config_bytes: int
+    diff_bytes: int
 
     @classmethod
     def for_runs(cls, count: int) -> Self:
         """Return the share of each of `count` runs."""
         share = max(1, count)
         text = _TEXT_BYTES // share
-        return cls(_POINTS // share, _IMAGE_BYTES // share, min(text, 256 << 10), text, min(text, 128 << 10))
+        return cls(
+            _POINTS // share,
+            _IMAGE_BYTES // share,
+            min(text, 256 << 10),
+            text,
+            min(text, 128 << 10),
+            min(text, 200_000),
+        )

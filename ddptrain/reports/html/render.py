@@ -43,9 +43,9 @@ def safe_text(value: object) -> object:
     return value if isinstance(value, Markup | int | float) else _cleaned(str(value), _MOST_CHARACTERS)
 
 
-def long_text(value: str) -> Markup:
-    """Return the HTML of a long text, such as a traceback."""
-    return escape(_cleaned(value, _MOST_OF_LONG))
+def long_text(value: str, most: int = _MOST_OF_LONG) -> Markup:
+    """Return the HTML of a long text, such as a traceback, at most `most` characters of it."""
+    return escape(_cleaned(value, most))
 
 
 def _cleaned(text: str, most: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,23 @@ from typing import Any
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, one_line
+from ddptrain.file_ops import open_regular
 from ddptrain.redact import hide_secrets
 from ddptrain.reports.html.failure import Frame, Tail, shown_traceback, tails, user_frames
 from ddptrain.reports.html.limits import Limits
 from ddptrain.reports.html.pictures import Picture, PictureReader
 from ddptrain.reports.html.series import MEAN, Line, MetricSummary, page_data, read_lines, summaries
 from ddptrain.reports.html.settings import Setting, read_settings
-from ddptrain.reports.html.tables import Confusion, CsvFiles, GalleryItem, TableFile, confusion, gallery
+from ddptrain.reports.html.tables import (
+    Confusion,
+    CsvFiles,
+    GalleryItem,
+    GeneratedName,
+    Operators,
+    TableFile,
+    confusion,
+    gallery,
+)
 from ddptrain.reports.html.timeline import Timeline, read_timeline
 from ddptrain.reports.rank_results import RankResult, rank_results
 from ddptrain.results.annotations.annotations import Annotations
@@ -36,7 +47,8 @@ _EVALUATED = re.compile(r"(?:val|valid|validation|eval|test)[/_]", re.IGNORECASE
 class RunCard:
     """One run. curves: for the page's script. gallery, confusion, tables, pictures: from its artifacts.
 
-    files: other files that it has saved, with their sizes as text. problems: what could not be read.
+    files: other files that it has saved, with their sizes as text. diff: changes of its code that were not committed.
+    problems: what could not be read.
     """
 
     view: RunView
@@ -51,11 +63,14 @@ class RunCard:
     galleries: Sequence[tuple[str, Sequence[GalleryItem]]]
     confusion: Confusion | None
     pictures: Sequence[tuple[str, Sequence[Picture]]]
+    operators: Sequence[Operators]
+    names: Sequence[GeneratedName]
     files: Sequence[tuple[str, str]]
     settings: Sequence[Setting]
     result: str
     problems: Sequence[str]
     time_use: TimeUse | None = None
+    diff: str = ""
 
     @property
     def annotations(self) -> Annotations:
@@ -71,8 +86,10 @@ class RunCard:
             ("metrics", "Metrics", self.metrics),
             ("timeline", "Timeline", self.timeline),
             ("time", "Time", self.time_use),
+            ("operators", "Top operators", self.operators),
             ("confusion", "Confusion matrix", self.confusion),
             ("predictions", "Predictions", self.galleries),
+            ("names", "Generated names", self.names),
             ("images", "Images", self.pictures),
             ("tables", "Tables", self.tables),
             ("logs", "Logs", self.tails),
@@ -111,7 +128,21 @@ def read_card(view: RunView, limits: Limits) -> RunCard:
         result="" if view.record.result is None else shorten(json.dumps(hide_secrets(view.record.result)), _TEXT),
         problems=problems,
         time_use=time_use_of(view),
+        diff=_diff(view, limits.diff_bytes),
     )
+
+
+def _diff(view: RunView, budget_bytes: int) -> str:
+    """The changes of the code that were not committed; "" if there are none, or they cannot be read."""
+    if view.record.git is None or not view.record.git.dirty:
+        return ""
+    try:
+        with os.fdopen(open_regular(view.layout.git_diff), "rb") as file:
+            text = file.read(budget_bytes + 1)
+    except OSError:
+        return ""
+    shown = text[:budget_bytes].decode("utf-8", "replace")
+    return f"{shown}\n... (the rest is left out)" if len(text) > budget_bytes else shown
 
 
 def _media(view: RunView, limits: Limits) -> dict[str, Any]:
@@ -132,6 +163,8 @@ def _media(view: RunView, limits: Limits) -> dict[str, Any]:
         "galleries": galleries,
         "confusion": predictions,
         "pictures": pictures.groups(in_gallery),
+        "operators": csv_files.operators(),
+        "names": csv_files.generated_names(),
         "files": others[:_MOST_LISTED],
     }
 

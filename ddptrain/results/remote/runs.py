@@ -242,6 +242,7 @@ class StoreRuns:
                     log.write(data)
 
 
+_FILES_IN_REPORT = ("metrics.jsonl", "events.jsonl", "config.yaml", "git.diff")
 _IN_REPORT = (".csv", ".png", ".jpg", ".jpeg", ".webp", ".json")
 
 
@@ -259,7 +260,7 @@ def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
         return path in names or (path.startswith("inputs/") and path.endswith(".json"))
     if need is NeededFiles.REPORT:
         in_report = path.startswith("artifacts/") and path.lower().endswith(_IN_REPORT)
-        return in_report or path.startswith("logs/rank-") or path in ("metrics.jsonl", "events.jsonl", "config.yaml")
+        return in_report or path.startswith("logs/rank-") or path in _FILES_IN_REPORT
     is_small = (path.startswith(("artifacts/", "inputs/")) and path.endswith(".json")) or path == "config.yaml"
     return need is NeededFiles.MODEL and is_small
 

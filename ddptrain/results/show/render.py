@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ _MAX_FILES = 8  # a folder with more files is shown as one line
 _LEAST_RESULT = 12  # characters per line of a row's last cell, which may take several lines
 _RETURNED_WIDTH = 2_000
 _KIB = 1024.0
+_TRACE = re.compile(r"profile/steps-(\d{1,18})-(\d{1,18})/rank-\d{1,9}\.pt\.trace\.json\.gz")
 
 
 def run_table(runs: Sequence[RunFields], extra: Sequence[Field] = ()) -> list[tuple[str, ...]]:
@@ -91,7 +93,7 @@ def _short(text: str) -> str:
 def sections(view: RunView) -> list[Section]:
     """Everything about one run, as titled lists of names and values; empty ones are left out."""
     record = view.record
-    git = "" if record.git is None else record.git.commit + (" with changes" if record.git.dirty else "")
+    files = view.layout.artifacts()
     best = record.best
     about = [
         ("status", view.shown_status),
@@ -109,9 +111,10 @@ def sections(view: RunView) -> list[Section]:
         ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
         ("driver's output", _path_of(view.layout, view.layout.driver_log)),
         ("log for bug reports", _path_of(view.layout, view.layout.decision_log)),
-        ("git", git),
+        ("git", _git(view)),
         ("best", f"{best.metric} {number(best.value)} at step {best.step}" if best else ""),
         ("checkpoints", ", ".join(record.checkpoints)),
+        ("profile", _profiles(files)),
         ("result", "" if record.result is None else shorten(json.dumps(record.result), _RETURNED_WIDTH)),
     ]
     environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
@@ -122,12 +125,33 @@ def sections(view: RunView) -> list[Section]:
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),
         ("tracking", _tracking(view)),
-        ("artifacts", _artifacts(view.layout.artifacts())),
+        ("artifacts", _artifacts(files)),
         ("environment of the ranks", environment),
         ("versions", sorted(record.versions.items())),
     ]
     filled = ((title, [(clean(name), clean(value)) for name, value in lines if value]) for title, lines in all_sections)
     return [(clean(title), lines) for title, lines in filled if lines]
+
+
+def _git(view: RunView) -> str:
+    git = view.record.git
+    if git is None or not git.dirty:
+        return "" if git is None else git.commit
+    where = _path_of(view.layout, view.layout.git_diff)
+    return f"{git.commit} with changes{f': {where}' if where else ''}"
+
+
+def _profiles(files: Iterable[str]) -> str:
+    """As "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"."""
+    ranks: dict[tuple[int, int], int] = {}
+    for match in filter(None, map(_TRACE.fullmatch, files)):
+        steps = int(match[1]), int(match[2])
+        ranks[steps] = ranks.get(steps, 0) + 1
+    found = sorted(ranks.items())[:_MAX_FILES]
+    return "\n".join(
+        f"steps {first} to {last} of {counted(count, 'rank')}: artifacts/profile/steps-{first}-{last}"
+        for (first, last), count in found
+    )
 
 
 def _path_of(layout: RunLayout, path: Path) -> str:

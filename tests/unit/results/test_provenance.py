@@ -7,7 +7,13 @@ import pytest
 
 from ddptrain.redact import LEFT_OUT
 from ddptrain.results import provenance
-from ddptrain.results.provenance import git_state, installed_versions, without_secrets
+from ddptrain.results.provenance import (
+    git_diff,
+    git_state,
+    installed_versions,
+    without_secrets,
+    without_secrets_in_diff,
+)
 from ddptrain.results.run_record import EnvironmentValue
 
 
@@ -32,6 +38,86 @@ def test_commit_and_changes_of_the_checkout_are_told(tmp_path: Path, monkeypatch
     (tmp_path / "a").write_text("2")
     changed = git_state(folder)
     assert changed is not None and changed.dirty
+
+
+def commit_then_change(folder: Path, before: dict[str, str], after: dict[str, str]) -> None:
+    git(folder, "init", "-q")
+    for name, text in before.items():
+        (folder / name).write_text(text)
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "a")
+    for name, text in after.items():
+        (folder / name).write_text(text)
+
+
+def test_changes_of_tracked_files_are_told_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)
+    before = {"train.py": "rate = 1\n", ".env": "A=1\n"}
+    after = {"train.py": 'rate = 2\nnote = "hunter2 is it"\n', ".env": "WORDS=geheim\n", "new.py": "unseen = 1\n"}
+    commit_then_change(tmp_path, before, after)
+    sub = tmp_path / "sub"
+    sub.mkdir()
+    text = git_diff(sub, ["hunter2"])
+    assert "-rate = 1\n+rate = 2\n" in text and 'note = "<left out> is it"' in text
+    assert "diff --git a/.env b/.env\n<left out>\ndiff --git" in text
+    assert not any(word in text for word in ("hunter2", "geheim", "unseen"))
+
+
+def test_large_diff_is_cut_at_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)
+    commit_then_change(tmp_path, {"a": ""}, {"a": "0123456789\n" * 100_000})
+    text = git_diff(tmp_path)
+    assert 190_000 < len(text) < 200_100
+    assert text.endswith("\n+0123456789\n... (the rest is left out)\n")
+
+
+def test_diff_starts_no_program_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)
+    commit_then_change(tmp_path, {"a.txt": "1\n", ".gitattributes": "*.txt diff=own\n"}, {"a.txt": "2\n"})
+    for key in ("diff.external", "diff.own.command", "diff.own.textconv"):
+        git(tmp_path, "config", key, f"touch {tmp_path}/called; cat")
+    assert "-1\n+2\n" in git_diff(tmp_path)
+    assert not (tmp_path / "called").exists()
+
+
+def test_without_a_checkout_or_git_there_is_no_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_diff(tmp_path) == ""
+    commit_then_change(tmp_path, {"a": "1"}, {"a": "2"})
+    monkeypatch.setenv("PATH", "")
+    assert git_diff(tmp_path) == ""
+
+
+def test_diff_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\necho diff\nexec sleep 600\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 0.1)
+    assert git_diff(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "+  api_key: hunter2",
+        "-  - password: 'hunter2'",
+        "-API_KEY = 'hunter2'",
+        '+os.environ["API_KEY"] = "hunter2"',
+        '+os.environ.setdefault("API_KEY", "hunter2")',
+        ' connect("https://me:hunter2@host/")',
+        "+hf = 'hf_hunter2hunter2hunter2hunter2hunter2'",
+        "+-----BEGIN PRIVATE KEY-----\n+hunter2\n+-----END PRIVATE KEY-----",
+    ],
+)
+def test_secrets_in_a_diff_are_left_out(line: str) -> None:
+    text = without_secrets_in_diff(f"diff --git a/a.py b/a.py\n{line}\n+kept = 1\n")
+    assert "hunter2" not in text and LEFT_OUT in text
+    assert text.endswith("\n+kept = 1\n")
+
+
+def test_code_in_a_diff_is_kept() -> None:
+    text = "diff --git a/a.py b/a.py\n+for key in sorted(rows, key=len):\n-    tokens = split(text)\n+    pass\n"
+    assert without_secrets_in_diff(text) == text
 
 
 def test_a_folder_outside_any_checkout_has_no_commit(tmp_path: Path) -> None:
