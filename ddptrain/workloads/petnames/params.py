@@ -66,4 +66,7 @@ class PetnamesParams(BaseModel):
         description="Rows of one forward and backward; a step sums them up, its gradient stays the same. "
         "0 takes the whole batch; auto is 512 on a CPU, where caches are small, and 0 on a GPU.",
     )
+    samples: int = Field(
+        16, ge=0, le=1000, description="Names that the model writes at the end, for the table generated_names; 0: none."
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the split, the weights, the order and the dropout.")

@@ -20,15 +20,23 @@ MAX_LENGTH = 64  # a longer name counts as not ended
 
 @torch.inference_mode()
 def sample_names(
-    model: CharacterModel, count: int, start: str, temperature: float, draw: torch.Generator
+    model: CharacterModel,
+    count: int,
+    start: str,
+    temperature: float,
+    draw: torch.Generator,
+    longest: int = MAX_LENGTH,
 ) -> list[str | None]:
-    """`count` names that begin with `start`, as the model writes them; None for a name that did not end."""
+    """`count` names that begin with `start`, as the model writes them.
+
+    None stands for a name that did not end within `longest` characters.
+    """
     reader: _Reader = _WindowReader(model, count) if model.config.context == "window" else _FullReader(model, count)
     first = torch.tensor([BLANK_ID, *encode(start)])
     for symbol in first:
         logits, node = reader.read(symbol.expand(count))
     names = first[1:].expand(count, len(start)).clone()
-    names = torch.cat([names, torch.full((count, max(1, MAX_LENGTH - len(start))), BLANK_ID)], dim=1)
+    names = torch.cat([names, torch.full((count, max(1, longest - len(start))), BLANK_ID)], dim=1)
     unfinished = torch.arange(count)
     for position in range(len(start), names.shape[1]):
         symbols = _draw(logits, node, temperature, draw, may_stop=position > 0)

@@ -20,6 +20,7 @@ from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.protocol.starting_weights import weights_in
 from ddptrain.workloads.petnames.data import Rows, make_rows, plan_epoch
+from ddptrain.workloads.petnames.examples import log_generated_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
 from ddptrain.workloads.petnames.names import Split, chosen_names, split_names
 from ddptrain.workloads.petnames.params import PetnamesParams
@@ -67,6 +68,9 @@ def train(ctx: RankContext, **params: Any) -> None:
         said = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         print(f"epoch {epoch}/{settings.epochs}: {said}, {rate:,.0f} {trainer.unit}/s", flush=True)
         trainer.save(epoch, metrics, last=epoch == settings.epochs)
+    if settings.samples and ctx.rank == 0:
+        known = {*split.train, *split.held_out}
+        log_generated_names(ctx, model, known, settings.samples, settings.seed, trainer.step)
 
 
 class NamesTrainer:

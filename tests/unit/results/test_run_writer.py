@@ -8,7 +8,7 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import load_run
 from ddptrain.results.ownership import driver_heartbeat, run_lock
 from ddptrain.results.remote.local_copy import Origin
-from ddptrain.results.run_record import DriverRecord, EnvironmentValue, FailureRecord, RunRecord, RunStatus
+from ddptrain.results.run_record import DriverRecord, EnvironmentValue, FailureRecord, GitRecord, RunRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from tests.unit.results.conftest import Stage
 
@@ -391,3 +391,22 @@ def test_a_driver_that_forgets_to_finish_has_not_succeeded(tmp_path: Path) -> No
     with make(tmp_path, "r") as writer:
         pass
     assert (read(writer)["status"], read(writer)["exit_code"]) == ("failed", 3)
+
+
+def test_changes_that_are_not_committed_are_kept_until_they_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = GitRecord(commit="c" * 40, dirty=True)
+    given: list[Sequence[str]] = []
+    monkeypatch.setattr(writer_module, "git_state", lambda _: state)
+    monkeypatch.setattr(writer_module, "git_diff", lambda _, secrets: given.append(secrets) or "+rate = 2\n")
+    with make(tmp_path, "r-1") as writer:
+        writer.secrets = ["geheim"]
+        writer.save_git_diff()
+        assert given == [["geheim"]] and writer.layout.git_diff.read_text() == "+rate = 2\n"
+        writer.finish(RunStatus.FAILED, 1)
+    state = GitRecord(commit="d" * 40)
+    with RunWriter.reopen(tmp_path / "r-1", "name: petnames\n") as writer:
+        writer.save_git_diff()
+        assert not writer.layout.git_diff.exists()
+        writer.finish(RunStatus.SUCCEEDED, 0)

@@ -1,16 +1,24 @@
+from __future__ import annotations
+
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
+from ddptrain.workloads.petnames import examples
 from ddptrain.workloads.petnames.alphabet import STOP_ID, encode
 from ddptrain.workloads.petnames.generate import generate_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.params import PetnamesParams
 from ddptrain.workloads.petnames.sampling import MAX_LENGTH, _FullReader, _WindowReader, sample_names
+
+if TYPE_CHECKING:
+    from ddptrain.rank.context import RankContext
 
 
 def untrained(context: str, stop_bias: float = 1.0) -> CharacterModel:
@@ -83,6 +91,23 @@ def test_names_begin_with_the_prefix(run_dir: Path) -> None:
 def test_a_name_that_never_ends_is_given_up(tmp_path: Path) -> None:
     names = sample_names(untrained("full", stop_bias=-1e9), 3, "", 1.0, torch.Generator().manual_seed(0))
     assert names == [None] * 3
+
+
+def test_examples_of_a_run_are_a_table_of_distinct_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[Any, ...]] = []
+    ctx = SimpleNamespace(log_table=lambda *args, step: logged.append((*args, step)))
+    monkeypatch.setattr(examples, "sample_names", lambda *_: ["rex", None, "mo b", "rex", " "])
+    model = untrained("full").train()
+    before = torch.get_rng_state()
+    examples.log_generated_names(cast("RankContext", ctx), model, {"rex"}, 5, 1, 7)
+    assert logged == [("generated_names", ("name", "is_known"), [("Rex", True), ("Mo B", False)], 7)]
+    assert model.training and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_name_that_is_longer_than_wanted_is_given_up() -> None:
+    names = sample_names(untrained("full"), 200, "", 1.0, torch.Generator().manual_seed(0), 5)
+    ended = [name for name in names if name is not None]
+    assert 0 < len(ended) < 200 and all(len(name) < 5 for name in ended)
 
 
 def test_no_sampled_name_is_empty_or_holds_a_blank() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import AttemptRecord, BestRecord, DriverRecord, FailureRecord, RunRecord
+from ddptrain.results.run_record import AttemptRecord, BestRecord, DriverRecord, FailureRecord, GitRecord, RunRecord
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.fields import RunFields
 from ddptrain.results.show.render import HEADER, print_table, rows, run_table, sections, size
@@ -175,3 +175,16 @@ def test_link_that_ranks_share_is_shown_once_beside_those_of_their_own_runs(tmp_
     view = RunView(view.layout, RunRecord(run_id="r", tracking={"wandb": shared, "wandb/rank_1": shared}))
     shown = dict(sections(view))["tracking"]
     assert [text for _, text in shown] == ["https://w/w1", "https://w/w1-1", "https://w/w1-rank_3"]
+
+
+def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    for name in ("steps-10-13/rank-0.pt.trace.json.gz", "steps-10-13/rank-1.pt.trace.json.gz", "steps-2-2/rank-1.csv"):
+        path = layout.artifacts_dir / "profile" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    layout.git_diff.write_text("+a\n")
+    record = RunRecord(run_id="r", status="failed", git=GitRecord(commit="abc", dirty=True))
+    about = dict(sections(RunView(layout, record))[0][1])
+    assert about["profile"] == "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"
+    assert about["git"] == f"abc with changes: {tmp_path}/git.diff"
