@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,31 @@ def record(run: Path) -> dict[str, Any]:
 def weights(run: Path) -> dict[str, bytes]:
     file = run / "checkpoints" / "step-12" / "model.safetensors"
     return {name: value.tobytes() for name, value in load_file(file).items()}
+
+
+STEPS = """
+import torch
+
+
+def train(ctx):
+    model = ctx.prepare(torch.nn.Linear(4, 1))
+    for step in range(1, 6):
+        model(torch.ones(2, 4)).sum().backward()
+        ctx.progress(step, 5, unit="steps")
+"""
+
+
+def test_profile_of_the_configuration_is_recorded_by_its_rank(run_cli: Cli, warm_cluster: str) -> None:
+    (run_cli.folder / "work.py").write_text(STEPS)
+    config = run_cli.folder / "config.yaml"
+    content = {"workload": "work:train", "cluster": {"ranks": 2, "address": warm_cluster}}
+    config.write_text(json.dumps({**content, "profile": {"steps": [2, 4], "ranks": [1]}}))
+    done = run_cli("train", config, "--run-id", "profiled")
+    assert done.rc == 0, done.stderr
+    run = run_cli.folder / "runs" / "profiled"
+    folder = run / "artifacts" / "profile" / "steps-2-4"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.csv", "rank-1.pt.trace.json.gz"]
+    with gzip.open(folder / "rank-1.pt.trace.json.gz") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {name for name in names if name.startswith("ProfilerStep")} == {f"ProfilerStep#{step}" for step in (2, 3, 4)}
+    assert (run / "logs" / "rank-1.log").read_text() == ""  # torch.profiler writes nothing there
