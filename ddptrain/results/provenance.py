@@ -64,9 +64,15 @@ def git_diff(folder: Path, secrets: Sequence[str] = ()) -> str:
         "--dst-prefix=b/",
     )
     command = ["git", "-c", "core.quotePath=false", "diff", "HEAD", *options]
-    pipes: dict[str, int] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
-        with subprocess.Popen(command, cwd=folder, env=_git_environment(), **pipes) as process:
+        with subprocess.Popen(
+            command,
+            cwd=folder,
+            env=_git_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:
             assert process.stdout is not None, "a pipe"
             timer = threading.Timer(_GIT_TIMEOUT_S, process.kill)
             timer.start()

@@ -398,8 +398,13 @@ def test_changes_that_are_not_committed_are_kept_until_they_are_committed(
 ) -> None:
     state = GitRecord(commit="c" * 40, dirty=True)
     given: list[Sequence[str]] = []
+
+    def diff(_: Path, secrets: Sequence[str]) -> str:
+        given.append(secrets)
+        return "+rate = 2\n"
+
     monkeypatch.setattr(writer_module, "git_state", lambda _: state)
-    monkeypatch.setattr(writer_module, "git_diff", lambda _, secrets: given.append(secrets) or "+rate = 2\n")
+    monkeypatch.setattr(writer_module, "git_diff", diff)
     with make(tmp_path, "r-1") as writer:
         writer.secrets = ["geheim"]
         writer.save_git_diff()
