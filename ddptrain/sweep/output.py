@@ -110,7 +110,7 @@ def ended_words(sweep: SweepRecord) -> str:
     return f"{ended} of {counted(sweep.planned, 'trial')}" if sweep.planned else counted(ended, "trial")
 
 
-def summary_lines(sweep: SweepRecord, folder: Path) -> list[str]:
+def summary_lines(sweep: SweepRecord, where: str) -> list[str]:
     """Return the text at the end: the best trials as a table, the importance of each field, and where the files are."""
     states = [f"{count} {state}" for state in TrialState if (count := sum(t.state is state for t in sweep.trials))]
     lines = [
@@ -121,8 +121,8 @@ def summary_lines(sweep: SweepRecord, folder: Path) -> list[str]:
         shares = [f"{name.partition('.')[2]} {share:.0%}" for name, share in sweep.importance.items()]
         lines.append(f"  importance {', '.join(shares)}")
     if best := best_words(sweep):
-        lines.append(f"  {best}: {folder / 'best.yaml'}")
-    lines.append(f"  results {folder}")
+        lines.append(f"  {best}: {where}/best.yaml")
+    lines.append(f"  results {where}")
     return lines
 
 
