@@ -131,6 +131,7 @@ class Stage:
         *,
         env: Mapping[str, str] | None = None,
         complete: Callable[[], bool] = lambda: False,
+        timeout_s: float = _TIMEOUT_S,
     ) -> Finished:
         """Run a command to its end.
 
@@ -141,7 +142,7 @@ class Stage:
         with tempfile.TemporaryFile(dir=self.folder) as out, tempfile.TemporaryFile(dir=self.folder) as err:
             began_ns, began = time.time_ns(), time.perf_counter()
             with self.started(command, env=env, stdout=out.fileno(), stderr=err.fileno()) as popen:
-                cpu_s = _wait(popen, _TIMEOUT_S)
+                cpu_s = _wait(popen, timeout_s)
             wall_s = time.perf_counter() - began
             out.seek(0)
             err.seek(0)
