@@ -78,6 +78,24 @@ def trial_event(kind: str, record: TrialRecord) -> dict[str, Any]:
     return {"event": kind, "time_s": round(time.time(), 3), **dataclasses.asdict(record)}
 
 
+def last_event(record: SweepRecord, where: str) -> dict[str, Any]:
+    """Return the last object for --output json; `where` is the folder or URL of the sweep."""
+    best = record.find_best()
+    return {
+        "event": "sweep_finished",
+        "time_s": round(time.time(), 3),
+        "sweep_id": record.sweep_id,
+        "sweep_dir": where,
+        "status": record.status,
+        "exit_code": record.exit_code,
+        "message": record.message,
+        "duration_s": record.duration_s,
+        "best": trial_event("trial", best) if best is not None else None,
+        "importance": record.importance,
+        "best_yaml": f"{where}/best.yaml" if best is not None else None,
+    }
+
+
 def trial_line(record: TrialRecord, sweep: SweepRecord) -> str:
     """Return the line about a trial that has ended."""
     value = f"{sweep.metric} {text_tables.number(record.value)}" if record.value is not None else ""

@@ -52,6 +52,14 @@ class TrialRecord:
     ended_at: str | None = None
     duration_s: float | None = None
 
+    @property
+    def cause(self) -> str:
+        """The failure without the names of the trial's own runs, which paths in it contain."""
+        cause = self.error
+        for run_id in self.run_ids:
+            cause = cause.replace(run_id, "RUN")
+        return cause
+
 
 @dataclass(slots=True)
 class SweepRecord:

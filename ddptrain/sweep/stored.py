@@ -6,6 +6,7 @@ is in the store before its trial begins; a result that a killed driver did not u
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from ddptrain.results.checkpoint_verification import finite_metrics, parse_manif
 from ddptrain.results.errors import ResultsError, naming
 from ddptrain.results.layout import MANIFEST, new_run_id, valid_run_id
 from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS
 from ddptrain.results.remote.lease import StoreLock
@@ -31,6 +33,7 @@ from ddptrain.storage.remote_folder import RemoteFolder, is_plain
 from ddptrain.sweep.metric import values_of_run
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, parse_sweep
 
+WORK_LOCK = ".sweep.lock"  # of the working folder: ddptrain stop finds the process of the driver by it
 _FILES = (SWEEP_JSON, "config.yaml", "driver.log", "best.yaml")
 _PIECES, _JOURNAL = "journal", ".journal.log"  # the upload leaves out names that begin with a dot
 _DIGITS = 15
@@ -156,8 +159,12 @@ class StoredSweeps:
                 bring_here(run, uploads, None, lambda *_: None)
             sweep = StoredSweep(self._runs, sweep_id, uploads)
             sweep.begin(run, lock.claim.token)
-            with uploads:
-                yield sweep
+            descriptor = run_lock.take(uploads.root / WORK_LOCK)
+            try:
+                with uploads:
+                    yield sweep
+            finally:
+                os.close(descriptor)
         finally:
             lock.release(forget=not resumed and not uploads.begun)
 

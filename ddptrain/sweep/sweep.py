@@ -178,8 +178,11 @@ class Sweep:
 
         with self.signals.interrupting():
             session = stack.enter_context(open_session(cluster, config, self.display.status))
-        fixed = machine.ranks // self.ranks if machine is not None else self.sweep.parallel
-        capacity = Capacity(None if fixed == "auto" else int(fixed), self.ranks, session.client)
+        if machine is not None:
+            capacity = Capacity(machine.ranks // self.ranks, self.ranks, None)
+        else:
+            most = None if self.sweep.parallel == "auto" else self.sweep.parallel
+            capacity = Capacity(most, self.ranks, session.client)
         return session, SharedCluster(cluster, session.target), capacity
 
     def _take_up(self, study: Study) -> None:
@@ -188,7 +191,7 @@ class Sweep:
         self.record.trials.clear()
         for trial in study.records():
             if trial.number in known:
-                trial.run_ids = known[trial.number].run_ids
+                trial.run_ids = trial.run_ids or known[trial.number].run_ids
                 trial.duration_s = trial.duration_s or known[trial.number].duration_s
             self.record.trials.append(trial)
             if trial.state is TrialState.INTERRUPTED:
@@ -293,11 +296,15 @@ class Sweep:
         self.display.notice(output.trial_line(record, self.record) + mark, level=level)
         if trial.bug is not None:
             raise trial.bug
-        if record.state is TrialState.FAILED and self.failures.add(record.error) and not self.ending:
+        may_diverge = trial.diverged and best is not None  # where other points work, this is a result of the point
+        if record.state is TrialState.FAILED and not may_diverge and self._has_failed_too_often(record):
             text = f"{SAME_FAILURES} trials have failed in the same way: {record.error}"
             self._fail(
                 f"{text}; the log of the last one is in {self.home.where}/{record.run_ids[-1]}/logs", trial.exit_code
             )
+
+    def _has_failed_too_often(self, record: TrialRecord) -> bool:
+        return self.failures.add(record.cause) and not self.ending
 
     def _fail(self, text: str, exit_code: int) -> None:
         """End the sweep early because of an error; running trials save and end."""
@@ -346,7 +353,7 @@ class Sweep:
             record.importance = study.importance()
         record.save(self.folder)
         lines = output.summary_lines(record, self.home.where)
-        self.display.close({}, lines, self._last_event())
+        self.display.close({}, lines, output.last_event(record, self.home.where))
         return self.exit_code
 
     def _write_best(self, best: TrialRecord) -> None:
@@ -354,23 +361,6 @@ class Sweep:
         words += f"{best.number}, {self.record.metric} {best.value:.6g}."
         config = trial_config(self.resolved, best.params, 0, self.home.runs_dir, self.home.sweep_id)
         write_file(self.folder / folders.BEST, best_yaml(self.resolved, config, words).encode())
-
-    def _last_event(self) -> dict[str, Any]:
-        record = self.record
-        best = record.find_best()
-        return {
-            "event": "sweep_finished",
-            "time_s": round(time.time(), 3),
-            "sweep_id": record.sweep_id,
-            "sweep_dir": self.home.where,
-            "status": record.status,
-            "exit_code": record.exit_code,
-            "message": record.message,
-            "duration_s": record.duration_s,
-            "best": output.trial_event("trial", best) if best is not None else None,
-            "importance": record.importance,
-            "best_yaml": f"{self.home.where}/{folders.BEST}" if best is not None else None,
-        }
 
     def _elapsed_s(self) -> float:
         return self._earlier_s + time.monotonic() - self._began_s

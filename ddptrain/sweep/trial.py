@@ -64,7 +64,8 @@ class TrialPlan:
 class Trial:
     """A trial that runs. Its thread calls `ended` once, with the trial, whose record has the result.
 
-    exit_code: that of a run that failed. bug: an exception that is none of ours.
+    exit_code: that of a run that failed. diverged: it ran, but no value of the metric is a finite number.
+    bug: an exception that is none of ours.
     """
 
     def __init__(self, plan: TrialPlan, record: TrialRecord, ended: Callable[[Trial], object]) -> None:
@@ -74,7 +75,7 @@ class Trial:
         self.status = "starting"
         self.done: float | None = None  # the progress of rank 0, of `total`
         self.total: float | None = None
-        self.pruned = False
+        self.pruned = self.diverged = False
         self.stopped: list[int] = []  # the signals that ask it to end
         self._signals: ThreadSignals | None = None
         self._ended = ended
@@ -105,7 +106,7 @@ class Trial:
         """Return the signals of the run that begins now."""
         with self._mutex:
             self._signals = ThreadSignals(inbox)
-            for signum in self.stopped:
+            for signum in [*self.stopped, *([signal.SIGTERM] if self.pruned else [])]:
                 self._signals.send(signum)
             return self._signals
 
@@ -144,6 +145,9 @@ class Trial:
                 record.run_ids.append(run_id)
             if not self._repeat(repeat, run_id):
                 return
+            if self.pruned and repeat + 1 < plan.seeds:  # the pruner decided at the last value: no further repeats
+                record.value, record.state = statistics.fmean(record.values), TrialState.PRUNED
+                return
         record.value = statistics.fmean(record.values)
         record.spread = statistics.stdev(record.values) if len(record.values) > 1 else None
         record.state = TrialState.COMPLETE
@@ -151,7 +155,9 @@ class Trial:
     def _repeat(self, repeat: int, run_id: str) -> bool:
         """Run a repeat, or take the result of one that has ended; return whether the trial goes on."""
         view = self.plan.home.find_trial(run_id)
-        if view is None or not _has_result(view):
+        if view is not None and repeat == 0:
+            self._report_again(view)
+        if view is None or not (_has_result(view) or (self.pruned and view.status in _STOPPED)):
             if self.stopped:
                 self.record.state = TrialState.INTERRUPTED
                 return False
@@ -170,6 +176,12 @@ class Trial:
                 return self._fail(f"the directory of run {run_id} has been deleted", ExitCode.CLUSTER)
         return self._judge(view)
 
+    def _report_again(self, view: RunView) -> None:
+        """Report what an earlier driver may not have reported before it was killed; it may have decided to prune."""
+        for index, value in enumerate(self.plan.home.values(view, self.plan.metric).values(), 1):
+            if self.plan.report(self.record.number, index, value):
+                self.pruned = True
+
     def _judge(self, view: RunView) -> bool:
         """Take the result of a run that has ended; return whether the trial goes on."""
         values = self.plan.home.values(view, self.plan.metric)
@@ -178,6 +190,7 @@ class Trial:
             self.record.step = round(max(values))
         if view.status == RunStatus.SUCCEEDED:
             if value is None:
+                self.diverged = bool(values)
                 return self._fail(_no_value(self.plan.metric, values, view), ExitCode.TRAINING_FAILED)
             self.record.values.append(value)
             return True
@@ -319,9 +332,6 @@ def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
         if resume and (view := home.find_trial(run_id)) is not None:
             values = home.values(view, trial.plan.metric)
             index, last_step = len(values), max(values, default=-math.inf)
-            if run_id == trial.run_id(0):
-                for number, value in enumerate(values.values(), 1):  # what the killed driver could not report any more
-                    trial.plan.report(trial.record.number, number, value)
         reports = run_id == trial.run_id(0)
         display = TrialDisplay(trial, reports=reports, index=index, last_step=last_step, usual=usual)
         options = LaunchOptions(run_id=run_id, resume="auto" if resume else None, shared=shared(trial, display))

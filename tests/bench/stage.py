@@ -47,6 +47,7 @@ class Sizes:
     image_keys: int = 20_000
     gpu_steps: int = 100
     trials: int = 16
+    asha_epochs: int = 9
 
 
 QUICK = Sizes(
@@ -65,6 +66,7 @@ QUICK = Sizes(
     image_keys=1_500,
     gpu_steps=10,
     trials=3,
+    asha_epochs=2,
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.errors import ResultsError
 from ddptrain.sweep.folder import open_sweeps
 from ddptrain.sweep.records import SweepRecord
+from ddptrain.sweep.stop import find_target, stop_sweep
 from ddptrain.sweep.stored import StoredSweep, StoredSweeps
 
 
@@ -85,6 +88,24 @@ def test_names_that_are_taken_or_missing_are_refused(sweeps: StoredSweeps, store
     (store / "r" / "run.json").write_text("{}")
     with pytest.raises(UsageError, match="is a run; choose another --sweep-id"), sweeps.create("mine", "r"):
         pass
+
+
+def test_a_running_sweep_is_stopped_by_the_lock_of_its_working_folder(
+    sweeps: StoredSweeps, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"file://{store}"
+    assert find_target(place, "s") is None
+    with sweeps.create("mine", "s") as sweep:
+        SweepRecord("s", "mine", "mine.yaml", "2026-01-01T00:00:00Z").save(sweep.folder)
+        write(sweep, b"{}\n")
+        target = find_target("runs", f"{place}/s")
+        assert target is not None and target.holder() == (os.getpid(), socket.gethostname())
+        on_machine(tmp_path / "second", monkeypatch)
+        elsewhere = find_target(place, "s")
+        assert elsewhere is not None
+        with pytest.raises(UsageError, match="can only be stopped on"):
+            stop_sweep(elsewhere, now=False, tell=print)
+    assert stop_sweep(target, now=False, tell=print)[1] is False
 
 
 def test_a_start_that_was_killed_before_its_first_trial_leaves_nothing_in_the_way(

@@ -83,6 +83,31 @@ def test_the_third_equal_failure_ends_the_sweep(sweeper: Sweeper, capsys: pytest
     assert record.message in capsys.readouterr().err
 
 
+def test_paths_of_their_own_do_not_make_failures_different(sweeper: Sweeper) -> None:
+    sweeper.workload = lambda params, run: f"cannot read {sweeper.folder}/s/s-{len(sweeper.begun) - 1:04d}/inputs"
+    assert sweeper.run(sweeper.config(trials=5)) == ExitCode.TRAINING_FAILED
+    assert len(read_sweep(sweeper.folder / "s").trials) == 3
+
+
+def test_points_that_diverge_are_results_as_long_as_others_do_not(sweeper: Sweeper) -> None:
+    sweeper.workload = lambda params, run: logs_once(run, 1.0 if params["lr"] == 1 else math.nan)
+    config = sweeper.config(space={"params.lr": [1, 2, 3, 4, 5, 6]}, search="grid", trials=None)
+    assert sweeper.run(config) == 0
+    config = sweeper.config(space={"params.lr": [2, 3, 4, 5, 6]}, search="grid", trials=None)
+    assert sweeper.run(config, sweep_id="t") == ExitCode.TRAINING_FAILED
+    assert len(read_sweep(sweeper.folder / "t").trials) == 3
+
+
+def test_a_trial_that_is_pruned_at_its_last_value_is_not_repeated(sweeper: Sweeper) -> None:
+    sweeper.workload = lambda params, run: logs_once(run, params["lr"])
+    space = {"params.lr": [1, 2]}
+    config = sweeper.config(space=space, search="grid", trials=None, seeds=2, prune="asha", params={"seed": 0})
+    assert sweeper.run(config) == 0
+    first, second = read_sweep(sweeper.folder / "s").trials
+    assert (first.state, first.values) == (TrialState.COMPLETE, [1.0, 1.0])
+    assert (second.state, second.value, second.run_ids) == (TrialState.PRUNED, 2.0, ["s-0001"])
+
+
 def test_different_failures_are_results(sweeper: Sweeper) -> None:
     sweeper.workload = lambda params, run: f"bad {params['lr']}" if params["lr"] != 3 else follows_lr(params, run)
     assert sweeper.run(sweeper.config(space={"params.lr": [1, 2, 3, 4]}, search="grid", trials=None)) == 0
