@@ -10,10 +10,10 @@ import json
 import sys
 from typing import Any
 
-import ray
+import ray  # type: ignore[import-not-found]
 from ray import train, tune
-from ray.train.torch import TorchTrainer
-from trial import train_steps
+from ray.train.torch import TorchTrainer  # type: ignore[import-not-found]
+from trial import train_steps  # type: ignore[import-not-found]
 
 
 def _rank(config: dict[str, Any]) -> None:
