@@ -13,7 +13,7 @@ import pytest
 from ddptrain.config.load import load_config
 from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
-from ddptrain.sweep.folder import locked
+from ddptrain.sweep.folder import LocalSweep, locked
 from ddptrain.sweep.records import TrialState, read_sweep
 from ddptrain.sweep.trial import Trial
 from tests.unit.sweep.conftest import StubRun, Sweeper
@@ -231,3 +231,33 @@ def test_sweep_json_has_only_finite_numbers(sweeper: Sweeper) -> None:
     text = (sweeper.folder / "s" / "sweep.json").read_text()
     data = json.loads(text, parse_constant=pytest.fail)
     assert data["format"] == 1 and data["space"] == {"params.lr": {"kind": "uniform", "low": 0.0, "high": 1.0}}
+
+
+def test_a_sweep_that_loses_its_store_saves_and_ends(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[Any] = []
+    monkeypatch.setattr(LocalSweep, "listen", lambda home, warn, loss: lost.append(loss))
+
+    def taken(params: dict[str, Any], run: StubRun) -> str:
+        if len(sweeper.begun) == 2:
+            lost[0](RunLocked("sweep s is held by another driver"))
+        return follows_lr(params, run)
+
+    sweeper.workload = taken
+    assert sweeper.run(sweeper.config(trials=9)) == ExitCode.LOCKED
+    record = read_sweep(sweeper.folder / "s")
+    assert (record.status, record.message) == ("failed", "sweep s is held by another driver")
+    assert len(sweeper.begun) < 9
+
+
+def test_no_trial_begins_before_its_point_is_in_the_store(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["it took too long", "it took too long", ""]
+    begun_at: list[int] = []
+
+    def upload(home: LocalSweep, within_s: float) -> str:
+        begun_at.append(len(sweeper.begun))
+        return answers.pop(0) if answers else ""
+
+    monkeypatch.setattr(LocalSweep, "upload", upload)
+    sweeper.workload = follows_lr
+    assert sweeper.run(sweeper.config(trials=1)) == 0
+    assert begun_at == [0, 0, 0] and len(sweeper.begun) == 1
