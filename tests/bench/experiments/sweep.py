@@ -51,11 +51,8 @@ def _open(stage: Stage) -> Iterator[Variants]:
     def ray() -> Figures:
         python = python_with("ray", [_RAY, f"torch=={version('torch').partition('+')[0]}"])
         settings = {"ranks": _RANKS, "parallel": _PARALLEL, "steps": _STEPS, "trials": trials}
-        command = [
-            python,
-            stage.programs / "ray_trials.py",
-            json.dumps({**settings, "folder": str(stage.new_folder("ray"))}),
-        ]
+        given = json.dumps({**settings, "folder": str(stage.new_folder("ray"))})
+        command = [str(python), str(stage.programs / "ray_trials.py"), given]
         # In a folder with a short name: it holds unix sockets. HOME: Ray keeps a token there.
         with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
             env = {**_RAY_ENV, "RAY_TMPDIR": scratch, "HOME": scratch, "PYTHONPATH": str(stage.programs)}
