@@ -74,5 +74,5 @@ release-check: $(INSTALLED) ## check tag, changelog and wheel of a release; TAG=
 	$(BIN)/python -m tests.release --tag $(TAG)
 
 clean: ## remove .venv, dist and caches; runs/ stays
-	rm -rf $(VENV) dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .bench-peers dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -105,6 +105,15 @@ def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], o
         raise ConfigError(problems) from None
 
 
+def local_config(config: str) -> str:
+    """Return the file that CONFIG names; one of an object store is downloaded. Raises UsageError, StoreError."""
+    if "://" not in config:
+        return config
+    from ddptrain.results.remote.config_copy import fetch_config
+
+    return str(fetch_config(config))
+
+
 def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) -> dict[str, str]:
     """Convert options for configuration fields: `--set` text -> the option as it was typed."""
     import json

@@ -56,19 +56,19 @@ def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
     """Stop a sweep, if this is the name of one; return whether it is."""
     import json
 
-    from ddptrain.sweep.stop import stop_sweep, sweep_folder
+    from ddptrain.sweep.stop import find_target, stop_sweep
 
-    folder = sweep_folder(runs_dir, name)
-    if folder is None:
+    target = find_target(runs_dir, name)
+    if target is None:
         return False
-    record, was_running = stop_sweep(folder, now=now, tell=lambda text: say(f"ddptrain: {text}"))
+    record, was_running = stop_sweep(target, now=now, tell=lambda text: say(f"ddptrain: {text}"))
     if as_json:
         fields = {"sweep_id": record.sweep_id, "status": record.status, "exit_code": record.exit_code}
         write([json.dumps(fields)], is_json=True)
     else:
         ended = f"{record.status} (exit code {record.exit_code})"
         hint = "; go on with ddptrain sweep CONFIG --resume" if was_running and record.exit_code else ""
-        write([f"sweep {folder.name} {'' if was_running else 'is not running, it has ended: '}{ended}{hint}"])
+        write([f"sweep {target.name} {'' if was_running else 'is not running, it has ended: '}{ended}{hint}"])
     return True
 
 

@@ -16,6 +16,7 @@ from ddptrain.cli.options import (
     VerboseOption,
     checked,
     field_options,
+    local_config,
 )
 
 
@@ -57,5 +58,5 @@ def sweep(
 
     if config is None:
         config = last_source(runs_dir or "runs", sweep_id)
-    resolved = checked(partial(load_config, config, sweeps=True), overrides or [], options)
+    resolved = checked(partial(load_config, local_config(config), sweeps=True), overrides or [], options)
     raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))

@@ -27,6 +27,7 @@ from ddptrain.cli.options import (
     VerboseOption,
     checked,
     field_options,
+    local_config,
 )
 from ddptrain.cli.printing import say, write
 
@@ -189,7 +190,7 @@ def _load(config: str, overrides: list[str], options: dict[str, str]) -> Resolve
     """Load the configuration and apply the options; errors name the option as it was typed."""
     from ddptrain.config.load import load_config
 
-    return checked(partial(load_config, config), overrides, options)
+    return checked(partial(load_config, local_config(config)), overrides, options)
 
 
 def _ordered(config: str, options: dict[str, str]) -> ResolvedConfig:

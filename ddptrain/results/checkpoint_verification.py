@@ -50,7 +50,7 @@ def read_manifest(folder: Path) -> VerifiedCheckpoint:
         step=manifest["step"],
         epoch=manifest["epoch"],
         world_size=manifest["world_size"],
-        metrics={name: value for name, value in manifest["metrics"].items() if _is_finite(value)},
+        metrics=finite_metrics(manifest),
         files=(*(file["name"] for file in manifest["files"]), MANIFEST),
     )
 
@@ -84,6 +84,11 @@ def parse_manifest(data: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return manifest if isinstance(manifest, dict) and _is_complete(manifest) else None
+
+
+def finite_metrics(manifest: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a parsed manifest that are finite numbers."""
+    return {name: value for name, value in manifest["metrics"].items() if _is_finite(value)}
 
 
 def is_plain_name(name: object) -> bool:

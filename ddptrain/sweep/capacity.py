@@ -42,20 +42,28 @@ def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResou
 class Capacity:
     """Looks at most once a second at the slots of a cluster that other runs use, too."""
 
-    def __init__(self, fixed: int | None, ranks: int, client: Client) -> None:
-        """`fixed`: the number of trials; None for as many as there are free slots."""
-        self._fixed, self._ranks, self._client = fixed, ranks, client
+    def __init__(self, most: int | None, ranks: int, client: Client | None) -> None:
+        """`most`: the largest number of trials; None for no limit. client: None if there are slots for so many."""
+        self._most, self._ranks, self._client = most, ranks, client
         self._looked_at = 0.0
         self._found = 1
 
     def trials(self, running: int) -> int:
-        """Return how many trials may run at the same time; at least 1, which waits for its slots."""
-        if self._fixed is not None:
-            return self._fixed
+        """Return how many trials may run at the same time; at least 1, which waits for its slots.
+
+        A trial that is started without free slots would fail after cluster.wait_s, also if trials of its own sweep
+        have the slots.
+        """
+        if self._client is None:
+            return self._most or 1
+        found = self._free_trials(self._client, running)
+        return found if self._most is None else min(found, self._most)
+
+    def _free_trials(self, client: Client, running: int) -> int:
         if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return self._found
         try:
-            seen = self._client.run_on_scheduler(slots.overview)
+            seen = client.run_on_scheduler(slots.overview)
         except Exception as error:  # Dask raises any type while a connection breaks; the trials report that
             _log.info("free slots are not known", reason=error)
             return self._found

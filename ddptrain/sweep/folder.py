@@ -1,26 +1,29 @@
-"""The folder of a sweep: a new one, or that of a sweep to resume, with its lock."""
+"""Sweeps in a folder of this machine: a new one, or one to resume, with its lock."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import describe_value, nearest, shorten
-from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.errors import DdptrainError, RunLocked, RunNotFound, UsageError
 from ddptrain.results.errors import naming
-from ddptrain.results.layout import new_run_id
-from ddptrain.results.lookup import moment
+from ddptrain.results.layout import RunLayout, new_run_id
+from ddptrain.results.lookup import RunView, load_run, moment
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_files import is_own_folder, read_bytes, require_own_folder, write_file
 from ddptrain.results.run_store import LocalRuns
+from ddptrain.sweep.metric import saved_values, values_of_run
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, read_sweep
+from ddptrain.sweep.stored import StoredSweeps
 
 JOURNAL, CONFIG, LOG, BEST, LOCK, SCRATCH = (
     "journal.log",
@@ -32,16 +35,6 @@ JOURNAL, CONFIG, LOG, BEST, LOCK, SCRATCH = (
 )
 # What may differ when a sweep is resumed: how long it goes on, and how much at the same time.
 _MAY_DIFFER = frozenset({"trials", "for", "parallel", "prune"})
-
-
-def runs_folder(results_dir: str) -> Path:
-    """Return the folder of runs. Raises UsageError for an object store."""
-    runs = open_runs_dir(results_dir)
-    if not isinstance(runs, LocalRuns):
-        raise UsageError(
-            f"a sweep keeps its journal in a folder, and results.dir is {results_dir}: give a folder with --runs-dir"
-        )
-    return runs.folder.absolute()
 
 
 def new_folder(runs: Path, name: str, sweep_id: str | None) -> Path:
@@ -93,11 +86,81 @@ def find_sweep(runs: Path, name: str | None, sweep_id: str | None) -> Path:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a sweep. Raises RunLocked if another driver has it; ResultsError."""
     require_own_folder(folder)
-    descriptor = run_lock.take(folder / LOCK)
+    try:
+        descriptor = run_lock.take(folder / LOCK)
+    except RunLocked:
+        holder = run_lock.holder(folder / LOCK) or "another process"
+        raise RunLocked(
+            f"sweep {folder.name} is held by {holder}; wait for it, stop it with ddptrain stop {folder.name}, or "
+            "choose another --sweep-id"
+        ) from None
     try:
         yield
     finally:
         os.close(descriptor)
+
+
+class LocalSweep:
+    """One sweep in a folder, held by this process. stored.StoredSweep has the same methods."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sweep_id, self.folder = folder.name, folder
+        self.where = self.runs_dir = str(folder)
+        self.journal = folder / JOURNAL
+
+    def find_trial(self, run_id: str) -> RunView | None:
+        """Return a trial's run; None if it has not begun."""
+        layout = RunLayout(self.folder / run_id)
+        return load_run(layout.root) if layout.run_json.is_file() else None
+
+    def values(self, view: RunView, metric: str) -> dict[float, float]:
+        """Return the values of the metric in a run, by step."""
+        return values_of_run(view, metric, saved_values(view.layout, metric))
+
+    def cut_journal(self) -> None:
+        """Do nothing: nothing is uploaded."""
+
+    def upload(self, within_s: float) -> str:
+        """Do nothing; nothing is missing."""
+        return ""
+
+    def listen(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
+        """Do nothing: there are no failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSweeps:
+    """The sweeps in a folder of runs. stored.StoredSweeps has the same methods."""
+
+    runs: Path
+
+    def find(self, name: str | None, sweep_id: str | None) -> str:
+        """Return the id of a sweep: that one, or the newest (of that name). Raises RunNotFound."""
+        return find_sweep(self.runs, name, sweep_id).name
+
+    def read(self, sweep_id: str) -> SweepRecord:
+        """Return the record of a sweep. Raises UsageError."""
+        return read_sweep(self.runs / sweep_id)
+
+    @contextmanager
+    def create(self, name: str, sweep_id: str | None) -> Iterator[LocalSweep]:
+        """Begin a sweep, and hold its lock for the block. Raises UsageError, RunLocked, ResultsError."""
+        with self.resume(new_folder(self.runs, name, sweep_id).name) as sweep:
+            yield sweep
+
+    @contextmanager
+    def resume(self, sweep_id: str) -> Iterator[LocalSweep]:
+        """Go on with a sweep, and hold its lock for the block. Raises RunLocked, ResultsError."""
+        with locked(self.runs / sweep_id):
+            yield LocalSweep(self.runs / sweep_id)
+
+
+def open_sweeps(results_dir: str) -> LocalSweeps | StoredSweeps:
+    """Return the sweeps of a folder, or of an object store. Raises UsageError, StoreError."""
+    runs = open_runs_dir(results_dir)
+    if isinstance(runs, LocalRuns):
+        return LocalSweeps(runs.folder.absolute())
+    return StoredSweeps(runs)
 
 
 def save_config(folder: Path, resolved: ResolvedConfig) -> None:

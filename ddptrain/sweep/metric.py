@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from ddptrain.results.checkpoint_verification import checkpoint_folders, read_manifest
 from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import read_series
 
@@ -80,8 +81,11 @@ def values_by_step(logged: Iterable[tuple[float, float]], saved: Mapping[float, 
     return dict(sorted({**means, **saved}.items()))
 
 
-def values_of_run(view: RunView, metric: str) -> dict[float, float]:
-    """Return the values of a metric in a run, by step; values that were logged without a step are counted."""
+def values_of_run(view: RunView, metric: str, saved: Mapping[float, float]) -> dict[float, float]:
+    """Return the values of a metric in a run, by step; values that were logged without a step are counted.
+
+    `saved`: step -> the value that its checkpoint has.
+    """
     series = read_series(view.layout.metrics_jsonl, view.record.attempts)
     logged = [
         (float(number if step is None or math.isnan(step) else step), value)
@@ -89,16 +93,20 @@ def values_of_run(view: RunView, metric: str) -> dict[float, float]:
         if name == metric
         for number, (step, value) in enumerate(zip(one.step, one.value, strict=True), 1)
     ]
+    best = view.record.best
+    known = {float(best.step): best.value} if best is not None and best.metric == metric else {}
+    return values_by_step(logged, {**saved, **known})
+
+
+def saved_values(layout: RunLayout, metric: str) -> dict[float, float]:
+    """Return the values of a metric in the checkpoints of a run directory, by step."""
     saved: dict[float, float] = {}
-    for folder in checkpoint_folders(view.layout):
+    for folder in checkpoint_folders(layout):
         with suppress(CheckpointDamaged):
             manifest = read_manifest(folder)
             if metric in manifest.metrics:
                 saved[float(manifest.step)] = manifest.metrics[metric]
-    best = view.record.best
-    if best is not None and best.metric == metric:
-        saved[float(best.step)] = best.value
-    return values_by_step(logged, saved)
+    return saved
 
 
 def best_value(values: Iterable[float], mode: str) -> float | None:

@@ -78,6 +78,24 @@ def trial_event(kind: str, record: TrialRecord) -> dict[str, Any]:
     return {"event": kind, "time_s": round(time.time(), 3), **dataclasses.asdict(record)}
 
 
+def last_event(record: SweepRecord, where: str) -> dict[str, Any]:
+    """Return the last object for --output json; `where` is the folder or URL of the sweep."""
+    best = record.find_best()
+    return {
+        "event": "sweep_finished",
+        "time_s": round(time.time(), 3),
+        "sweep_id": record.sweep_id,
+        "sweep_dir": where,
+        "status": record.status,
+        "exit_code": record.exit_code,
+        "message": record.message,
+        "duration_s": record.duration_s,
+        "best": trial_event("trial", best) if best is not None else None,
+        "importance": record.importance,
+        "best_yaml": f"{where}/best.yaml" if best is not None else None,
+    }
+
+
 def trial_line(record: TrialRecord, sweep: SweepRecord) -> str:
     """Return the line about a trial that has ended."""
     value = f"{sweep.metric} {text_tables.number(record.value)}" if record.value is not None else ""
@@ -110,7 +128,7 @@ def ended_words(sweep: SweepRecord) -> str:
     return f"{ended} of {counted(sweep.planned, 'trial')}" if sweep.planned else counted(ended, "trial")
 
 
-def summary_lines(sweep: SweepRecord, folder: Path) -> list[str]:
+def summary_lines(sweep: SweepRecord, where: str) -> list[str]:
     """Return the text at the end: the best trials as a table, the importance of each field, and where the files are."""
     states = [f"{count} {state}" for state in TrialState if (count := sum(t.state is state for t in sweep.trials))]
     lines = [
@@ -121,8 +139,8 @@ def summary_lines(sweep: SweepRecord, folder: Path) -> list[str]:
         shares = [f"{name.partition('.')[2]} {share:.0%}" for name, share in sweep.importance.items()]
         lines.append(f"  importance {', '.join(shares)}")
     if best := best_words(sweep):
-        lines.append(f"  {best}: {folder / 'best.yaml'}")
-    lines.append(f"  results {folder}")
+        lines.append(f"  {best}: {where}/best.yaml")
+    lines.append(f"  results {where}")
     return lines
 
 

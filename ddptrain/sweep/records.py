@@ -52,6 +52,14 @@ class TrialRecord:
     ended_at: str | None = None
     duration_s: float | None = None
 
+    @property
+    def cause(self) -> str:
+        """The failure without the names of the trial's own runs, which paths in it contain."""
+        cause = self.error
+        for run_id in self.run_ids:
+            cause = cause.replace(run_id, "RUN")
+        return cause
+
 
 @dataclass(slots=True)
 class SweepRecord:
@@ -118,15 +126,21 @@ def read_sweep(folder: Path) -> SweepRecord:
     """Return the record of a sweep. Raises UsageError if sweep.json is missing or not valid."""
     path = folder / SWEEP_JSON
     try:
-        raw = json.loads(read_bytes(path))
+        return parse_sweep(read_bytes(path), str(path))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def parse_sweep(data: bytes, where: str) -> SweepRecord:
+    """Return the record with that content of sweep.json, which is in `where`. Raises UsageError if it is not valid."""
+    try:
+        raw = json.loads(data)
         if raw["format"] != _FORMAT:
             raise ValueError(f"format {raw['format']!r} is not known")
         trials = [_record(TrialRecord, {**each, "state": TrialState(each["state"])}) for each in raw["trials"]]
         return _record(SweepRecord, {**raw, "trials": trials})
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"cannot read {path}: it is no sweep of this version ({error})") from error
+        raise UsageError(f"cannot read {where}: it is no sweep of this version ({error})") from error
 
 
 def _record(kind: type[Record], raw: Mapping[str, Any]) -> Record:

@@ -43,7 +43,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "SuccessiveHalvingPruner": {"min_resource": 1, "reduction_factor": 3},
     "PatientPruner": {"wrapped_pruner": None},
 }
-_RESULT = ("values", "step", "error", "value", "spread", "duration_s")
+_RESULT = ("values", "step", "error", "value", "spread", "duration_s", "run_ids")
+_PRUNED = "pruned"  # the attribute of a trial that is to be ended early
 _IMPORTANCE_TRIALS = 2  # complete ones, at least
 _log = Log(__name__)
 
@@ -84,8 +85,9 @@ class Study:
             )
             # A sampler with the same seed would repeat its points after a resume.
             self._study.sampler = make_sampler(sweep, sweep.seed + len(self._frozen()))
-        self._journal = journal
-        self._asked: dict[int, optuna.Trial] = {}
+            self._journal = journal
+            self._asked: dict[int, optuna.Trial] = {}
+            self._complete_points()
 
     @property
     def size(self) -> int:
@@ -110,14 +112,16 @@ class Study:
     def report(self, number: int, index: int, value: float) -> bool:
         """Add a value of the metric of a running trial; return whether to end it.
 
-        `index` counts its values from 1; one that is known is ignored.
+        `index` counts its values from 1; one that is known is ignored, and what was decided then is the answer.
         """
         with self._mutex, self._naming(self._journal):
-            trial = self._trial(number)
-            if index in self._frozen_trial(number).intermediate_values:
-                return False
+            trial, known = self._trial(number), self._frozen_trial(number)
+            if index in known.intermediate_values:
+                return _PRUNED in known.user_attrs
             trial.report(value, index)
             ends = trial.should_prune()
+            if ends:
+                trial.set_user_attr(_PRUNED, True)
             _log.info("value reported", trial=number, index=index, value=value, prune=ends)
             return ends
 
@@ -178,10 +182,19 @@ class Study:
             told.get("spread"),
             told.get("step"),
             str(told.get("error", "")),
+            list(told.get("run_ids", [])),
             started_at=_utc(started) or "",
             ended_at=_utc(ended),
             duration_s=told.get("duration_s"),
         )
+
+    def _complete_points(self) -> None:
+        """Choose the values that points lack: a driver was killed between two lines of the journal."""
+        for trial in self._frozen():
+            if trial.state == OptunaState.RUNNING and self._distributions.keys() - trial.params.keys():
+                for name, distribution in self._distributions.items():
+                    self._trial(trial.number)._suggest(name, distribution)  # noqa: SLF001  # as Study.ask does
+                _log.info("point completed", trial=trial.number)
 
     def _grid_point(self, number: int) -> dict[str, Any]:
         """The point of the grid with this number; the last field changes fastest."""

@@ -8,14 +8,13 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain import text_tables
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import counted
-from ddptrain.driver.attempt.inbox import SignalReceived
+from ddptrain.driver.attempt.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.display import Display
 from ddptrain.driver.session import SharedCluster, SharedRun, cluster_for
@@ -35,10 +34,13 @@ from ddptrain.sweep.trial_config import best_yaml, ranks_of, trial_config
 
 if TYPE_CHECKING:
     from ddptrain.driver.session import Session
+    from ddptrain.sweep.folder import LocalSweep
+    from ddptrain.sweep.stored import StoredSweep
     from ddptrain.sweep.study import Study
 
 _TICK_S = 0.5
 _SAVE_EVERY_S = 1.0
+_UPLOAD_S = 2.0  # between two looks at signals while a point is uploaded
 _SIGHUP_CODE = 129
 _log = Log(__name__)
 
@@ -59,7 +61,7 @@ class TrialEnded:
     trial: Trial
 
 
-Message = TrialEnded | SignalReceived
+Message = TrialEnded | SignalReceived | ResultsLost
 
 
 def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
@@ -71,24 +73,24 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
         hint = "add one, with at least space and trials"
         raise ConfigError([Problem(str(resolved.path), "sweep", "the configuration has no such section", hint)])
     check_trackers(resolved.config)
-    runs = folders.runs_folder(resolved.config.results.dir)
+    sweeps, name = folders.open_sweeps(resolved.config.results.dir), resolved.config.name
     if options.resume:
-        folder = folders.find_sweep(runs, resolved.config.name, options.sweep_id)
+        held = sweeps.resume(sweeps.find(name, options.sweep_id))
     else:
-        folder = folders.new_folder(runs, resolved.config.name, options.sweep_id)
+        held = sweeps.create(name, options.sweep_id)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with folders.locked(folder), signals_to(inbox) as signals:
+    with held as home, signals_to(inbox) as signals:
         if options.resume:
-            folders.check_same(folder, resolved)
-        folders.save_config(folder, resolved)
-        with driver_log(folder / folders.LOG, folder.name, resolved.secrets):
-            return Sweep(resolved, resolved.config.sweep, options, folder, inbox, signals).run()
+            folders.check_same(home.folder, resolved)
+        folders.save_config(home.folder, resolved)
+        with driver_log(home.folder / folders.LOG, home.sweep_id, resolved.secrets):
+            return Sweep(resolved, resolved.config.sweep, options, home, inbox, signals).run()
 
 
 def last_source(runs_dir: str, sweep_id: str | None) -> str:
     """Return the configuration file of the sweep to resume, for a command that names none. Raises UsageError."""
-    runs = folders.runs_folder(runs_dir)
-    return read_sweep(folders.find_sweep(runs, None, sweep_id)).source
+    sweeps = folders.open_sweeps(runs_dir)
+    return sweeps.read(sweeps.find(None, sweep_id)).source
 
 
 class Sweep:
@@ -99,12 +101,12 @@ class Sweep:
         resolved: ResolvedConfig,
         sweep: SweepConfig,
         options: SweepOptions,
-        folder: Path,
+        home: LocalSweep | StoredSweep,
         inbox: queue.SimpleQueue[Message],
         signals: Signals,
     ) -> None:
-        self.resolved, self.sweep, self.folder, self.inbox, self.signals = resolved, sweep, folder, inbox, signals
-        self.options = options
+        self.resolved, self.sweep, self.home, self.inbox, self.signals = resolved, sweep, home, inbox, signals
+        self.options, self.folder = options, home.folder
         self.ranks = ranks_of(resolved.config, sweep)
         self.record = self._record()
         self.running: dict[int, Trial] = {}
@@ -117,7 +119,8 @@ class Sweep:
         self._began_s = time.monotonic()
         self._saved_s = 0.0
         rows = output.TrialRows(self.record, lambda: list(self.running.values()), self._eta)
-        self.display: Display = output.open_sweep_display(options.output, rows, folder)
+        self.display: Display = output.open_sweep_display(options.output, rows, home.folder)
+        home.listen(lambda text: self.display.notice(text, level="warning"), lambda lost: inbox.put(ResultsLost(lost)))
 
     def run(self) -> int:
         """Run to the end; write sweep.json and best.yaml, and show the result."""
@@ -128,7 +131,7 @@ class Sweep:
                 session, cluster, capacity = self._open(stack)
                 from ddptrain.sweep.study import Study
 
-                study = self._study = Study(self.folder / folders.JOURNAL, self.sweep)
+                study = self._study = Study(self.home.journal, self.sweep)
                 self._take_up(study)
                 self._loop(self._plan(study, session, cluster), capacity)
         except Interrupted as error:
@@ -151,7 +154,7 @@ class Sweep:
         if (size := sweep.grid_size) is not None:
             planned = min(size, planned or size)
         source = str(self.resolved.path.absolute())
-        record = SweepRecord(self.folder.name, config.name, source, utc_now())
+        record = SweepRecord(self.home.sweep_id, config.name, source, utc_now())
         if self.options.resume and (self.folder / SWEEP_JSON).exists():
             record = read_sweep(self.folder)
         record.metric, record.mode, record.seeds = sweep.metric, sweep.mode, sweep.seeds
@@ -169,14 +172,17 @@ class Sweep:
         stack.callback(cluster.close)
         cluster.begin()  # first, so that its processes import torch while this one imports Dask
         what = counted(self.record.planned, "trial") if self.record.planned else "trials"
-        self.display.notice(f"sweep {self.folder.name} in {self.folder}: {what} of {counted(self.ranks, 'rank')}")
+        self.display.notice(f"sweep {self.home.sweep_id} in {self.home.where}: {what} of {counted(self.ranks, 'rank')}")
         self.display.status(f"connecting to {cluster.words}" if machine is None else "starting a local cluster")
         from ddptrain.driver.connect import open_session
 
         with self.signals.interrupting():
             session = stack.enter_context(open_session(cluster, config, self.display.status))
-        fixed = machine.ranks // self.ranks if machine is not None else self.sweep.parallel
-        capacity = Capacity(None if fixed == "auto" else int(fixed), self.ranks, session.client)
+        if machine is not None:
+            capacity = Capacity(machine.ranks // self.ranks, self.ranks, None)
+        else:
+            most = None if self.sweep.parallel == "auto" else self.sweep.parallel
+            capacity = Capacity(most, self.ranks, session.client)
         return session, SharedCluster(cluster, session.target), capacity
 
     def _take_up(self, study: Study) -> None:
@@ -185,35 +191,28 @@ class Sweep:
         self.record.trials.clear()
         for trial in study.records():
             if trial.number in known:
-                trial.run_ids = known[trial.number].run_ids
+                trial.run_ids = trial.run_ids or known[trial.number].run_ids
                 trial.duration_s = trial.duration_s or known[trial.number].duration_s
             self.record.trials.append(trial)
             if trial.state is TrialState.INTERRUPTED:
                 self.waiting.append(trial)
         if self.record.trials:
             ended = len(self.record.trials) - len(self.waiting)
-            text = f"going on with {self.folder.name}: {counted(ended, 'trial')} ended, {len(self.waiting)} to continue"
+            text = (
+                f"going on with {self.home.sweep_id}: {counted(ended, 'trial')} ended, {len(self.waiting)} to continue"
+            )
             self.display.notice(text)
         self._save(now=True)
 
     def _plan(self, study: Study, session: Session, cluster: SharedCluster) -> TrialPlan:
         def config_of(point: Mapping[str, Any], repeat: int) -> ResolvedConfig:
-            return trial_config(self.resolved, point, repeat, self.folder, self.folder.name)
+            return trial_config(self.resolved, point, repeat, self.home.runs_dir, self.home.sweep_id)
 
         def shared(trial: Trial, display: TrialDisplay) -> SharedRun:
             return SharedRun(cluster, session, display, trial.signals)
 
         sweep = self.sweep
-        return TrialPlan(
-            self.folder,
-            self.folder.name,
-            sweep.metric,
-            sweep.mode,
-            sweep.seeds,
-            config_of,
-            study.report,
-            run_with(shared),
-        )
+        return TrialPlan(self.home, sweep.metric, sweep.mode, sweep.seeds, config_of, study.report, run_with(shared))
 
     # --- the trials ---
 
@@ -243,6 +242,10 @@ class Sweep:
             record = self._study.ask()
             record.started_at = utc_now()
             self.record.trials.append(record)
+            if not self._upload_point():
+                self.waiting.append(record)
+                record.state = TrialState.INTERRUPTED
+                return
         record.error, record.ended_at = "", None
         trial = Trial(plan, record, lambda trial: self.inbox.put(TrialEnded(trial)))
         self.running[record.number] = trial
@@ -251,12 +254,24 @@ class Sweep:
         self.display.event(output.trial_event("trial_started", record))
         self._save()
 
-    def _take_message(self) -> None:
+    def _upload_point(self) -> bool:
+        """Wait until the point that was chosen last is in the store; return False if the sweep ends before."""
+        self.home.cut_journal()
+        while not self.ending:
+            if not (why := self.home.upload(_UPLOAD_S)):
+                return True
+            _log.info("waiting for the upload of a point", reason=why)
+            self._take_message(0.0)
+        return False
+
+    def _take_message(self, within_s: float = _TICK_S) -> None:
         try:
-            message = self.inbox.get(timeout=_TICK_S)
+            message = self.inbox.get(timeout=within_s)
         except queue.Empty:
             return
         match message:
+            case ResultsLost(error):
+                self._fail(one_line(error), error.exit_code)
             case SignalReceived(signum):
                 self._end_early(signum)
                 for trial in list(self.running.values()):
@@ -271,6 +286,7 @@ class Sweep:
         record.ended_at = utc_now()
         if record.state.is_final:
             self._study.tell(record)
+            self.home.cut_journal()
         best = self.record.find_best()
         self.record.best = best.number if best is not None else None
         self._save(now=not self.running)
@@ -280,11 +296,15 @@ class Sweep:
         self.display.notice(output.trial_line(record, self.record) + mark, level=level)
         if trial.bug is not None:
             raise trial.bug
-        if record.state is TrialState.FAILED and self.failures.add(record.error) and not self.ending:
+        may_diverge = trial.diverged and best is not None  # where other points work, this is a result of the point
+        if record.state is TrialState.FAILED and not may_diverge and self._has_failed_too_often(record):
             text = f"{SAME_FAILURES} trials have failed in the same way: {record.error}"
             self._fail(
-                f"{text}; the log of the last one is in {self.folder / record.run_ids[-1] / 'logs'}", trial.exit_code
+                f"{text}; the log of the last one is in {self.home.where}/{record.run_ids[-1]}/logs", trial.exit_code
             )
+
+    def _has_failed_too_often(self, record: TrialRecord) -> bool:
+        return self.failures.add(record.cause) and not self.ending
 
     def _fail(self, text: str, exit_code: int) -> None:
         """End the sweep early because of an error; running trials save and end."""
@@ -332,32 +352,15 @@ class Sweep:
         if study is not None:
             record.importance = study.importance()
         record.save(self.folder)
-        lines = output.summary_lines(record, self.folder)
-        self.display.close({}, lines, self._last_event())
+        lines = output.summary_lines(record, self.home.where)
+        self.display.close({}, lines, output.last_event(record, self.home.where))
         return self.exit_code
 
     def _write_best(self, best: TrialRecord) -> None:
-        words = f"The best of {counted(len(self.record.trials), 'trial')} of the sweep {self.folder.name}: trial "
+        words = f"The best of {counted(len(self.record.trials), 'trial')} of the sweep {self.home.sweep_id}: trial "
         words += f"{best.number}, {self.record.metric} {best.value:.6g}."
-        config = trial_config(self.resolved, best.params, 0, self.folder, self.folder.name)
+        config = trial_config(self.resolved, best.params, 0, self.home.runs_dir, self.home.sweep_id)
         write_file(self.folder / folders.BEST, best_yaml(self.resolved, config, words).encode())
-
-    def _last_event(self) -> dict[str, Any]:
-        record = self.record
-        best = record.find_best()
-        return {
-            "event": "sweep_finished",
-            "time_s": round(time.time(), 3),
-            "sweep_id": record.sweep_id,
-            "sweep_dir": str(self.folder),
-            "status": record.status,
-            "exit_code": record.exit_code,
-            "message": record.message,
-            "duration_s": record.duration_s,
-            "best": output.trial_event("trial", best) if best is not None else None,
-            "importance": record.importance,
-            "best_yaml": str(self.folder / folders.BEST) if best is not None else None,
-        }
 
     def _elapsed_s(self) -> float:
         return self._earlier_s + time.monotonic() - self._began_s

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
@@ -17,21 +16,24 @@ from pydantic import ValidationError
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.attempt.inbox import Inbox
 from ddptrain.driver.control.signals import ThreadSignals
-from ddptrain.errors import DdptrainError, ExitCode, UsageError, one_line
+from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
-from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
-from ddptrain.sweep.metric import LiveMetric, best_value, values_of_run
+from ddptrain.sweep.metric import LiveMetric, best_value
 from ddptrain.sweep.records import TrialRecord, TrialState
 
 if TYPE_CHECKING:
     from ddptrain.driver.session import SharedRun
+    from ddptrain.sweep.folder import LocalSweep
+    from ddptrain.sweep.stored import StoredSweep
 
 # Failures of a run that say nothing about its point: such a run is continued.
 _NOT_OF_THE_POINT = frozenset({"preempted", "interrupted", "worker_lost", "driver", "infrastructure"})
 _STOPPED = frozenset({RunStatus.PREEMPTED, RunStatus.CANCELLED})
+# The sweep's own lock is held, so a driver that holds a trial's run is dead: its lease of at most 180 s ends.
+_PATIENCE_S, _LOCKED_PAUSE_S = 240.0, 3.0
 _log = Log(__name__)
 
 
@@ -46,12 +48,11 @@ class RunTrial(Protocol):
 class TrialPlan:
     """What all trials of a sweep share.
 
-    folder: that of the sweep. config: returns the configuration of a repeat of a point. report: takes the number of a
-    trial, the index of a value of the metric (from 1), and the value; returns whether to end the trial.
+    home: where the sweep and its runs are. config: returns the configuration of a repeat of a point. report: takes the
+    number of a trial, the index of a value of the metric (from 1), and the value; returns whether to end the trial.
     """
 
-    folder: Path
-    sweep_id: str
+    home: LocalSweep | StoredSweep
     metric: str
     mode: str
     seeds: int
@@ -63,7 +64,8 @@ class TrialPlan:
 class Trial:
     """A trial that runs. Its thread calls `ended` once, with the trial, whose record has the result.
 
-    exit_code: that of a run that failed. bug: an exception that is none of ours.
+    exit_code: that of a run that failed. diverged: it ran, but no value of the metric is a finite number.
+    bug: an exception that is none of ours.
     """
 
     def __init__(self, plan: TrialPlan, record: TrialRecord, ended: Callable[[Trial], object]) -> None:
@@ -73,11 +75,12 @@ class Trial:
         self.status = "starting"
         self.done: float | None = None  # the progress of rank 0, of `total`
         self.total: float | None = None
-        self.pruned = False
+        self.pruned = self.diverged = False
         self.stopped: list[int] = []  # the signals that ask it to end
         self._signals: ThreadSignals | None = None
         self._ended = ended
         self._mutex = threading.Lock()
+        self._asked_to_end = threading.Event()
         self._began_s = time.monotonic()
         self._earlier_s = record.duration_s or 0.0
         self._thread = threading.Thread(target=self._main, name=f"ddptrain-trial-{record.number}", daemon=True)
@@ -95,6 +98,7 @@ class Trial:
         """Ask the running run to save and end (a second time: to end at once), and start no further repeat."""
         with self._mutex:
             self.stopped.append(signum)
+            self._asked_to_end.set()
             if self._signals is not None:
                 self._signals.send(signum)
 
@@ -102,9 +106,13 @@ class Trial:
         """Return the signals of the run that begins now."""
         with self._mutex:
             self._signals = ThreadSignals(inbox)
-            for signum in self.stopped:
+            for signum in [*self.stopped, *([signal.SIGTERM] if self.pruned else [])]:
                 self._signals.send(signum)
             return self._signals
+
+    def wait(self, seconds: float) -> None:
+        """Wait in the thread of the trial, or until it is asked to end."""
+        self._asked_to_end.wait(seconds)
 
     def prune(self) -> None:
         """End the trial because others are better: its run saves and ends."""
@@ -115,7 +123,7 @@ class Trial:
 
     def run_id(self, repeat: int) -> str:
         """Return the run id of a repeat."""
-        return f"{self.plan.sweep_id}-{self.record.number:04d}" + (f"-s{repeat}" if repeat else "")
+        return f"{self.plan.home.sweep_id}-{self.record.number:04d}" + (f"-s{repeat}" if repeat else "")
 
     def _main(self) -> None:
         with own_context():
@@ -137,14 +145,19 @@ class Trial:
                 record.run_ids.append(run_id)
             if not self._repeat(repeat, run_id):
                 return
+            if self.pruned and repeat + 1 < plan.seeds:  # the pruner decided at the last value: no further repeats
+                record.value, record.state = statistics.fmean(record.values), TrialState.PRUNED
+                return
         record.value = statistics.fmean(record.values)
         record.spread = statistics.stdev(record.values) if len(record.values) > 1 else None
         record.state = TrialState.COMPLETE
 
     def _repeat(self, repeat: int, run_id: str) -> bool:
         """Run a repeat, or take the result of one that has ended; return whether the trial goes on."""
-        view = self._existing(run_id)
-        if view is None or not _has_result(view):
+        view = self.plan.home.find_trial(run_id)
+        if view is not None and repeat == 0:
+            self._report_again(view)
+        if view is None or not (_has_result(view) or (self.pruned and view.status in _STOPPED)):
             if self.stopped:
                 self.record.state = TrialState.INTERRUPTED
                 return False
@@ -158,21 +171,26 @@ class Trial:
                     self.record.state = TrialState.INTERRUPTED
                     return False
                 return self._fail(one_line(error), error.exit_code)
-            view = load_run(self.plan.folder / run_id)
+            view = self.plan.home.find_trial(run_id)
+            if view is None:
+                return self._fail(f"the directory of run {run_id} has been deleted", ExitCode.CLUSTER)
         return self._judge(view)
 
-    def _existing(self, run_id: str) -> RunView | None:
-        layout = RunLayout(self.plan.folder / run_id)
-        return load_run(layout.root) if layout.run_json.is_file() else None
+    def _report_again(self, view: RunView) -> None:
+        """Report what an earlier driver may not have reported before it was killed; it may have decided to prune."""
+        for index, value in enumerate(self.plan.home.values(view, self.plan.metric).values(), 1):
+            if self.plan.report(self.record.number, index, value):
+                self.pruned = True
 
     def _judge(self, view: RunView) -> bool:
         """Take the result of a run that has ended; return whether the trial goes on."""
-        values = values_of_run(view, self.plan.metric)
+        values = self.plan.home.values(view, self.plan.metric)
         value = best_value(values.values(), self.plan.mode)
         if values:
             self.record.step = round(max(values))
         if view.status == RunStatus.SUCCEEDED:
             if value is None:
+                self.diverged = bool(values)
                 return self._fail(_no_value(self.plan.metric, values, view), ExitCode.TRAINING_FAILED)
             self.record.values.append(value)
             return True
@@ -310,17 +328,29 @@ def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
         from ddptrain.driver.run import LaunchOptions, train
 
         index, last_step = 0, -math.inf
-        if resume:
-            values = values_of_run(load_run(trial.plan.folder / run_id), trial.plan.metric)
+        home = trial.plan.home
+        if resume and (view := home.find_trial(run_id)) is not None:
+            values = home.values(view, trial.plan.metric)
             index, last_step = len(values), max(values, default=-math.inf)
-            if run_id == trial.run_id(0):
-                for number, value in enumerate(values.values(), 1):  # what the killed driver could not report any more
-                    trial.plan.report(trial.record.number, number, value)
         reports = run_id == trial.run_id(0)
         display = TrialDisplay(trial, reports=reports, index=index, last_step=last_step, usual=usual)
         options = LaunchOptions(run_id=run_id, resume="auto" if resume else None, shared=shared(trial, display))
-        code = train(config, options)
+        code = _when_unlocked(trial, lambda: train(config, options)) if resume else train(config, options)
         usual = display.usual or usual
         return code
 
     return run
+
+
+def _when_unlocked(trial: Trial, work: Callable[[], int], patience_s: float = _PATIENCE_S) -> int:
+    """Do the work; wait while the killed driver of an earlier part still seems to hold the run. Raises RunLocked."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return work()
+        except RunLocked as error:
+            if trial.stopped or time.monotonic() >= deadline:
+                raise
+            trial.status = "waiting for the lock of its earlier driver to expire"
+            _log.info("run is locked", trial=trial.record.number, reason=error)
+            trial.wait(_LOCKED_PAUSE_S)

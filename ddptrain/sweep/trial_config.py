@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ddptrain.config.resolved import ResolvedConfig, dump_yaml, resolve
@@ -21,16 +20,16 @@ def ranks_of(config: RunConfig, sweep: SweepConfig) -> int:
 
 
 def trial_config(
-    resolved: ResolvedConfig, point: Mapping[str, Any], repeat: int, folder: Path, group: str
+    resolved: ResolvedConfig, point: Mapping[str, Any], repeat: int, runs_dir: str, group: str
 ) -> ResolvedConfig:
-    """Return the configuration of a repeat of a point, whose run directory is made in `folder`.
+    """Return the configuration of a repeat of a point, whose run directory is made in `runs_dir`.
 
     Raises pydantic's ValidationError if the values do not fit together.
     """
     config, sweep = resolved.config, resolved.config.sweep
     assert sweep is not None
     data = config.model_dump()
-    data |= {"sweep": None, "results": {**data["results"], "dir": str(folder)}}
+    data |= {"sweep": None, "results": {**data["results"], "dir": runs_dir}}
     ranks = ranks_of(config, sweep)
     cluster = data["cluster"]
     cluster |= {"ranks": ranks, "wait_s": max(config.cluster.wait_s, _SLOTS_WAIT_S)}
@@ -61,7 +60,13 @@ def _set(data: dict[str, Any], name: str, value: Any) -> None:
 
 
 def best_yaml(resolved: ResolvedConfig, trial: ResolvedConfig, words: str) -> str:
-    """Return the configuration of the best trial for `train` and `retrain`; `words` say what it is."""
+    """Return the configuration of the best trial for `train` and `retrain`; `words` say what it is.
+
+    If it has no section retrain, it gets one: the model has the name of the configuration, and the gate compares the
+    metric of the sweep.
+    """
+    sweep = resolved.config.sweep
+    assert sweep is not None
     ranks = trial.config.cluster.ranks
     recorded = {name: value for name, value in trial.recorded.items() if name != "sweep"}
     cluster = {**resolved.recorded["cluster"], "ranks": ranks}
@@ -72,4 +77,6 @@ def best_yaml(resolved: ResolvedConfig, trial: ResolvedConfig, words: str) -> st
         "cluster": cluster,
         "tracking": {**recorded["tracking"], "wandb": wandb},
     }
+    if resolved.config.retrain is None:
+        recorded["retrain"] = {"model": resolved.config.name, "gate": {"metric": sweep.metric, "mode": sweep.mode}}
     return f"# {words}\n{dump_yaml(recorded)}"

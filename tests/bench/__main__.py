@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     records: list[Records] = []
     with open_stage(QUICK if options.quick else Sizes()) as stage:
         for experiment in EXPERIMENTS:
-            rows = [row for row in experiment.rows if row.name in chosen]
+            rows = [row for row in experiment.rows if {row.name, row.chosen_with} & {*chosen}]
             if rows:
-                found, measured = measure(experiment, rows, runs, stage, _say)
+                found, measured = measure(experiment, rows, runs, stage, _say, options.slow_runs)
                 results += found
                 records.append(measured)
     took_s = time.monotonic() - began
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--rows", default="", metavar="NAME,...", help="these rows only")
     parser.add_argument("--runs", type=int, default=0, help="runs of each variant (default 5)")
+    parser.add_argument("--slow-runs", type=int, default=1, help="runs of a peer that takes minutes (default 1)")
     parser.add_argument("--quick", action="store_true", help="one run, small sizes: does it work at all?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to a file")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")

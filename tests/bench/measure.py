@@ -53,14 +53,19 @@ class Row:
     peer_name: str
     goal: Goal | None
     what: str
+    chosen_with: str = ""  # the row with which it is chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Rows whose variants are run alternately. `open` prepares the variants and cleans up after them."""
+    """Rows whose variants are run alternately. `open` prepares the variants and cleans up after them.
+
+    slow: variants that take minutes, and are run fewer times.
+    """
 
     rows: tuple[Row, ...]
     open: Callable[[Stage], AbstractContextManager[Variants]]
+    slow: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +122,31 @@ class Records:
 
 
 def measure(
-    experiment: Experiment, chosen: Sequence[Row], runs: int, stage: Stage, say: Callable[[str], None]
+    experiment: Experiment,
+    chosen: Sequence[Row],
+    runs: int,
+    stage: Stage,
+    say: Callable[[str], None],
+    slow_runs: int = 1,
 ) -> tuple[list[Result], Records]:
     """Run the variants of the chosen rows alternately. A variant that fails affects only its own rows."""
     records = Records()
     failed: dict[str, str] = {}
+    absent: dict[str, str] = {}
     needed = {source.variant for row in chosen for source in (row.ours, row.peer) if source}
     try:
         with experiment.open(stage) as variants:
             turns = [name for name in variants if name in needed]
             for number in range(1, runs + 1):
                 for name in turns:
-                    if name in failed:
+                    if name in failed or name in absent or (name in experiment.slow and number > slow_runs):
                         continue
                     try:
                         figures = variants[name]()
+                    except NotHere as reason:
+                        absent[name] = str(reason)
+                        say(f"{name} is left out: {reason}")
+                        continue
                     except Exception as error:
                         failed[name] = f"{type(error).__name__}: {error}"
                         say(f"{name} failed: {failed[name]}")
@@ -144,10 +159,11 @@ def measure(
     except Exception as error:
         failed |= dict.fromkeys(needed, f"{type(error).__name__}: {error}")
         say(f"failed: {error}")
-    return [_result(row, records, failed) for row in chosen], records
+    return [_result(row, records, failed, absent) for row in chosen], records
 
 
-def _result(row: Row, records: Records, failed: Mapping[str, str]) -> Result:
+def _result(row: Row, records: Records, failed: Mapping[str, str], absent: Mapping[str, str]) -> Result:
     sources = [source for source in (row.ours, row.peer) if source]
     errors = [f"{source.variant}: {failed[source.variant]}" for source in sources if source.variant in failed]
-    return Result(row, records.spread(row.ours), records.spread(row.peer), "; ".join(errors))
+    skipped = "; ".join(absent[source.variant] for source in sources if source.variant in absent)
+    return Result(row, records.spread(row.ours), records.spread(row.peer), "; ".join(errors), skipped)

@@ -47,6 +47,7 @@ class Sizes:
     image_keys: int = 20_000
     gpu_steps: int = 100
     trials: int = 16
+    asha_epochs: int = 9
 
 
 QUICK = Sizes(
@@ -65,6 +66,7 @@ QUICK = Sizes(
     image_keys=1_500,
     gpu_steps=10,
     trials=3,
+    asha_epochs=2,
 )
 
 
@@ -131,6 +133,7 @@ class Stage:
         *,
         env: Mapping[str, str] | None = None,
         complete: Callable[[], bool] = lambda: False,
+        timeout_s: float = _TIMEOUT_S,
     ) -> Finished:
         """Run a command to its end.
 
@@ -141,7 +144,7 @@ class Stage:
         with tempfile.TemporaryFile(dir=self.folder) as out, tempfile.TemporaryFile(dir=self.folder) as err:
             began_ns, began = time.time_ns(), time.perf_counter()
             with self.started(command, env=env, stdout=out.fileno(), stderr=err.fileno()) as popen:
-                cpu_s = _wait(popen, _TIMEOUT_S)
+                cpu_s = _wait(popen, timeout_s)
             wall_s = time.perf_counter() - began
             out.seek(0)
             err.seek(0)

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from ddptrain.results.lookup import load_run
+from ddptrain.results.remote.runs import open_runs_dir
+from ddptrain.sweep.folder import open_sweeps
 from ddptrain.sweep.records import SweepRecord, read_sweep
 from tests.conftest import PATIENCE_S, Cli
+from tests.integration.seaweed import seaweed
 
 WORKLOAD = """
 import time
@@ -41,11 +44,14 @@ def project(tmp_path: Path, warm_cluster: str) -> Path:
     return tmp_path
 
 
-def write_config(folder: Path, points: list[int], params: dict[str, Any] | None = None, **sweep: Any) -> Path:
+def write_config(
+    folder: Path, points: list[int], params: dict[str, Any] | None = None, results_dir: str = "runs", **sweep: Any
+) -> Path:
     section = {"space": {"params.lr": points}, "search": "grid", "metric": "loss", "parallel": 2, **sweep}
     config = {
         "workload": "mine:main",
         "params": params or {},
+        "results": {"dir": results_dir},
         "cluster": {"address": (folder / "cluster").read_text(), "ranks": 1},
         "checkpoint": {"every_steps": 1, "keep": 1, "metric": "loss"},
         "sweep": section,
@@ -80,6 +86,9 @@ def test_six_trials_share_a_cluster_and_the_best_one_can_be_trained(project: Pat
     best = run_cli("train", project / "runs" / "s" / "best.yaml", "--run-id", "again")
     assert best.rc == 0, best.stderr
     assert load_run(project / "runs" / "again").record.last_metrics == {"loss": 0.25}
+    retrained = run_cli("retrain", project / "runs" / "s" / "best.yaml")
+    assert retrained.rc == 0, retrained.stderr
+    assert "retrain mine promoted: version 1 is the champion (loss 0.25" in retrained.stdout
 
 
 def test_killed_at_random_moments_every_result_counts_once(project: Path, run_cli: Cli) -> None:
@@ -122,3 +131,43 @@ def test_sigterm_saves_and_a_resume_knows_its_configuration(project: Path, run_c
     assert done.rc == 0, done.stderr
     record = sweep_in(project)
     assert [each.value for each in record.trials] == pytest.approx([1 / 40, 1 + 1 / 40])
+
+
+def test_a_sweep_in_a_store_is_resumed_on_another_machine(
+    project: Path, run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = "s3://bucket/runs"
+    config = write_config(project, [5, 4, 3], {"steps": 6, "pause_s": 0.1}, results_dir=place)
+    (tmp_path / "store").mkdir()
+    with seaweed(tmp_path / "store", "bucket") as store:
+        first, second = (
+            {
+                **store,
+                "XDG_STATE_HOME": str(tmp_path / name / "state"),
+                "XDG_CACHE_HOME": str(tmp_path / name / "cache"),
+            }
+            for name in ("first", "second")
+        )
+        for name, value in second.items():
+            monkeypatch.setenv(name, value)
+        running = run_cli.start("sweep", config, "--sweep-id", "s", env=first)
+        running.wait_for("trial 0 complete")
+        locked = run_cli("sweep", config, "--sweep-id", "s", "--resume", env=second)
+        assert locked.rc == 6 and "held by process" in locked.stderr, locked.stderr
+        running.kill_group()
+
+        done = run_cli("sweep", config, "--resume", env=second)
+        assert done.rc == 0, done.stderr
+        assert f"best: trial 2, loss 0.1667: {place}/s/best.yaml" in done.stdout + done.stderr
+        record = open_sweeps(place).read("s")
+        assert [(each.params["params.lr"], str(each.state)) for each in record.trials] == [
+            (lr, "complete") for lr in (5, 4, 3)
+        ]
+        assert [each.value for each in record.trials] == pytest.approx([(lr - 3) ** 2 + 1 / 6 for lr in (5, 4, 3)])
+        runs = open_runs_dir(f"{place}/s")
+        assert {view.run_id: view.status for view in runs.list()} == dict.fromkeys(
+            ("s-0000", "s-0001", "s-0002"), "succeeded"
+        )
+        assert not list(runs.folder.parent.glob("*/*"))  # everything is in the store: no working folder is left
+        again = run_cli("train", f"{place}/s/best.yaml", "--run-id", "again", env=second)
+        assert again.rc == 0, again.stderr

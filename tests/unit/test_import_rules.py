@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "reports": {"model_registry", "results", "storage"},
     "retrain": {"clusters", "driver", "model_registry", "notify", "reports", "results", "storage"},
     "schedule": {"model_registry", "notify", "results", "retrain", "storage"},
-    "sweep": {"clusters", "driver", "results"},
+    "sweep": {"clusters", "driver", "results", "storage"},
     "cli": {"clusters", "driver", "model_registry", "notify", "reports", "results", "retrain", "schedule", "sweep"},
     "compat": {"clusters", "driver", "rank", "results", "worker"},  # parts of it run in each of these
 }

@@ -20,6 +20,7 @@ from ddptrain.cli.options import (
     VerboseOption,
     checked,
     field_options,
+    local_config,
 )
 from ddptrain.cli.train import reporting_of
 
@@ -77,7 +78,7 @@ def retrain(
     if models_dir is not None:
         options[f"models.dir={json.dumps(models_dir)}"] = f"--models-dir {models_dir}"
     with reporting_of(config, report, junit) as reporting:
-        resolved = checked(partial(load_config, config), overrides or [], options)
+        resolved = checked(partial(load_config, local_config(config)), overrides or [], options)
         from ddptrain.retrain.retraining import retrain as run
         from ddptrain.retrain.start import RetrainOptions
         from ddptrain.schedule.times import resolve_slot

@@ -92,6 +92,16 @@ class StoreRuns:
             self._copy_files(folder, need, rank)
         return load_run(folder)
 
+    def find_exact(self, run_id: str, need: NeededFiles) -> RunView | None:
+        """Return the run of that id, with a copy of the files that are needed; None if there is none.
+
+        Unlike find(), it asks for no other run, and leaves the copies of others as they are. Raises StoreError.
+        """
+        if not self._copy_records([run_id]):
+            return None
+        self._copy_files(self.copies / run_id, need, None)
+        return load_run(self.copies / run_id)
+
     def annotate(self, run: str, change: Change) -> Annotations:
         """Change the tags and the note of a run; return them. Raises RunNotFound, ResultsError, StoreError."""
         folder = self.find(run).layout.root
@@ -121,12 +131,18 @@ class StoreRuns:
 
     def candidates(self, name: str, which: str, run_id: str | None = None) -> Path:
         """Return the folder in which to choose the run to resume; it has the records, and the chosen run's config."""
-        self._refresh()
-        if which != AUTO:
+        if (
+            which == AUTO and run_id is not None
+        ):  # other runs do not matter, and other threads may read copies of theirs
+            chosen = [self.copies / run_id] if self._copy_records([run_id]) else []
+            if not chosen:
+                shutil.rmtree(self.copies / run_id, ignore_errors=True)
+            Origin(self.store.url).mark(_private(self.copies))
+        elif which != AUTO:
+            self._refresh()
             chosen = [find_run(self.copies, which)]
-        elif run_id is not None:
-            chosen = [self.copies / run_id] if (self.copies / run_id).is_dir() else []
         else:
+            self._refresh()
             chosen = [view.layout.root for view in list_runs(self.copies) if view.record.name == name][:1]
         names = [folder.name for folder in chosen if folder.parent == self.copies]
         for path, data in self.store.read_all([f"{name}/config.yaml" for name in names]).items():
@@ -156,32 +172,12 @@ class StoreRuns:
         try:
             lock.keep(uploads.lose)
             if resumed:
-                self._bring_here(run, uploads, before)
+                bring_here(run, uploads, before, restore.download_run)
                 Origin(run.url, lock.claim.token).mark(uploads.root)
             with uploads:
                 yield uploads
         finally:
             lock.release(forget=not resumed and not uploads.begun)
-
-    def _bring_here(self, run: RemoteFolder, uploads: StoreUpload, before: Claim | None) -> None:
-        """Download the run into its working folder, unless the folder is the one that was uploaded last."""
-        folder = uploads.root
-        origin = origin_of(folder)
-        if origin is not None and before is not None and origin.token == before.token:
-            return
-        if folder.exists():
-            aside = folder.with_name(f"{folder.name}.before-{secrets.token_hex(4)}")
-            with naming(folder):
-                publish(folder, aside)
-            uploads.warn(f"{run.url} has been written from elsewhere since; what was here is kept in {aside}")
-        _private(self.work)
-        with naming(folder):
-            folder.mkdir(mode=0o700)
-        try:
-            restore.download_run(run, folder, uploads.warn)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
 
     # Copies for readers.
 
@@ -240,6 +236,35 @@ class StoreRuns:
                 target.parent.mkdir(exist_ok=True)
                 with target.open("ab") as log:
                     log.write(data)
+
+
+def bring_here(
+    run: RemoteFolder,
+    uploads: StoreUpload,
+    before: Claim | None,
+    download: Callable[[RemoteFolder, Path, Callable[[str], None]], None],
+) -> None:
+    """Download a run or sweep into its working folder, unless the folder is the one that was uploaded last.
+
+    before: the claim of the driver before. Raises ResultsError, StoreError.
+    """
+    folder = uploads.root
+    origin = origin_of(folder)
+    if origin is not None and before is not None and origin.token == before.token:
+        return
+    if folder.exists():
+        aside = folder.with_name(f"{folder.name}.before-{secrets.token_hex(4)}")
+        with naming(folder):
+            publish(folder, aside)
+        uploads.warn(f"{run.url} has been written from elsewhere since; what was here is kept in {aside}")
+    _private(folder.parent)
+    with naming(folder):
+        folder.mkdir(mode=0o700)
+    try:
+        download(run, folder, uploads.warn)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 _FILES_IN_REPORT = ("metrics.jsonl", "events.jsonl", "config.yaml", "git.diff")

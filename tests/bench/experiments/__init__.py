@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.bench.experiments import (
+    asha,
     burst,
     checkpoint,
     clusters,
@@ -34,6 +35,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     generation.EXPERIMENT,
     burst.EXPERIMENT,
     sweep.EXPERIMENT,
+    asha.EXPERIMENT,
     tracking.EXPERIMENT,
     images.FEEDING,
     images.LISTING,

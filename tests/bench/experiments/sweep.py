@@ -1,18 +1,25 @@
-"""A sweep of short trials, two at a time, with the start and the end of its cluster; one torchrun for each trial."""
+"""A sweep of short trials, two at a time, with start and end of its cluster; peers: one torchrun a trial, Ray Tune."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
+from tests.bench.peers import python_with
 from tests.bench.stage import DDPTRAIN, Stage
 
 _RANKS, _PARALLEL, _STEPS = 2, 2, 20
+_RAY = "ray[train,tune]==2.60.0"
+_RAY_ENV = {"RAY_TRAIN_V2_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+_RAY_TIMEOUT_S = 1800.0
+_WHAT = "16 trials of 2 ranks and 20 steps of a small LSTM, two at a time, with start and end of the cluster"
 
 
 @contextmanager
@@ -41,7 +48,17 @@ def _open(stage: Stage) -> Iterator[Variants]:
         command = stage.torchrun("trial", _RANKS, learning_rate=learning_rate, steps=_STEPS, done=str(done))
         stage.run(command, complete=lambda: len(list(done.iterdir())) == _RANKS)
 
-    yield {"ours": ours, "torchrun": torchrun}
+    def ray() -> Figures:
+        python = python_with("ray", [_RAY, f"torch=={version('torch').partition('+')[0]}"])
+        settings = {"ranks": _RANKS, "parallel": _PARALLEL, "steps": _STEPS, "trials": trials}
+        given = json.dumps({**settings, "folder": str(stage.new_folder("ray"))})
+        command = [str(python), str(stage.programs / "ray_trials.py"), given]
+        # In a folder with a short name: it holds unix sockets. HOME: Ray keeps a token there.
+        with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
+            env = {**_RAY_ENV, "RAY_TMPDIR": scratch, "HOME": scratch, "PYTHONPATH": str(stage.programs)}
+            return {"wall_s": stage.run(command, env=env, timeout_s=_RAY_TIMEOUT_S).wall_s}
+
+    yield {"ours": ours, "torchrun": torchrun, "ray": ray}
 
 
 EXPERIMENT = Experiment(
@@ -53,8 +70,19 @@ EXPERIMENT = Experiment(
             peer=Source("torchrun", "wall_s"),
             peer_name="one torchrun for each trial",
             goal=Goal("ratio", "<=", 0.14),
-            what="16 trials of 2 ranks and 20 steps of a small LSTM, two at a time, with start and end of the cluster",
+            what=_WHAT,
+        ),
+        Row(
+            name="sweep-ray",
+            unit="s",
+            ours=Source("ours", "wall_s"),
+            peer=Source("ray", "wall_s"),
+            peer_name="Ray Tune with a TorchTrainer for each trial",
+            goal=Goal("ratio", "<=", 0.1),
+            what="the same, also chosen by --rows sweep",
+            chosen_with="sweep",
         ),
     ),
     open=_open,
+    slow=frozenset({"ray"}),
 )

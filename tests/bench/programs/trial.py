@@ -25,7 +25,8 @@ class _Small(nn.Module):
         return scores
 
 
-def _train(learning_rate: float, steps: int) -> float:
+def train_steps(learning_rate: float, steps: int) -> float:
+    """Train with the process group that there is; return the last loss."""
     torch.manual_seed(0)
     net = nn.parallel.DistributedDataParallel(_Small())
     inputs, targets = torch.randn(32, 8, 16), torch.randint(16, (32,))
@@ -41,13 +42,13 @@ def _train(learning_rate: float, steps: int) -> float:
 
 def workload(ctx: Any, learning_rate: float, steps: int) -> None:
     """Log the loss of the last step."""
-    ctx.log({"loss": ctx.mean(_train(learning_rate, steps))}, step=steps)
+    ctx.log({"loss": ctx.mean(train_steps(learning_rate, steps))}, step=steps)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     given = json.loads(sys.argv[1])
     done = Path(given.pop("done"))
-    print(_train(**given))
+    print(train_steps(**given))
     (done / f"rank-{dist.get_rank()}").touch()
     dist.destroy_process_group()

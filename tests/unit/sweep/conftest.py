@@ -65,7 +65,7 @@ class Sweeper:
         return sweeps.run_sweep(config, sweeps.SweepOptions(sweep_id, resume, "plain"))
 
     def _opened(self) -> Any:
-        return None, None, Capacity(self.parallel, 1, None)  # type: ignore[arg-type]
+        return None, None, Capacity(self.parallel, 1, None)
 
     def _run(self, config: ResolvedConfig, run_id: str, *, resume: bool, trial: Trial) -> int:
         params = config.config.params

@@ -13,7 +13,7 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.sweep.folder import LOCK, locked
 from ddptrain.sweep.records import SweepRecord
-from ddptrain.sweep.stop import stop_sweep, sweep_folder
+from ddptrain.sweep.stop import local_target, stop_sweep, sweep_folder
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_sweep_is_found_by_name_and_path(folder: Path) -> None:
 
 
 def test_its_driver_gets_the_signal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stop_sweep(folder, now=False, tell=print)[1] is False
+    assert stop_sweep(local_target(folder), now=False, tell=print)[1] is False
     leave = threading.Event()
     sent: list[tuple[int, int]] = []
     held = threading.Event()
@@ -50,7 +50,7 @@ def test_its_driver_gets_the_signal(folder: Path, monkeypatch: pytest.MonkeyPatc
         leave.set()
 
     monkeypatch.setattr(os, "kill", kill)
-    record, was_running = stop_sweep(folder, now=False, tell=print)
+    record, was_running = stop_sweep(local_target(folder), now=False, tell=print)
     thread.join()
     assert sent == [(os.getpid(), signal.SIGTERM)]
     assert (record.status, was_running) == ("preempted", True)
@@ -60,4 +60,4 @@ def test_a_driver_elsewhere_is_named(folder: Path) -> None:
     with locked(folder):
         (folder / LOCK).write_text(f"process 12 on not-{socket.gethostname()}\n")
         with pytest.raises(UsageError, match=f"can only be stopped on not-{socket.gethostname()}"):
-            stop_sweep(folder, now=False, tell=print)
+            stop_sweep(local_target(folder), now=False, tell=print)

@@ -131,3 +131,42 @@ def test_unknown_methods_and_options_are_refused(tmp_path: Path, fields: dict[st
     with pytest.raises(UsageError) as raised:
         Study(tmp_path / "j", section(**fields))
     assert message in str(raised.value).replace("Did", "did")
+
+
+@pytest.mark.parametrize("search", ["random", "tpe", "grid"])
+def test_a_driver_killed_between_any_two_lines_of_the_journal_loses_no_result(tmp_path: Path, search: str) -> None:
+    space = {"params.a": [1, 2], "params.b": [3, 4]}
+    sweep = section(search=search, space=space)
+    study = Study(tmp_path / "whole", sweep)
+    points = []
+    for number in range(3):
+        record = study.ask()
+        points.append(record.params)
+        study.report(number, 1, float(number))
+        record.state, record.value, record.values = TrialState.COMPLETE, float(number), [float(number)]
+        record.run_ids = [f"s-000{number}"]
+        study.tell(record)
+    lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+    told = [number for number, line in enumerate(lines, 1) if b'"state":1' in line]  # the end of each trial
+    assert len(told) == 3
+    for kept in range(len(lines) + 1):
+        journal = tmp_path / f"first-{kept}"
+        journal.write_bytes(b"".join(lines[:kept]) + b'{"half')
+        again = Study(journal, sweep)
+        found = again.records()
+        complete = [each for each in found if each.state is TrialState.COMPLETE]
+        assert [(each.value, each.run_ids, each.params) for each in complete] == [
+            (float(number), [f"s-000{number}"], points[number]) for number in range(sum(line <= kept for line in told))
+        ]
+        assert all(each.params.keys() == space.keys() for each in [*found, again.ask()])
+
+
+def test_a_decision_to_end_a_trial_survives_the_driver(tmp_path: Path) -> None:
+    sweep = section(prune={"asha": {"reduction_factor": 2}})
+    study = Study(tmp_path / "j", sweep)
+    for value in (1.0, 2.0):
+        number = study.ask().number
+        ends = study.report(number, 1, value)
+    assert ends
+    again = Study(tmp_path / "j", sweep)
+    assert [again.report(number, 1, value) for number, value in ((0, 1.0), (1, 2.0))] == [False, True]

@@ -13,7 +13,7 @@ import pytest
 from ddptrain.config.load import load_config
 from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
-from ddptrain.sweep.folder import locked
+from ddptrain.sweep.folder import LocalSweep, locked
 from ddptrain.sweep.records import TrialState, read_sweep
 from ddptrain.sweep.trial import Trial
 from tests.unit.sweep.conftest import StubRun, Sweeper
@@ -81,6 +81,31 @@ def test_the_third_equal_failure_ends_the_sweep(sweeper: Sweeper, capsys: pytest
     assert causes[1].startswith("the run has logged no metric loss") and len(causes) == 4
     assert "3 trials have failed in the same way: ValueError: no such file" in record.message
     assert record.message in capsys.readouterr().err
+
+
+def test_paths_of_their_own_do_not_make_failures_different(sweeper: Sweeper) -> None:
+    sweeper.workload = lambda params, run: f"cannot read {sweeper.folder}/s/s-{len(sweeper.begun) - 1:04d}/inputs"
+    assert sweeper.run(sweeper.config(trials=5)) == ExitCode.TRAINING_FAILED
+    assert len(read_sweep(sweeper.folder / "s").trials) == 3
+
+
+def test_points_that_diverge_are_results_as_long_as_others_do_not(sweeper: Sweeper) -> None:
+    sweeper.workload = lambda params, run: logs_once(run, 1.0 if params["lr"] == 1 else math.nan)
+    config = sweeper.config(space={"params.lr": [1, 2, 3, 4, 5, 6]}, search="grid", trials=None)
+    assert sweeper.run(config) == 0
+    config = sweeper.config(space={"params.lr": [2, 3, 4, 5, 6]}, search="grid", trials=None)
+    assert sweeper.run(config, sweep_id="t") == ExitCode.TRAINING_FAILED
+    assert len(read_sweep(sweeper.folder / "t").trials) == 3
+
+
+def test_a_trial_that_is_pruned_at_its_last_value_is_not_repeated(sweeper: Sweeper) -> None:
+    sweeper.workload = lambda params, run: logs_once(run, params["lr"])
+    space = {"params.lr": [1, 2]}
+    config = sweeper.config(space=space, search="grid", trials=None, seeds=2, prune="asha", params={"seed": 0})
+    assert sweeper.run(config) == 0
+    first, second = read_sweep(sweeper.folder / "s").trials
+    assert (first.state, first.values) == (TrialState.COMPLETE, [1.0, 1.0])
+    assert (second.state, second.value, second.run_ids) == (TrialState.PRUNED, 2.0, ["s-0001"])
 
 
 def test_different_failures_are_results(sweeper: Sweeper) -> None:
@@ -206,3 +231,33 @@ def test_sweep_json_has_only_finite_numbers(sweeper: Sweeper) -> None:
     text = (sweeper.folder / "s" / "sweep.json").read_text()
     data = json.loads(text, parse_constant=pytest.fail)
     assert data["format"] == 1 and data["space"] == {"params.lr": {"kind": "uniform", "low": 0.0, "high": 1.0}}
+
+
+def test_a_sweep_that_loses_its_store_saves_and_ends(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[Any] = []
+    monkeypatch.setattr(LocalSweep, "listen", lambda home, warn, loss: lost.append(loss))
+
+    def taken(params: dict[str, Any], run: StubRun) -> str:
+        if len(sweeper.begun) == 2:
+            lost[0](RunLocked("sweep s is held by another driver"))
+        return follows_lr(params, run)
+
+    sweeper.workload = taken
+    assert sweeper.run(sweeper.config(trials=9)) == ExitCode.LOCKED
+    record = read_sweep(sweeper.folder / "s")
+    assert (record.status, record.message) == ("failed", "sweep s is held by another driver")
+    assert len(sweeper.begun) < 9
+
+
+def test_no_trial_begins_before_its_point_is_in_the_store(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["it took too long", "it took too long", ""]
+    begun_at: list[int] = []
+
+    def upload(home: LocalSweep, within_s: float) -> str:
+        begun_at.append(len(sweeper.begun))
+        return answers.pop(0) if answers else ""
+
+    monkeypatch.setattr(LocalSweep, "upload", upload)
+    sweeper.workload = follows_lr
+    assert sweeper.run(sweeper.config(trials=1)) == 0
+    assert begun_at == [0, 0, 0] and len(sweeper.begun) == 1

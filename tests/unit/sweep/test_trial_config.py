@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.load import load_mapping
+from ddptrain.config.load import load_data, load_mapping
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.sweep.trial_config import best_yaml, trial_config
 
@@ -21,7 +21,7 @@ def test_the_point_is_set_and_the_rest_stays(tmp_path: Path) -> None:
     space = {"params.lr": [1, 2], "params.model.size": [8], "prepare.precision": ["bf16"], "env.MODE": ["a"]}
     config = resolved(tmp_path, space, params={"seed": 3, "model": {"layers": 1}}, env={"OTHER": "x"})
     point = {"params.lr": 2, "params.model.size": 8, "prepare.precision": "bf16", "env.MODE": "a"}
-    trial = trial_config(config, point, 2, tmp_path / "runs" / "s", "s").config
+    trial = trial_config(config, point, 2, str(tmp_path / "runs" / "s"), "s").config
     assert trial.params == {"seed": 5, "model": {"layers": 1, "size": 8}, "lr": 2}
     assert (trial.prepare.precision, trial.env) == ("bf16", {"OTHER": "x", "MODE": "a"})
     assert (trial.cluster.ranks, trial.results.dir, trial.sweep) == (2, str(tmp_path / "runs" / "s"), None)
@@ -33,19 +33,28 @@ def test_a_script_gets_arguments(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     workload = {"script": "train.py", "args": ["--epochs", 3]}
     config = resolved(tmp_path, {"args.lr": [0.1]}, workload=workload)
-    script = trial_config(config, {"args.lr": 0.1}, 0, tmp_path, "s").config.script
+    script = trial_config(config, {"args.lr": 0.1}, 0, str(tmp_path), "s").config.script
     assert script is not None and script.args == ["--epochs", "3", "--lr", "0.1"]
 
 
 def test_the_best_configuration_has_the_sweeps_own_folders_and_no_secrets(tmp_path: Path) -> None:
     config = resolved(tmp_path, {"params.lr": [1]}, env={"API_TOKEN": "hunter22hunter22"}, results={"dir": "there"})
-    trial = trial_config(config, {"params.lr": 1}, 0, tmp_path / "s", "s")
+    trial = trial_config(config, {"params.lr": 1}, 0, str(tmp_path / "s"), "s")
     text = best_yaml(config, trial, "The best.")
     assert text.startswith("# The best.\nworkload: elsewhere:train\n")
     assert "hunter22" not in text and "dir: there" in text and "sweep:" not in text
+    retrain = load_data(text.encode(), "best.yaml")["retrain"]
+    assert retrain == {"model": config.config.name, "gate": {"metric": "val/loss", "mode": "min"}}
+
+
+def test_the_best_configuration_keeps_the_section_retrain(tmp_path: Path) -> None:
+    config = resolved(tmp_path, {"params.lr": [1]}, retrain={"model": "m", "gate": {"metric": "accuracy"}})
+    text = best_yaml(config, trial_config(config, {"params.lr": 1}, 0, str(tmp_path / "s"), "s"), "The best.")
+    retrain = load_data(text.encode(), "best.yaml")["retrain"]
+    assert retrain["model"] == "m" and [rule["metric"] for rule in retrain["gate"]] == ["accuracy"]
 
 
 def test_wrong_points_are_refused(tmp_path: Path) -> None:
     config = resolved(tmp_path, {"params.lr": [1]})
     with pytest.raises(ValueError, match="precision"):
-        trial_config(config, {"prepare.precision": "fp7"}, 0, tmp_path, "s")
+        trial_config(config, {"prepare.precision": "fp7"}, 0, str(tmp_path), "s")
