@@ -179,9 +179,14 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._tracked.model(model)
         self._collective_calls.enter("prepare")
         with self._collective_calls.waiting("prepare"):
-            prepared = prepare_model(model, self.device, settings, **ddp)
+            prepared = prepare_model(model, self.device, settings, self._compile_backend, **ddp)
         self._gradients.attach(prepared)
         return prepared
+
+    def _compile_backend(self) -> Any:
+        from ddptrain.rank.model.compile_cache import inductor_backend
+
+        return inductor_backend(self._spec, self.device, self._note)
 
     def loader(
         self,
