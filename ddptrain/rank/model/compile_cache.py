@@ -14,7 +14,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,29 +53,34 @@ class CompileCache:
         self._compiling = root / f"{key}.compile"
         self.folder.mkdir(exist_ok=True, mode=0o700)
         require_private(self.folder)
+        self.is_empty = not any(self.folder.iterdir())
         os.utime(self.folder)  # what was used least recently is deleted first
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Only one process of the host is in this block. Raises OSError if the disk is full."""
-        descriptor = open_regular(self._compiling, CREATE)
-        try:
-            wait_for_lock(descriptor)
-            if os.fstat(descriptor).st_size:
-                _log.info("a process was killed while it compiled: the compile cache is emptied", folder=self.folder)
-                self.clear()
-            os.pwrite(descriptor, _BUSY, 0)
+        """Only one process of the host is in this block. If the file system has no locks or is full, several may be."""
+        with ExitStack() as held:
             try:
-                yield
-            finally:
-                os.ftruncate(descriptor, 0)
-        finally:
-            os.close(descriptor)
+                descriptor = open_regular(self._compiling, CREATE)
+                held.callback(os.close, descriptor)
+                wait_for_lock(descriptor)
+                if os.fstat(descriptor).st_size:
+                    _log.info("a process was killed while it compiled: compile cache emptied", folder=self.folder)
+                    self.clear()
+                held.callback(os.ftruncate, descriptor, 0)
+                os.pwrite(descriptor, _BUSY, 0)
+            except OSError as error:
+                _log.warning("the compile cache can't be locked", folder=self.folder, error=str(error))
+            yield
 
     def clear(self) -> None:
         """Deletes the content. What other processes have loaded stays in their memory."""
+        self.is_empty = True
         for path in self.folder.iterdir():
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def inductor_backend(spec: RankSpec, device: torch.device, note: Callable[[str], None]) -> Callable[..., Any] | str:
@@ -105,6 +110,8 @@ def inductor_backend(spec: RankSpec, device: torch.device, note: Callable[[str],
                 try:
                     return compile_fx_inner(*args, **kwargs)
                 except Exception as error:  # perhaps a damaged file; if not, the second attempt raises it again
+                    if cache.is_empty:
+                        raise
                     _log.warning("compiling failed; again without the compile cache", error=repr(error))
                     cache.clear()
                     _forget_loaded_code()

@@ -157,16 +157,22 @@ def test_ranks_compile_one_after_the_other_and_files_of_a_killed_one_are_deleted
     os.close(cache._use)
 
 
+@pytest.mark.parametrize("is_damaged", [True, False])
 def test_compiling_that_fails_with_the_cache_is_repeated_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     from torch._inductor import compile_fx
 
+    folder = tmp_path / "ddptrain" / "compile" / cache_key(make_spec().code, CPU)
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parent.chmod(0o700)
+    if is_damaged:
+        (folder / "damaged.so").touch()
     calls: list[list[str]] = []
 
     def inner(*_: Any, **__: Any) -> str:
-        calls.append([path.name for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).iterdir()])
+        calls.append([path.name for path in folder.iterdir()])
         if len(calls) == 1:
             raise OSError("file too short")
         return "compiled"
@@ -176,6 +182,19 @@ def test_compiling_that_fails_with_the_cache_is_repeated_without_it(
     monkeypatch.setattr(compile_cache, "_forget_loaded_code", lambda: None)
     backend = inductor_backend(make_spec(), CPU, pytest.fail)
     assert not isinstance(backend, str)
-    (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "damaged.so").touch()
-    assert backend("graph", []) == "compiled"
-    assert calls == [["damaged.so"], []]
+    if is_damaged:
+        assert backend("graph", []) == "compiled"
+        assert calls == [["damaged.so"], []]
+    else:
+        with pytest.raises(OSError, match="file too short"):
+            backend("graph", [])
+
+
+def test_cache_that_cannot_be_locked_does_not_end_the_run(tmp_path: Path) -> None:
+    cache = CompileCache("key", tmp_path / "compile")
+    (tmp_path / "compile" / "key.compile").mkdir()
+    entered = False
+    with cache.exclusive():
+        entered = True
+    assert entered
+    os.close(cache._use)
