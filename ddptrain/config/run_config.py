@@ -120,8 +120,12 @@ class CheckpointConfig(Strict):
 class PrepareConfig(Strict):
     """Defaults of the arguments of ctx.prepare."""
 
-    precision: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Of the forward pass; bf16 runs it under autocast."
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="Of the forward pass; bf16 and fp16 run it under autocast. fp16 also scales the loss.",
+    )
+    accumulate: int = Field(
+        default=1, ge=1, le=100_000, description="Batches of a rank for one step of the optimizer, with ctx.step."
     )
     compile: bool = Field(default=False, description="Whether torch.compile compiles it.")
     channels_last: bool = Field(

@@ -20,6 +20,7 @@ from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, plain_bytes
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.model.optimizer_calls import OptimizerCalls
 from ddptrain.rank.plain_numbers import numbers, optional, whole
 from ddptrain.rank.profiling.profiled_steps import ProfiledSteps
 from ddptrain.rank.trackers import RankTrackers
@@ -48,7 +49,7 @@ class _Checkpoint:
     extra: Mapping[str, Any]
 
 
-class RankContext(ProfiledSteps):
+class RankContext(OptimizerCalls, ProfiledSteps):
     """A rank's view of its run. The process group is initialized as long as a workload has a context."""
 
     def __init__(
@@ -161,21 +162,31 @@ class RankContext(ProfiledSteps):
         precision: str | None = None,
         compile: bool | None = None,  # noqa: A002  # torch's name
         channels_last: bool | None = None,
+        accumulate: int | None = None,
         **ddp: Any,
     ) -> torch.nn.Module:
         """The model on this rank's device, wrapped in DDP. Missing arguments come from the configuration's `prepare`.
 
-        All ranks must call it. `precision` is "fp32", or "bf16" for a forward pass under autocast; `ddp` are arguments
-        of DistributedDataParallel. The weights keep their names. Raises ValueError for another precision.
+        All ranks must call it. `precision` is "fp32", or "bf16" or "fp16" for a forward pass under autocast; `ddp` are
+        arguments of DistributedDataParallel. The weights keep their names. `accumulate` and the loss scale of fp16 need
+        `ctx.backward` and `ctx.step`. Raises ValueError for another precision, or if `accumulate` is below 1.
         """
         from ddptrain.rank.model.prepare import prepare_model
 
-        options = {"precision": precision, "compile": compile, "channels_last": channels_last}
-        given = {name: value for name, value in options.items() if value is not None}
+        options = {"precision": precision, "compile": compile, "channels_last": channels_last, "accumulate": accumulate}
+        settings = {**self._spec.prepare, **{name: value for name, value in options.items() if value is not None}}
+        self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
         self._tracked.model(model)
         self._collective_calls.enter("prepare")
         with self._collective_calls.waiting("prepare"):
-            return prepare_model(model, self.device, {**self._spec.prepare, **given}, **ddp)
+            prepared = prepare_model(model, self.device, settings, self._compile_backend, **ddp)
+        self._gradients.attach(prepared)
+        return prepared
+
+    def _compile_backend(self) -> Any:
+        from ddptrain.rank.model.compile_cache import inductor_backend
+
+        return inductor_backend(self._spec, self.device, self._note)
 
     def loader(
         self,
@@ -312,6 +323,7 @@ class RankContext(ProfiledSteps):
         own = plain_bytes({"random": random_state.capture(self.device), "rank_state": given.rank_state})
         self._saves += 1
         self._calls.has_saved = True
+        gradients = self._gradients.state({"model": given.model, **given.extra})
         if self.rank != 0:
             self._store.set(state_key(self._saves, self.rank), own)
             return
@@ -319,6 +331,8 @@ class RankContext(ProfiledSteps):
         self._saver.wait()  # the previous checkpoint must be written before its memory is used again
         state: dict[str, Any] = {"step": given.step, "epoch": epoch, "metrics": metrics, "extra": dict(given.extra)}
         state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
+        if gradients is not None:
+            state["gradients"] = gradients
         copied = self._buffers.take(given.model, given.optimizer, state)
         folder = self._files.new_staging("checkpoint")
         self._saver.start(PendingCheckpoint(self._saves, given.step, epoch, metrics, folder, copied, own))
@@ -352,7 +366,9 @@ class RankContext(ProfiledSteps):
         if not self._spec.checkpointing.resume_from:
             self._report_step(0)
             return None
-        resumed, self._loader_states = loaded(self._spec, self.device, model, optimizer, more, self._note)
+        resumed, state = loaded(self._spec, self.device, model, optimizer, more, self._note)
+        self._loader_states = state.get("loaders") or []
+        self._gradients.restore(state.get("gradients"), {"model": model, **more})
         self._due.step = resumed.step
         self._first_epoch = int(resumed.epoch or 0) + 1
         for loader, state in zip(self._loaders, self._loader_states, strict=False):

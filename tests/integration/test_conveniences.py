@@ -66,7 +66,64 @@ def test_function_that_leaves_it_to_the_context_ends_alike_with_and_without_a_fa
     assert "starting the ranks again in 0.1 s, from step 6" in killed.stderr
     runs = run_cli.folder / "runs"
     assert record(runs / "killed")["result"] == record(runs / "whole")["result"] == {"steps": 12}
-    assert weights(runs / "killed") == weights(runs / "whole")
+    assert weights(runs / "killed", 12) == weights(runs / "whole", 12)
+
+
+ACCUMULATING = """
+import os, signal
+import torch
+
+
+def train(ctx, epochs=3, die_at=0):
+    torch.manual_seed(0)
+    model = ctx.prepare(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
+    loader = ctx.loader(data, batch_size=8)
+    resumed = ctx.resume(model=model, optimizer=optimizer, taken=(taken := Taken()))
+    step = resumed.step if resumed else 0
+    for epoch in ctx.epochs(epochs):
+        for (rows,) in loader:
+            ctx.backward((model(rows).float() - 1).pow(2).mean())
+            taken.steps += ctx.step(optimizer, clip=1.0)
+            step += 1
+            ctx.checkpoint(model=model, optimizer=optimizer, step=step, taken=taken, last=step == epochs * len(loader))
+            if step == die_at and ctx.attempt == 1:
+                ctx.close()
+                torch.distributed.barrier()
+                if ctx.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    return {"steps": step, "taken": taken.steps}
+
+
+class Taken:
+    steps = 0
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+"""
+
+
+def test_run_that_is_killed_within_an_accumulation_window_ends_with_equal_weights(
+    run_cli: Cli, warm_cluster: str
+) -> None:
+    """Four batches an epoch in windows of three: step 6 is the second of a window, whose gradients differ by rank."""
+    (run_cli.folder / "work.py").write_text(ACCUMULATING)
+    config = run_cli.folder / "config.yaml"
+    content = {"workload": "work:train", "cluster": {"ranks": 2, "address": warm_cluster}, "prepare": {"accumulate": 3}}
+    failure = {"max_restarts": 1, "backoff_s": 0.1}
+    config.write_text(json.dumps({**content, "failure": failure, "checkpoint": {"metric": None, "every_steps": 1}}))
+    whole = run_cli("train", config, "--run-id", "whole")
+    assert whole.rc == 0, whole.stderr
+    killed = run_cli("train", config, "--run-id", "killed", "--set", "params.die_at=6")
+    assert killed.rc == 0, killed.stderr
+    assert "starting the ranks again in 0.1 s, from step 6" in killed.stderr
+    runs = run_cli.folder / "runs"
+    assert record(runs / "killed")["result"] == record(runs / "whole")["result"] == {"steps": 12, "taken": 6}
+    assert weights(runs / "killed", 12) == weights(runs / "whole", 12)
 
 
 def record(run: Path) -> dict[str, Any]:
@@ -74,8 +131,8 @@ def record(run: Path) -> dict[str, Any]:
     return found
 
 
-def weights(run: Path) -> dict[str, bytes]:
-    file = run / "checkpoints" / "step-12" / "model.safetensors"
+def weights(run: Path, step: int) -> dict[str, bytes]:
+    file = run / "checkpoints" / f"step-{step}" / "model.safetensors"
     return {name: value.tobytes() for name, value in load_file(file).items()}
 
 

@@ -35,8 +35,8 @@ def loaded(
     optimizer: torch.optim.Optimizer | None,
     more: Mapping[str, Any],
     note: Callable[[str], None],
-) -> tuple[Resumed, list[dict[str, int]]]:
-    """Load the checkpoint of `spec` into the given objects; return it, and the positions of its loaders."""
+) -> tuple[Resumed, dict[str, Any]]:
+    """Load the checkpoint of `spec` into the given objects; return it, and its whole state."""
     state = file_format.read(Path(spec.checkpointing.resume_from), model, optimizer, device)
     extra: dict[str, Any] = state["extra"]
     for name, value in more.items():
@@ -50,7 +50,7 @@ def loaded(
     _restore_random(spec, device, ranks, own, note)
     rank_state = own["rank_state"] if own else None
     resumed = Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or spec.placement.world_size)
-    return resumed, state.get("loaders") or []
+    return resumed, state
 
 
 def _restore_random(

@@ -68,14 +68,19 @@ class RankLoader(DataLoader[Any]):
     def __init__(self, dataset: Dataset[Any], sampler: RankSampler, batch_size: int, **more: Any) -> None:
         self._rank_sampler, self._batch_size = sampler, batch_size
         self._step = batch_size * sampler._world_size  # noqa: SLF001
+        self.is_at_last_batch = False  # whether the batch that is in use is the last one of its epoch
         # As a batch sampler, because DataLoader does not allow changes of its own sampler between epochs.
         super().__init__(dataset, batch_sampler=BatchSampler(sampler, batch_size, drop_last=False), **more)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's returns its own iterator class
-        for batch in super().__iter__():
-            # Before the step, so that a checkpoint after the step counts this batch.
-            self._rank_sampler.taken += self._step
-            yield batch
+        try:
+            for batch in super().__iter__():
+                # Before the step, so that a checkpoint after the step counts this batch.
+                self._rank_sampler.taken += self._step
+                self.is_at_last_batch = self.remaining == 0
+                yield batch
+        finally:
+            self.is_at_last_batch = False
         self.set_epoch(self._rank_sampler.epoch + 1)
 
     @property

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare_model(model: nn.Module, device: torch.device, settings: Mapping[str, Any], **ddp: Any) -> nn.Module:
+def prepare_model(
+    model: nn.Module,
+    device: torch.device,
+    settings: Mapping[str, Any],
+    compile_backend: Callable[[], Any] = lambda: "inductor",
+    **ddp: Any,
+) -> nn.Module:
     """Moves the model to the device, applies `settings` (precision, compile, channels_last), and wraps it in DDP.
 
-    `ddp` are arguments of DistributedDataParallel, which does not accept a model without trainable parameters: such a
-    model is returned without DDP. Raises ValueError for an unknown precision.
+    `compile_backend` returns the backend of torch.compile. `ddp` are arguments of DistributedDataParallel, which does
+    not accept a model without trainable parameters: such a model is returned without DDP. Raises ValueError for an
+    unknown precision.
     """
     precision = settings.get("precision", "fp32")
     if precision not in _PRECISIONS:
@@ -28,7 +35,7 @@ def prepare_model(model: nn.Module, device: torch.device, settings: Mapping[str,
         # In place, so that the weights keep their names.
         model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
     if settings.get("compile"):
-        model.compile()
+        model.compile(backend=compile_backend())
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     ids = [device] if device.type == "cuda" else None

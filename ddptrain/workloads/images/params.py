@@ -108,7 +108,7 @@ class ImagesParams(BaseModel):
         0.01, ge=0.0, le=1.0, description="Share of images that may be missing or damaged before the run fails."
     )
 
-    precision: Literal["fp32", "bf16"] | None = Field(
+    precision: Literal["fp32", "bf16", "fp16"] | None = Field(
         None, description="Of the forward pass; null uses the configuration's `prepare`."
     )
     compile: bool | None = Field(None, description="Whether torch.compile compiles the model; null as for precision.")

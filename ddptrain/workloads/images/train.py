@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 from collections.abc import Mapping, Sequence
@@ -53,8 +54,10 @@ def train(ctx: RankContext, **params: Any) -> None:
         raise UsageError("there is no list of images: start `workload: images` with `ddptrain train`, which makes it")
     manifest = Manifest.read(ctx.inputs)
     location = manifest.location(settings)
-    with ImageLoader(manifest, location, settings, ctx.device, ctx.rank, ctx.world_size, _tell) as feeder:
-        trainer = ImageTrainer(ctx, settings, manifest, feeder)
+    accumulate = ctx.accumulate
+    ranks = (ctx.rank, ctx.world_size)
+    with ImageLoader(manifest, location, settings, ctx.device, *ranks, _tell, accumulate=accumulate) as feeder:
+        trainer = ImageTrainer(ctx, settings, manifest, feeder, accumulate)
         trainer.greet()
         for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
             trainer.train_epoch(epoch)
@@ -65,13 +68,21 @@ def train(ctx: RankContext, **params: Any) -> None:
 class ImageTrainer:
     """The training of one rank: the model, its optimizer, and its progress.
 
+    With `accumulate` a step has that many times params.batch_size images; a forward pass has at most
+    params.batch_size.
+
     A checkpoint within an epoch also contains `taken` (how many ranks took how many steps of the epoch, for
     plan_epoch) and, per rank, the sums of its meter, so that train/accuracy covers the whole epoch after a resume.
     """
 
-    def __init__(self, ctx: RankContext, settings: ImagesParams, manifest: Manifest, feeder: ImageLoader) -> None:
+    def __init__(
+        self, ctx: RankContext, settings: ImagesParams, manifest: Manifest, feeder: ImageLoader, accumulate: int = 1
+    ) -> None:
         self._ctx, self._settings, self._manifest, self._feeder = ctx, settings, manifest, feeder
-        plan = plan_epoch(len(manifest.train), settings.batch_size, ctx.world_size, ctx.rank, settings.seed, 1)
+        self._accumulate = accumulate
+        plan = plan_epoch(
+            len(manifest.train), settings.batch_size * accumulate, ctx.world_size, ctx.rank, settings.seed, 1
+        )
         self.steps_per_epoch = len(plan)
         self._images_per_epoch = sum(len(share.index) for share in plan)
         self.epochs_done = self.step = self._images = 0
@@ -82,7 +93,7 @@ class ImageTrainer:
         torch.manual_seed(settings.seed)
         self._model_config = described_model(settings, manifest.classes, self._say)
         model = built_model(self._model_config)
-        self._model = _distributed(ctx, settings, model, len(plan[0].index))
+        self._model = _distributed(ctx, settings, model, min(len(plan[0].index), settings.batch_size))
         self._optimizer = make_optimizer(settings, self._model.parameters(), highest_rate(settings, ctx.world_size))
         self._schedule = Schedule(settings, self._optimizer, highest_rate(settings, ctx.world_size))
         resumed = ctx.resume(model=self._model, optimizer=self._optimizer, scheduler=self._schedule)
@@ -142,10 +153,8 @@ class ImageTrainer:
         began, n_images = time.perf_counter(), 0
         for batch in self._feeder.train(epoch, part.taken, part.steps):
             self._schedule.before_step(epoch - 1 + part.done(n_steps), self.steps_per_epoch)
-            self._optimizer.zero_grad()
-            loss_sum, logits = self._forward(batch)
-            (loss_sum * self._weight(batch)).backward()
-            self._optimizer.step()
+            loss_sum, logits = self._forward_backward(batch)
+            self._ctx.step(self._optimizer)
             self._advance(batch)
             done = epoch - 1 + part.done(n_steps)
             self._observe(batch, done, loss_sum, logits)
@@ -197,20 +206,40 @@ class ImageTrainer:
         if saved:
             self._meter.flush()
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed loss, in nats, and the logits of this rank's images.
+    def _forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Computes the gradient of a step; returns the summed loss, in nats, and the logits of this rank's images.
+
+        Several forward passes have nearly equal numbers of images; DDP averages the gradients in the last one.
+        """
+        n_parts = min(self._accumulate, -(-len(batch.labels) // self._settings.batch_size)) or 1
+        parts = zip(batch.images.tensor_split(n_parts), batch.labels.tensor_split(n_parts), strict=True)
+        loss_sums, logits = [], []
+        for number, (images, labels) in enumerate(parts, start=1):
+            with contextlib.nullcontext() if number == n_parts else self._no_sync():
+                loss_sum, scores = self._forward(images, labels)
+                self._ctx.backward(loss_sum * self._weight(batch))
+            loss_sums.append(loss_sum.detach())
+            logits.append(scores.detach())
+        return torch.stack(loss_sums).sum(), torch.cat(logits)
+
+    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
+        model = self._model
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+
+    def _forward(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss and the logits of some images.
 
         BatchNorm needs at least two images: a single one is duplicated, which gives the same gradient.
         """
-        images = self._pixels(batch.images)
+        images = self._pixels(raw)
         if len(images) == 1 and self._needs_two:
             images = torch.cat([images, images])
-        logits = self._model(images)[: len(batch.labels)].float()
-        loss_sum = functional.cross_entropy(logits, self._targets(batch), reduction="sum")
+        logits = self._model(images)[: len(labels)].float()
+        loss_sum = functional.cross_entropy(logits, self._targets(labels), reduction="sum")
         return loss_sum, logits
 
-    def _targets(self, batch: Batch) -> Tensor:
-        return self._outputs[batch.labels.to(self._ctx.device, non_blocking=True)]
+    def _targets(self, labels: Tensor) -> Tensor:
+        return self._outputs[labels.to(self._ctx.device, non_blocking=True)]
 
     def _weight(self, batch: Batch) -> float:
         """The factor that turns summed losses into the mean over all images of a step; DDP averages over the ranks.
@@ -231,7 +260,7 @@ class ImageTrainer:
 
     def _observe(self, batch: Batch, epoch: float, loss_sum: Tensor, logits: Tensor) -> None:
         """Logs the metrics of a step; rank 0 also logs a picture of examples at intervals."""
-        hits = (logits.detach().argmax(1) == self._targets(batch)).sum()
+        hits = (logits.detach().argmax(1) == self._targets(batch.labels)).sum()
         sums = torch.stack([loss_sum.detach(), hits]).double()
         self._meter.add(self.step, epoch, self._schedule.learning_rate, sums, batch.n_counted)
         every = self._settings.examples_every
@@ -287,6 +316,7 @@ def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_i
         precision=settings.precision,
         compile=settings.compile,
         channels_last=settings.channels_last,
+        accumulate=1,  # a step is divided here, because its gradient is the mean over all of its images
         gradient_as_bucket_view=True,
         **{_SYNC_BUFFERS: False},
     )

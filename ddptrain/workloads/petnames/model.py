@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,8 @@ class CharacterModel(nn.Module):
         """
         windowed = self.config.context == "window"
         n_blanks = self.config.window - symbols.shape[1] if windowed else 0
-        hidden, _ = self.lstm(self._enter(symbols), self._after_blanks(n_blanks, len(symbols)))
+        with _lstm_precision(symbols.device):
+            hidden, _ = self.lstm(self._enter(symbols), self._after_blanks(n_blanks, len(symbols)))
         if windowed:
             hidden = hidden[:, -1:]
         scores: Tensor = self.linear(self.output_dropout(hidden))
@@ -117,6 +119,18 @@ class CharacterModel(nn.Module):
         return functional.one_hot(symbols.long(), len(SYMBOLS)).to(self.linear.weight.dtype)
 
 
+def _lstm_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast runs an LSTM with oneDNN, which fails on CPUs without instructions for the type: then it is in fp32."""
+    if device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return contextlib.nullcontext()
+    is_bf16 = torch.get_autocast_dtype("cpu") is torch.bfloat16
+    operators = torch.ops.mkldnn
+    is_supported = operators._is_mkldnn_bf16_supported() if is_bf16 else operators._is_mkldnn_fp16_supported()  # noqa: SLF001
+    return contextlib.nullcontext() if is_supported else torch.autocast("cpu", enabled=False)
+
+
 def summed_nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log likelihood in nats, summed over all targets that are not BLANK."""
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=BLANK_ID, reduction="sum")
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=BLANK_ID, reduction="sum"
+    )

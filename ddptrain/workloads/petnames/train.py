@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -48,9 +48,10 @@ def train(ctx: RankContext, **params: Any) -> None:
     if settings.weights is not None:
         _begin_with_weights(ctx, model, settings.weights)
     optimizer = AdamW(model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
+    accumulate = ctx.accumulate
     ddp = _distributed(ctx, model, rows)
     resumed = ctx.resume(model=model, optimizer=optimizer)
-    trainer = NamesTrainer(ctx, settings, rows, ddp, optimizer, resumed)
+    trainer = NamesTrainer(ctx, settings, rows, ddp, optimizer, resumed, accumulate)
     _greet(ctx, model, rows, trainer)
 
     for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
@@ -76,6 +77,8 @@ def train(ctx: RankContext, **params: Any) -> None:
 class NamesTrainer:
     """The training of one rank: the DDP model, and its progress.
 
+    With `accumulate` a step has that many times params.batch_size rows; a forward pass has at most params.batch_size.
+
     A checkpoint within an epoch also contains `taken` (how many ranks took how many steps of the epoch, for
     plan_epoch) and, per rank, the sum of its losses, so that train/loss covers the whole epoch after a resume.
     """
@@ -88,13 +91,15 @@ class NamesTrainer:
         model: DistributedDataParallel,
         optimizer: AdamW,
         resumed: Resumed | None,
+        accumulate: int = 1,
     ) -> None:
         self._ctx = ctx
         self._settings = settings
         self._rows = rows
         self._model = model
         self._optimizer = optimizer
-        self._microbatch = _microbatch_rows(settings, ctx.device)
+        self._step_rows = settings.batch_size * accumulate
+        self._microbatch = _microbatch_rows(settings, ctx.device, accumulate)
         self._model_config = model.module.config.plain()
         self.epochs_done, self.step = (int(resumed.epoch or 0), resumed.step) if resumed else (0, 0)
         plan = self._plan(self.epochs_done + 1)
@@ -131,10 +136,8 @@ class NamesTrainer:
         while self._part.steps < len(plan):
             share = plan[self._part.steps]
             self._set_learning_rate(epoch - 1 + self._part.done(len(plan)))
-            self._optimizer.zero_grad()
             self._loss_sum += self._forward_backward(share)
-            self._clip_gradient()
-            self._optimizer.step()
+            self._ctx.step(self._optimizer, clip=self._settings.grad_clip or None)
             self._advance(share)
             if self._part.steps < len(plan):  # the last step is saved at the end of the epoch
                 self.save(epoch - 1 + self._part.done(len(plan)), {})
@@ -170,7 +173,7 @@ class NamesTrainer:
             inputs, targets = self._rows.batch(index)
             with contextlib.nullcontext() if is_last else self._model.no_sync():
                 loss = weight * summed_nll(self._model(inputs), targets)
-                (loss * (self._ctx.world_size / share.total)).backward()
+                self._ctx.backward(loss * (self._ctx.world_size / share.total))
             loss_sum += loss.detach()
         return loss_sum
 
@@ -188,7 +191,7 @@ class NamesTrainer:
 
     def _plan(self, epoch: int, taken: Sequence[Sequence[int]] = ()) -> list[RankShare]:
         settings, ctx = self._settings, self._ctx
-        return plan_epoch(self._rows, settings.batch_size, ctx.world_size, ctx.rank, settings.seed, epoch, taken)
+        return plan_epoch(self._rows, self._step_rows, ctx.world_size, ctx.rank, settings.seed, epoch, taken)
 
     def _set_learning_rate(self, epochs: float) -> None:
         """Sets the learning rate of the step after `epochs` epochs."""
@@ -196,10 +199,6 @@ class NamesTrainer:
         factor = learning_rate_factor(settings.lr_schedule, epochs, settings.epochs)
         for group in self._optimizer.param_groups:
             group["lr"] = settings.learning_rate * factor
-
-    def _clip_gradient(self) -> None:
-        if self._settings.grad_clip > 0:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.grad_clip)
 
     def _advance(self, share: RankShare) -> None:
         self.step += 1
@@ -225,12 +224,14 @@ def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
 
 
 def _distributed(ctx: RankContext, model: CharacterModel, rows: Rows) -> DistributedDataParallel:
-    """Wraps the model in DDP and runs one backward pass with gradient 0.
+    """Prepares the model, wraps it in DDP, and runs one backward pass with gradient 0.
 
     DDP fixes the order of its reduction after the first backward pass. Without this pass, the first step of a resumed
     run would sum the gradients of the ranks in another order than the same step of an uninterrupted run.
     """
-    ddp = DistributedDataParallel(model, device_ids=[ctx.device] if ctx.device.type == "cuda" else None)
+    # A step is divided into forward passes here, because its gradient is the mean over all of its rows.
+    ddp = ctx.prepare(model, accumulate=1)
+    assert isinstance(ddp, DistributedDataParallel)
     inputs, targets = rows.batch(torch.zeros(1, dtype=torch.int64))
     (0.0 * summed_nll(ddp(inputs), targets)).backward()
     ddp.zero_grad(set_to_none=True)
@@ -269,11 +270,11 @@ def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: NamesTr
         )
 
 
-def _microbatch_rows(settings: PetnamesParams, device: torch.device) -> int:
+def _microbatch_rows(settings: PetnamesParams, device: torch.device, accumulate: int = 1) -> int:
     """Rows of one forward and backward pass; 0 is the whole batch."""
-    if settings.loss_microbatch == "auto":
-        return _CPU_MICROBATCH if device.type == "cpu" else 0
-    return settings.loss_microbatch
+    chosen = settings.loss_microbatch
+    rows = (_CPU_MICROBATCH if device.type == "cpu" else 0) if chosen == "auto" else chosen
+    return rows if accumulate == 1 else min(rows or settings.batch_size, settings.batch_size)
 
 
 @torch.inference_mode()

@@ -42,13 +42,13 @@ class ImagesContext(WatchedContext):
 def record_images(trainer: type[workload.ImageTrainer]) -> list[list[int]]:
     """The images of every step, in order, as the trainer takes them; nothing where a rank has none."""
     taken: list[list[int]] = []
-    forward = trainer._forward
+    forward = trainer._forward_backward
 
     def recording(self: workload.ImageTrainer, batch: Batch) -> tuple[Tensor, Tensor]:
         taken.append(batch.index.tolist() if batch.n_counted else [])
         return forward(self, batch)
 
-    trainer._forward = recording  # type: ignore[method-assign]
+    trainer._forward_backward = recording  # type: ignore[method-assign]
     return taken
 
 

@@ -54,7 +54,7 @@ class ImageLoader:
 
     The content of a batch depends only on the seed, the epoch and the images, not on the number of processes; the
     images of an epoch do not depend on the number of ranks. The constructor starts the processes; they end with
-    `close`, or with this process in any case.
+    `close`, or with this process in any case. A batch of the training has `accumulate` times params.batch_size images.
     """
 
     def __init__(
@@ -67,8 +67,10 @@ class ImageLoader:
         world_size: int,
         tell: Callable[[str], None],
         *,
+        accumulate: int = 1,
         deadline_s: float = _DEADLINE_S,
     ) -> None:
+        self._step_images = settings.batch_size * accumulate
         self._settings, self._rank, self._world_size = settings, rank, world_size
         self._train, self._val = torch.tensor(manifest.train), torch.tensor(manifest.val)
         self._bad = BadImages(manifest, settings.max_bad_fraction, tell)
@@ -162,7 +164,7 @@ class ImageLoader:
         settings = self._settings
         name = ("train", epoch, tuple(map(tuple, taken)), first)
         shares = plan_epoch(
-            len(self._train), settings.batch_size, self._world_size, self._rank, settings.seed, epoch, taken
+            len(self._train), self._step_images, self._world_size, self._rank, settings.seed, epoch, taken
         )
         return BatchStream(name, shares[first:], self._train, settings.seed * 1_000_003 + epoch)
 
@@ -181,8 +183,9 @@ class ImageLoader:
         size = settings.image_size
         readers = math.ceil(settings.requests / max(1, processes))
         # Complete batches that wait for the training are not in slots.
-        wanted = max(settings.batch_size * max(1, settings.prefetch - READY), settings.requests + AHEAD * processes)
-        slots = max(settings.batch_size, min(wanted + settings.batch_size, _MOST_PIXEL_BYTES // (size * size * 3)))
+        batch = self._step_images
+        wanted = max(batch * max(1, settings.prefetch - READY), settings.requests + AHEAD * processes)
+        slots = max(batch, min(wanted + batch, _MOST_PIXEL_BYTES // (size * size * 3)))
         return DecodeSetup(
             url=location.url,
             options=dict(location.options),

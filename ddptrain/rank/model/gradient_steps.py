@@ -1,0 +1,209 @@
+"""Gradient accumulation and the gradient scaler of fp16: what ctx.backward and ctx.step do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddptrain.rank.checkpoint.snapshot import unwrapped
+
+_MOST_SKIPPED = 100  # steps in a row: the loss scale has fallen from 65536 to 5e-26
+
+
+@dataclass(slots=True)
+class _Window:
+    """The accumulation window of an optimizer: how many calls of ctx.step it has had."""
+
+    optimizer: Optimizer
+    done: int = 0
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+class GradientSteps:
+    """Sums up the gradients of `accumulate` micro-batches, and takes the steps of the optimizers.
+
+    DDP averages the gradients over the ranks in the last micro-batch of a window only. A window also ends with the last
+    batch of an epoch (`is_last_batch`), and the gradient is the mean over the micro-batches that it has.
+    """
+
+    def __init__(self, device: torch.device, *, is_last_batch: Callable[[], bool] = lambda: False) -> None:
+        self.accumulate = 1
+        self.skipped = 0  # steps that were not taken because a gradient was infinite or NaN
+        self._device = device
+        self._is_last_batch = is_last_batch
+        self._scaler: torch.amp.GradScaler | None = None
+        self._scale_is_due = False
+        self._skipped_in_a_row = 0
+        self._windows: list[_Window] = []
+        self._resumed: list[int] = []  # positions of the windows of a checkpoint; optimizers come in the same order
+        self._unsynced: set[DistributedDataParallel] = set()  # the last gradients were not averaged over the ranks
+
+    @property
+    def scale(self) -> float:
+        """The factor of the loss: 1 without a gradient scaler. Reading it waits for the device."""
+        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+
+    def use(self, precision: str, accumulate: int) -> None:
+        """Sets the size of a window, and creates the scaler for fp16. Raises ValueError if `accumulate` is below 1."""
+        if accumulate < 1:
+            raise ValueError(f"accumulate is {accumulate!r}: it must be at least 1")
+        self.accumulate = accumulate
+        if precision == "fp16" and self._scaler is None:
+            self._scaler = torch.amp.GradScaler(self._device.type)
+
+    def attach(self, model: nn.Module) -> None:
+        """Has DDP average the gradients in the last micro-batch of a window only."""
+        if self.accumulate > 1 and isinstance(model, DistributedDataParallel):
+            model.register_forward_pre_hook(self._choose_sync)
+
+    def _choose_sync(self, model: nn.Module, _inputs: Any) -> None:
+        """Runs before each forward pass, because DDP decides there what the backward pass does."""
+        assert isinstance(model, DistributedDataParallel)
+        if not torch.is_grad_enabled():
+            return
+        syncs = self._done(model) + 1 >= self.accumulate or self._is_last_batch()
+        model.require_backward_grad_sync = syncs
+        (self._unsynced.discard if syncs else self._unsynced.add)(model)
+
+    def _done(self, model: nn.Module) -> int:
+        """The position in the window of the optimizer that has the parameters of the model."""
+        own = {id(parameter) for parameter in model.parameters()}
+        for window in self._windows:
+            if any(id(parameter) in own for parameter in window.parameters()):
+                return window.done
+        return next(iter(self._resumed[len(self._windows) :]), 0)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a loss. Raises RuntimeError if those of the window so far were deleted."""
+        for window in self._windows:
+            if window.done and all(parameter.grad is None for parameter in window.parameters()):
+                raise RuntimeError(
+                    f"the gradients of the last {window.done} batches are gone: remove optimizer.zero_grad(), because "
+                    "ctx.step calls it after each step of the optimizer"
+                )
+        self._update_scale()
+        (self._scaler.scale(loss) if self._scaler is not None else loss).backward()
+
+    def step(self, optimizer: Optimizer, clip: float | None = None, *, last: bool = False) -> bool:
+        """Counts a micro-batch; at the end of a window takes the step. Returns whether the optimizer took one.
+
+        Raises FloatingPointError if a gradient was infinite or NaN in 100 steps in a row.
+        """
+        window = self._window(optimizer)
+        window.done += 1
+        if window.done < self.accumulate and not last and not self._is_last_batch():
+            return False
+        parameters = window.parameters()
+        for model in [model for model in self._unsynced if _share(model.parameters(), parameters)]:
+            average_gradients(model)
+            self._unsynced.discard(model)
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if window.done > 1 and self.accumulate > 1 and gradients:
+            torch._foreach_div_(gradients, float(window.done))
+        window.done = 0
+        is_finite = self._scaler is None or bool(nn.utils.get_total_norm(gradients).isfinite())
+        if clip is not None and is_finite:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        if self._scaler is not None:
+            self._scaler.step(optimizer)
+            self._scale_is_due = True
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        self._count_skipped(is_finite=is_finite)
+        return is_finite
+
+    def _window(self, optimizer: Optimizer) -> _Window:
+        for window in self._windows:
+            if window.optimizer is optimizer:
+                return window
+        position = next(iter(self._resumed[len(self._windows) :]), 0)
+        self._windows.append(_Window(optimizer, position))
+        return self._windows[-1]
+
+    def _count_skipped(self, *, is_finite: bool) -> None:
+        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
+        self.skipped += int(not is_finite)
+        if self._skipped_in_a_row >= _MOST_SKIPPED:
+            raise FloatingPointError(
+                f"the gradients were infinite or NaN in {_MOST_SKIPPED} steps in a row: lower the learning rate, or "
+                "set precision: bf16 (or fp32)"
+            )
+
+    def _update_scale(self) -> None:
+        """Updates the loss scale, once no optimizer has gradients that were computed with the old one."""
+        if self._scaler is not None and self._scale_is_due and not any(window.done for window in self._windows):
+            self._scaler.update()
+            self._scale_is_due = False
+
+    # --- checkpoints ---
+
+    def state(self, modules: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The state for a checkpoint: the scaler, and the window with the gradients of `modules`; None if empty.
+
+        Within a window all ranks must call it: it replaces their gradients by the mean over the ranks. The final
+        gradient is the same, and any number of ranks can continue with the mean.
+        """
+        self._update_scale()
+        state: dict[str, Any] = {}
+        if self._scaler is not None:
+            state = {"scaler": self._scaler.state_dict(), "skipped": self.skipped}
+        if any(window.done for window in self._windows):
+            for model in self._unsynced:
+                average_gradients(model)
+            state["windows"] = [window.done for window in self._windows]
+            state["gradients"] = {name: _gradients(module) for name, module in _only_modules(modules).items()}
+        return state or None
+
+    def restore(self, state: Mapping[str, Any] | None, modules: Mapping[str, Any]) -> None:
+        """Continues with the state of a checkpoint, before the first call of `step`."""
+        state = state or {}
+        if self._scaler is not None and "scaler" in state:
+            self._scaler.load_state_dict(dict(state["scaler"]))
+        self.skipped = state.get("skipped", 0)
+        self._resumed = list(state.get("windows", ()))
+        factor = self.scale / state["scaler"]["scale"] if "scaler" in state else self.scale
+        for name, module in _only_modules(modules).items():
+            found = state.get("gradients", {}).get(name, {})
+            for key, parameter in module.named_parameters():
+                if key in found:
+                    gradient = found[key].to(parameter.device, parameter.dtype, copy=True)
+                    parameter.grad = gradient if factor == 1.0 else gradient * factor
+
+
+def average_gradients(model: DistributedDataParallel) -> None:
+    """Replaces the gradients of a model by their mean over the ranks. All ranks must call it."""
+    group = model.process_group
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    present = torch.tensor([float(parameter.grad is not None) for parameter in parameters]).to(parameters[0].device)
+    dist.all_reduce(present, group=group)
+    for parameter, count in zip(parameters, present.tolist(), strict=True):
+        if not count:
+            continue  # no rank has used it
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= dist.get_world_size(group)
+
+
+def _share(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    return not {id(each) for each in some}.isdisjoint(id(each) for each in others)
+
+
+def _only_modules(parts: Mapping[str, Any]) -> dict[str, nn.Module]:
+    return {name: unwrapped(part) for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.grad for name, value in module.named_parameters() if value.grad is not None}

@@ -1,0 +1,202 @@
+"""Gradient accumulation and the gradient scaler, through ctx.prepare, ctx.backward and ctx.step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ddptrain.protocol import events
+from ddptrain.rank.model import gradient_steps
+from ddptrain.rank.model.gradient_steps import GradientSteps
+from tests.unit.rank.test_context import Rank
+
+ROWS = torch.linspace(-1, 1, 40).reshape(20, 2)
+MakeRank = Callable[..., Rank]
+
+
+@pytest.fixture
+def make_rank(tmp_path: Path) -> Iterator[MakeRank]:
+    """Makes contexts of a run of one rank, with `prepare` of the configuration."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    ranks: list[Rank] = []
+
+    def make(resume_from: str = "", **prepare: Any) -> Rank:
+        folder = tmp_path / f"rank-{len(ranks)}"
+        folder.mkdir()
+        ranks.append(Rank(folder, prepare=prepare, resume_from=resume_from, every_epochs=None))
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.context.close()
+        rank.file.close()
+    dist.destroy_process_group()
+
+
+class Training:
+    """A small model that is trained on some rows."""
+
+    def __init__(self, rank: Rank) -> None:
+        torch.manual_seed(0)
+        self.ctx = rank.context
+        self.model = rank.context.prepare(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
+        self.taken: list[bool] = []
+
+    def batch(self, rows: Tensor, **step: Any) -> bool:
+        self.ctx.backward(0.01 * (self.model(rows).float() - 1).square().mean())  # fp16 can hold it x 65536
+        self.taken.append(self.ctx.step(self.optimizer, **step))
+        return self.taken[-1]
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def assert_close(one: Training, other: Training) -> None:
+    for name, value in one.weights().items():
+        torch.testing.assert_close(value, other.weights()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_four_batches_of_five_rows_are_a_batch_of_twenty(make_rank: MakeRank) -> None:
+    some, whole = Training(make_rank(accumulate=4)), Training(make_rank())
+    for _ in range(3):
+        for rows in ROWS.split(5):
+            some.batch(rows, clip=0.001)
+        whole.batch(ROWS, clip=0.001)
+    assert some.taken == [False, False, False, True] * 3
+    assert_close(some, whole)
+
+
+def test_ddp_averages_gradients_only_in_the_last_batch_of_a_window(make_rank: MakeRank) -> None:
+    training = Training(make_rank(accumulate=3))
+    synced = []
+    for _ in range(6):
+        training.batch(ROWS)
+        synced.append(training.model.require_backward_grad_sync)
+    assert synced == [False, False, True] * 2
+
+
+@pytest.mark.parametrize("by_loader", [True, False])
+def test_window_that_is_not_full_ends_with_the_epoch_and_its_gradient_is_the_mean_of_its_batches(
+    make_rank: MakeRank, by_loader: bool
+) -> None:
+    some, whole = Training(make_rank(accumulate=4)), Training(make_rank())
+    batches: Any = ROWS.split(5)[:3] * 2
+    if by_loader:
+        loader = some.ctx.loader(ROWS[:15], batch_size=5, shuffle=False)  # type: ignore[arg-type]  # rows are data
+        batches = [rows for _ in range(2) for rows in loader]
+        taken = [some.batch(rows) for _ in range(2) for rows in loader]
+    else:
+        taken = [some.batch(rows, last=number % 3 == 2) for number, rows in enumerate(batches)]
+    for _ in range(2):
+        whole.batch(ROWS[:15])
+    assert taken == [False, False, True] * 2
+    assert_close(some, whole)
+
+
+def test_loader_that_was_left_early_does_not_end_a_window(make_rank: MakeRank) -> None:
+    training = Training(make_rank(accumulate=4))
+    for _ in training.ctx.loader(ROWS, batch_size=20):  # type: ignore[arg-type]  # rows are data
+        break
+    assert not training.batch(ROWS)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("step", [5, 6, 7])
+def test_run_that_is_resumed_within_a_window_ends_with_equal_weights(
+    make_rank: MakeRank, precision: str, step: int
+) -> None:
+    rank = make_rank(accumulate=3, precision=precision)
+    straight = Training(rank)
+    for number in range(1, 10):
+        straight.batch(ROWS + number)
+        if number == step:
+            straight.ctx.checkpoint(model=straight.model, optimizer=straight.optimizer, step=number)
+    (event,) = [event for event in rank.events() if isinstance(event, events.CheckpointSaved)]
+
+    again = Training(
+        make_rank(accumulate=3, precision=precision, resume_from=str(rank.folder / "staging" / event.staging))
+    )
+    resumed = again.ctx.resume(model=again.model, optimizer=again.optimizer)
+    assert resumed is not None
+    for number in range(resumed.step + 1, 10):
+        again.batch(ROWS + number)
+    assert again.taken == straight.taken[step:] and any(again.taken)
+    assert all(torch.equal(value, straight.weights()[name]) for name, value in again.weights().items())
+
+
+def test_checkpoint_without_accumulation_has_no_gradients(make_rank: MakeRank) -> None:
+    training = Training(make_rank())
+    training.batch(ROWS)
+    assert training.ctx._gradients.state({"model": training.model}) is None
+
+
+def test_fp16_skips_a_step_with_infinite_gradients_lowers_the_scale_and_logs_it(make_rank: MakeRank) -> None:
+    rank = make_rank(precision="fp16")
+    training = Training(rank)
+    before = training.weights()
+    assert not training.batch(ROWS * float("inf"))
+    assert all(torch.equal(value, before[name]) for name, value in training.weights().items())
+    assert training.batch(ROWS)
+    assert training.ctx._gradients.scale == 32768
+    (logged,) = [event for event in rank.events() if isinstance(event, events.Metrics)]
+    assert logged.values == {"train/skipped_steps": 1, "train/loss_scale": 65536}
+
+
+def test_fp16_trains_as_fp32_does(make_rank: MakeRank) -> None:
+    half, whole = Training(make_rank(precision="fp16")), Training(make_rank())
+    assert half.model(ROWS).dtype == torch.float16
+    for _ in range(5):
+        half.batch(ROWS, clip=0.005)
+        whole.batch(ROWS, clip=0.005)
+    assert half.taken == [True] * 5
+    for name, value in half.weights().items():
+        torch.testing.assert_close(value, whole.weights()[name], rtol=0.02, atol=0.02)
+
+
+def test_scale_changes_only_when_no_optimizer_has_gradients_of_the_old_one() -> None:
+    steps = GradientSteps(torch.device("cpu"))
+    steps.use("fp16", 1)
+    one, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizers = [torch.optim.SGD([parameter], 1.0) for parameter in (one, other)]
+    steps.backward(one * float("inf"))
+    steps.backward(other * 0.5)
+    assert [steps.step(optimizer) for optimizer in optimizers] == [False, True]
+    assert (one.item(), other.item(), steps.scale) == (1.0, 0.5, 65536)
+    steps.backward(other * 0.5)
+    assert steps.scale == 32768
+
+
+def test_steps_that_are_skipped_again_and_again_end_the_run(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_steps, "_MOST_SKIPPED", 3)
+    training = Training(make_rank(precision="fp16"))
+    for _ in range(2):
+        training.batch(ROWS * float("nan"))
+    with pytest.raises(FloatingPointError, match="infinite or NaN in 3 steps in a row"):
+        training.batch(ROWS * float("nan"))
+
+
+def test_gradients_that_the_user_deletes_within_a_window_are_an_error(make_rank: MakeRank) -> None:
+    training = Training(make_rank(accumulate=2))
+    training.batch(ROWS)
+    training.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"the gradients of the last 1 batches are gone: remove optimizer.zero_grad"):
+        training.batch(ROWS)
+
+
+def test_argument_of_prepare_comes_before_the_configuration(make_rank: MakeRank) -> None:
+    ctx = make_rank(accumulate=4).context
+    assert ctx.accumulate == 4
+    ctx.prepare(nn.Linear(1, 1), accumulate=1)
+    assert ctx.accumulate == 1
+    with pytest.raises(ValueError, match="accumulate is 0: it must be at least 1"):
+        ctx.prepare(nn.Linear(1, 1), accumulate=0)
