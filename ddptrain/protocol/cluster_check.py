@@ -12,6 +12,12 @@ from ddptrain.protocol.typed_json import decode_json_data
 
 LINE_PREFIX = "ddptrain-check "  # of a measurement in the log of a rank
 _MAX_TEXT = 500
+_NETWORK_VARIABLES = ("NCCL_", "GLOO_", "FI_", "UCX_")
+
+
+def network_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of NCCL, gloo and the libraries below them."""
+    return {name: value for name, value in env.items() if name.startswith(_NETWORK_VARIABLES)}
 
 
 class _JsonMessage:
@@ -103,6 +109,10 @@ class HostFacts(_JsonMessage):
     gpus: tuple[GpuFacts, ...] = ()
     network_env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     problems: tuple[str, ...] = ()
+
+    def with_env(self, env: Mapping[str, str]) -> HostFacts:
+        """The facts with the network variables that the run sets besides."""
+        return dataclasses.replace(self, network_env={**self.network_env, **network_variables(env)})
 
 
 @dataclass(frozen=True, slots=True)

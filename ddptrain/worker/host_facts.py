@@ -22,7 +22,7 @@ import psutil
 from ddptrain.errors import one_line
 from ddptrain.gpus import usable_cores
 from ddptrain.nvml import read_gpus
-from ddptrain.protocol.cluster_check import Fabric, GpuFacts, HostFacts, Interface
+from ddptrain.protocol.cluster_check import Fabric, GpuFacts, HostFacts, Interface, network_variables
 
 _MB = 10**6
 _PACKAGES = {"ddptrain": "ddptrain", "torch": "torch", "distributed": "distributed"}
@@ -34,7 +34,6 @@ _SHM = Path("/dev/shm")  # noqa: S108  # the subject of the check; nothing is wr
 _RDMA = Path("/sys/class/infiniband")
 _ROUTES = Path("/proc/net/route")
 _ROUTE_UP = 0x1
-_NETWORK_VARIABLES = ("NCCL_", "GLOO_", "FI_", "UCX_")
 
 
 def main() -> None:
@@ -68,7 +67,7 @@ def host_facts(scratch: Path, interface: str) -> HostFacts:
         routes=tuple(routes_of(_ROUTES.read_text())) if _ROUTES.exists() else (),
         fabrics=tuple(fabrics_of(_RDMA)),
         gpus=gpus,
-        network_env={name: value for name, value in os.environ.items() if name.startswith(_NETWORK_VARIABLES)},
+        network_env=network_variables(os.environ),
         problems=tuple(problems),
     )
 

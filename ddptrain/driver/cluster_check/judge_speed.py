@@ -12,10 +12,11 @@ from ddptrain.driver.cluster_check.readings import HostReading, PairReading, Rea
 _GEMM_GPU = Limits(bad=0.8, warning=0.9)
 _GEMM_CPU = Limits(bad=0.5, warning=0.7)
 _COPY = Limits(bad=0.5, warning=0.8)
-_LOCAL = Limits(bad=0.5, warning=0.7)
+_LOCAL_GPU = Limits(bad=0.5, warning=0.7)
+_LOCAL_CPU = Limits(bad=0.2, warning=0.4)  # the ranks share the cores with the threads of gloo
 _PAIR = Limits(bad=0.5, warning=0.7)
 _LATENCY_TIMES, _LATENCY_US = 5.0, 2_000.0  # of the median, and at least that much
-_EXPECTED = Limits(bad=0.1, warning=0.3)  # of the speed of the slower interface
+_EXPECTED = Limits(bad=0.02, warning=0.1)  # of the speed of the slower interface
 _MOST_EXPECTED_GBIT = 10.0  # one TCP connection of gloo does not use more of a faster interface
 _SLOWEST_GBIT = 0.1  # less is bad on every network
 _WORDS = {
@@ -30,14 +31,15 @@ _WORDS = {
 def judge_speed(readings: Readings) -> list[Finding]:
     """Return the findings about measurements."""
     hosts = readings.hosts
+    on_gpus = any(rank.device for host in hosts for rank in host.ranks)
     found = [finding for host in hosts for finding in _failures(host)]
     found += _of_ranks(hosts)
     found += below_median(
         {host.host: value for host in hosts if (value := host.best("local", "gb_s")) is not None},
         "all-reduce inside",
         "GB/s",
-        _LOCAL,
-        hint="compare `nvidia-smi topo -m` of the hosts; look for other processes",
+        _LOCAL_GPU if on_gpus else _LOCAL_CPU,
+        hint=f"{'compare `nvidia-smi topo -m` of the hosts; ' if on_gpus else ''}look for other processes on this host",
     )
     found += _network(readings)
     if readings.everyone_error:
@@ -49,14 +51,19 @@ def judge_speed(readings: Readings) -> list[Finding]:
 
 def _failures(host: HostReading) -> Iterable[Finding]:
     """What failed in the ranks of a host; failed pairs and the all-reduce of all ranks are judged by themselves."""
+    devices: dict[tuple[str, str], list[str]] = {}  # (stage, reason) -> where
     for rank in host.ranks:
-        own = [line for line in rank.failures() if line.stage not in ("pair", "all")]
-        for line in own:
-            device = f"GPU {rank.device}" if rank.device else f"rank {rank.rank}"
-            text = f"{device}: {_WORDS.get(line.stage, line.stage)} failed: {line.text or rank.error}"
-            yield Finding(Level.BAD, host.host, line.stage, text)
-        if rank.error and not rank.failures():
-            yield Finding(Level.BAD, host.host, "rank", f"rank {rank.rank} failed: {rank.error}")
+        device = f"GPU {rank.device}" if rank.device else f"rank {rank.rank}"
+        failures = rank.failures()
+        for line in failures:
+            if line.stage not in ("pair", "all"):
+                devices.setdefault((line.stage, line.text or rank.error), []).append(device)
+        if rank.error and not failures:
+            devices.setdefault(("rank", rank.error), []).append(device)
+    for (stage, reason), where in devices.items():
+        what = _WORDS.get(stage, "the measurement")
+        hint = network_hint(host) if stage == "local" else ""
+        yield Finding(Level.BAD, host.host, stage, f"{what} failed on {', '.join(where)}: {reason}", hint)
 
 
 def _of_ranks(hosts: Sequence[HostReading]) -> Iterable[Finding]:
@@ -98,9 +105,9 @@ def _network(readings: Readings) -> list[Finding]:
     own = _own_speed(readings.pairs)
     slow = list(below_median(own, "network", "GB/s", _PAIR))
     for finding in slow:
-        host = by_name[finding.host]
-        text = f"all-reduce with other hosts over {link_of(host)}: {finding.text}"
-        found.append(Finding(finding.level, finding.host, "network", text, network_hint(host)))
+        slow_host = by_name[finding.host]
+        text = f"all-reduce with other hosts over {link_of(slow_host)}: {finding.text}"
+        found.append(Finding(finding.level, finding.host, "network", text, network_hint(slow_host)))
     named = {finding.host for finding in slow} | unreachable.keys()
     rest = [pair for pair in readings.pairs if not {pair.first, pair.second} & named]
     found += _slow_pairs(rest, by_name)

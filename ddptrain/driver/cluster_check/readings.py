@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,26 @@ class RankReading:
         over = {(line.stage, line.peer) for line in self.lines if line.status in ("done", "failed", "skipped")}
         open_ones = [line for line in self.lines if line.status == "begun" and (line.stage, line.peer) not in over]
         return [*(line for line in self.lines if line.status == "failed"), *(open_ones if self.error else [])]
+
+
+def better_of(first: RankReading, second: RankReading) -> RankReading:
+    """Both measurements of a rank, with the better value of each; what failed in one of them has failed."""
+    again = {(line.stage, line.peer): line for line in second.lines if line.status == "done"}
+    lines = [
+        dataclasses.replace(line, values=_better(line.values, again[key].values))
+        if line.status == "done" and (key := (line.stage, line.peer)) in again
+        else line
+        for line in first.lines
+    ]
+    lines += [line for line in second.lines if line.status == "failed"]
+    return dataclasses.replace(first, lines=tuple(lines), error=first.error or second.error)
+
+
+def _better(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """The larger values, but the smaller latency."""
+    return {
+        name: (min if name == "latency_us" else max)(value, second.get(name, value)) for name, value in first.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

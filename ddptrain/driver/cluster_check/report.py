@@ -78,19 +78,20 @@ def summary(report: Report) -> list[str]:
     readings = report.readings
     checked = [host for host in readings.hosts if not host.busy]
     lines = []
+    left_out = ", ".join(host.name for host in readings.hosts if host.host in report.left_out)
     if readings.everyone is not None:
         lines.append(f"all-reduce of all ranks: {_speed(readings.everyone)}")
     if report.everyone_else is not None:
-        lines.append(f"all-reduce of all ranks without {', '.join(report.left_out)}: {_speed(report.everyone_else)}")
+        lines.append(f"all-reduce of all ranks without {left_out}: {_speed(report.everyone_else)}")
     if report.everyone_else_error:
-        lines.append(
-            f"all-reduce of all ranks without {', '.join(report.left_out)} failed: {report.everyone_else_error}"
-        )
+        lines.append(f"all-reduce of all ranks without {left_out} failed: {report.everyone_else_error}")
     lines += [
         f"{host.name} was not checked: all of its slots are in use by {', '.join(host.busy)}"
         for host in readings.hosts
         if host.busy
     ]
+    if left_out:
+        lines.append(f"left out: {left_out}")
     count = sum(result(report, host) == "ok" for host in checked)
     told = f"{count} of {counted(len(checked), 'host')} ok" if checked else "no host was checked"
     lines.append(f"{told}, {report.depth} check in {report.seconds:.1f} s")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ddptrain.errors import one_line
 from ddptrain.protocol.cluster_check import ProbeLine, ProbePlan
@@ -43,7 +43,7 @@ class Probe:
             torch.cuda.set_device(self.device)
         if not self.plan.only_all:
             self._alone()
-        store = dist.TCPStore(
+        store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             self.size,
@@ -76,12 +76,12 @@ class Probe:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
         return ", ".join(throttle_reasons(handle))
 
-    def _inside(self, store: dist.Store) -> None:
+    def _inside(self, store: Store) -> None:
         if self.local_size > 1:
             name, rank, size = f"local/{self.node}", self.local_rank, self.local_size
             _measured("local", -1, lambda: self._reduced(store, name, rank, size, nccl=self.plan.gpu))
 
-    def _pairs(self, store: dist.Store) -> None:
+    def _pairs(self, store: Store) -> None:
         nccl = self.plan.nccl_pairs
         if self.local_rank and not nccl:
             return
@@ -90,7 +90,7 @@ class Probe:
                 if self.node in (first, second):
                     self._pair(store, number, first, second, nccl=nccl)
 
-    def _pair(self, store: dist.Store, number: int, first: int, second: int, *, nccl: bool) -> None:
+    def _pair(self, store: Store, number: int, first: int, second: int, *, nccl: bool) -> None:
         is_second = self.node == second
         peer = first if is_second else second
         if not self.succeeded and self.failed >= _GIVE_UP_AFTER:
@@ -112,7 +112,7 @@ class Probe:
         else:
             self.failed += 1
 
-    def _all(self, store: dist.Store) -> None:
+    def _all(self, store: Store) -> None:
         if self.size > 1 and self.nodes > 1:
             if self.failed and not self.succeeded:
                 store.set("no-all", "1")
@@ -129,7 +129,7 @@ class Probe:
                 return
             _measured("all", -1, lambda: self._reduced(store, "all", self.rank, self.size, nccl=self.plan.gpu))
 
-    def _reduced(self, store: dist.Store, name: str, rank: int, size: int, *, nccl: bool) -> dict[str, float]:
+    def _reduced(self, store: Store, name: str, rank: int, size: int, *, nccl: bool) -> dict[str, float]:
         group = Group(store, name, rank, size, self.plan.timeout_s, self.device, nccl=nccl)
         return group.measure(self.plan.reduce_s, self.plan.most_bytes)
 
@@ -149,7 +149,7 @@ def _measured(
     return True
 
 
-def _leave(store: dist.Store, size: int) -> None:
+def _leave(store: Store, size: int) -> None:
     """Tell the store that this rank has ended, and wait a moment for the others, who may still use a connection."""
     store.add("left", 1)
     deadline = time.monotonic() + 1.0
