@@ -8,7 +8,7 @@ import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -298,8 +298,9 @@ class _Run:
         from ddptrain.driver.worker_group.reservation import request_for
 
         wish = request_for(self.config, self.machine.ranks if self.machine is not None else None)
+        at_once = replace(wish, gather_s=0.0)
         with self.signals.interrupting():
-            places = checked.reserve(lambda: worker_group.reserve(wish, watchers))
+            places = checked.reserve(lambda gather: worker_group.reserve(wish if gather else at_once, watchers))
         self.display.expect(len(places), self.log_sizes)
         if self.machine is None:
             self.display.status(f"starting {counted(len(places), 'rank')} on {self.cluster.words}")

@@ -34,15 +34,17 @@ class CheckedSlots:
         on_gpus = config.cluster.gpus != 0
         self._check = HostCheck(worker_group, depth, config.env, check, on_gpus) if depth is not None else None
 
-    def reserve(self, reserve: Callable[[], list[RankPlace]]) -> list[RankPlace]:
+    def reserve(self, reserve: Callable[[bool], list[RankPlace]]) -> list[RankPlace]:
         """Call `reserve` until all hosts of its places have passed the check.
 
-        Raises ClusterError if a host has not passed, and is not to be left out, or if too few hosts are left.
+        Its argument says whether to wait for more slots than the run needs at least: not in place of hosts that were
+        just left out. Raises ClusterError if a host has not passed, and is not to be left out, or if too few are left.
         """
+        gather = True
         while True:
             self._avoid()
             try:
-                places = reserve()
+                places = reserve(gather)
             except ClusterError as error:
                 if not self._bad:
                     raise
@@ -54,6 +56,7 @@ class CheckedSlots:
             self._checked |= hosts
             if not report.left_out:
                 return places
+            gather = False
 
     def _report(self, places: Sequence[RankPlace], check: HostCheck) -> Report:
         """Check, tell what was found, and note the hosts to leave out. Raises ClusterError."""

@@ -8,6 +8,7 @@ from typing import Any
 from ddptrain.driver.cluster_check.readings import ClockOffset, HostReading, RankReading
 from ddptrain.protocol.cluster_check import GpuFacts, HostFacts, Interface, ProbeLine
 
+CLOCK = ClockOffset(0.001, 0.001)
 VERSIONS = {"python": "3.11.7", "torch": "2.9.0", "ddptrain": "0.1.0", "distributed": "2026.8.0"}
 ETH0 = Interface("eth0", ("10.0.0.1", "fe80::1%eth0"), 10_000, 1500, True)
 IB0 = Interface("ib0", ("10.1.0.1",), 200_000, 2044, True)
@@ -35,9 +36,7 @@ def facts(**changes: Any) -> HostFacts:
     return dataclasses.replace(sound, **changes)
 
 
-def host(
-    name: str, *ranks: RankReading, clock: ClockOffset = ClockOffset(0.001, 0.001), error: str = "", **changes: Any
-) -> HostReading:
+def host(name: str, *ranks: RankReading, clock: ClockOffset = CLOCK, error: str = "", **changes: Any) -> HostReading:
     found = None if error else facts(hostname=name, **changes)
     return HostReading(name, (f"tcp://{name}:1",), found, None if error else clock, ranks, error)
 
