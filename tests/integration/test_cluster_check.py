@@ -29,6 +29,7 @@ def test_this_machine_is_checked(run_cli: Cli) -> None:
     assert [path.name for path in run_cli.folder.glob(".ddptrain-check-*")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not())
 @pytest.mark.skipif(shutil.which("tc") is None, reason="tc is not installed (iproute2)")
 def test_slow_host_is_named_and_left_out(run_cli: Cli, tmp_path: Path) -> None:

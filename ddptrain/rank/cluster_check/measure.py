@@ -79,9 +79,7 @@ class Group:
         self.size = size
         self.device = device if nccl else torch.device("cpu")
         if nccl:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout  # noqa: SLF001  # as init_process_group sets it
-            self._group: Any = dist.ProcessGroupNCCL(own, rank, size, options)
+            self._group: Any = dist.ProcessGroupNCCL(own, rank, size, timeout)
         else:
             self._group = dist.ProcessGroupGloo(own, rank, size, timeout)
 
@@ -104,6 +102,11 @@ class Group:
         typical_s = self._agreed(statistics.median(fastest[: (count + 1) // 2]))
         bus_bytes = size * 2 * (self.size - 1) / self.size
         return {"gb_s": bus_bytes / typical_s / 1e9, "latency_us": latency_s * 1e6, "bytes": float(size)}
+
+    def close(self) -> None:
+        """Free the memory of the GPU that NCCL holds for the group."""
+        if self.device.type == "cuda":
+            self._group.shutdown()
 
     def _largest(self, seconds: float, most_bytes: int) -> tuple[int, float]:
         """The largest tensor of which several fit into the time, and the duration of one all-reduce."""

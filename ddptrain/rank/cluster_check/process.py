@@ -131,7 +131,9 @@ class Probe:
 
     def _reduced(self, store: Store, name: str, rank: int, size: int, *, nccl: bool) -> dict[str, float]:
         group = Group(store, name, rank, size, self.plan.timeout_s, self.device, nccl=nccl)
-        return group.measure(self.plan.reduce_s, self.plan.most_bytes)
+        values = group.measure(self.plan.reduce_s, self.plan.most_bytes)
+        group.close()
+        return values
 
 
 def _measured(
