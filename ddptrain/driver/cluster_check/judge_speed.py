@@ -10,7 +10,7 @@ from ddptrain.driver.cluster_check.network_hints import link_of, network_hint
 from ddptrain.driver.cluster_check.readings import HostReading, PairReading, Readings
 
 _GEMM_GPU = Limits(bad=0.8, warning=0.9)
-_GEMM_CPU = Limits(bad=0.4, warning=0.7)
+_GEMM_CPU = Limits(bad=0.3, warning=0.5)
 _COPY = Limits(bad=0.5, warning=0.8)
 _LOCAL_GPU = Limits(bad=0.5, warning=0.7)
 _LOCAL_CPU = Limits(bad=0.2, warning=0.4)  # the ranks share the cores with the threads of gloo

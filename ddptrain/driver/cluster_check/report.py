@@ -57,7 +57,12 @@ def result(report: Report, host: HostReading) -> str:
         return "busy"
     if host.host in report.left_out:
         return "left out"
-    levels = {each.level for each in report.findings if host.host in (each.host, each.other)}
+    out = {*report.left_out}  # a pair with a bad host says nothing about the other one
+    levels = {
+        each.level
+        for each in report.findings
+        if host.host in (each.host, each.other) and not {each.host, each.other} & out
+    }
     return next((str(level) for level in Level if level in levels), "ok")
 
 

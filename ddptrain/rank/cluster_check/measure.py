@@ -31,7 +31,7 @@ def gemm_gflops(device: torch.device, seconds: float) -> float:
     def multiply() -> None:
         torch.mm(a, b, out=out)
 
-    return 2.0 * size**3 / _median_s(multiply, device, seconds) / 1e9
+    return 2.0 * size**3 / _duration_s(multiply, device, seconds) / 1e9
 
 
 def copy_gb_s(device: torch.device, seconds: float) -> float:
@@ -42,11 +42,11 @@ def copy_gb_s(device: torch.device, seconds: float) -> float:
     def copy() -> None:
         target.copy_(source, non_blocking=True)
 
-    return _COPY_BYTES / _median_s(copy, device, seconds) / 1e9
+    return _COPY_BYTES / _duration_s(copy, device, seconds) / 1e9
 
 
-def _median_s(work: Callable[[], None], device: torch.device, seconds: float) -> float:
-    """The median duration of one call; the first call is not counted."""
+def _duration_s(work: Callable[[], None], device: torch.device, seconds: float) -> float:
+    """The typical duration of one call; the first call is not counted."""
     work()
     _finish(device)
     durations: list[float] = []
@@ -56,7 +56,12 @@ def _median_s(work: Callable[[], None], device: torch.device, seconds: float) ->
         work()
         _finish(device)
         durations.append(time.perf_counter() - began)
-    return statistics.median(durations)
+    return _typical_s(durations)
+
+
+def _typical_s(durations: list[float]) -> float:
+    """The median of the faster half: other programs on the hosts disturb some of the operations."""
+    return statistics.median(sorted(durations)[: (len(durations) + 1) // 2])
 
 
 def _finish(device: torch.device) -> None:
@@ -97,9 +102,7 @@ class Group:
         size, once_s = self._largest(seconds, most_bytes)
         large = self._zeros(size)
         count = self._count(seconds, once_s, _MOST)
-        # The faster half counts: other programs on the hosts disturb some of the operations.
-        fastest = sorted(self._reduce_s(large) for _ in range(count))
-        typical_s = self._agreed(statistics.median(fastest[: (count + 1) // 2]))
+        typical_s = self._agreed(_typical_s([self._reduce_s(large) for _ in range(count)]))
         bus_bytes = size * 2 * (self.size - 1) / self.size
         return {"gb_s": bus_bytes / typical_s / 1e9, "latency_us": latency_s * 1e6, "bytes": float(size)}
 

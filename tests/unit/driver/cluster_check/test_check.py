@@ -16,7 +16,7 @@ from ddptrain.driver.cluster_check.before_run import CheckedSlots
 from ddptrain.driver.cluster_check.check import DEPTHS, HostCheck, Report, hosts_to_leave_out
 from ddptrain.driver.cluster_check.findings import Finding, Level
 from ddptrain.driver.cluster_check.readings import HostReading, Readings, pairs_of
-from ddptrain.driver.cluster_check.report import as_dict, lines
+from ddptrain.driver.cluster_check.report import as_dict, lines, result
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.errors import ClusterError
 from tests.unit.driver.cluster_check.hosts import host, pair, rank
@@ -72,6 +72,11 @@ def test_report_has_a_row_for_each_host_and_names_what_is_wrong() -> None:
     assert data["usable"] is True and data["left_out"] == ["b"]
     assert [each["result"] for each in data["hosts"]] == ["ok", "left out", "busy"]
     assert data["pairs"] == [{"first": "a", "second": "b", "gb_s": 2.0, "latency_us": 40.0, "error": ""}]
+
+
+def test_host_is_not_bad_for_its_pair_with_a_host_that_is_left_out() -> None:
+    found = report(bad("a", "b"), left_out=("b",))
+    assert [result(found, each) for each in found.readings.hosts] == ["ok", "left out", "ok"]
 
 
 def test_escape_sequences_of_a_host_do_not_reach_the_terminal() -> None:
