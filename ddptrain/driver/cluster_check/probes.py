@@ -141,6 +141,8 @@ def _spec(
 
 def _reading(worker_group: WorkerGroup, watch: _Watch, place: RankPlace, deadline_s: float) -> RankReading:
     rank = place.rank
+    if rank and not watch.submitted:
+        return RankReading(rank, (), place.gpu)  # it was not started: rank 0 has failed, and is named
     error = watch.errors.get(rank, f"it did not end within {deadline_s:g} s")
     if error == "its worker was lost":
         return RankReading(rank, (), place.gpu, error)

@@ -84,7 +84,7 @@ class Group:
         self.size = size
         self.device = device if nccl else torch.device("cpu")
         if nccl:
-            self._group: Any = dist.ProcessGroupNCCL(own, rank, size, timeout)
+            self._group: Any = dist.ProcessGroupNCCL(own, rank, size, timeout)  # type: ignore[arg-type]  # the stub lacks this form
         else:
             self._group = dist.ProcessGroupGloo(own, rank, size, timeout)
 
