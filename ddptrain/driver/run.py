@@ -8,7 +8,7 @@ import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from ddptrain.clusters.provider import Cluster
 from ddptrain.config.known_names import prepare_target, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
-from ddptrain.config.sections.clusters import RankRange
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.attempt.inbox import Inbox, ResultsLost
@@ -52,9 +51,10 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from ddptrain.clusters.resolve import Target
+    from ddptrain.driver.cluster_check.before_run import CheckedSlots
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.worker_group.rank_place import RankPlace
-    from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
+    from ddptrain.driver.worker_group.reservation import WaitHooks
     from ddptrain.driver.worker_group.worker_group import WorkerGroup
     from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
 
@@ -247,6 +247,7 @@ class _Run:
             self._greet()
             # Imports Dask: before the block that signals may interrupt.
             from ddptrain.driver.attempts import AttemptSeries, RunContext
+            from ddptrain.driver.cluster_check.before_run import CheckedSlots
             from ddptrain.driver.connect import open_session
             from ddptrain.driver.worker_group.worker_group import WorkerGroup
 
@@ -266,6 +267,8 @@ class _Run:
                 worker_group.subscribe()
                 self.inputs.wait(self.display.notice)
             watchers = self._watchers(client, session.target)
+            recorder = Recorder(self.writer, self.display)
+            checked = CheckedSlots(self.config, worker_group, recorder, self.signals.check)
             scene = RunContext(
                 self.resolved,
                 self.writer,
@@ -273,7 +276,7 @@ class _Run:
                 self.signals,
                 self.cluster,
                 worker_group,
-                lambda: self._reserved(worker_group, watchers),
+                lambda: self._reserved(worker_group, watchers, checked),
                 self.inputs,
                 self.options.full_traceback,
                 self.options.evaluation,
@@ -291,27 +294,17 @@ class _Run:
         self.display.notice(f"resuming {start}")
         return found
 
-    def _reserved(self, worker_group: WorkerGroup, watchers: WaitHooks) -> list[RankPlace]:
+    def _reserved(self, worker_group: WorkerGroup, watchers: WaitHooks, checked: CheckedSlots) -> list[RankPlace]:
+        from ddptrain.driver.worker_group.reservation import request_for
+
+        wish = request_for(self.config, self.machine.ranks if self.machine is not None else None)
+        at_once = replace(wish, gather_s=0.0)
         with self.signals.interrupting():
-            places = worker_group.reserve(self._wish(), watchers)
+            places = checked.reserve(lambda gather: worker_group.reserve(wish if gather else at_once, watchers))
         self.display.expect(len(places), self.log_sizes)
         if self.machine is None:
             self.display.status(f"starting {counted(len(places), 'rank')} on {self.cluster.words}")
         return places
-
-    def _wish(self) -> SlotRequest:
-        from ddptrain.driver.worker_group.reservation import SlotRequest
-
-        cluster = self.config.cluster
-        most = cluster.ranks.max if isinstance(cluster.ranks, RankRange) else cluster.ranks
-        ranks = None if most == "auto" else most
-        gpus = 0 if cluster.gpus == "auto" else int(cluster.gpus)
-        if self.machine is not None:
-            return SlotRequest(self.machine.ranks, False, cluster.start_timeout_s, cluster.wait_s)
-        least = cluster.ranks.min if isinstance(cluster.ranks, RankRange) else None
-        gather_s = self.config.failure.rejoin_wait_s if least is not None else 0.0
-        asked = ranks or gpus or None
-        return SlotRequest(asked, gpus > 0, cluster.start_timeout_s, cluster.wait_s, least, gather_s)
 
     def _watchers(self, client: Client, target: Target) -> WaitHooks:
         from ddptrain.driver.worker_group.reservation import WaitHooks

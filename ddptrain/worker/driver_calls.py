@@ -12,11 +12,14 @@ import importlib.machinery
 import importlib.util
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from distributed import Worker
+from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import commands
@@ -25,6 +28,7 @@ from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, key_prefix
 from ddptrain.worker import spool, stack_reports
 from ddptrain.worker.code_cache import CodeCache
+from ddptrain.worker.environment import interface_of
 from ddptrain.worker.foreign_worker import attach, offered_slots, rank_host
 from ddptrain.worker.rank_host import own_host, slot_resources
 from ddptrain.worker.rank_server_client import RankServerLost
@@ -185,6 +189,35 @@ async def unpack_code(run_id: str, code: str, archive: str, names: list[str], da
         return await asyncio.to_thread(CodeCache().unpack, run_id, code, path, names)
     finally:
         path.unlink(missing_ok=True)
+
+
+async def read_clock() -> float:
+    """The time of this host's clock, in seconds since 1970."""
+    return time.time()
+
+
+async def host_facts(timeout_s: float, dask_worker: Worker) -> str:
+    """HostFacts of this worker's host as JSON, read by a process of its own.
+
+    Raises ClusterError if the process fails or needs longer than `timeout_s`.
+    """
+    host = own_host(dask_worker)
+    scratch = str(host.scratch) if host is not None else dask_worker.local_directory
+    environ = host.environ if host is not None else dict(os.environ)
+    interface = interface_of(get_address_host(dask_worker.address)) or ""
+    command = [sys.executable, "-P", "-m", "ddptrain.worker.host_facts", scratch, interface]
+    return await asyncio.to_thread(_output_of, command, environ, timeout_s)
+
+
+def _output_of(command: list[str], environ: dict[str, str], timeout_s: float) -> str:
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"the facts of the host could not be read within {timeout_s:g} s") from None
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise ClusterError(f"the facts of the host could not be read: {last[0]}")
+    return done.stdout
 
 
 async def missing_modules(modules: list[str], folders: list[str]) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddptrain.clusters.scheduler import slots
+from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.clusters import RankRange
 from ddptrain.errors import ClusterError
 
 _QUIET_S = 1.0  # of waiting before it is shown
@@ -26,6 +28,19 @@ class SlotRequest:
     wait_s: float
     least: int | None = None
     gather_s: float = 0.0
+
+
+def request_for(config: RunConfig, of_machine: int | None) -> SlotRequest:
+    """Return the slots that a run with this configuration requests; `of_machine`: those of an embedded cluster."""
+    cluster = config.cluster
+    if of_machine is not None:
+        return SlotRequest(of_machine, False, cluster.start_timeout_s, cluster.wait_s)
+    most = cluster.ranks.max if isinstance(cluster.ranks, RankRange) else cluster.ranks
+    ranks = None if most == "auto" else most
+    gpus = 0 if cluster.gpus == "auto" else int(cluster.gpus)
+    least = cluster.ranks.min if isinstance(cluster.ranks, RankRange) else None
+    gather_s = config.failure.rejoin_wait_s if least is not None else 0.0
+    return SlotRequest(ranks or gpus or None, gpus > 0, cluster.start_timeout_s, cluster.wait_s, least, gather_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,64 @@
+"""Asks the workers for the facts of their hosts, and compares their clocks with the driver's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddptrain.driver.cluster_check.readings import ClockOffset
+from ddptrain.errors import one_line
+from ddptrain.protocol.cluster_check import HostFacts
+from ddptrain.worker import driver_calls
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_CLOCK_TRIES = 3
+_MARGIN_S = 2.0  # for the answer of a worker whose process has ended at its deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of one worker; error: why facts or clock are missing."""
+
+    facts: HostFacts | None = None
+    clock: ClockOffset | None = None
+    error: str = ""
+
+
+def ask_hosts(client: Client, workers: Sequence[str], timeout_s: float) -> Mapping[str, Answer]:
+    """Ask these workers, one for each host, at the same time. A worker that is silent for `timeout_s` has an error."""
+    answers: Mapping[str, Answer] = client.sync(_ask_all, client, workers, timeout_s)
+    return answers
+
+
+async def _ask_all(client: Client, workers: Sequence[str], timeout_s: float) -> dict[str, Answer]:
+    asked = [asyncio.ensure_future(_ask(client, worker, timeout_s)) for worker in workers]
+    return dict(zip(workers, await asyncio.gather(*asked), strict=True))
+
+
+async def _ask(client: Client, worker: str, timeout_s: float) -> Answer:
+    clock = None
+    try:
+        async with asyncio.timeout(timeout_s + _MARGIN_S):
+            clock = await _clock(lambda: client.run(driver_calls.read_clock, workers=[worker]), worker)
+            told = await client.run(driver_calls.host_facts, timeout_s, workers=[worker])
+        return Answer(HostFacts.from_json(told[worker]), clock)
+    except TimeoutError:
+        return Answer(None, clock, f"it does not answer within {timeout_s:g} s")
+    except Exception as error:  # a worker's own exception arrives as it was raised there
+        return Answer(None, clock, one_line(error))
+
+
+async def _clock(ask: Callable[[], Any], worker: str) -> ClockOffset:
+    """The offset by the fastest of some answers: half of its duration is the uncertainty."""
+    found = []
+    for _ in range(_CLOCK_TRIES):
+        before = time.time()
+        there = (await ask())[worker]
+        after = time.time()
+        found.append(ClockOffset(float(there) - (before + after) / 2, max(0.0, after - before) / 2))
+    return min(found, key=lambda each: each.uncertainty_s)

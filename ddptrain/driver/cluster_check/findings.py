@@ -1,0 +1,62 @@
+"""What a check has found wrong, and the comparison of a host with the others."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+_Value = TypeVar("_Value", bound=Hashable)
+_FEWEST = 3  # hosts that a comparison with the median needs: of two, nobody can say which one is wrong
+
+
+class Level(StrEnum):
+    """bad: the host is not fit for a run. warning: the user should know it."""
+
+    BAD = "bad"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. host: its address in the cluster, "" for all. hint: what to do, or ""."""
+
+    level: Level
+    host: str
+    subject: str
+    text: str
+    hint: str = ""
+    other: str = ""  # the second host of a pair: either of the two may be at fault
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Below which part of the median a value is bad, or worth a warning."""
+
+    bad: float
+    warning: float
+
+
+def below_median(
+    values: Mapping[str, float], subject: str, unit: str, limits: Limits, *, hint: str = ""
+) -> Iterable[Finding]:
+    """A finding for each host whose value is clearly below the median of all, if there are at least three."""
+    if len(values) < _FEWEST:
+        return
+    median = statistics.median(values.values())
+    for host, value in values.items():
+        if median > 0 and value < limits.warning * median:
+            level = Level.BAD if value < limits.bad * median else Level.WARNING
+            text = f"{value:.3g} {unit}, {100 * value / median:.0f} % of the median of {len(values)} ({median:.3g})"
+            yield Finding(level, host, subject, text, hint)
+
+
+def usual(values: Iterable[_Value]) -> _Value | None:
+    """The value of most hosts; None without a value, or if no value is more frequent than each other one."""
+    counts = Counter(values).most_common(2)
+    if not counts or (len(counts) == 2 and counts[0][1] == counts[1][1]):
+        return None
+    return counts[0][0]

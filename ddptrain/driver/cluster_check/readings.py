@@ -1,0 +1,143 @@
+"""What a check has read and measured: values by host, without judgement."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddptrain.protocol.cluster_check import HostFacts, Interface, ProbeLine
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """How far the clock of a host is ahead of the driver's, and how exactly that is known; seconds."""
+
+    offset_s: float
+    uncertainty_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankReading:
+    """What one rank has measured. device: the GPU, or "" for CPU cores. error: why the rank failed, or ""."""
+
+    rank: int
+    lines: tuple[ProbeLine, ...]
+    device: str = ""
+    error: str = ""
+
+    def value(self, stage: str, name: str) -> float | None:
+        """A measured number; None if it was not measured."""
+        for line in self.lines:
+            if (line.stage, line.status) == (stage, "done"):
+                return line.values.get(name)
+        return None
+
+    def failures(self) -> Sequence[ProbeLine]:
+        """The stages that failed, and the one that did not end."""
+        over = {(line.stage, line.peer) for line in self.lines if line.status in ("done", "failed", "skipped")}
+        open_ones = [line for line in self.lines if line.status == "begun" and (line.stage, line.peer) not in over]
+        return [*(line for line in self.lines if line.status == "failed"), *(open_ones if self.error else [])]
+
+
+def better_of(first: RankReading, second: RankReading) -> RankReading:
+    """Both measurements of a rank, with the better value of each; what failed in one of them has failed."""
+    again = {(line.stage, line.peer): line for line in second.lines if line.status == "done"}
+    lines = [
+        dataclasses.replace(line, values=_better(line.values, again[key].values))
+        if line.status == "done" and (key := (line.stage, line.peer)) in again
+        else line
+        for line in first.lines
+    ]
+    lines += [line for line in second.lines if line.status == "failed"]
+    return dataclasses.replace(first, lines=tuple(lines), error=first.error or second.error)
+
+
+def _better(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """The larger values, but the smaller latency."""
+    return {
+        name: (min if name == "latency_us" else max)(value, second.get(name, value)) for name, value in first.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class HostReading:
+    """All that is known of a host. error: why there are no facts. busy: runs that hold all of its slots."""
+
+    host: str
+    workers: tuple[str, ...]
+    facts: HostFacts | None = None
+    clock: ClockOffset | None = None
+    ranks: tuple[RankReading, ...] = ()
+    error: str = ""
+    busy: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The host for messages: its name and, if that is another one, its address in the cluster."""
+        if self.facts is None or self.host in (self.facts.hostname, "127.0.0.1", "::1"):
+            return self.facts.hostname if self.facts is not None else self.host
+        return f"{self.facts.hostname} ({self.host})"
+
+    @property
+    def speed_gbit(self) -> float:
+        """The speed of the interface with the worker's address in Gbit/s; 0 if it is not known."""
+        link = self.interface
+        return link.speed_mbit / 1e3 if link is not None else 0.0
+
+    @property
+    def interface(self) -> Interface | None:
+        """The interface that gloo uses: GLOO_SOCKET_IFNAME, else the one with the worker's address."""
+        if self.facts is None:
+            return None
+        name = self.facts.network_env.get("GLOO_SOCKET_IFNAME", self.facts.interface)
+        return next((each for each in self.facts.interfaces if each.name == name), None)
+
+    def best(self, stage: str, name: str) -> float | None:
+        """The largest value of its ranks."""
+        return max(self.values(stage, name), default=None)
+
+    def values(self, stage: str, name: str) -> list[float]:
+        """The values of its ranks that have one."""
+        return [value for rank in self.ranks if (value := rank.value(stage, name)) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class PairReading:
+    """The all-reduce between two hosts. error: why there are no values."""
+
+    first: str
+    second: str
+    gb_s: float | None = None
+    latency_us: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Everything that a check has read. everyone: the all-reduce of all ranks, `gb_s` and `latency_us`."""
+
+    hosts: tuple[HostReading, ...]
+    pairs: tuple[PairReading, ...] = ()
+    everyone: Mapping[str, float] | None = None
+    everyone_error: str = ""
+
+
+def pairs_of(hosts: Sequence[HostReading]) -> tuple[PairReading, ...]:
+    """The pairs, from the measurements of the first rank of each host; `hosts` in the order of their node ranks."""
+    found: dict[tuple[int, int], PairReading] = {}
+    for node, host in enumerate(hosts):
+        if not host.ranks:
+            continue
+        own = host.ranks[0]
+        bad = own.failures()
+        for line in own.lines:
+            if line.stage != "pair" or not 0 <= line.peer < len(hosts) or line.peer == node:
+                continue
+            key = min(node, line.peer), max(node, line.peer)
+            names = hosts[key[0]].host, hosts[key[1]].host
+            if line.status == "done":
+                found[key] = PairReading(*names, line.values.get("gb_s"), line.values.get("latency_us"))
+            elif line in bad and key not in found:
+                found[key] = PairReading(*names, error=line.text or "it did not end")
+    return tuple(found[key] for key in sorted(found))

@@ -1,0 +1,175 @@
+"""The text and the JSON of a check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ddptrain.config.wording import counted
+from ddptrain.driver.cluster_check.check import Report
+from ddptrain.driver.cluster_check.findings import Finding, Level
+from ddptrain.driver.cluster_check.readings import HostReading, PairReading
+from ddptrain.protocol.cluster_check import as_data
+from ddptrain.text_tables import clean_line, number, plain_table
+
+HEADER = ("HOST", "RESULT", "DEVICES", "GFLOP/s", "TO GPU", "IN HOST", "TO HOSTS", "LATENCY", "DISK", "CLOCK")
+PAIR_HEADER = ("HOST", "OTHER HOST", "GB/s", "ms")
+
+
+def lines(report: Report, *, all_pairs: bool) -> list[str]:
+    """The whole report as text: the table, the findings, the pairs if wanted, and the result."""
+    names = host_names(report)
+    found = [plain_table([HEADER, *rows(report)])]
+    if all_pairs and report.readings.pairs:
+        found += ["", plain_table([PAIR_HEADER, *pair_rows(report.readings.pairs, names)])]
+    if report.findings:
+        found += ["", *(clean_line(f"{each.level}: {finding_line(each, names)}") for each in report.findings)]
+    return [*found, "", *(clean_line(each) for each in summary(report))]
+
+
+def rows(report: Report) -> list[tuple[str, ...]]:
+    """The cells for HEADER, a row for each host: bandwidths in GB/s, latency in ms, disk in MB/s, clock in s."""
+    return [tuple(clean_line(cell) for cell in _row(report, host)) for host in report.readings.hosts]
+
+
+def _row(report: Report, host: HostReading) -> tuple[str, ...]:
+    facts, clock = host.facts, host.clock
+    own = [pair for pair in report.readings.pairs if host.host in (pair.first, pair.second)]
+    gflops = host.values("gemm", "gflops")
+    latency_us = _middle([pair.latency_us for pair in own])
+    return (
+        host.name,
+        result(report, host),
+        _devices(host),
+        number(_middle(gflops)),
+        number(_middle(host.values("copy", "gb_s"))),
+        number(host.best("local", "gb_s")),
+        number(_middle([pair.gb_s for pair in own])),
+        number(latency_us / 1e3 if latency_us is not None else None),
+        number(facts.scratch_write_mb_s if facts is not None else None),
+        f"{clock.offset_s:+.3f}" if clock is not None else "-",
+    )
+
+
+def result(report: Report, host: HostReading) -> str:
+    """`ok`, `warning`, `bad`, `left out`, or `busy` for a host that was not checked."""
+    if host.busy:
+        return "busy"
+    if host.host in report.left_out:
+        return "left out"
+    out = {*report.left_out}  # a pair with a bad host says nothing about the other one
+    levels = {
+        each.level
+        for each in report.findings
+        if host.host in (each.host, each.other) and not {each.host, each.other} & out
+    }
+    return next((str(level) for level in Level if level in levels), "ok")
+
+
+def _devices(host: HostReading) -> str:
+    facts = host.facts
+    if facts is None:
+        return "-"
+    return counted(len(facts.gpus), "GPU") if facts.gpus else counted(facts.cores, "core")
+
+
+def _middle(values: Iterable[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None
+
+
+def summary(report: Report) -> list[str]:
+    """The lines below the table: all ranks, hosts that were not checked, and the result."""
+    readings = report.readings
+    checked = [host for host in readings.hosts if not host.busy]
+    lines = []
+    left_out = ", ".join(host.name for host in readings.hosts if host.host in report.left_out)
+    if readings.everyone is not None:
+        lines.append(f"all-reduce of all ranks: {_speed(readings.everyone)}")
+    if report.everyone_else is not None:
+        lines.append(f"all-reduce of all ranks without {left_out}: {_speed(report.everyone_else)}")
+    if report.everyone_else_error:
+        lines.append(f"all-reduce of all ranks without {left_out} failed: {report.everyone_else_error}")
+    lines += [
+        f"{host.name} was not checked: all of its slots are in use by {', '.join(host.busy)}"
+        for host in readings.hosts
+        if host.busy
+    ]
+    if left_out:
+        lines.append(f"left out: {left_out}")
+    count = sum(result(report, host) == "ok" for host in checked)
+    told = f"{count} of {counted(len(checked), 'host')} ok" if checked else "no host was checked"
+    lines.append(f"{told}, {report.depth} check in {report.seconds:.1f} s")
+    return lines
+
+
+def _speed(values: Any) -> str:
+    return f"{number(values.get('gb_s'))} GB/s, 8 bytes in {number(values.get('latency_us', 0.0) / 1e3)} ms"
+
+
+def finding_line(finding: Finding, names: dict[str, str]) -> str:
+    """A finding as one line; `names` has the names of hosts by their addresses."""
+    where = "" if finding.other or not finding.host else f"{names.get(finding.host, finding.host)}: "
+    hint = f" ({finding.hint})" if finding.hint else ""
+    return f"{where}{finding.subject}: {finding.text}{hint}"
+
+
+def host_names(report: Report) -> dict[str, str]:
+    """The names of the hosts by their addresses."""
+    return {host.host: host.name for host in report.readings.hosts}
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """The report as plain data, for --json."""
+    return {
+        "check": report.depth,
+        "usable": report.usable,
+        "seconds": round(report.seconds, 2),
+        "left_out": list(report.left_out),
+        "findings": [as_data(finding) for finding in report.findings],
+        "hosts": [_host(report, host) for host in report.readings.hosts],
+        "pairs": [as_data(pair) for pair in report.readings.pairs],
+        "all_ranks": _all_ranks(report.readings.everyone, report.readings.everyone_error),
+        "all_ranks_without_bad": _all_ranks(report.everyone_else, report.everyone_else_error),
+    }
+
+
+def _all_ranks(values: Any, error: str) -> dict[str, Any] | None:
+    if values is None and not error:
+        return None
+    return {**(values or {}), "error": error}
+
+
+def _host(report: Report, host: HostReading) -> dict[str, Any]:
+    return {
+        "host": host.host,
+        "name": host.name,
+        "result": result(report, host),
+        "workers": list(host.workers),
+        "busy": list(host.busy),
+        "error": host.error,
+        "facts": as_data(host.facts) if host.facts is not None else None,
+        "clock": as_data(host.clock) if host.clock is not None else None,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "device": rank.device,
+                "error": rank.error,
+                "gflops": rank.value("gemm", "gflops"),
+                "to_gpu_gb_s": rank.value("copy", "gb_s"),
+                "in_host_gb_s": rank.value("local", "gb_s"),
+                "in_host_latency_us": rank.value("local", "latency_us"),
+            }
+            for rank in host.ranks
+        ],
+    }
+
+
+def pair_rows(pairs: Iterable[PairReading], names: dict[str, str]) -> list[tuple[str, ...]]:
+    """The pairs of hosts as rows: both names, GB/s, latency in ms."""
+    found = []
+    for pair in pairs:
+        latency = number(pair.latency_us / 1e3 if pair.latency_us is not None else None)
+        cells = (names.get(pair.first, pair.first), names.get(pair.second, pair.second), number(pair.gb_s), latency)
+        found.append(tuple(clean_line(cell) for cell in cells))
+    return found

@@ -1,0 +1,84 @@
+"""Reads facts of NVIDIA GPUs through NVML. CUDA is not initialized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pynvml
+
+from ddptrain.protocol.cluster_check import GpuFacts
+
+# Reasons of reduced clocks that mean a fault. Idle clocks, power caps and settings of the user are normal.
+_THROTTLE = {
+    "hardware slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "hardware thermal slowdown": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "power brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+    "software thermal slowdown": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+}
+_MB = 10**6
+
+
+def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
+    """All GPUs of this host and the version of the driver; nothing and "" without an NVIDIA driver.
+
+    Raises pynvml.NVMLError if there is a driver, but it or a GPU does not answer.
+    """
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return (), ""
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        gpus = tuple(_facts(index, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count))
+        return gpus, _text(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def throttle_reasons(handle: Any) -> tuple[str, ...]:
+    """Why the hardware reduces the clocks of the GPU now."""
+    bits = _if_known(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    return tuple(reason for reason, bit in _THROTTLE.items() if bits & bit)
+
+
+def _facts(index: int, handle: Any) -> GpuFacts:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    remapped = _if_known(pynvml.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failure
+    return GpuFacts(
+        index=index,
+        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        memory_mb=int(memory.total) // _MB,
+        memory_used_mb=int(memory.used) // _MB,
+        ecc_errors=_if_known(
+            pynvml.nvmlDeviceGetTotalEccErrors,
+            handle,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
+        ),
+        remap_pending=bool(remapped[2] or remapped[3]) if remapped is not None else None,
+        throttled=throttle_reasons(handle),
+        temperature_c=_if_known(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        pcie_gen=_if_known(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        pcie_width=_if_known(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        pcie_width_max=_if_known(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        nvlinks=sum(_if_known(pynvml.nvmlDeviceGetNvLinkState, handle, link) == 1 for link in range(18)),
+    )
+
+
+def _if_known(question: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer; None where this GPU, or its driver, has none."""
+    try:
+        return question(*arguments)
+    except (
+        pynvml.NVMLError_NotSupported,
+        pynvml.NVMLError_InvalidArgument,
+        pynvml.NVMLError_FunctionNotFound,
+        pynvml.NVMLError_NoPermission,
+    ):
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,175 @@
+"""Messages of the cluster check: facts of a host (worker to driver), the plan, and measurements (rank to driver)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ddptrain.protocol.typed_json import decode_json_data
+
+LINE_PREFIX = "ddptrain-check "  # of a measurement in the log of a rank
+_MAX_TEXT = 500
+_NETWORK_VARIABLES = ("NCCL_", "GLOO_", "FI_", "UCX_")
+
+
+def network_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of NCCL, gloo and the libraries below them."""
+    return {name: value for name, value in env.items() if name.startswith(_NETWORK_VARIABLES)}
+
+
+class _JsonMessage:
+    """Base of the messages that travel as JSON text."""
+
+    def to_json(self) -> str:
+        """The message as one line."""
+        return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises ValueError if the text is no such message."""
+        try:
+            decoded: Self = decode_json_data(cls, json.loads(text))
+        except RecursionError as error:
+            raise ValueError("the text is nested too deeply") from error
+        return decoded
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface. speed_mbit is 0 if the system does not know it."""
+
+    name: str
+    addresses: tuple[str, ...]
+    speed_mbit: int
+    mtu: int
+    is_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """A port of an RDMA device. kind: InfiniBand, RoCE, EFA or the kernel's name of the link layer."""
+
+    device: str
+    kind: str
+    is_active: bool
+    gbit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """A GPU as NVML sees it; None or "" where the device or the driver does not say it.
+
+    throttled: reasons why its clocks are reduced by the hardware. ecc_errors: uncorrected, since the driver was loaded.
+    nvlinks: how many NVLink links are active.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory_mb: int
+    memory_used_mb: int
+    ecc_errors: int | None = None
+    remap_pending: bool | None = None
+    throttled: tuple[str, ...] = ()
+    temperature_c: int | None = None
+    pcie_gen: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    nvlinks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts(_JsonMessage):
+    """What a worker's host is and has. Sizes in MB (10^6 bytes).
+
+    versions: of Python, packages and driver, by name. interface: the one with the worker's address. routes: destination
+    and interface, `default` for the default route. network_env: the variables of NCCL and gloo that ranks get.
+    problems: what could not be read, one line each.
+    """
+
+    hostname: str
+    versions: Mapping[str, str]
+    cores: int
+    memory_mb: int
+    memory_free_mb: int
+    shm_mb: int
+    shm_free_mb: int
+    scratch: str
+    scratch_mb: int
+    scratch_free_mb: int
+    scratch_write_mb_s: float | None
+    open_files: int
+    interface: str
+    interfaces: tuple[Interface, ...] = ()
+    routes: tuple[str, ...] = ()
+    fabrics: tuple[Fabric, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
+    network_env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def with_env(self, env: Mapping[str, str]) -> HostFacts:
+        """The facts with the network variables that the run sets besides."""
+        return dataclasses.replace(self, network_env={**self.network_env, **network_variables(env)})
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan(_JsonMessage):
+    """What the ranks measure. Times in seconds; each is the time that one measurement may take, if nothing is broken.
+
+    rounds: the pairs of hosts (their node ranks) that measure at the same time. timeout_s: after which a connection or
+    a collective operation counts as failed. most_bytes: of one all-reduce. gpu: the ranks have GPUs. only_all: measure
+    nothing but the all-reduce of all ranks. nccl: measure pairs with NCCL, by all ranks of both hosts.
+    """
+
+    rounds: tuple[tuple[tuple[int, ...], ...], ...]
+    gemm_s: float
+    copy_s: float
+    reduce_s: float
+    timeout_s: float
+    most_bytes: int
+    gpu: bool
+    nccl_pairs: bool = False
+    only_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLine(_JsonMessage):
+    """One line of a rank: that it begins a stage, or the result.
+
+    stage: start, gemm, copy, local, pair, all or end. peer: the node rank of the other host of a pair, or -1. status:
+    begun, done, failed or skipped. values: numbers by name. text: why it failed, or what was seen.
+    """
+
+    stage: str
+    status: str
+    peer: int = -1
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    text: str = ""
+
+    def line(self) -> str:
+        """The line for the log."""
+        return f"{LINE_PREFIX}{dataclasses.replace(self, text=self.text[:_MAX_TEXT]).to_json()}\n"
+
+
+def lines_of(log: bytes) -> tuple[tuple[ProbeLine, ...], str]:
+    """The measurements in the log of a rank, and the last other line, for example that of a traceback."""
+    found: list[ProbeLine] = []
+    other = ""
+    for text in log.decode("utf-8", "replace").splitlines():
+        if text.startswith(LINE_PREFIX):
+            try:
+                found.append(ProbeLine.from_json(text.removeprefix(LINE_PREFIX)))
+            except ValueError:
+                other = text
+        elif text.strip():
+            other = text.strip()
+    return tuple(found), other[:_MAX_TEXT]
+
+
+def as_data(message: Any) -> dict[str, Any]:
+    """A message as plain data, for --json."""
+    data: dict[str, Any] = dataclasses.asdict(message)
+    return data

@@ -1,0 +1,1 @@
+"""The program of the ranks that measure a cluster."""

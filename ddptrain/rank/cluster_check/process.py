@@ -1,0 +1,168 @@
+"""The program of a rank that measures the cluster, run as a module. The argument is the ProbePlan as JSON.
+
+It creates no default process group: each measurement has a group of its own, so that a host that can't be reached
+spoils only its own measurements. Each result is a line in the log, which the driver reads also if the rank hangs.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from ddptrain.errors import one_line
+from ddptrain.protocol.cluster_check import ProbeLine, ProbePlan
+from ddptrain.rank.cluster_check.measure import Group, copy_gb_s, gemm_gflops
+
+_GIVE_UP_AFTER = 2  # failed pairs of a host without a successful one
+_STORE_S = 10.0
+
+
+class Probe:
+    """The measurements of one rank, in the order of the plan."""
+
+    def __init__(self, plan: ProbePlan) -> None:
+        self.plan = plan
+        env = os.environ
+        self.rank, self.size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        self.local_rank, self.local_size = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
+        self.node = int(env["GROUP_RANK"])
+        self.nodes = int(env["GROUP_WORLD_SIZE"])
+        self.device = torch.device("cuda", self.local_rank) if plan.gpu else torch.device("cpu")
+        self.failed = self.succeeded = 0  # pairs
+
+    def run(self) -> None:
+        """Measure everything. Raises RuntimeError if the store of rank 0 can't be reached."""
+        _tell(ProbeLine("start", "begun"))
+        if self.plan.gpu:
+            torch.cuda.set_device(self.device)
+        if not self.plan.only_all:
+            self._alone()
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            self.size,
+            is_master=False,
+            timeout=dt.timedelta(seconds=_STORE_S),
+            wait_for_workers=False,
+        )
+        store.set(f"size/{self.node}", str(self.local_size))
+        if not self.plan.only_all:
+            self._inside(store)
+            self._pairs(store)
+        self._all(store)
+        _leave(store, self.size)
+        _tell(ProbeLine("end", "done"))
+
+    def _alone(self) -> None:
+        _measured("gemm", -1, lambda: {"gflops": gemm_gflops(self.device, self.plan.gemm_s)}, self._throttled)
+        if self.plan.gpu:
+            _measured("copy", -1, lambda: {"gb_s": copy_gb_s(self.device, self.plan.copy_s)})
+
+    def _throttled(self) -> str:
+        """Why the GPU has reduced its clocks during the measurement."""
+        if not self.plan.gpu:
+            return ""
+        import pynvml
+
+        from ddptrain.nvml import throttle_reasons
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+        return ", ".join(throttle_reasons(handle))
+
+    def _inside(self, store: Store) -> None:
+        if self.local_size > 1:
+            name, rank, size = f"local/{self.node}", self.local_rank, self.local_size
+            _measured("local", -1, lambda: self._reduced(store, name, rank, size, nccl=self.plan.gpu))
+
+    def _pairs(self, store: Store) -> None:
+        nccl = self.plan.nccl_pairs
+        if self.local_rank and not nccl:
+            return
+        for number, pairs in enumerate(self.plan.rounds):
+            for first, second in pairs:
+                if self.node in (first, second):
+                    self._pair(store, number, first, second, nccl=nccl)
+
+    def _pair(self, store: Store, number: int, first: int, second: int, *, nccl: bool) -> None:
+        is_second = self.node == second
+        peer = first if is_second else second
+        if not self.succeeded and self.failed >= _GIVE_UP_AFTER:
+            store.set(f"out/{self.node}", "1")
+            _tell(ProbeLine("pair", "skipped", peer, text="this host could not reach the hosts before"))
+            return
+        if store.check([f"out/{peer}"]):
+            _tell(ProbeLine("pair", "skipped", peer, text="the other host could not reach anyone"))
+            return
+        name = f"pair/{number}/{first}-{second}"
+        if nccl:
+            before = int(store.get(f"size/{first}"))
+            rank = self.local_rank + (before if is_second else 0)
+            size = before + int(store.get(f"size/{second}"))
+        else:
+            rank, size = int(is_second), 2
+        if _measured("pair", peer, lambda: self._reduced(store, name, rank, size, nccl=nccl)):
+            self.succeeded += 1
+        else:
+            self.failed += 1
+
+    def _all(self, store: Store) -> None:
+        if self.size > 1 and self.nodes > 1:
+            if self.failed and not self.succeeded:
+                store.set("no-all", "1")
+            # Nobody waits for hosts that could not reach anyone.
+            store.add("ready", 1)
+            deadline = time.monotonic() + self.plan.timeout_s
+            while store.add("ready", 0) < self.size and not store.check(["no-all"]):
+                if time.monotonic() > deadline:
+                    _tell(ProbeLine("all", "failed", text="not all ranks came this far"))
+                    return
+                time.sleep(0.01)
+            if store.check(["no-all"]):
+                _tell(ProbeLine("all", "skipped", text="a host could not reach any other"))
+                return
+            _measured("all", -1, lambda: self._reduced(store, "all", self.rank, self.size, nccl=self.plan.gpu))
+
+    def _reduced(self, store: Store, name: str, rank: int, size: int, *, nccl: bool) -> dict[str, float]:
+        group = Group(store, name, rank, size, self.plan.timeout_s, self.device, nccl=nccl)
+        values = group.measure(self.plan.reduce_s, self.plan.most_bytes)
+        group.close()
+        return values
+
+
+def _measured(
+    stage: str, peer: int, measure: Callable[[], dict[str, float]], remark: Callable[[], str] = lambda: ""
+) -> bool:
+    """Measure, and write what came out. Returns whether it succeeded."""
+    _tell(ProbeLine(stage, "begun", peer))
+    try:
+        values = measure()
+        text = remark()
+    except Exception as error:  # torch, CUDA and NCCL raise many types; the check names the error
+        _tell(ProbeLine(stage, "failed", peer, text=one_line(error)))
+        return False
+    _tell(ProbeLine(stage, "done", peer, values, text))
+    return True
+
+
+def _leave(store: Store, size: int) -> None:
+    """Tell the store that this rank has ended, and wait a moment for the others, who may still use a connection."""
+    store.add("left", 1)
+    deadline = time.monotonic() + 1.0
+    while store.add("left", 0) < size and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _tell(line: ProbeLine) -> None:
+    os.write(1, line.line().encode())
+
+
+if __name__ == "__main__":
+    Probe(ProbePlan.from_json(sys.argv[1])).run()
+    os._exit(0)  # destructors of communicators may wait for a peer that has failed

@@ -1,0 +1,112 @@
+"""Slow hosts, GPUs and pairs are named, and nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddptrain.driver.cluster_check.findings import Level
+from ddptrain.driver.cluster_check.judge_speed import judge_speed
+from ddptrain.driver.cluster_check.readings import HostReading, Readings, better_of, pairs_of
+from ddptrain.protocol.cluster_check import ProbeLine
+from tests.unit.driver.cluster_check.hosts import ETH0, host, pair, rank
+
+
+def readings(*hosts: HostReading, **more: Any) -> Readings:
+    return Readings(hosts, pairs_of(hosts), **more)
+
+
+def measured(speeds: dict[tuple[int, int], float], hosts: int, **changes: Any) -> Readings:
+    """Hosts a, b, ... whose pairs have these speeds in GB/s."""
+
+    def lines(node: int) -> list[ProbeLine]:
+        return [pair(sum(key) - node, speed) for key, speed in speeds.items() if node in key]
+
+    return readings(*(host("abcdefgh"[node], rank(node, *lines(node)), **changes) for node in range(hosts)))
+
+
+def test_equal_hosts_are_fine() -> None:
+    assert judge_speed(measured({(0, 1): 1.0, (0, 2): 0.9, (1, 2): 1.1}, 3)) == []
+
+
+def test_slow_interface_of_one_host_is_named_with_interface_and_hint() -> None:
+    (found,) = judge_speed(measured({(0, 1): 1.0, (0, 2): 0.1, (1, 2): 0.1}, 3))
+    assert (found.level, found.host, found.other) == (Level.BAD, "c", "")
+    assert found.text == "all-reduce with other hosts over eth0, 10 Gbit/s: 0.1 GB/s, 10 % of the median of 3 (1)"
+    assert "ethtool eth0" in found.hint
+
+
+def test_slow_pair_of_good_hosts_is_named_as_a_pair() -> None:
+    speeds = {(a, b): 1.0 for a in range(4) for b in range(a + 1, 4)}
+    (found,) = judge_speed(measured({**speeds, (1, 3): 0.3}, 4))
+    assert (found.host, found.other) == ("b", "d")
+    assert "between b (eth0, 10 Gbit/s) and d (eth0, 10 Gbit/s): all-reduce: 0.3 GB/s, 30 % of the median" in found.text
+
+
+def test_two_hosts_are_compared_with_their_interfaces() -> None:
+    (found,) = judge_speed(measured({(0, 1): 0.006}, 2))
+    assert (found.level, found.host, found.other) == (Level.BAD, "a", "b")
+    assert "0.006 GB/s (0.048 Gbit/s); the interfaces promise 10 Gbit/s" in found.text
+    assert judge_speed(measured({(0, 1): 0.5}, 2)) == []
+
+
+def test_very_slow_network_is_bad_also_if_the_speed_of_the_interface_is_not_known() -> None:
+    unknown = ETH0.__class__("eth0", ETH0.addresses, 0, 1500, True)
+    (found,) = judge_speed(measured({(0, 1): 0.006}, 2, interfaces=(unknown,)))
+    assert found.level is Level.BAD and "promise" not in found.text
+
+
+def test_slow_gpu_is_named_by_its_device() -> None:
+    hosts = [host(name, rank(0, gflops=100.0, device="0"), rank(1, gflops=100.0, device="1")) for name in "ab"]
+    slow = host("c", rank(0, gflops=100.0, device="0"), rank(1, gflops=60.0, device="1"))
+    (found,) = judge_speed(readings(*hosts, slow))
+    assert (found.level, found.host, found.subject) == (Level.BAD, "c", "gemm")
+    assert found.text == "GPU 1: 60 GFLOP/s, 60 % of the median of 6 (100)"
+
+
+def test_throttling_under_load_is_named() -> None:
+    gemm = ProbeLine("gemm", "done", values={"gflops": 1.0}, text="hardware thermal slowdown")
+    (found,) = judge_speed(readings(host("a", rank(0).__class__(0, (gemm,), "3"))))
+    assert found.text == "GPU 3 reduces its clocks under load: hardware thermal slowdown"
+
+
+def test_host_that_nobody_reaches_is_named_and_the_others_are_not() -> None:
+    def failed(peer: int) -> ProbeLine:
+        return ProbeLine("pair", "failed", peer, text="connection timed out")
+
+    hosts = (
+        host("a", rank(0, pair(1, 1.0), failed(2))),
+        host("b", rank(1, pair(0, 1.0), failed(2))),
+        host("c", rank(2, failed(0), failed(1))),
+    )
+    (found,) = judge_speed(readings(*hosts))
+    assert (found.level, found.host) == (Level.BAD, "c")
+    assert found.text == "no all-reduce with a, b over eth0, 10 Gbit/s (connection timed out)"
+
+
+def test_rank_that_hangs_in_a_stage_is_named_with_the_stage() -> None:
+    hung = rank(0, ProbeLine("copy", "begun"), device="0", error="it did not end within 30 s")
+    (found,) = judge_speed(readings(host("a", hung)))
+    assert (found.level, found.host) == (Level.BAD, "a")
+    assert found.text == "the copies to the GPU failed on GPU 0: it did not end within 30 s"
+
+
+def test_same_failure_of_several_ranks_is_one_finding() -> None:
+    failed = ProbeLine("local", "failed", text="no interface eth9")
+    (found,) = judge_speed(readings(host("a", rank(0, failed), rank(1, failed))))
+    assert found.text == "the all-reduce inside this host failed on rank 0, rank 1: no interface eth9"
+
+
+def test_failed_all_reduce_of_all_ranks_is_bad() -> None:
+    (found,) = judge_speed(readings(host("a"), everyone_error="time-out"))
+    assert (found.level, found.text) == (Level.BAD, "the all-reduce of all ranks failed: time-out")
+
+
+def test_better_of_two_measurements_counts_but_a_failure_stays() -> None:
+    first = rank(0, pair(1, 1.0, 80.0), gflops=100.0)
+    second = rank(0, pair(1, 2.0, 90.0), gflops=50.0)
+    both = better_of(first, second)
+    assert both.value("gemm", "gflops") == 100.0
+    assert (both.value("pair", "gb_s"), both.value("pair", "latency_us")) == (2.0, 80.0)
+    failed = rank(0, ProbeLine("pair", "failed", 1, text="lost"), error="exit code 1")
+    again = better_of(first, failed)
+    assert [line.text for line in again.failures()] == ["lost"] and again.error == "exit code 1"
