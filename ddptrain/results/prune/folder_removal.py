@@ -107,9 +107,12 @@ def _has_checkpoint(layout: RunLayout) -> bool:
 
 @contextmanager
 def _locked(layout: RunLayout) -> Iterator[None]:
-    if not layout.root.is_dir():
-        raise RunLocked(f"run {layout.root.name} is gone already")
-    descriptor = run_lock.take(layout.lock_file)
+    try:
+        descriptor = run_lock.take(layout.lock_file)
+    except ResultsError:
+        if not layout.root.is_dir():  # another prune was faster
+            raise RunLocked(f"run {layout.root.name} is gone already") from None
+        raise
     try:
         yield
     finally:
