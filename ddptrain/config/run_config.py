@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.known_names import is_built_in
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.sections.profiling import ProfileConfig, check_profiled_ranks
 from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
+from ddptrain.config.sections.system import Slow, SystemConfig, off_word
 from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.config.types import (
     MODULE_PATTERN,
@@ -165,6 +166,15 @@ class FailureConfig(Strict):
         default=LOST_AFTER_S,
         description="Seconds without a word from a worker, or without the scheduler, after which they are given up.",
     )
+    slow: Annotated[Slow, BeforeValidator(off_word)] = Field(
+        default="warn",
+        description="What happens with a rank that is slower than the others by itself: warn reports it; replace also "
+        "moves it to a slot of another host with the next ctx.checkpoint, if one is free; off does not look.",
+        json_schema_extra={"enum": ["off", "warn", "replace", False]},
+    )
+    slow_factor: Annotated[float, Field(gt=1)] = Field(
+        default=1.5, description="A rank is slow if its own time in a step is so many times the median of all ranks."
+    )
     backoff_s: Seconds = Field(
         default=1.0, ge=0, description="Seconds before the first restart; twice as long before each further one."
     )
@@ -218,6 +228,7 @@ class RunConfig(Strict):
     code: CodeConfig = Field(
         default=CodeConfig(), description="The code that goes along to workers that don't see the project's folder."
     )
+    system: SystemConfig = Field(default=SystemConfig(), description="Measurements of hosts, ranks and GPUs.")
     results: ResultsConfig = Field(default=ResultsConfig(), description="Where results go.")
     tracking: TrackingConfig = Field(
         default=TrackingConfig(), description="Where metrics go besides the run directory: W&B, TensorBoard, others."

@@ -16,6 +16,7 @@ from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import EvaluationPlan
 from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
+from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.rank_specs import RankSpecs
 from ddptrain.driver.recorder import Recorder
@@ -151,7 +152,8 @@ class AttemptSeries:
             watchdog = new_watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
             parts = (transfer, self.recorder, scene.worker_group.inbox, fault, watchdog, start_timeout_s)
             lost_after_s = self.config.failure.lost_after_s
-            return Attempt(scene.worker_group, specs, *parts, lost_after_s).run()
+            slow = SlowPolicy(self.config.failure.slow, self.config.failure.slow_factor)
+            return Attempt(scene.worker_group, specs, *parts, lost_after_s, slow).run()
         finally:
             transfer.close(_STORE_DEADLINE_S)
 

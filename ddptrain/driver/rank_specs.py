@@ -166,7 +166,13 @@ def checkpointing(config: RunConfig, resume_from: str) -> Checkpointing:
 def supervision(config: RunConfig) -> Supervision:
     """Return the part of the failure policy that workers and ranks apply."""
     failure = config.failure
-    return Supervision(failure.grace_s, alive_s(failure.hang_timeout_s, failure.lost_after_s), failure.max_restarts)
+    return Supervision(
+        failure.grace_s,
+        alive_s(failure.hang_timeout_s, failure.lost_after_s),
+        failure.max_restarts,
+        measure_steps=failure.slow != "off",
+        system_every_s=config.system.every_s or 0.0,
+    )
 
 
 def code(resolved: ResolvedConfig) -> Code:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread
+from ddptrain.driver.failure.slow_ranks import SlowRank
 from ddptrain.log import Log
 from ddptrain.protocol import events
-from ddptrain.results.run_record import EnvironmentValue, RankRecord, as_json_data
+from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.results.run_record import EnvironmentValue, RankRecord, SlowRankRecord, as_json_data, utc_now
 from ddptrain.results.run_writer import RunWriter
 
 _MOST_RETURNED = 1 << 16  # characters
@@ -188,6 +190,21 @@ class Recorder:
             self._shown.add(fault.line)  # a mistake that fails on every rank is shown once
             what = "hung" if fault.kind is FaultKind.HANG else "failed"
             self.display.notice(f"rank {fault.rank} {what}: {fault.line}", level="error")
+
+    def system(self, sample: SystemSample) -> None:
+        """Record and show the use of a host and its ranks."""
+        self.writer.system(sample)
+        self.display.system(sample)
+
+    def slow_rank(self, slow: SlowRank, causes: Sequence[str], record: RankRecord) -> None:
+        """Record and show that a rank is slow."""
+        attempt = self.writer.record.attempts[-1].attempt
+        own_s, median_s = round(slow.own_s, 6), round(slow.median_s, 6)
+        where = attempt, slow.rank, record.host, record.gpu
+        found = SlowRankRecord(*where, own_s, median_s, slow.steps, utc_now(), tuple(causes))
+        self.writer.update(slow_ranks=(*self.writer.record.slow_ranks, found))
+        self.event("slow_rank", **dataclasses.asdict(found))
+        self.display.notice(found.words, level="warning")
 
     def brought_home(self, rank: int, what: str, path: str) -> None:
         """Record that a checkpoint or a file of a rank is in the run directory."""

@@ -16,12 +16,13 @@ class Command(StrEnum):
     """What a rank is told to do."""
 
     PREEMPT = "preempt"  # finish the step, save, and end
+    MOVE = "move"  # save with the next checkpoint, whenever that is, and end: the ranks start again in other slots
     STACKS = "stacks"  # report the stacks of all threads
     STOP = "stop"  # end: the worker group is being stopped, and SIGTERM follows
     NOTICED = "noticed"  # only from this process's own handler of SIGTERM, never through the pipe
 
 
-_FROM_OUTSIDE = frozenset({Command.PREEMPT, Command.STACKS, Command.STOP})
+_FROM_OUTSIDE = frozenset({Command.PREEMPT, Command.MOVE, Command.STACKS, Command.STOP})
 _MAX_LINE_BYTES = 4_096
 
 

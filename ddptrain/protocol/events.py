@@ -242,6 +242,19 @@ class Timed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes(Event):
+    """The rank's last `steps` gradient exchanges: before each of them `own_s` of its own work, then `waited_s` of wait.
+
+    own_s is a mean without the longest tenth, waited_s a mean with the exchange itself; both in seconds.
+    """
+
+    kind: ClassVar[str] = "step_times"
+    steps: int
+    own_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Note(Event):
     """A message for the user, of level "info" or "warning"."""
 
@@ -272,6 +285,7 @@ KINDS: dict[str, type[Event]] = {
         TrackerFailed,
         Finishing,
         Timed,
+        StepTimes,
         Note,
     )
 }

@@ -144,12 +144,15 @@ class Supervision:
     """What the worker and the rank need to know of the failure policy.
 
     `grace_s` is the time between SIGTERM and SIGKILL. `alive_s` is the time without another message of the rank after
-    which its worker reports that the rank is alive.
+    which its worker reports that the rank is alive. `measure_steps` says whether the rank reports its own time in each
+    step. `system_every_s` is the time between two samples of the system metrics, 0 for none.
     """
 
     grace_s: float
     alive_s: float = 2.0
     max_restarts: int = 0
+    measure_steps: bool = False
+    system_every_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

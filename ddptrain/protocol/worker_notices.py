@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
+
+from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
 
 MAX_DATA_BYTES = 16 * 1024  # in one OutputBytes: the scheduler keeps the last thousand messages of a topic
 _MAX_COUNT = 1 << 50  # of sizes, offsets, ranks and attempts; more is a mistake or an attack
@@ -19,6 +21,8 @@ _MAX_TIME_NS = 1 << 63
 _MAX_TEXT = 4_096  # characters
 _MAX_PORT = 65_535
 _MAX_STATUS = 255
+_MAX_HOST = 255  # characters
+MAX_SAMPLED_RANKS = 32  # in one SystemSample
 
 
 class NoticeError(ValueError):
@@ -104,6 +108,20 @@ class RankExit(Notice):
         return describe_status(self.status) + (f": {self.oom}" if self.oom else "")
 
 
+@dataclass(frozen=True, slots=True)
+class SystemSample(Notice):
+    """The use of a host and of ranks on it, as measured by its worker at `time_ns`; `rank` is one of them.
+
+    use: of the host, by name; see protocol/system_metrics.py. ranks: of each rank, by its number as text.
+    """
+
+    kind: ClassVar[str] = "system"
+    time_ns: int
+    host: str
+    use: Mapping[str, float]
+    ranks: Mapping[str, Mapping[str, float]]
+
+
 def describe_status(status: int) -> str:
     """An exit code, or minus the number of a signal, as text."""
     if status >= 0:
@@ -114,7 +132,9 @@ def describe_status(status: int) -> str:
         return f"killed by signal {-status}"
 
 
-KINDS: dict[str, type[Notice]] = {cls.kind: cls for cls in (Alive, Leaving, StoreOpened, Growth, OutputBytes, RankExit)}
+KINDS: dict[str, type[Notice]] = {
+    cls.kind: cls for cls in (Alive, Leaving, StoreOpened, Growth, OutputBytes, RankExit, SystemSample)
+}
 
 
 def encode(notice: Notice) -> dict[str, Any]:
@@ -189,6 +209,25 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and len(value) <= _MAX_TEXT
 
 
+def _is_sample(value: object, names: Collection[str]) -> bool:
+    """Whether the value has finite numbers, by known names."""
+    if not isinstance(value, Mapping) or len(value) > len(names):
+        return False
+    return all(isinstance(name, str) and name in names and _is_number(item) for name, item in value.items())
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MAX_TIME_NS  # type: ignore[arg-type]  # false for NaN
+
+
+def _are_ranks(value: object) -> bool:
+    if not isinstance(value, Mapping) or len(value) > MAX_SAMPLED_RANKS:
+        return False
+    return all(isinstance(rank, str) and rank.isdecimal() and len(rank) < 10 for rank in value) and all(
+        _is_sample(sample, RANK_METRICS) for sample in value.values()
+    )
+
+
 _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "attempt": lambda value: _is_int(value, 1, _MAX_COUNT),
     "rank": _is_count,
@@ -204,6 +243,9 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "status": lambda value: _is_int(value, -_MAX_STATUS, _MAX_STATUS),
     "time_ns": lambda value: _is_int(value, 0, _MAX_TIME_NS),
     "oom": _is_text,
+    "host": lambda value: isinstance(value, str) and len(value) <= _MAX_HOST,
+    "use": lambda value: _is_sample(value, HOST_METRICS),
+    "ranks": _are_ranks,
     "timed_out": lambda value: isinstance(value, bool),
 }
 _FIELDS = {

@@ -48,6 +48,7 @@ class CommandHandler:
         os.register_at_fork(after_in_child=self._on_fork)
         self.orders.on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         self.orders.on(Command.PREEMPT, self._preempt)
+        self.orders.on(Command.MOVE, self._move)
         self.orders.on(Command.STOP, self._stop)
         self.orders.on(Command.STACKS, StackReporter(self.spec, self.emitter, self.collective_calls).report)
         self.orders.listen()
@@ -76,6 +77,12 @@ class CommandHandler:
             process_control.die_of_sigterm()
         else:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _move(self) -> None:
+        """End with the next call of ctx.checkpoint. A workload that does not call it trains on."""
+        if self.state() == "crashed":
+            self.calls.notified = True
+            self.calls.tell_to_end()
 
     def _stop(self) -> None:
         self.tracked.hurry(self.spec.supervision.grace_s)

@@ -77,6 +77,7 @@ class RankLifecycle:
             self._handle_commands()
             report_thread_failures(self.emitter)
             device = self._set_up_torch()
+            self._measure_steps()
             self._emit_started(device)
             current_context.provide(lambda: self._get_context(device))
             if self.spec.code.is_script:
@@ -128,6 +129,12 @@ class RankLifecycle:
                 )
             torch.cuda.set_device(device)
         return device
+
+    def _measure_steps(self) -> None:
+        if self.spec.supervision.measure_steps and self.spec.placement.world_size > 1:
+            from ddptrain.rank.steps.step_clock import measure_steps
+
+            measure_steps(self.emitter)
 
     def _emit_started(self, device: torch.device) -> None:
         import torch

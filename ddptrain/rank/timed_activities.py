@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.rank_identity import RankIdentity
+from ddptrain.rank.steps.other_time import other_time
 
 _LEAST_S = 0.01  # shorter ones are not recorded: ctx.checkpoint may be called after each step
 
@@ -26,7 +27,8 @@ class TimedActivities(RankIdentity):
         """
         began = time.monotonic()
         try:
-            yield
+            with other_time.block():
+                yield
         finally:
             seconds = time.monotonic() - began
             if self.rank == 0 and seconds >= _LEAST_S:

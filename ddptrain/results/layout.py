@@ -68,6 +68,7 @@ class RunLayout:
     config_yaml = _Below("config.yaml")  # the resolved configuration, without secrets
     events_jsonl = _Below("events.jsonl")  # every event but log lines
     metrics_jsonl = _Below("metrics.jsonl")  # every number that was logged
+    system_jsonl = _Below("system.jsonl")  # the use of hosts, ranks and GPUs
     logs_dir = _Below("logs")  # one log for each rank
     checkpoints_dir = _Below("checkpoints")  # one folder for each checkpoint, and the pointers latest and best
     artifacts_dir = _Below(ARTIFACTS)  # the files that ranks saved

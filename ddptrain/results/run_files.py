@@ -219,6 +219,11 @@ class JsonLines:
         self._size += len(data)
         self._is_torn = False
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file."""
+        return self._size
+
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
         if self._descriptor >= 0:

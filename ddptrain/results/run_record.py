@@ -79,6 +79,36 @@ class AttemptRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
+class SlowRankRecord(_Part):
+    """A rank whose own work took longer than that of the others: `own_s` in each of `steps` steps, others `median_s`.
+
+    causes: what the system metrics showed at `found_at`, as text.
+    """
+
+    attempt: int = 1
+    rank: int = 0
+    host: str = ""
+    gpu: str | None = None
+    own_s: float = 0.0
+    median_s: float = 0.0
+    steps: int = 0
+    found_at: str = ""
+    causes: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The record as a line."""
+        times = f"{self.own_s / self.median_s:.1f} times" if self.median_s else "longer than"
+        reason = "; ".join(self.causes) or "the system metrics show no reason"
+        text = f"rank {self.rank} on {self.host} is slow: its own work takes {_seconds(self.own_s)} in each step, "
+        return f"{text}{times} the median of {_seconds(self.median_s)}; {reason}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+@dataclass(frozen=True, slots=True)
 class FailureRecord(_Part):
     """The root cause. `kind` is exception, exit, signal, worker, driver, ...; `log` is the path of a log to read."""
 
@@ -172,6 +202,7 @@ class RunRecord(_Part):
     params: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
     failure: FailureRecord | None = None
+    slow_ranks: tuple[SlowRankRecord, ...] = ()
     git: GitRecord | None = None
     code: CodeRecord | None = None
     versions: Mapping[str, str] = field(default_factory=dict)

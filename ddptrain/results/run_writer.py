@@ -17,6 +17,7 @@ from typing import Any, Self
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.hosts import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
+from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
@@ -31,6 +32,7 @@ from ddptrain.results.run_files import FolderIdentity, JsonLines, make_folder, r
 from ddptrain.results.run_record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus, utc_now
 from ddptrain.results.select.recorded_config import parsed_config
 from ddptrain.results.staged_files import adopt_file
+from ddptrain.results.system.system_file import SystemFile
 
 _METRICS_EVERY_S = 1.0
 _SETTLE_S = 1.0  # for two hosts that do not see each other's lock: both then see the last heartbeat
@@ -63,6 +65,7 @@ class RunWriter:
                 require_own_folder(folder)
         self._events = JsonLines(layout.events_jsonl)
         self._metrics = JsonLines(layout.metrics_jsonl)
+        self._system = SystemFile(layout.system_jsonl)
         self._heartbeat = Heartbeat(layout.heartbeat_file)
         self._save()
 
@@ -247,6 +250,13 @@ class RunWriter:
             if time.monotonic() - self._saved_at >= _METRICS_EVERY_S:
                 self._save()
 
+    def system(self, sample: SystemSample) -> None:
+        """Append the use of a host and its ranks to system.jsonl."""
+        attempt = self._record.attempts[-1].attempt if self._record.attempts else 1
+        with self._mutex:
+            if self.loss is None:
+                self._system.append(sample, attempt)
+
     def adopt_checkpoint(self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy) -> Path:
         """Move a staged checkpoint into the run directory; return its folder.
 
@@ -289,6 +299,7 @@ class RunWriter:
         with self._mutex:
             self._events.close()
             self._metrics.close()
+            self._system.close()
             if self._lock >= 0:
                 os.close(self._lock)
                 self._lock = -1

@@ -19,6 +19,7 @@ from ddptrain.driver.control.signals import ThreadSignals
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
+from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
 from ddptrain.sweep.metric import LiveMetric, best_value
@@ -298,6 +299,9 @@ class TrialDisplay:
 
     def event(self, obj: Mapping[str, Any]) -> None:
         """Do nothing: events.jsonl of the run has it."""
+
+    def system(self, sample: SystemSample) -> None:
+        """Do nothing: system.jsonl of the run has it."""
 
     def log_grew(self) -> None:
         """Do nothing: logs of trials are not shown."""

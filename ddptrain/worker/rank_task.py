@@ -23,6 +23,7 @@ from ddptrain.worker.gpu_use import gpu_percent
 from ddptrain.worker.oom import MemoryWatch
 from ddptrain.worker.process_monitor import ProcessMonitor
 from ddptrain.worker.rank_host import RankHost
+from ddptrain.worker.system.sampler import SampledRank
 
 _POLL_S = 0.02  # between two checks of the files of a rank that prints
 _IDLE_POLL_S = 0.1  # of a rank that prints nothing: each check takes some microseconds of its CPU time
@@ -79,7 +80,10 @@ class _RankTask:
             os.close(events_fd)
         if self.host.is_released(spec.key):  # Dask has released the key in the meantime
             self.host.kill(spec.key)
-        return self._watch()
+        try:
+            return self._watch()
+        finally:
+            self.host.sampler.remove(spec.key)
 
     def _completed(self) -> RankSpec:
         """The spec with everything that the worker adds."""
@@ -143,9 +147,29 @@ class _RankTask:
             self.memory.update()
         elif (pid := self.server.pid_of(self.spec.key)) is not None:
             self.process, self.memory = ProcessMonitor(pid), MemoryWatch(pid)
+            self._sample(pid)
         else:
             return
         self.checked_at = time.monotonic()
+
+    def _sample(self, pid: int) -> None:
+        """Have the host's sampler measure this rank, too."""
+        spec = self.spec
+        if not spec.supervision.system_every_s:
+            return
+        gpu = self.host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
+        rank = spec.run_id, spec.attempt, spec.rank
+        send_to = topic(spec.run_id)
+        self.host.sampler.add(
+            spec.key,
+            SampledRank(
+                *rank,
+                pid,
+                gpu,
+                spec.supervision.system_every_s,
+                lambda sample: self.worker.log_event(send_to, worker_notices.encode(sample)),
+            ),
+        )
 
     def _exit(self, report: dict[str, Any]) -> RankExit:
         """The exit that the rank server has reported, with the reason for a signal."""

@@ -47,8 +47,8 @@ class Slot:
 class Request:
     """The request of a driver: `count` slots (None: all), with `gpus_only` only those with a GPU.
 
-    `without` are addresses of workers to avoid. `lost_after_s` is how long the run survives a network cut (None: the
-    limits of the cluster stay).
+    `without` are addresses of workers to avoid, `without_slots` single slots of workers. `lost_after_s` is how long the
+    run survives a network cut (None: the limits of the cluster stay).
     """
 
     client: str
@@ -57,10 +57,12 @@ class Request:
     gpus_only: bool = False
     without: frozenset[str] = frozenset()
     lost_after_s: float | None = None
+    without_slots: frozenset[tuple[str, int]] = frozenset()
 
     def suits(self, slot: Slot) -> bool:
         """Whether the request accepts that slot."""
-        return slot.worker not in self.without and (slot.gpu or not self.gpus_only)
+        avoided = slot.worker in self.without or (slot.worker, slot.index) in self.without_slots
+        return not avoided and (slot.gpu or not self.gpus_only)
 
 
 @dataclass(slots=True)
@@ -267,6 +269,7 @@ def reserve(
     in_line: bool = False,
     without: Sequence[str] = (),
     lost_after_s: float | None = None,
+    without_slots: Sequence[tuple[str, int]] = (),
 ) -> dict[str, Any]:
     """For run_on_scheduler: reserve slots for a run, or queue with `in_line`; `count` None requests all slots.
 
@@ -277,7 +280,9 @@ def reserve(
     table = _table(dask_scheduler)
     if unknown := table.unknown():
         return {"unknown": unknown}
-    answer = table.reserve(Request(client, run_id, count, gpus_only, frozenset(without), lost_after_s), in_line=in_line)
+    single = frozenset((worker, index) for worker, index in without_slots)
+    request = Request(client, run_id, count, gpus_only, frozenset(without), lost_after_s, single)
+    answer = table.reserve(request, in_line=in_line)
     if isinstance(answer, Refusal):
         return {"refusal": {name: getattr(answer, name) for name in Refusal.__slots__}}
     found = [[slot.worker, slot.host, slot.index, slot.gpu, slot.counted] for slot in answer]
@@ -285,6 +290,24 @@ def reserve(
         return {"slots": found}
     apply_tcp_timeout(dask_scheduler, table.lost_after_s)
     return {"slots": found, "lost_after_s": table.lost_after_s}
+
+
+def find_spare(run_id: str, slow: Sequence[tuple[str, int]], dask_scheduler: Scheduler) -> dict[str, Any]:
+    """For run_on_scheduler: whether a run could have slots of other hosts in place of these of its own.
+
+    Returns {"found": bool, "avoid": [[worker, number], ...]} with these slots and the free ones of their hosts.
+    """
+    wanted = {(worker, index) for worker, index in slow}
+    table = _table(dask_scheduler)
+    held = {slot: of for slot, of in table.holders.items() if of.run_id == run_id}
+    mine = [slot for slot in held if (slot.worker, slot.index) in wanted]
+    if not mine:
+        return {"found": False, "avoid": []}
+    hosts = {slot.host for slot in mine}
+    free = table.free(held[mine[0]])
+    elsewhere = [slot for slot in free if slot.host not in hosts and slot.gpu >= mine[0].gpu]
+    avoid = [*mine, *(slot for slot in free if slot.host in hosts)]
+    return {"found": len(elsewhere) >= len(mine), "avoid": [[slot.worker, slot.index] for slot in avoid]}
 
 
 def learn(offers: Mapping[str, tuple[int, int]], dask_scheduler: Scheduler) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddptrain.driver.failure.fault import Fault, Loss
+from ddptrain.driver.failure.slow_ranks import SlowRank
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.events import CheckpointSaved, FileSaved
-from ddptrain.protocol.worker_notices import OutputBytes, RankExit
+from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,28 @@ class ShowStatus:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class RecordSystem:
+    """Record a sample of the system metrics."""
+
+    sample: SystemSample
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSlowRank:
+    """Record and show that a rank is slow, and what the system metrics show about it."""
+
+    slow: SlowRank
+    causes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FindSpareSlots:
+    """Find free slots on other hosts for these ranks. Answered with SpareSlots."""
+
+    ranks: tuple[int, ...]
+
+
 Action = (
     SubmitRank
     | StopRanks
@@ -150,4 +173,7 @@ Action = (
     | Warn
     | Announce
     | ShowStatus
+    | RecordSystem
+    | RecordSlowRank
+    | FindSpareSlots
 )

@@ -75,6 +75,14 @@ class ResultsLost:
 
 
 @dataclass(frozen=True, slots=True)
+class SpareSlots:
+    """Whether slots on other hosts are free for these slow ranks. They will be avoided by the next reservation."""
+
+    ranks: tuple[int, ...]
+    found: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """The attempt begins."""
 
@@ -116,5 +124,5 @@ class OutputRead:
 InboxMessage = (
     Notice | TaskFailed | WorkerLost | SignalReceived | ArtifactStored | ArtifactFailed | ArtifactRetried | ResultsLost
 )
-Message = InboxMessage | Begin | Tick | RankEvent | OutputRead
+Message = InboxMessage | Begin | Tick | RankEvent | OutputRead | SpareSlots
 Inbox = queue.SimpleQueue[InboxMessage]

@@ -15,6 +15,7 @@ from ddptrain.driver.attempt.inbox import Inbox, Message
 from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
 from ddptrain.driver.attempt.state import AttemptState, Moment, new_state
 from ddptrain.driver.attempt.step import step
+from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.transfer.artifacts import ArtifactTransfer
@@ -48,13 +49,17 @@ class Attempt:
         watchdog: Watchdog,
         start_timeout_s: float,
         lost_after_s: float,
+        slow: SlowPolicy,
     ) -> None:
         """`ranks` has the spec, the place and the log file of each rank, in their order."""
         self.worker_group, self.transfer, self.recorder, self.inbox = worker_group, transfer, recorder, inbox
         self.worker_fault = worker_fault
         self.mirrors = [self._mirror(*rank) for rank in ranks]
         watched = [RankState(spec, place) for spec, place, _ in ranks]
-        self.state = new_state(watched, watchdog, start_timeout_s, lost_after_s, _now())
+        steps = slow.comparison(len(watched))
+        self.state = new_state(
+            watched, watchdog, start_timeout_s, lost_after_s, _now(), steps, replaces=slow.action == "replace"
+        )
         self._looked_at = 0.0
 
     def _mirror(self, spec: RankSpec, place: RankPlace, home_log: Path) -> LogMirror:
@@ -137,8 +142,22 @@ class Attempt:
                 (self.worker_group.forget if lost else self.worker_group.avoid)(address)
             case actions.RejectNotice(reason):
                 self.worker_group.reject(reason)
+            case actions.RecordSystem() | actions.RecordSlowRank() | actions.FindSpareSlots():
+                self._do_about_slow_ranks(action)
             case _:
                 self._record(action)
+
+    def _do_about_slow_ranks(
+        self, action: actions.RecordSystem | actions.RecordSlowRank | actions.FindSpareSlots
+    ) -> None:
+        match action:
+            case actions.RecordSystem(sample):
+                self.recorder.system(sample)
+            case actions.RecordSlowRank(slow, causes):
+                self.recorder.slow_rank(slow, causes, self.state.ranks[slow.rank].record())
+            case actions.FindSpareSlots(ranks):
+                found = self.worker_group.spares.find([self._place(rank).slot for rank in ranks])
+                self.handle(inbox.SpareSlots(ranks, found))
 
     def _read_files(self, action: actions.ReadOutput | actions.ReceiveOutput | actions.ReadRest) -> None:
         match action:

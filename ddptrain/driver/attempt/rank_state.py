@@ -88,7 +88,7 @@ class AttemptEnd:
     """How an attempt ended: with a fault, a signal to the driver, a preemption, a loss of the results, or well.
 
     notice: why the ranks were told to save and end. loss: why the run directory cannot be written any more. leaving:
-    a worker is about to end.
+    a worker is about to end. moving: the ranks were told to save and end, so that a slow rank gets another slot.
     """
 
     ranks: Sequence[RankState]
@@ -97,6 +97,13 @@ class AttemptEnd:
     notice: str | None = None
     loss: DdptrainError | None = None
     leaving: bool = False
+    moving: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the ranks have saved and ended only so that a slow rank gets another slot."""
+        undisturbed = self.fault is None and self.signum is None and self.notice is None and self.loss is None
+        return self.moving and undisturbed and self.saved_itself
 
     @property
     def saved_itself(self) -> bool:

@@ -9,6 +9,8 @@ from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.root_cause import find_root_cause
+from ddptrain.driver.failure.slow_causes import RankUse
+from ddptrain.driver.failure.slow_ranks import StepComparison
 from ddptrain.driver.failure.stack_collector import StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Watchdog
 from ddptrain.driver.failure.worker_heartbeat import WorkerHeartbeat
@@ -32,7 +34,9 @@ class AttemptState(NamedTuple):
     last signal to the driver. notice: why the ranks were told to save and end. loss: why the run directory cannot be
     written. settle_until: end of the wait for an earlier fault. preempt_until: when ranks must have saved. stop_until:
     when stopped ranks are given up. spare_until: when also the rank that failed is stopped. transfers: checkpoints and
-    files on their way into the run directory.
+    files on their way into the run directory. steps: own times of the ranks; None: not compared. uses: the newest
+    system metrics, by rank. replaces: slow ranks move to other hosts. moving: the ranks were told to save and end for
+    that.
     """
 
     ranks: tuple[RankState, ...]
@@ -51,6 +55,10 @@ class AttemptState(NamedTuple):
     stop_until: float | None = None
     spare_until: float | None = None
     transfers: int = 0
+    steps: StepComparison | None = None
+    uses: tuple[RankUse, ...] = ()
+    replaces: bool = False
+    moving: bool = False
     running: int = 0  # ranks that are not over
 
     @property
@@ -74,15 +82,24 @@ class AttemptState(NamedTuple):
         finished = [rank.spec.rank for rank in self.ranks if rank.finished]
         fault = find_root_cause(self.faults, finished) if self.faults else None
         explained = self.inquiry.explained(fault) if fault is not None else None
-        return AttemptEnd(self.ranks, explained, self.signum, self.notice, self.loss, self.leaving)
+        return AttemptEnd(self.ranks, explained, self.signum, self.notice, self.loss, self.leaving, self.moving)
 
 
 def new_state(
-    ranks: Sequence[RankState], watchdog: Watchdog, start_timeout_s: float, lost_after_s: float, now: Moment
+    ranks: Sequence[RankState],
+    watchdog: Watchdog,
+    start_timeout_s: float,
+    lost_after_s: float,
+    now: Moment,
+    steps: StepComparison | None = None,
+    *,
+    replaces: bool = False,
 ) -> AttemptState:
     """The state before the first message."""
     presence = WorkerHeartbeat(start_timeout_s, lost_after_s, now.monotonic, now.monotonic)
-    return AttemptState(tuple(ranks), (Activity(),) * len(ranks), watchdog, presence, running=len(ranks))
+    count = len(ranks)
+    state = AttemptState(tuple(ranks), (Activity(),) * count, watchdog, presence, running=count)
+    return state._replace(steps=steps, uses=(RankUse({}, {}),) * count, replaces=replaces)
 
 
 class Draft:

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from ddptrain.driver.attempt import actions, inbox
 from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.inbox import Message
-from ddptrain.driver.attempt.state import AttemptState, Draft, Moment
+from ddptrain.driver.attempt.slow_rank_step import SlowRankDraft
+from ddptrain.driver.attempt.state import AttemptState, Moment
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure import grace_periods
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
@@ -38,7 +39,7 @@ def step(state: AttemptState, message: Message, now: Moment) -> tuple[AttemptSta
     return work.state, work.actions
 
 
-class Transition(Draft):
+class Transition(SlowRankDraft):
     """One step under way."""
 
     def take(self, message: Message) -> None:
@@ -60,6 +61,8 @@ class Transition(Draft):
                 self._on_worker_lost(address, reason)
             case inbox.SignalReceived(signum):
                 self._on_signal(signum)
+            case inbox.SpareSlots():
+                self.on_spare_slots(message)
             case _:
                 self._on_transfer(message)
 
@@ -103,6 +106,8 @@ class Transition(Draft):
                 self.do(actions.ReceiveOutput(notice))
             case worker_notices.StoreOpened() if rank == 0:
                 self._start_others(notice.port)
+            case worker_notices.SystemSample():
+                self.on_sample(notice)
             case worker_notices.Leaving():
                 place = self.state.ranks[rank].place
                 self.change(leaving=True)
@@ -158,6 +163,8 @@ class Transition(Draft):
         self.put_activity(rank, state.watchdog.after_event(state.activities[rank], event, self.now))
         if (inquiry := state.inquiry.after(rank, event)) is not state.inquiry:
             self.change(inquiry=inquiry)
+        if isinstance(event, events.StepTimes):
+            self.on_step_times(rank, event)
         if (watched := state.ranks[rank].after(event)) is not state.ranks[rank]:
             self.put_rank(rank, watched)
 

@@ -29,6 +29,7 @@ from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
 from ddptrain.driver.display.stream import Stream
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
+from ddptrain.protocol.worker_notices import SystemSample
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
@@ -121,6 +122,10 @@ class Display:
     def event(self, obj: Mapping[str, Any]) -> None:
         """Write an object for readers of JSON lines; the other outputs ignore it."""
         self._tell(messages.RawEvent(obj))
+
+    def system(self, sample: SystemSample) -> None:
+        """The use of a host and its ranks was measured."""
+        self._tell_if_room(messages.SystemUse(sample))
 
     def log_grew(self) -> None:
         """Some rank's log file has grown: read soon."""

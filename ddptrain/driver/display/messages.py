@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ddptrain.driver.display.lines import RankLine
 from ddptrain.protocol.events import Metrics, Progress
+from ddptrain.protocol.worker_notices import SystemSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,13 @@ class Closing:
     last_event: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class SystemUse:
+    """The use of a host and its ranks was measured."""
+
+    sample: SystemSample
+
+
 Message = (
     WorldSize
     | RankStarted
@@ -108,6 +116,7 @@ Message = (
     | LogLine
     | RawEvent
     | Closing
+    | SystemUse
 )
 
 

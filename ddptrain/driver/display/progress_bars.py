@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ddptrain.driver.display import messages, terminal
 from ddptrain.driver.display.grouping import MIN_RANKS
+from ddptrain.driver.display.system_summary import SystemSummary
 from ddptrain.protocol.events import Progress
 
 MIN_BAR, MAX_BAR, GAP = 8, 40, 2  # terminal columns
@@ -140,10 +141,13 @@ class Bars:
         self._all_ranks = all_ranks
         self._widths: dict[str, int] = {}  # of columns: they only grow, so that bars don't jump
         self._fitted_to = 0
+        self._use = SystemSummary()
 
     def tell(self, message: messages.Message) -> None:
         """Take a message in."""
         match message:
+            case messages.SystemUse(sample):
+                self._use.add(sample)
             case messages.DriverStatus(text):
                 self.status = terminal.harmless(" ".join(text.split()), False)
             case messages.WorldSize(world_size):
@@ -250,7 +254,7 @@ class Bars:
         return Piece(self._glyphs.full * full, colour), Piece(self._glyphs.rest * (width - full), terminal.DIM)
 
     def _status_row(self, elapsed_s: float) -> Row:
-        facts = [self._run_id, _clock(elapsed_s), self.status]
+        facts = [self._run_id, _clock(elapsed_s), self.status, *self._use.facts()]
         return (Piece(f" {self._glyphs.dot} ".join(fact for fact in facts if fact), terminal.DIM),)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
+from ddptrain.protocol.worker_notices import SystemSample
 
 
 class RunDisplay(Protocol):
@@ -37,6 +38,9 @@ class RunDisplay(Protocol):
 
     def event(self, obj: Mapping[str, Any]) -> None:
         """An object for readers of JSON lines."""
+
+    def system(self, sample: SystemSample) -> None:
+        """The use of a host and its ranks was measured."""
 
     def log_grew(self) -> None:
         """Some rank's log file has grown."""

@@ -17,6 +17,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.steps.other_time import other_time
 
 FIRST_REPORT_S = 2.0  # from the begin of a wait to its first report; each further interval is twice as long
 _MAX_INTERVAL_S = 60.0
@@ -68,7 +69,8 @@ class CollectiveCalls:
             self._thread = threading.Thread(target=self._watch, name="ddptrain-calls", daemon=True)
             self._thread.start()
         try:
-            yield
+            with other_time.block():
+                yield
         finally:
             self._wait = before
 

@@ -17,7 +17,7 @@ from ddptrain.redact import hide_secrets
 from ddptrain.reports.html.failure import Frame, Tail, shown_traceback, tails, user_frames
 from ddptrain.reports.html.limits import Limits
 from ddptrain.reports.html.pictures import Picture, PictureReader
-from ddptrain.reports.html.series import MEAN, Line, MetricSummary, page_data, read_lines, summaries
+from ddptrain.reports.html.series import MEAN, Line, MetricSummary, page_data, read_lines, read_system_lines, summaries
 from ddptrain.reports.html.settings import Setting, read_settings
 from ddptrain.reports.html.tables import (
     Confusion,
@@ -40,6 +40,7 @@ from ddptrain.results.timing.time_use import TimeUse, time_use_of
 _MOST_FILES = 5000
 _MOST_LISTED = 60
 _TEXT = 2000
+_SYSTEM_SHARE = 4  # of the points of curves, system metrics may have one part in so many
 _EVALUATED = re.compile(r"(?:val|valid|validation|eval|test)[/_]", re.IGNORECASE)
 
 
@@ -108,8 +109,10 @@ def read_card(view: RunView, limits: Limits) -> RunCard:
     """Read a run. Files that cannot be read are left out, and named in `problems`."""
     problems = [view.problem] if view.problem else []
     lines: list[Line] = []
+    system: list[Line] = []
     try:
         lines = read_lines(view)
+        system = read_system_lines(view)
     except DdptrainError as error:
         problems.append(one_line(error))
     media = _media(view, limits)
@@ -118,7 +121,7 @@ def read_card(view: RunView, limits: Limits) -> RunCard:
         view,
         rank_results(view),
         summaries(lines),
-        page_data(lines, limits.curve_points),
+        [*page_data(lines, limits.curve_points), *page_data(system, limits.curve_points // _SYSTEM_SHARE)],
         read_timeline(view, _evaluations(view, lines)),
         user_frames(failure),
         shown_traceback(failure),

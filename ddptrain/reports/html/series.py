@@ -13,6 +13,7 @@ import numpy as np
 from ddptrain.config.wording import shorten
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.metrics import AllSeries, MetricLine, MetricsReader, Series, counting, series_of
+from ddptrain.results.system.system_file import read_system, system_series
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,6 +71,15 @@ def read_lines(view: RunView) -> list[Line]:
     began = moment(view.record.started_at)
     start = began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
     return [line for name in sorted({name for name, _ in series}) for line in _of_metric(name, series, start)]
+
+
+def read_system_lines(view: RunView) -> list[Line]:
+    """Return the curves of the system metrics of a run by time. Raises ResultsError if the file can't be read."""
+    series = system_series(read_system(view.layout.system_jsonl))
+    began = moment(view.record.started_at)
+    start = began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
+    lines = [_line(name, where, one, start) for (name, where), one in sorted(series.items())]
+    return [line for line in lines if int(line.rank) < _MOST_RANKS]
 
 
 def _bounded(lines: Sequence[MetricLine]) -> list[MetricLine]:

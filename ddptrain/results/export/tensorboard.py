@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.select.recorded_config import params_of
 from ddptrain.results.show.curves import mean_of
+from ddptrain.results.system.system_file import HOST_PREFIX, read_system, system_series
 
 _FILE = "events.out.tfevents.0000000000.ddptrain"  # always the same: a second export replaces the first one
 _LARGEST_STEP = 1 << 62
@@ -22,7 +24,7 @@ Point = tuple[float, int, float]  # time, step, value
 
 
 def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
-    """Write <output>/<run>/events... for each run: its metrics, mean over the ranks, and its parameters as text.
+    """Write <output>/<run>/events... for each run: metrics (mean over the ranks), system metrics, parameters as text.
 
     Returns the paths of the files.
 
@@ -39,10 +41,11 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
     paths = []
     for view in views:
         series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+        system = system_series(read_system(view.layout.system_jsonl))
         paths.append(output / view.run_id / _FILE)
         with output_file(paths[-1]) as file:
             writer = RecordWriter(file)
-            for event in _events(view, series):
+            for event in chain(_events(view, series), _system_events(view, system)):
                 writer.write(event.SerializeToString())
             writer.flush()
     return paths
@@ -81,6 +84,21 @@ def _events(view: RunView, series: AllSeries) -> Iterator[Any]:
         for time_s, step, value in points(series, metric):
             summary = Summary(value=[Summary.Value(tag=encodable(metric), simple_value=_as_float32(value))])
             yield Event(wall_time=time_s, step=step, summary=summary)
+
+
+def _system_events(view: RunView, series: AllSeries) -> Iterator[Any]:
+    """The system metrics of each rank and host by seconds since the start, as "system/gpu_percent/rank_0"."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    began = moment(view.record.started_at)
+    for (name, number), one in sorted(series.items()):
+        start = began.timestamp() if began is not None else one.time_s[0]
+        tag = f"{name}/{'host' if name.startswith(HOST_PREFIX) else 'rank'}_{number}"
+        for time_s, value in zip(one.time_s, one.value, strict=True):
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=_as_float32(value))])
+            if abs(time_s - start) < _LARGEST_STEP:
+                yield Event(wall_time=time_s, step=max(0, int(time_s - start)), summary=summary)
 
 
 def _as_float32(value: float) -> float:

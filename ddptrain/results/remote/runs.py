@@ -267,7 +267,7 @@ def bring_here(
         raise
 
 
-_FILES_IN_REPORT = ("metrics.jsonl", "events.jsonl", "config.yaml", "git.diff")
+_FILES_IN_REPORT = ("metrics.jsonl", "events.jsonl", "system.jsonl", "config.yaml", "git.diff")
 _IN_REPORT = (".csv", ".png", ".jpg", ".jpeg", ".webp", ".json")
 
 
@@ -277,11 +277,11 @@ def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
     if need is NeededFiles.LOGS:
         return path.startswith("logs/") and (rank is None or path == f"logs/rank-{rank}.log")
     if need is NeededFiles.METRICS:
-        return path == "metrics.jsonl"
+        return path in ("metrics.jsonl", "system.jsonl")
     if need is NeededFiles.EVENTS:
-        return path == "events.jsonl"
+        return path in ("events.jsonl", "system.jsonl")
     if need is NeededFiles.COMPARISON:
-        names = ("metrics.jsonl", "config.yaml", "events.jsonl")
+        names = ("metrics.jsonl", "config.yaml", "events.jsonl", "system.jsonl")
         return path in names or (path.startswith("inputs/") and path.endswith(".json"))
     if need is NeededFiles.REPORT:
         in_report = path.startswith("artifacts/") and path.lower().endswith(_IN_REPORT)

@@ -11,6 +11,7 @@ from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import AllSeries, Series, read_series
+from ddptrain.results.system.system_file import PREFIX, read_system, system_series
 
 Points = tuple[list[float], list[float]]
 _MOST_POINTS = 2000
@@ -54,11 +55,15 @@ class Plot:
 
 
 def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
-    """The curves of these metrics; without `metrics` of all losses, or of everything if there is no loss.
+    """The curves of these metrics; without `metrics` of all losses, or of everything logged if there is no loss.
+
+    System metrics are called system/gpu_percent (of ranks) and system/host/cpu_percent (of hosts).
 
     Raises UsageError if the run has logged no such metric, or none at all.
     """
     series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+    if any(name.startswith(PREFIX) for name in metrics):
+        series |= system_series(read_system(view.layout.system_jsonl))
     return _plot(view, series, _chosen_names(view, sorted({name for name, _ in series}), metrics))
 
 

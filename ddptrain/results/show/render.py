@@ -16,6 +16,8 @@ from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.fields import RunFields
 from ddptrain.results.select.table import cells, header
+from ddptrain.results.system.system_file import read_system
+from ddptrain.results.system.use import use_lines
 from ddptrain.results.timing.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, duration, number, plain_table
@@ -122,7 +124,9 @@ def sections(view: RunView) -> list[Section]:
         (view.run_id, about),
         ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
         ("failure", _failure(record.failure)),
+        ("slow ranks", [(slow.found_at, slow.words) for slow in record.slow_ranks]),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
+        ("use of hosts and GPUs", use_lines(read_system(view.layout.system_jsonl))),
         ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),
         ("tracking", _tracking(view)),
         ("artifacts", _artifacts(files)),

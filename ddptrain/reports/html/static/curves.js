@@ -15,6 +15,8 @@ function inOrder(x, y) {
   return { x: Float64Array.from(order, (at) => x[at]), y: Float64Array.from(order, (at) => y[at]) };
 }
 
+const isOfSystem = (name) => name.startsWith("system/");
+
 class Curves {
   constructor(section, data, saved) {
     this.section = section;
@@ -33,20 +35,23 @@ class Curves {
     this.draw();
   }
 
+  // System metrics have no step: they are drawn by time, also if the others are not.
   axes() {
-    const found = ["step", "time", "epoch"].filter((name) => this.curves.some((curve) => curve[name]));
-    const complete = found.filter((name) => this.curves.every((curve) => curve[name]));
+    const logged = this.curves.filter((curve) => !isOfSystem(curve.metric));
+    const curves = logged.length ? logged : this.curves;
+    const found = ["step", "time", "epoch"].filter((name) => curves.some((curve) => curve[name]));
+    const complete = found.filter((name) => curves.every((curve) => curve[name]));
     return [...complete, ...found.filter((name) => !complete.includes(name))];
   }
 
   // Curves of one run that share their last part, as train/loss and val/loss, share a panel.
   group(curve) {
-    return this.isSingle ? curve.metric.slice(curve.metric.lastIndexOf("/") + 1) : curve.metric;
+    return this.isSingle && !isOfSystem(curve.metric) ? curve.metric.slice(curve.metric.lastIndexOf("/") + 1) : curve.metric;
   }
 
   groups() {
     const names = [...new Set(this.curves.map((curve) => this.group(curve)))];
-    const weight = (name) => (name.includes("loss") ? 0 : /acc|f1|auc|score|top/.test(name) ? 1 : 2);
+    const weight = (name) => (isOfSystem(name) ? 3 : name.includes("loss") ? 0 : /acc|f1|auc|score|top/.test(name) ? 1 : 2);
     return names.sort((a, b) => weight(a) - weight(b));
   }
 
@@ -65,7 +70,7 @@ class Curves {
     this.form.elements.log.checked = this.state.log;
     this.form.elements.weight.value = this.state.weight;
     this.choices(".metrics", "metric", this.groups(), (name, at) =>
-      this.state.metrics ? this.state.metrics.includes(name) : at < PANELS_AT_FIRST);
+      this.state.metrics ? this.state.metrics.includes(name) : at < PANELS_AT_FIRST && !isOfSystem(name));
     if (!this.isSingle) {
       this.choices(".runs", "run", this.runs.map((run) => run.id), (name) => !this.state.off.includes(name), true);
     }
@@ -101,9 +106,13 @@ class Curves {
     this.draw();
   }
 
+  axis(name) {
+    return isOfSystem(name) ? "time" : this.state.x;
+  }
+
   decoded(curve) {
     if (!curve.decoded) curve.decoded = {};
-    const axis = this.state.x;
+    const axis = this.axis(curve.metric);
     if (!curve.decoded[axis] && curve[axis]) {
       curve.decoded[axis] = inOrder(numbers(curve[axis], axis === "step" ? "f8" : "f4"), numbers(curve.y, "f8"));
     }
@@ -133,9 +142,10 @@ class Curves {
     for (const name of shown) {
       const lines = this.lines(name);
       const panel = this.panel(name);
-      panel.chart.options.xLabel = this.state.x === "time" ? "seconds" : this.state.x;
+      const axis = this.axis(name);
+      panel.chart.options.xLabel = axis === "time" ? "seconds" : axis;
       panel.figure.hidden = false;
-      panel.chart.show(lines, { log: this.state.log, weight: this.state.weight, zoom: this.state.zoom });
+      panel.chart.show(lines, { log: this.state.log, weight: this.state.weight, zoom: axis === this.state.x ? this.state.zoom : null });
       panel.legend.replaceChildren();
       for (const line of this.isSingle ? lines.slice(0, 24) : []) {
         const item = html("span", { class: "choice" }, undefined, panel.legend);
@@ -151,7 +161,7 @@ class Curves {
     if (!this.panels.has(name)) {
       const figure = html("figure", { class: "panel" }, undefined, this.grid);
       html("figcaption", {}, name, figure);
-      const chart = new Chart(html("div", { class: "chart" }, undefined, figure), { title: name }, (range) => this.zoom(range));
+      const chart = new Chart(html("div", { class: "chart" }, undefined, figure), { title: name }, (range) => this.axis(name) === this.state.x && this.zoom(range));
       this.panels.set(name, { figure, chart, legend: html("div", { class: "legend" }, undefined, figure) });
     }
     return this.panels.get(name);

@@ -1,0 +1,126 @@
+"""Writes and reads system.jsonl: one line for each host and each rank per sample."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddptrain.file_ops import open_regular
+from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
+from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.results.errors import naming
+from ddptrain.results.metrics import AllSeries, Series
+from ddptrain.results.run_files import JsonLines
+
+PREFIX = "system/"
+HOST_PREFIX = "system/host/"
+_HALVED_EVERY_BYTES = 16 << 20  # each time the file has grown by so much, half as many samples are kept
+_READ_BYTES = 64 << 20  # the end of a larger file
+_HOST_CHARACTERS = 255
+_LARGEST = 1e300
+
+
+class SystemFile:
+    """Appends samples; the file is created with the first one.
+
+    Several workers of one host measure the same host: the line of the worker with the lowest rank is written. So that
+    the file does not fill the disk, from 16 MiB on every second sample is written, from 32 MiB on every fourth, and so
+    on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: JsonLines | None = None
+        self._counts: dict[tuple[str, int], int] = {}  # samples so far, by host and lowest rank
+
+    def append(self, sample: SystemSample, attempt: int) -> None:
+        """Append the lines of a sample. Raises ResultsError."""
+        if self._lines is None:
+            self._lines = JsonLines(self._path)
+        source = sample.host, sample.rank
+        count = self._counts[source] = self._counts.get(source, -1) + 1
+        if count % (1 << (self._lines.size_bytes // _HALVED_EVERY_BYTES)):
+            return
+        head: dict[str, object] = {"time_s": round(sample.time_ns / 1e9, 3), "attempt": attempt, "host": sample.host}
+        if sample.rank == min(rank for host, rank in self._counts if host == sample.host):
+            self._lines.append({**head, "rank": None, **sample.use})
+        for rank, use in sample.ranks.items():
+            self._lines.append({**head, "rank": int(rank), **use})
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        if self._lines is not None:
+            self._lines.close()
+
+
+@dataclass(frozen=True, slots=True)
+class SystemLine:
+    """The use of a host (rank None) or of a rank at a time in seconds since the epoch."""
+
+    time_s: float
+    host: str
+    rank: int | None
+    values: Mapping[str, float]
+
+
+def read_system(path: Path) -> list[SystemLine]:
+    """Return the lines of the file, of a file above 64 MiB those at its end; none if there is no file.
+
+    Incomplete and damaged lines, and unknown names, are left out. Raises ResultsError if the file can't be read.
+    """
+    with naming(path, "read"):
+        try:
+            descriptor = open_regular(path)
+        except FileNotFoundError:
+            return []
+        with os.fdopen(descriptor, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _READ_BYTES))
+            data = file.read(_READ_BYTES)
+    return [line for raw in data.split(b"\n") if (line := _parse(raw)) is not None]
+
+
+def _parse(raw: bytes) -> SystemLine | None:
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    time_s, host, rank = fields.get("time_s"), fields.get("host"), fields.get("rank")
+    if not isinstance(time_s, int | float) or not isinstance(host, str) or (rank is not None and type(rank) is not int):
+        return None
+    names = HOST_METRICS if rank is None else RANK_METRICS
+    if not _is_number(time_s):
+        return None
+    values = {name: float(fields[name]) for name in names if _is_number(fields.get(name))}
+    return SystemLine(float(time_s), host[:_HOST_CHARACTERS], rank, values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST  # false for NaN
+
+
+def system_series(lines: list[SystemLine]) -> AllSeries:
+    """Return the metrics as series: "system/gpu_percent" of each rank, "system/host/cpu_percent" of each host.
+
+    Hosts are numbered in the order of their names.
+    """
+    numbers = {host: number for number, host in enumerate(sorted({line.host for line in lines}))}
+    series: AllSeries = {}
+    for name, where, time_s, value in _values(lines, numbers):
+        one = series.setdefault((name, where), Series())
+        one.time_s.append(time_s)
+        one.step.append(None)
+        one.epoch.append(None)
+        one.value.append(value)
+    return series
+
+
+def _values(lines: list[SystemLine], numbers: Mapping[str, int]) -> Iterator[tuple[str, int, float, float]]:
+    for line in lines:
+        prefix, where = (HOST_PREFIX, numbers[line.host]) if line.rank is None else (PREFIX, line.rank)
+        for name, value in line.values.items():
+            yield prefix + name, where, line.time_s, value

@@ -1,0 +1,85 @@
+"""The use of each host and rank over a whole run, as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from ddptrain.protocol.system_metrics import throttle_reasons
+from ddptrain.results.system.system_file import SystemLine
+
+_MOST_RANKS = 64
+_GB, _MB = 1e9, 1e6
+
+
+class _Metrics:
+    """The values of one host or rank."""
+
+    def __init__(self, lines: Iterable[SystemLine]) -> None:
+        self._lines = [line.values for line in lines]
+
+    def of(self, name: str) -> list[float]:
+        """All values of a metric."""
+        return [values[name] for values in self._lines if name in values]
+
+    def mean(self, name: str, unit: str, scale: float = 1.0) -> list[str]:
+        """The mean as text; nothing if it was not measured."""
+        return [f"{_text(fmean(values) / scale)} {unit}"] if (values := self.of(name)) else []
+
+    def most(self, name: str, unit: str, scale: float = 1.0) -> list[str]:
+        """The largest value as text, with the total if there is one."""
+        if not (values := self.of(f"{name}_bytes" if scale == _GB else name)):
+            return []
+        total = self.of(f"{name}_total_bytes")
+        return [
+            f"up to {_text(max(values) / scale)}" + (f" of {_text(total[-1] / scale)}" if total else "") + f" {unit}"
+        ]
+
+
+def _text(value: float) -> str:
+    """Three digits, and at most two of them after the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def use_lines(lines: Sequence[SystemLine]) -> list[tuple[str, str]]:
+    """One line for each host and each rank (64 at most): means of rates, and the largest memory and temperature."""
+    hosts = sorted({line.host for line in lines})
+    ranks = sorted({line.rank for line in lines if line.rank is not None})
+    found = [
+        (host, ", ".join(_host(_Metrics(line for line in lines if line.rank is None and line.host == host))))
+        for host in hosts
+    ]
+    by_rank: dict[int, list[SystemLine]] = {rank: [] for rank in ranks[:_MOST_RANKS]}
+    for line in lines:
+        if line.rank in by_rank:
+            by_rank[line.rank].append(line)
+    found += [(f"rank {rank}", ", ".join(_rank(_Metrics(own)))) for rank, own in by_rank.items()]
+    return found
+
+
+def _host(use: _Metrics) -> list[str]:
+    facts = [f"CPU {text}" for text in use.mean("cpu_percent", "%")]
+    facts += [f"memory {text}" for text in use.most("memory", "GB", _GB)]
+    facts += [f"shared memory {text}" for text in use.most("shm", "GB", _GB)]
+    facts += [f"disk {text}" for text in use.most("disk", "GB", _GB)]
+    for label, first, second in (
+        ("disk", "disk_read_bytes_s", "disk_write_bytes_s"),
+        ("network", "network_receive_bytes_s", "network_send_bytes_s"),
+    ):
+        came, went = use.mean(first, "MB/s in,", _MB), use.mean(second, "MB/s out", _MB)
+        facts += [f"{label} {' '.join((*came, *went))}"] if came or went else []
+    return facts
+
+
+def _rank(use: _Metrics) -> list[str]:
+    facts = [f"CPU {text} of a core" for text in use.mean("cpu_percent", "%")]
+    facts += [f"waited for a core {text}" for text in use.mean("cpu_wait_percent", "%")]
+    facts += [f"resident memory {text}" for text in use.most("rss", "GB", _GB)]
+    facts += [f"GPU {text}" for text in use.mean("gpu_percent", "%")]
+    facts += [f"GPU memory {text}" for text in use.most("gpu_memory", "GB", _GB)]
+    facts += use.mean("gpu_power_w", "W") + use.most("gpu_temperature_c", "°C") + use.mean("gpu_clock_mhz", "MHz")
+    reasons = {text for bits in use.of("gpu_throttle") for text in throttle_reasons(bits)}
+    facts += [f"clock was reduced: {', '.join(sorted(reasons))}"] if reasons else []
+    if errors := max(use.of("gpu_ecc_errors"), default=0.0):
+        facts.append(f"{errors:.0f} memory errors of the GPU")
+    return facts

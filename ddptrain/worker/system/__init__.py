@@ -1,0 +1,1 @@
+"""Samples the use of a host, its ranks and its GPUs."""

@@ -1,0 +1,73 @@
+"""The state of GPUs, with NVML: CUDA is not initialized, and no memory of the GPU is used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+Measure = Callable[[Any, Any], float]
+
+# What each metric is read with: NVML's module and a device handle.
+_MEASURES: dict[str, Measure] = {
+    "gpu_percent": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+    "gpu_memory_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+    "gpu_memory_total_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
+    "gpu_power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+    "gpu_temperature_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "gpu_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "gpu_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "gpu_throttle": lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+    "gpu_ecc_errors": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEccErrors(
+        gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    ),
+    "gpu_processes": lambda nvml, gpu: len(nvml.nvmlDeviceGetComputeRunningProcesses(gpu)),
+    # NVML counts for 20 ms, in which this thread sleeps; its unit is kB/s.
+    "gpu_pcie_receive_bytes_s": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_RX_BYTES) * 1e3
+    ),
+    "gpu_pcie_send_bytes_s": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_TX_BYTES) * 1e3
+    ),
+}
+
+
+class GpuReader:
+    """Reads GPUs. What a GPU cannot measure (a MIG instance has no utilization) is not asked for again."""
+
+    def __init__(self, nvml: Any = None) -> None:
+        """`nvml`: the module to use, for tests; by default that of nvidia-ml-py, if there is an NVIDIA driver."""
+        self._nvml = nvml
+        self._refused: dict[str, set[str]] = {}
+
+    def read(self, name: str) -> dict[str, float]:
+        """The metrics of a GPU; `name` is an entry of CUDA_VISIBLE_DEVICES: an index or a UUID. Empty without NVML."""
+        nvml = self._nvml or _nvml()
+        if nvml is None:
+            return {}
+        try:
+            by_index = name.isdigit()
+            gpu = nvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else nvml.nvmlDeviceGetHandleByUUID(name)
+        except nvml.NVMLError:
+            return {}
+        refused = self._refused.setdefault(name, set())
+        found = {}
+        for metric, measure in _MEASURES.items():
+            if metric not in refused:
+                try:
+                    found[metric] = float(measure(nvml, gpu))
+                except nvml.NVMLError:
+                    refused.add(metric)
+        return found
+
+
+@functools.cache
+def _nvml() -> Any:
+    """The initialized NVML, which stays open until the process ends; None without an NVIDIA driver."""
+    import pynvml  # type: ignore[import-untyped]
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml

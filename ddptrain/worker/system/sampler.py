@@ -1,0 +1,122 @@
+"""Samples the host and its ranks in one thread of the worker, and sends one message for each run."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddptrain.log import Log
+from ddptrain.protocol.worker_notices import MAX_SAMPLED_RANKS, SystemSample
+from ddptrain.worker.system.gpu_metrics import GpuReader
+from ddptrain.worker.system.host_metrics import HostMeter
+from ddptrain.worker.system.process_metrics import RankMeter, members
+
+_FIRST_S = 1.0  # from the start of a run's ranks to their first sample, so that short runs have one
+_log = Log(__name__)
+
+Send = Callable[[SystemSample], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRank:
+    """A rank to sample: `pid` leads its process group, `gpu` is an entry of CUDA_VISIBLE_DEVICES or None."""
+
+    run_id: str
+    attempt: int
+    rank: int
+    pid: int
+    gpu: str | None
+    every_s: float
+    send: Send
+
+
+@dataclass(slots=True)
+class _RunClock:
+    """When the next sample of a run is due, in monotonic seconds, and its own meter of the host."""
+
+    due: float
+    every_s: float
+    host: HostMeter
+
+
+class SystemSampler:
+    """Samples while there are ranks; its thread ends with the last of them."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._lock = threading.Condition()
+        self._ranks: dict[str, tuple[SampledRank, RankMeter]] = {}  # by the key of the rank's task
+        self._runs: dict[tuple[str, int], _RunClock] = {}  # by run and attempt
+        self._gpus = GpuReader()
+        self._thread: threading.Thread | None = None
+
+    def add(self, key: str, rank: SampledRank) -> None:
+        """Sample a rank from now on."""
+        with self._lock:
+            self._ranks[key] = rank, RankMeter(rank.pid)
+            run = rank.run_id, rank.attempt
+            if run not in self._runs:
+                due = time.monotonic() + min(_FIRST_S, rank.every_s)
+                self._runs[run] = _RunClock(due, rank.every_s, HostMeter(self._scratch))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ddptrain-system", daemon=True)
+                self._thread.start()
+            self._lock.notify()
+
+    def remove(self, key: str) -> None:
+        """Sample a rank no more."""
+        with self._lock:
+            self._ranks.pop(key, None)
+            left = {(rank.run_id, rank.attempt) for rank, _ in self._ranks.values()}
+            self._runs = {run: clock for run, clock in self._runs.items() if run in left}
+            self._lock.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._runs:
+                    self._thread = None
+                    return
+                now = time.monotonic()
+                due = min(clock.due for clock in self._runs.values())
+                if due > now:
+                    self._lock.wait(due - now)
+                    continue
+                run, clock = min(self._runs.items(), key=lambda item: item[1].due)
+                clock.due = max(now, clock.due) + clock.every_s
+                ranks = [pair for pair in self._ranks.values() if (pair[0].run_id, pair[0].attempt) == run]
+            try:
+                for send, sample in self._samples(ranks, clock.host):
+                    send(sample)
+            except Exception as error:  # /proc and NVML may surprise: the ranks must not suffer from that
+                _log.warning("system metrics not sampled", run=run[0], error=f"{type(error).__name__}: {error}")
+
+    def _samples(
+        self, ranks: list[tuple[SampledRank, RankMeter]], host: HostMeter
+    ) -> Iterator[tuple[Send, SystemSample]]:
+        groups = members(rank.pid for rank, _ in ranks)
+        now, time_ns = time.monotonic(), time.time_ns()
+        found: dict[int, Mapping[str, float]] = {}
+        for rank, meter in ranks:
+            use = meter.read(groups[rank.pid], now)
+            if use and rank.gpu is not None:
+                use |= self._gpus.read(rank.gpu)
+            if use:
+                found[rank.rank] = _rounded(use)
+        if not found:
+            return
+        first = ranks[0][0]
+        use_of_host, numbers = _rounded(host.read(now)), sorted(found)
+        for start in range(0, len(numbers), MAX_SAMPLED_RANKS):
+            part = numbers[start : start + MAX_SAMPLED_RANKS]
+            uses = {str(rank): found[rank] for rank in part}
+            yield first.send, SystemSample(first.attempt, part[0], time_ns, socket.gethostname(), use_of_host, uses)
+
+
+def _rounded(use: Mapping[str, float]) -> dict[str, float]:
+    """Short numbers: whole bytes, and two digits of others."""
+    return {name: round(value) if abs(value) >= 1000 else round(value, 2) for name, value in use.items()}

@@ -1,0 +1,126 @@
+"""Own time and wait of real DDP models, in two processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddptrain.rank.steps.other_time import OtherTime
+from ddptrain.rank.steps.step_clock import StepClock
+
+SLEEP_S = 0.1
+Measured = list[tuple[float, float]]
+
+
+def rank_process(rank: int, port: int, folder: str) -> None:
+    """Train with a rank 1 that is slower in its own work; store what was measured in each part."""
+    store = distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    found = {"plain": plain(rank), "no_sync": accumulated(rank), "other": with_other_time(rank), "same": gradients()}
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def watched(other: OtherTime | None = None) -> tuple[DistributedDataParallel, Measured]:
+    measured: Measured = []
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
+    clock = StepClock(lambda own_s, waited_s: measured.append((own_s, waited_s)), other or OtherTime())
+    clock.watch(model)
+    return model, measured
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(4, 8)).sum().backward()
+
+
+def plain(rank: int) -> Measured:
+    model, measured = watched()
+    for _ in range(6):
+        time.sleep(SLEEP_S * rank)
+        step(model)
+    return measured
+
+
+def accumulated(rank: int) -> Measured:
+    """Each second backward pass exchanges gradients."""
+    model, measured = watched()
+    for _ in range(4):
+        with model.no_sync():
+            time.sleep(SLEEP_S * rank)
+            step(model)
+        step(model)
+    return measured
+
+
+def with_other_time(rank: int) -> Measured:
+    other = OtherTime()
+    model, measured = watched(other)
+    for _ in range(4):
+        with other.block():
+            time.sleep(SLEEP_S * rank)
+        step(model)
+    return measured
+
+
+def gradients() -> bool:
+    """Whether a watched model has the same gradients as another one, and can be copied."""
+    model, _ = watched()
+    torch.manual_seed(0)
+    unwatched = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
+    for one in (model, unwatched):
+        step(one)
+    pairs = zip(model.parameters(), unwatched.parameters(), strict=True)
+    twin: Any = copy.deepcopy(model.module)
+    assert all(not parameter._backward_hooks for parameter in twin.parameters())
+    return all(first.grad is not None and torch.equal(first.grad, second.grad) for first, second in pairs)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("steps")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    spawn(rank_process, (port, str(folder)), 2)
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_slow_rank_works_while_the_other_one_waits(measured: list[dict[str, Any]]) -> None:
+    fast, slow = (one["plain"] for one in measured)
+    assert len(fast) == len(slow) == 5  # the first step has no beginning
+    assert mean([own for own, _ in slow]) >= SLEEP_S
+    assert mean([waited for _, waited in fast]) >= 0.7 * SLEEP_S
+    assert mean([own for own, _ in fast]) < 0.7 * mean([own for own, _ in slow])
+
+
+def test_passes_without_an_exchange_belong_to_the_next_step(measured: list[dict[str, Any]]) -> None:
+    slow = measured[1]["no_sync"]
+    assert len(slow) == 3
+    assert all(own >= SLEEP_S for own, _ in slow)
+
+
+def test_other_time_is_not_own_work(measured: list[dict[str, Any]]) -> None:
+    assert mean([own for own, _ in measured[1]["other"]]) < 0.7 * SLEEP_S
+
+
+def test_gradients_are_the_same(measured: list[dict[str, Any]]) -> None:
+    assert [one["same"] for one in measured] == [True, True]

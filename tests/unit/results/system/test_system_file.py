@@ -1,0 +1,101 @@
+"""system.jsonl: what is written, and what is read from a file that others may have written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.system import system_file
+from ddptrain.results.system.system_file import SystemFile, read_system, system_series
+from ddptrain.results.system.use import use_lines
+
+
+def sample(host: str = "h0", at_s: float = 10.0, rank: int = 0, cpu_percent: float = 50.0) -> SystemSample:
+    ranks = {str(rank): {"cpu_percent": 99.0, "rss_bytes": 2e9}}
+    use = {"cpu_percent": cpu_percent, "memory_bytes": 4e9, "memory_total_bytes": 8e9}
+    return SystemSample(1, rank, int(at_s * 1e9), host, use, ranks)
+
+
+def test_sample_becomes_a_line_for_the_host_and_one_for_each_rank(writer: RunWriter) -> None:
+    writer.system(sample())
+    lines = [json.loads(line) for line in writer.layout.system_jsonl.read_text().splitlines()]
+    head = {"time_s": 10.0, "attempt": 1, "host": "h0"}
+    assert lines == [
+        {**head, "rank": None, "cpu_percent": 50.0, "memory_bytes": 4e9, "memory_total_bytes": 8e9},
+        {**head, "rank": 0, "cpu_percent": 99.0, "rss_bytes": 2e9},
+    ]
+
+
+def test_run_without_samples_has_no_file(writer: RunWriter) -> None:
+    assert not writer.layout.system_jsonl.exists()
+    assert read_system(writer.layout.system_jsonl) == []
+
+
+def test_host_of_several_workers_has_one_line_for_each_time(tmp_path: Path) -> None:
+    file = SystemFile(tmp_path / "system.jsonl")
+    for at_s in range(3):
+        file.append(sample(at_s=at_s, rank=0), 1)
+        file.append(sample(at_s=at_s + 0.1, rank=1), 1)
+    file.close()
+    lines = read_system(tmp_path / "system.jsonl")
+    assert [line.time_s for line in lines if line.rank is None] == [0.0, 1.0, 2.0]
+    assert [line.rank for line in lines if line.rank is not None] == [0, 1] * 3
+
+
+def test_large_file_gets_fewer_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_file, "_HALVED_EVERY_BYTES", 5_000)
+    file = SystemFile(tmp_path / "system.jsonl")
+    for at_s in range(1000):
+        file.append(sample(at_s=at_s), 1)
+    file.close()
+    times = [line.time_s for line in read_system(tmp_path / "system.jsonl") if line.rank is None]
+    assert times[:10] == list(range(10))
+    assert 20 < len(times) < 300
+    assert times[-1] - times[-2] >= 4
+
+
+def test_damaged_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "system.jsonl"
+    good = json.dumps({"time_s": 1.0, "host": "h", "rank": 0, "cpu_percent": 5, "rss_bytes": "much", "other": 1})
+    bad = ["{", "[]", "7", '{"time_s": "x", "host": "h"}', '{"time_s": NaN, "host": "h"}', "[" * 100_000]
+    bad += ['{"time_s": 1, "host": 5}', '{"time_s": 1, "host": "h", "rank": true, "cpu_percent": 1}']
+    path.write_text("\n".join([*bad, good, '{"time_s": 2.0, "host": "h", "ra']))
+    (line,) = read_system(path)
+    assert (line.time_s, line.host, line.rank, line.values) == (1.0, "h", 0, {"cpu_percent": 5.0})
+
+
+def test_file_that_is_a_link_is_neither_read_nor_written(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("")
+    (tmp_path / "system.jsonl").symlink_to("target")
+    with pytest.raises(ResultsError, match="symbolic link"):
+        SystemFile(tmp_path / "system.jsonl").append(sample(), 1)
+    with pytest.raises(ResultsError):
+        read_system(tmp_path / "system.jsonl")
+
+
+def test_series_have_a_curve_for_each_rank_and_each_host(tmp_path: Path) -> None:
+    file = SystemFile(tmp_path / "system.jsonl")
+    for at_s in (1.0, 2.0):
+        file.append(sample("b", at_s, 1, cpu_percent=at_s), 1)
+        file.append(sample("a", at_s, 0), 1)
+    file.close()
+    series = system_series(read_system(tmp_path / "system.jsonl"))
+    assert series["system/host/cpu_percent", 1].value == [1.0, 2.0]
+    assert series["system/cpu_percent", 0].time_s == [1.0, 2.0]
+    assert series["system/cpu_percent", 0].step == [None, None]
+
+
+def test_use_of_a_run_as_text(tmp_path: Path) -> None:
+    file = SystemFile(tmp_path / "system.jsonl")
+    file.append(sample(cpu_percent=20.0), 1)
+    file.append(sample(cpu_percent=40.0), 1)
+    file.close()
+    assert use_lines(read_system(tmp_path / "system.jsonl")) == [
+        ("h0", "CPU 30.0 %, memory up to 4.00 of 8.00 GB"),
+        ("rank 0", "CPU 99.0 % of a core, resident memory up to 2.00 GB"),
+    ]
