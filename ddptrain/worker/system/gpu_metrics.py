@@ -64,7 +64,7 @@ class GpuReader:
 @functools.cache
 def _nvml() -> Any:
     """The initialized NVML, which stays open until the process ends; None without an NVIDIA driver."""
-    import pynvml  # type: ignore[import-untyped]
+    import pynvml
 
     try:
         pynvml.nvmlInit()
