@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
+from ddptrain.workloads.saved_weights import read_weights
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -35,7 +35,7 @@ def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) 
     """The model of a checkpoint's folder, as `load_saved`. Raises UsageError."""
     try:
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        weights = load_file(folder / "model.safetensors")
+        weights = read_weights(folder)
         model = build(state["extra"]["model_config"])
         model.load_state_dict(with_module_versions(model, weights))
     except UsageError:

@@ -13,7 +13,7 @@ import pytest
 
 from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
 from ddptrain.driver.transfer import artifacts
-from ddptrain.driver.transfer.artifacts import ArtifactTransfer
+from ddptrain.driver.transfer.artifacts import ArtifactTransfer, Source
 from ddptrain.protocol.events import CheckpointSaved, FileSaved
 from ddptrain.results import checkpoints
 from ddptrain.results.checkpoints import CheckpointPolicy
@@ -53,7 +53,7 @@ class FullDisk:
 
 def bring(transfer: ArtifactTransfer, staged: tuple[CheckpointSaved, Path]) -> None:
     event, folder = staged
-    transfer.bring_checkpoint(0, event, folder.parent, None)
+    transfer.bring_checkpoint(0, event, lambda rank: Source(folder.parent, None))
 
 
 @pytest.mark.parametrize("name", ["write_file", "sync_folder", "_publish"])
