@@ -73,8 +73,13 @@ def check_workload(run_dir: Path, workload: str, command: str) -> None:
 
 
 def checkpoint_folder(run_dir: Path) -> Path:
-    """The folder of the checkpoint that `best`, or else `latest`, names. Raises UsageError."""
+    """The folder of the checkpoint that `best`, or else `latest`, names. Raises UsageError.
+
+    A folder that `ddptrain results consolidate` has written is itself the checkpoint.
+    """
     checkpoints = run_dir / "checkpoints"
+    if (run_dir / "checkpoint.json").is_file() and not checkpoints.exists():
+        return run_dir
     for pointer in ("best", "latest"):
         try:
             name = (checkpoints / pointer).read_text(encoding="utf-8").strip()

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from ddptrain.protocol.tensor_slices import OPTIMIZER, Place, SavedTensor, read_shards, saved_model
@@ -99,9 +98,17 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The size and the offset of this rank's slice."""
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+def place_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The size and the offset of this rank's slice: each Shard divides a dimension as torch.chunk does."""
+    size, offset = list(tensor.shape), [0] * tensor.dim()
+    coordinate = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+    for ranks, position, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
+        if isinstance(placement, Shard):
+            whole, dimension = size[placement.dim], placement.dim
+            chunk = -(-whole // ranks)
+            first = min(chunk * position, whole)
+            size[dimension] = min(chunk, whole - first)
+            offset[dimension] += first
     return tuple(size), tuple(offset)
 
 
@@ -119,7 +126,7 @@ def _own_slice(what: str, tensor: Tensor) -> tuple[Tensor, Place] | None:
             raise TypeError(f"{what} can't be saved: it is placed as {placement} on {mesh}")
         if placement.is_replicate() and coordinate[dimension] != 0:
             return None
-    size, offset = _place(tensor)
+    size, offset = place_of(tensor)
     local = tensor.to_local()
     if tuple(local.shape) != size:
         raise TypeError(f"{what} can't be saved: its slice has the shape {list(local.shape)}, not {list(size)}")
@@ -139,8 +146,8 @@ def load_weights(folder: Path, model: nn.Module, others: Mapping[str, Any]) -> N
     saved |= {name: saved[kept] for name, kept in tied.items()}
     state = {name: value for name, value in bare.state_dict().items() if isinstance(value, Tensor)}
     problems = [
-        *(f"missing: {name}" for name in state.keys() - saved.keys()),
-        *(f"unexpected: {name}" for name in saved.keys() - state.keys()),
+        *(f"missing: {name}" for name in state if name not in saved),
+        *(f"unexpected: {name}" for name in saved if name not in state),
         *(
             f"{name} has the shape {list(saved[name].shape)} in the checkpoint, {list(value.shape)} in the model"
             for name, value in state.items()
@@ -148,7 +155,7 @@ def load_weights(folder: Path, model: nn.Module, others: Mapping[str, Any]) -> N
         ),
     ]
     if problems:
-        raise RuntimeError(f"the checkpoint {folder.name} does not fit the model: {'; '.join(sorted(problems))}")
+        raise RuntimeError(f"the checkpoint {folder.name} does not fit the model: {'; '.join(problems)}")
     with torch.no_grad():
         for name, value in state.items():
             _local(value).copy_(_own_part(saved[name], value))
@@ -160,7 +167,7 @@ def _own_part(saved: SavedTensor, like: Tensor) -> Tensor:
     """The part of a saved tensor that belongs on this rank."""
     if not isinstance(like, DTensor):
         return tensor_of(saved)
-    size, offset = _place(like)
+    size, offset = place_of(like)
     return tensor_of(saved, offset, size)
 
 
@@ -226,7 +233,7 @@ def _placed_like(parameter: Tensor, value: Any) -> Any:
         return value
     if not isinstance(parameter, DTensor) or tuple(value.shape) != tuple(parameter.shape):
         return tensor_of(value) if isinstance(value, SavedTensor) else value
-    size, offset = _place(parameter)
+    size, offset = place_of(parameter)
     if isinstance(value, SavedTensor):
         local = tensor_of(value, offset, size)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
@@ -126,8 +127,9 @@ def _check_initializers(model: nn.Module) -> None:
 
 def _initialize(model: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
     model.to_empty(device=device)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # On the CPU, torch draws each rank's slices from its own generator: equal seeds would give equal slices.
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
         torch.manual_seed(torch.initial_seed() + mesh.get_local_rank(mesh.ndim - 1))
         for layer in model.modules():
             reset: Callable[[], None] | None = getattr(layer, "reset_parameters", None)
