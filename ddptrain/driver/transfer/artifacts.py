@@ -115,8 +115,11 @@ class ArtifactTransfer:
             try:
                 path = self._with_retries(transfer)
             except Exception as error:  # any failure is reported; the thread must continue with the next transfer
-                cause = error.__cause__ if isinstance(error, _Unreachable) else None
-                self.inbox.put(ArtifactFailed(transfer.rank, transfer.what, cause or error, transfer.vital))
+                unreachable = isinstance(error, _Unreachable)
+                cause = error.__cause__ if unreachable else None
+                self.inbox.put(
+                    ArtifactFailed(transfer.rank, transfer.what, cause or error, transfer.vital, unreachable)
+                )
             else:
                 self.inbox.put(ArtifactStored(transfer.rank, transfer.what, str(path)))
 

@@ -148,12 +148,17 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Return whether parameters of the model are divided among ranks."""
-    if "torch.distributed.tensor" not in sys.modules:
+    """Return whether parameters of the model are divided among ranks.
+
+    The parameters alone do not tell: after a forward pass without gradients, FSDP has whole ones until state_dict().
+    """
+    if "torch.distributed.tensor" not in sys.modules:  # imported by whoever divides a model
         return False
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    by_fsdp = any(isinstance(layer, FSDPModule) for layer in model.modules())
+    return by_fsdp or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def plain_bytes(value: Any) -> bytes:

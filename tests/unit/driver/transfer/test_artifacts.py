@@ -127,3 +127,16 @@ def test_files_of_a_rank_on_another_machine_are_fetched_from_there(
     home = transfer.writer.layout.checkpoints_dir / "step-1"
     assert (home / "model.rank-1.safetensors").read_bytes() == b"remote"
     assert not list(transfer.writer.layout.scratch_dir.glob("fetched-*"))
+
+
+def test_file_of_a_lost_worker_is_out_of_reach_and_no_fault_of_the_run_directory(
+    transfer: ArtifactTransfer, inbox: Inbox, stage: Any
+) -> None:
+    event, folder = stage(1)
+
+    def fetch(path: Path, offset: int, size: int) -> bytes:
+        raise ConnectionError("no route")
+
+    transfer.bring_checkpoint(0, event, lambda rank: Source(folder.parent, fetch))
+    failed = inbox.get(timeout=60)
+    assert isinstance(failed, ArtifactFailed) and failed.unreachable and str(failed.error) == "no route"

@@ -122,6 +122,26 @@ def test_snapshot_is_a_copy() -> None:
         assert torch.equal(copied.shards.model["head.weight"], before)
 
 
+def test_model_is_saved_and_loaded_as_sharded_after_an_evaluation(tmp_path: Path) -> None:
+    """FSDP keeps the weights whole after a forward pass without gradients."""
+    with fake_rank(0, 1):
+        torch.manual_seed(3)
+        net = sharded(Net())
+        optimizer = trained(net)
+        with torch.no_grad():
+            net(torch.ones(1, 5))
+        copied = HostBuffers().take(net, optimizer, {"step": 1})
+        assert copied.shards is not None and len(copied.shards.model) == len(net.state_dict()) - 1
+        file_format.write_shards(tmp_path / "saved", copied.shards, 0)
+        file_format.write_state(tmp_path / "saved", copied)
+        with torch.no_grad():
+            net(torch.ones(1, 5))
+            for parameter in net.parameters():
+                parameter.zero_()
+        file_format.read(tmp_path / "saved", net, optimizer, CPU)
+        assert_equal(net, optimizer)
+
+
 def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     save(tmp_path, 2)
     with fake_rank(0, 2):
