@@ -31,6 +31,7 @@ def consolidate(
     from ddptrain.results.layout import BEST, step_name
     from ddptrain.results.lookup import find_checkpoint
     from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.show.render import size
 
     view = view_of(ctx, runs_dir, run, NeededFiles.MODEL)
     checkpoint = find_checkpoint(view.layout, BEST if step is None else step_name(step))
@@ -40,5 +41,5 @@ def consolidate(
         about = {"run_id": view.run_id, "step": done.step, "folder": str(done.folder), "files": list(done.files)}
         print_json({**about, "tensors": done.tensors, "size_bytes": done.n_bytes})
     else:
-        size = f"{done.n_bytes / 1e6:,.1f} MB" if done.n_bytes < 1e9 else f"{done.n_bytes / 1e9:,.2f} GB"
-        write([f"{view.run_id}: step {done.step} written to {done.folder}: {done.tensors:,} tensors, {size}"])
+        what = f"{done.tensors:,} tensors, {size(done.n_bytes)}"
+        write([f"{view.run_id}: step {done.step} written to {done.folder}: {what}"])
