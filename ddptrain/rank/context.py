@@ -172,9 +172,9 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
         All ranks must call it. `precision` is "fp32", or "bf16" or "fp16" for a forward pass under autocast; `ddp` are
         arguments of DistributedDataParallel. The weights keep their names. `accumulate` and the loss scale of fp16 need
-        `ctx.backward` and `ctx.step`. `strategy` is "ddp"; "fsdp", which divides the model among all ranks; or "hybrid",
-        among those of each host. Create the optimizer after this call. `shard` and `activation_checkpointing` are
-        classes of layers. Raises ValueError for another precision, strategy or class, or `accumulate` below 1.
+        `ctx.backward` and `ctx.step`. `strategy` is "ddp"; "fsdp", which divides the model among all ranks; or
+        "hybrid", among those of each host. Create the optimizer after this call. `shard` and `activation_checkpointing`
+        are classes of layers. Raises ValueError for another precision, strategy or class, or `accumulate` below 1.
         """
         from ddptrain.rank.model.prepare import prepare_model
 

@@ -31,6 +31,8 @@ def prepare_model(
     if precision not in _PRECISIONS:
         raise ValueError(f"precision is {precision!r}: choose one of {', '.join(_PRECISIONS)}")
     sharded = checked_strategy(settings, ddp) != DDP
+    if sharded and precision == "fp16":
+        raise ValueError("precision fp16 needs strategy ddp: choose bf16 or fp32 for a model that ranks share")
     if not sharded:  # layer by layer otherwise: the whole model may be too large for the device
         model = model.to(device)
     checkpoint_activations(model, settings.get("activation_checkpointing") or ())
