@@ -15,6 +15,7 @@ from ddptrain.cli.printing import print_json, write
 from ddptrain.cli.runs.annotate import TagCommand, note, tag
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Json, Run, RunsDir, folder_of, place_of, view_of
 from ddptrain.cli.runs.compare import chart_style, compare
+from ddptrain.cli.runs.consolidate import consolidate
 from ddptrain.cli.runs.export import export
 from ddptrain.cli.runs.listing import list_runs, print_runs
 from ddptrain.cli.runs.report import report
@@ -170,6 +171,7 @@ app.command("compare", short_help="Compare runs: what differs, their metrics and
 app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
 app.command("note", short_help="Write a note on a run.")(note)
 app.command("export", short_help="Write the metrics of runs for other tools.")(export)
+app.command("consolidate", short_help="Write a sharded checkpoint as one safetensors checkpoint.")(consolidate)
 app.command("prune", short_help="Delete old runs.")(prune)
 app.command("report", short_help="Write an HTML page about runs, a sweep or a model.")(report)
 

@@ -11,6 +11,7 @@ from ddptrain.config.known_names import is_built_in
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.sections.profiling import ProfileConfig, check_profiled_ranks
 from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
+from ddptrain.config.sections.sharding import ShardingConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.sections.system import Slow, SystemConfig, off_word
 from ddptrain.config.sections.tracking import TrackingConfig
@@ -118,7 +119,7 @@ class CheckpointConfig(Strict):
     mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest metric is best.")
 
 
-class PrepareConfig(Strict):
+class PrepareConfig(ShardingConfig):
     """Defaults of the arguments of ctx.prepare."""
 
     precision: Literal["fp32", "bf16", "fp16"] = Field(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ddptrain.errors import UsageError
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry
+from ddptrain.protocol.tensor_slices import is_sharded_checkpoint
 from ddptrain.results.checkpoint_verification import verify
+from ddptrain.results.consolidation import consolidate
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import BEST, LATEST, RunLayout
 from ddptrain.results.lookup import RunView, find_checkpoint
@@ -46,17 +51,26 @@ def add_run(
     except CheckpointDamaged as error:
         raise UsageError(f"cannot add {folder} to model {model}: {error}; choose another with --checkpoint") from error
     pointer = f"{folder.name}\n".encode()
-    sources: dict[str, Path | bytes] = {
-        f"checkpoints/{BEST}": pointer,
-        f"checkpoints/{LATEST}": pointer,
-        **{f"checkpoints/{folder.name}/{name}": folder / name for name in checkpoint.files},
-    }
+    sources: dict[str, Path | bytes] = {f"checkpoints/{BEST}": pointer, f"checkpoints/{LATEST}": pointer}
     layout = view.layout
     small = [name for name in layout.artifacts() if name.endswith(".json") and is_plain(name)]
     sources |= _existing(layout, *(layout.artifacts_dir / name for name in small), layout.inputs_dir / LISTING)
     record = _record(registry, model, view, retrained or Retrained())
     complete = replace(record, step=checkpoint.step, epoch=checkpoint.epoch, metrics=checkpoint.metrics)
-    return registry.add_version(model, sources, complete)
+    with _whole(folder, checkpoint.files) as (whole, names):
+        sources |= {f"checkpoints/{folder.name}/{name}": whole / name for name in names}
+        return registry.add_version(model, sources, complete)
+
+
+@contextmanager
+def _whole(checkpoint: Path, names: tuple[str, ...]) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """A checkpoint with one file of weights, and its files: of a sharded model a temporary copy."""
+    if not is_sharded_checkpoint(checkpoint):
+        yield checkpoint, names
+        return
+    with TemporaryDirectory(prefix="ddptrain-") as scratch:
+        made = consolidate(checkpoint, Path(scratch) / checkpoint.name, max_file_bytes=sys.maxsize)
+        yield made.folder, made.files
 
 
 def add_output(

@@ -76,8 +76,20 @@ class StagedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointPart:
+    """The files of another rank for a checkpoint, in a folder below that rank's staging folder."""
+
+    rank: int
+    staging: str
+    files: tuple[StagedFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved(Event):
-    """A complete checkpoint waits in `staging` (a folder name below the rank's staging folder)."""
+    """A complete checkpoint waits in `staging` (a folder name below the rank's staging folder).
+
+    parts: of a sharded model, what the other ranks have written; all of it is complete as well.
+    """
 
     kind: ClassVar[str] = "checkpoint"
     step: int
@@ -85,6 +97,7 @@ class CheckpointSaved(Event):
     files: tuple[StagedFile, ...]
     epoch: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    parts: tuple[CheckpointPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,10 +343,17 @@ def decode(line: bytes) -> Event:
 
 def _checked(cls: type[Event], fields: dict[str, Any]) -> Event:
     if "files" in fields:
-        fields["files"] = tuple(StagedFile(**_typed(StagedFile, item)) for item in fields["files"])
+        fields["files"] = _files(fields)
+    if "parts" in fields:
+        parts = [{**part, "files": _files(part)} for part in fields["parts"]]
+        fields["parts"] = tuple(CheckpointPart(**_typed(CheckpointPart, part)) for part in parts)
     if cls is Stacks and isinstance(frames := fields.get("main"), list):
         fields["main"] = tuple(str(frame) for frame in frames)
     return cls(**_typed(cls, fields))
+
+
+def _files(fields: dict[str, Any]) -> tuple[StagedFile, ...]:
+    return tuple(StagedFile(**_typed(StagedFile, item)) for item in fields["files"])
 
 
 def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ddptrain.rank.checkpoint import random_state
 from ddptrain.rank.checkpoint.checkpoint_reader import Resumed, loaded
 from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
 from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveSchedule, WorkerGroupStore
-from ddptrain.rank.checkpoint.snapshot import HostBuffers, plain_bytes
+from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded, plain_bytes
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.model.optimizer_calls import OptimizerCalls
@@ -163,18 +163,26 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         compile: bool | None = None,  # noqa: A002  # torch's name
         channels_last: bool | None = None,
         accumulate: int | None = None,
+        strategy: str | None = None,
+        shard: Sequence[str] | None = None,
+        activation_checkpointing: Sequence[str] | None = None,
         **ddp: Any,
     ) -> torch.nn.Module:
         """The model on this rank's device, wrapped in DDP. Missing arguments come from the configuration's `prepare`.
 
         All ranks must call it. `precision` is "fp32", or "bf16" or "fp16" for a forward pass under autocast; `ddp` are
         arguments of DistributedDataParallel. The weights keep their names. `accumulate` and the loss scale of fp16 need
-        `ctx.backward` and `ctx.step`. Raises ValueError for another precision, or if `accumulate` is below 1.
+        `ctx.backward` and `ctx.step`. `strategy` is "ddp"; "fsdp", which divides the model among all ranks; or
+        "hybrid", among those of each host. Create the optimizer after this call. `shard` and `activation_checkpointing`
+        are classes of layers. Raises ValueError for another precision, strategy or class, or `accumulate` below 1.
         """
         from ddptrain.rank.model.prepare import prepare_model
 
-        options = {"precision": precision, "compile": compile, "channels_last": channels_last, "accumulate": accumulate}
+        options: dict[str, Any] = {"precision": precision, "compile": compile, "channels_last": channels_last}
+        options |= {"accumulate": accumulate, "strategy": strategy, "shard": shard}
+        options |= {"activation_checkpointing": activation_checkpointing}
         settings = {**self._spec.prepare, **{name: value for name, value in options.items() if value is not None}}
+        settings |= {"hosts": self._spec.placement.hosts, "ranks_on_host": self._spec.placement.local_world_size}
         self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
         self._tracked.model(model)
         self._collective_calls.enter("prepare")
@@ -275,7 +283,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
     ) -> bool:
         """Save a checkpoint if one is due. Returns whether it was due.
 
-        All ranks must call it equally often: rank 0 writes the files, and every rank adds its random state.
+        All ranks must call it equally often: rank 0 writes the files (of a sharded model, each rank its slices), and
+        every rank adds its random state.
         `if ctx.rank == 0: ctx.checkpoint(...)` makes the run fail.
 
         It may be called after every step. A checkpoint is due if `last` is True, if `epoch` (from 1) is a whole number
@@ -306,7 +315,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             return True
 
     def _waits_for_others(self) -> bool:
-        return self.rank != 0 or self._saver.gathers
+        return self._saver.gathers or (self.rank != 0 and not self._saver.is_writing)
 
     def _is_due(self, step: int, epoch: float | None, *, last: bool) -> tuple[bool, bool]:
         """Whether this call saves, and whether all ranks end with it."""
@@ -324,7 +333,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._saves += 1
         self._calls.has_saved = True
         gradients = self._gradients.state({"model": given.model, **given.extra})
-        if self.rank != 0:
+        if self.rank != 0 and not is_sharded(given.model):
             self._store.set(state_key(self._saves, self.rank), own)
             return
         metrics = numbers(given.metrics)
@@ -333,7 +342,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
         if gradients is not None:
             state["gradients"] = gradients
-        copied = self._buffers.take(given.model, given.optimizer, state)
+        copied = self._buffers.take(given.model, given.optimizer, state if self.rank == 0 else {})
         folder = self._files.new_staging("checkpoint")
         self._saver.start(PendingCheckpoint(self._saves, given.step, epoch, metrics, folder, copied, own))
         self._due.saved()
@@ -344,13 +353,12 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         Returns whether that was possible within `deadline_s`. Raises OSError if it could not be written.
         """
         self.end_profile(complete=not failed)
-        if self.rank == 0:
-            with self._collective_calls.waiting("checkpoint", self._due.step, self._waits_for_others):
-                return self._saver.wait(deadline_s, hurry=failed)
-        if not failed:
+        with self._collective_calls.waiting("checkpoint", self._due.step, self._waits_for_others):
+            complete = self._saver.wait(deadline_s, hurry=failed)
+        if self.rank != 0 and not failed:
             with suppress(RuntimeError):
                 self._store.set(done_key(self.rank), "")
-        return True
+        return complete
 
     def resume(
         self, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any

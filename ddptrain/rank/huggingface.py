@@ -20,7 +20,8 @@ except ImportError as error:
         f"ddptrain.HuggingFaceCallback needs transformers and accelerate ({error}): pip install 'ddptrain[huggingface]'"
     ) from error
 
-from ddptrain.rank.checkpoint.file_format import MODEL_FILE, STATE_FILE
+from ddptrain.rank.checkpoint.file_format import STATE_FILE
+from ddptrain.workloads.saved_weights import MODEL_FILE
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext

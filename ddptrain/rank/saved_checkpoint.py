@@ -32,7 +32,7 @@ class SavedCheckpoint:
 
     def weights(self, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
         """Return the tensors of the model, by name."""
-        from ddptrain.rank.checkpoint.file_format import read_weights
+        from ddptrain.workloads.saved_weights import read_weights
 
         return read_weights(self.path, device)
 

@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Literal
 
 from ddptrain.config.wording import shorten
 from ddptrain.file_ops import publish, sync_folder
-from ddptrain.protocol.events import CheckpointSaved
+from ddptrain.protocol.events import CheckpointSaved, StagedFile
 from ddptrain.results.checkpoint_verification import is_plain_name
 from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name
@@ -57,11 +57,12 @@ class CheckpointShelf:
         *,
         world_size: int,
         versions: Mapping[str, str],
+        parts: Sequence[Path] = (),
     ) -> Path:
         """Add a staged checkpoint, update `latest` and `best`, and delete old checkpoints. The staged files stay.
 
         A step that is saved again keeps the metrics that the new event does not have: the last checkpoint of a run
-        often has none, and is as good as it was.
+        often has none, and is as good as it was. source: the folder of the event's files; parts: those of its parts.
 
         Raises:
             CheckpointDamaged: it does not match its event; nothing visible has changed.
@@ -70,13 +71,14 @@ class CheckpointShelf:
         event = replace(event, metrics={**self._metrics.get(event.step, {}), **event.metrics})
         final = self._folder / step_name(event.step)
         incoming = self._folder / f"{INCOMING}{final.name}-{secrets.token_hex(4)}"
-        _check_names(event, source)
+        staged = _staged(event, (source, *parts))
+        _check_names(event, staged)
         try:
             with naming(incoming):
                 incoming.mkdir(parents=True)
-            parcels = [Parcel(source / f.name, incoming / f.name, f.size_bytes, f.sha256) for f in event.files]
+            parcels = [Parcel(at / f.name, incoming / f.name, f.size_bytes, f.sha256) for at, f in staged]
             move_in(parcels, CheckpointDamaged)
-            write_file(incoming / MANIFEST, _manifest(event, world_size, versions))
+            write_file(incoming / MANIFEST, _manifest(event, [file for _, file in staged], world_size, versions))
             with naming(final):
                 sync_folder(incoming)
                 _publish(incoming, final)
@@ -127,18 +129,25 @@ class CheckpointShelf:
         return BestRecord(policy.metric, policy.mode, value, step)
 
 
-def discard_staged(event: CheckpointSaved, source: Path) -> None:
+def discard_staged(event: CheckpointSaved, sources: Sequence[Path]) -> None:
     """Delete the staged files of a checkpoint that has been added."""
-    for file in event.files:
+    for folder, file in _staged(event, sources):
         with suppress(OSError):
-            (source / file.name).unlink()
-    with suppress(OSError):
-        source.rmdir()
+            (folder / file.name).unlink()
+    for folder in sources:
+        with suppress(OSError):
+            folder.rmdir()
 
 
-def _check_names(event: CheckpointSaved, source: Path) -> None:
+def _staged(event: CheckpointSaved, sources: Sequence[Path]) -> list[tuple[Path, StagedFile]]:
+    """Each file of a checkpoint, with its staging folder."""
+    parts = (event.files, *(part.files for part in event.parts))
+    return [(folder, file) for folder, files in zip(sources, parts, strict=True) for file in files]
+
+
+def _check_names(event: CheckpointSaved, staged: Sequence[tuple[Path, StagedFile]]) -> None:
     """Refuse an event with a file name that is not plain, and a staging folder that holds links or folders."""
-    names = [file.name for file in event.files]
+    names = [file.name for _, file in staged]
     for name in names:
         if not is_plain_name(name):
             raise CheckpointDamaged(
@@ -146,6 +155,12 @@ def _check_names(event: CheckpointSaved, source: Path) -> None:
             )
     if not names or len(set(names)) < len(names):
         raise CheckpointDamaged(f"the checkpoint of step {event.step} lists {'a file twice' if names else 'no files'}")
+    for source in dict.fromkeys(folder for folder, _ in staged):
+        _check_folder(source)
+
+
+def _check_folder(source: Path) -> None:
+    """Refuse a staging folder that holds links or folders."""
     try:
         if source.is_symlink():
             raise CheckpointDamaged(f"the staging folder {source} is a symbolic link")
@@ -156,7 +171,9 @@ def _check_names(event: CheckpointSaved, source: Path) -> None:
         raise CheckpointDamaged(f'the staging folder {source} holds "{shorten(odd[0])}", which is no plain file')
 
 
-def _manifest(event: CheckpointSaved, world_size: int, versions: Mapping[str, str]) -> bytes:
+def _manifest(
+    event: CheckpointSaved, files: Sequence[StagedFile], world_size: int, versions: Mapping[str, str]
+) -> bytes:
     manifest = {
         "schema": _MANIFEST_SCHEMA,
         "step": event.step,
@@ -164,7 +181,7 @@ def _manifest(event: CheckpointSaved, world_size: int, versions: Mapping[str, st
         "metrics": event.metrics,
         "world_size": world_size,
         "versions": versions,
-        "files": [asdict(file) for file in event.files],
+        "files": [asdict(file) for file in files],
     }
     return (json.dumps(as_json_data(manifest), indent=2, allow_nan=False) + "\n").encode()
 

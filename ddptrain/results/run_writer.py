@@ -257,19 +257,25 @@ class RunWriter:
             if self.loss is None:
                 self._system.append(sample, attempt)
 
-    def adopt_checkpoint(self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy) -> Path:
+    def adopt_checkpoint(
+        self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy, parts: Sequence[Path] = ()
+    ) -> Path:
         """Move a staged checkpoint into the run directory; return its folder.
+
+        source: the folder of the event's files; parts: those of its parts.
 
         Raises CheckpointDamaged if it does not match its event; ResultsError if it can't be written.
         """
         self._require_folder()
         versions = self._record.versions
-        final = self._shelf.adopt(event, source, policy, world_size=self._record.world_size, versions=versions)
+        final = self._shelf.adopt(
+            event, source, policy, world_size=self._record.world_size, versions=versions, parts=parts
+        )
         with self._mutex:
             self._latest.saved(event.step, event.metrics)
         self.update(checkpoints=self._shelf.names, best=self._shelf.best)
         self.event({"event": "checkpoint_adopted", "rank": rank, "step": event.step, "folder": final.name})
-        discard_staged(event, source)  # last: a failure before this can be repeated
+        discard_staged(event, (source, *parts))  # last: a failure before this can be repeated
         return final
 
     def adopt_file(self, event: FileSaved, source: Path) -> Path:

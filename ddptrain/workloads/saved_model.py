@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
+from ddptrain.workloads.saved_weights import read_weights
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -35,7 +35,7 @@ def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) 
     """The model of a checkpoint's folder, as `load_saved`. Raises UsageError."""
     try:
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        weights = load_file(folder / "model.safetensors")
+        weights = read_weights(folder)
         model = build(state["extra"]["model_config"])
         model.load_state_dict(with_module_versions(model, weights))
     except UsageError:
@@ -73,8 +73,13 @@ def check_workload(run_dir: Path, workload: str, command: str) -> None:
 
 
 def checkpoint_folder(run_dir: Path) -> Path:
-    """The folder of the checkpoint that `best`, or else `latest`, names. Raises UsageError."""
+    """The folder of the checkpoint that `best`, or else `latest`, names. Raises UsageError.
+
+    A folder that `ddptrain results consolidate` has written is itself the checkpoint.
+    """
     checkpoints = run_dir / "checkpoints"
+    if (run_dir / "checkpoint.json").is_file() and not checkpoints.exists():
+        return run_dir
     for pointer in ("best", "latest"):
         try:
             name = (checkpoints / pointer).read_text(encoding="utf-8").strip()

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ddptrain.errors import UsageError
+from ddptrain.protocol.tensor_slices import is_sharded_checkpoint
 from ddptrain.workloads.saved_model import checkpoint_folder
 
 
@@ -25,7 +26,13 @@ def load_trained(run_dir: Path, workload: str) -> torch.nn.Module:
         from ddptrain.workloads.images.model.saved_classifier import load_model as load_classifier
 
         return load_classifier(run_dir).model
+    folder = checkpoint_folder(run_dir)
+    if is_sharded_checkpoint(folder):
+        raise UsageError(
+            f"only the code of {workload} can build its model: write the weights of {folder} into one file with "
+            "`ddptrain results consolidate`, and load them there with safetensors.torch.load_file"
+        )
     raise UsageError(
         f"only the code of {workload} can build its model: load the weights of "
-        f"{checkpoint_folder(run_dir) / 'model.safetensors'} there with safetensors.torch.load_file"
+        f"{folder / 'model.safetensors'} there with safetensors.torch.load_file"
     )

@@ -49,12 +49,16 @@ class ArtifactStored:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactFailed:
-    """A checkpoint or a file of a rank could not be stored, for `error`. The run fails if it is `vital`."""
+    """A checkpoint or a file of a rank could not be stored, for `error`. The run fails if it is `vital`.
+
+    unreachable: it could not be read from its worker, so it was the worker or the network that failed.
+    """
 
     rank: int
     what: str
     error: BaseException
     vital: bool = True
+    unreachable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

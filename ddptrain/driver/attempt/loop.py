@@ -18,7 +18,7 @@ from ddptrain.driver.attempt.step import step
 from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.recorder import Recorder
-from ddptrain.driver.transfer.artifacts import ArtifactTransfer
+from ddptrain.driver.transfer.artifacts import ArtifactTransfer, Source
 from ddptrain.driver.transfer.log_mirror import LogMirror
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
@@ -213,13 +213,19 @@ class Attempt:
         self.worker_group.submit(spec.with_port(port) if port else spec, self._place(rank).slot)
 
     def _fetch(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
+        if isinstance(event, events.CheckpointSaved):
+            self.transfer.bring_checkpoint(rank, event, self._source)
+        else:
+            source = self._source(rank)
+            self.transfer.bring_file(rank, event, source.staging, source.fetch)
+
+    def _source(self, rank: int) -> Source:
+        """Where the staged files of a rank are. Raises LookupError if there is no such rank."""
+        if rank < 0:
+            raise LookupError(rank)
         place = self._place(rank)
         fetch = None if place.shared else partial(self.worker_group.fetch, place.slot.worker)
-        staging = self.mirrors[rank].spool.staging
-        if isinstance(event, events.CheckpointSaved):
-            self.transfer.bring_checkpoint(rank, event, staging, fetch)
-        else:
-            self.transfer.bring_file(rank, event, staging, fetch)
+        return Source(self.mirrors[rank].spool.staging, fetch)
 
     def _place(self, rank: int) -> RankPlace:
         return self.state.ranks[rank].place

@@ -81,10 +81,11 @@ class Transition(SlowRankDraft):
             case inbox.ArtifactStored(rank, what, path):
                 self.change(transfers=self.state.transfers - 1)
                 self.do(actions.RecordStored(rank, what, path))
-            case inbox.ArtifactFailed(rank, what, failed, vital):
+            case inbox.ArtifactFailed(rank, what, failed, vital, unreachable):
                 self.change(transfers=self.state.transfers - 1)
                 if vital:
-                    kind = FaultKind.REFUSED if isinstance(failed, UnsafePath) else FaultKind.RESULTS
+                    kind = FaultKind.INFRASTRUCTURE if unreachable else FaultKind.RESULTS
+                    kind = FaultKind.REFUSED if isinstance(failed, UnsafePath) else kind
                     self._add_fault(Fault(rank, kind, self.time_ns, f"{what} could not be saved: {failed}"))
                 else:
                     self.do(actions.Warn(f"{what} of rank {rank} could not be saved: {failed}"))

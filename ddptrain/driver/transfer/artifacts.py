@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,14 @@ class _Unreachable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Where a rank's staged files are. `fetch` reads from a worker that does not share the driver's file system."""
+
+    staging: Path
+    fetch: Fetch | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Transfer:
     rank: int
     what: str
@@ -55,18 +63,30 @@ class ArtifactTransfer:
         self._thread = threading.Thread(target=self._run, name="ddptrain-artifacts", daemon=True)
         self._thread.start()
 
-    def bring_checkpoint(self, rank: int, event: events.CheckpointSaved, staging: Path, fetch: Fetch | None) -> None:
-        """Queues a staged checkpoint. `fetch` reads from a worker that does not share the driver's file system."""
+    def bring_checkpoint(self, rank: int, event: events.CheckpointSaved, source_of: Callable[[int], Source]) -> None:
+        """Queues a staged checkpoint; `source_of` says where a rank's files are, or raises LookupError."""
 
         def work() -> Path:
-            folder = staging / _file_name(event.staging)
-            if fetch is None:
-                return self.writer.adopt_checkpoint(rank, event, folder, self.policy)
-            files = [(file.name, file.size_bytes) for file in event.files]
-            with self._fetched(folder, files, fetch) as fetched:
-                return self.writer.adopt_checkpoint(rank, event, fetched, self.policy)
+            with ExitStack() as fetched:
+                folders = [self._at_hand(fetched, source_of(rank), event.staging, event.files)]
+                for part in event.parts:
+                    try:
+                        source = source_of(part.rank)
+                    except LookupError as error:
+                        text = f"the checkpoint of step {event.step} has files of rank {part.rank}, which there is not"
+                        raise CheckpointDamaged(text) from error
+                    folders.append(self._at_hand(fetched, source, part.staging, part.files))
+                return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:])
 
         self._queue.put(_Transfer(rank, f"checkpoint step-{event.step}", work))
+
+    def _at_hand(self, fetched: ExitStack, source: Source, name: str, files: tuple[events.StagedFile, ...]) -> Path:
+        """The folder `name` of a rank's staging folder, or a copy of it that exists until `fetched` is closed."""
+        folder = source.staging / _file_name(name)
+        if source.fetch is None:
+            return folder
+        sizes = [(file.name, file.size_bytes) for file in files]
+        return fetched.enter_context(self._fetched(folder, sizes, source.fetch))
 
     def bring_file(self, rank: int, event: events.FileSaved, staging: Path, fetch: Fetch | None) -> None:
         """Queues a staged file for artifacts/ or another area of the run directory."""
@@ -95,8 +115,11 @@ class ArtifactTransfer:
             try:
                 path = self._with_retries(transfer)
             except Exception as error:  # any failure is reported; the thread must continue with the next transfer
-                cause = error.__cause__ if isinstance(error, _Unreachable) else None
-                self.inbox.put(ArtifactFailed(transfer.rank, transfer.what, cause or error, transfer.vital))
+                unreachable = isinstance(error, _Unreachable)
+                cause = error.__cause__ if unreachable else None
+                self.inbox.put(
+                    ArtifactFailed(transfer.rank, transfer.what, cause or error, transfer.vital, unreachable)
+                )
             else:
                 self.inbox.put(ArtifactStored(transfer.rank, transfer.what, str(path)))
 

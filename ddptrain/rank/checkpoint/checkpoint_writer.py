@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ddptrain.protocol import events
+from ddptrain.protocol.events import StagedFile
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint import file_format as checkpoint_files
 from ddptrain.rank.checkpoint import snapshot
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
-from ddptrain.rank.checkpoint.snapshot import Snapshot
+from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot
 from ddptrain.rank.emitter import Emitter
 
 _POLL_S = 0.01
@@ -32,7 +34,7 @@ class _Dropped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
-    """A checkpoint to write, the `number`-th of this attempt; `own` is the state of rank 0."""
+    """A checkpoint to write, the `number`-th of this attempt; `own` is the state of this rank."""
 
     number: int
     step: int
@@ -48,13 +50,22 @@ def state_key(number: int, rank: int) -> str:
     return f"state/{number}/{rank}"
 
 
+def part_key(number: int, rank: int) -> str:
+    """Return the key of the store that names the files of a rank for the `number`-th checkpoint of a sharded model."""
+    return f"part/{number}/{rank}"
+
+
 def done_key(rank: int) -> str:
     """Return the key of the store that says that a rank will not call ctx.checkpoint again."""
     return f"done/{rank}"
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a worker group; rank 0 has it. At most one checkpoint is being written."""
+    """Writes the checkpoints of a worker group. At most one checkpoint is being written.
+
+    Rank 0 alone writes, except for a sharded model: then each rank writes its slices, and leaves in the store which
+    files these are, after they are durable. Rank 0 tells the driver once it has the files of all ranks.
+    """
 
     def __init__(
         self,
@@ -73,6 +84,12 @@ class CheckpointWriter:
         self._silent: set[int] = set()  # ranks that missed a checkpoint: not waited for again
         self.error: BaseException | None = None
         self.gathers = False  # whether it waits for the states of other ranks
+        self._straggle_s = _STRAGGLE_S
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written, or waits for other ranks."""
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self, save: PendingCheckpoint) -> None:
         """Start to write a checkpoint; no other one may be in progress."""
@@ -109,24 +126,75 @@ class CheckpointWriter:
             with suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux: of this thread
         try:
-            self._write(save, self._gathered(save))
+            if save.snapshot.shards is None:
+                self._write_whole(save)
+            elif self._spec.rank == 0:
+                self._write_first_part(save, save.snapshot.shards)
+            else:
+                self._write_part(save, save.snapshot.shards)
         except _Dropped:
-            pass
+            shutil.rmtree(save.folder, ignore_errors=True)
         except BaseException as error:
             self.error = error
 
-    def _write(self, save: PendingCheckpoint, ranks: list[Any]) -> None:
+    def _write_whole(self, save: PendingCheckpoint) -> None:
+        ranks = self._gathered(save)
+        files = self._written_files(save, lambda: checkpoint_files.write(save.folder, save.snapshot, ranks))
+        self._written(save.step, save.folder, save.metrics)
+        self._announce(save, files)
+
+    def _write_part(self, save: PendingCheckpoint, shards: Shards) -> None:
+        """Write the slices of a rank other than 0, then leave its files and its state in the store."""
+        rank = self._spec.rank
+        files = self._written_files(save, lambda: checkpoint_files.write_shards(save.folder, shards, rank))
+        part = events.CheckpointPart(rank, save.folder.name, files)
+        try:
+            self._store.set(part_key(save.number, rank), json.dumps(asdict(part)))
+            self._store.set(state_key(save.number, rank), save.own)
+        except RuntimeError as error:  # the store has ended: so has the worker group
+            raise _Dropped from error
+
+    def _write_first_part(self, save: PendingCheckpoint, shards: Shards) -> None:
+        """Write the slices of rank 0, wait for the other ranks, and tell the driver."""
+        began = time.monotonic()
+        files = self._written_files(save, lambda: checkpoint_files.write_shards(save.folder, shards, 0))
+        self._straggle_s = _STRAGGLE_S + time.monotonic() - began  # the others write about as much
+        ranks = self._gathered(save)
+        if None in ranks:  # the slices of a rank are missing; _miss has told so
+            raise _Dropped
+        parts = [self._part(save.number, rank) for rank in range(1, len(ranks))]
+        retried = [*files]
+
+        def write() -> tuple[StagedFile, ...]:
+            if not retried:  # a failed write has deleted the folder
+                retried.extend(checkpoint_files.write_shards(save.folder, shards, 0))
+            try:
+                return *retried, *checkpoint_files.write_state(save.folder, save.snapshot, ranks)
+            except OSError:
+                retried.clear()
+                raise
+
+        self._announce(save, self._written_files(save, write), tuple(part for part in parts if part.files))
+
+    def _part(self, number: int, rank: int) -> events.CheckpointPart:
+        found: dict[str, Any] = json.loads(self._store.get(part_key(number, rank)))
+        self._store.delete(part_key(number, rank))
+        return events.CheckpointPart(rank, found["staging"], tuple(StagedFile(**file) for file in found["files"]))
+
+    def _announce(
+        self, save: PendingCheckpoint, files: tuple[StagedFile, ...], parts: tuple[events.CheckpointPart, ...] = ()
+    ) -> None:
+        place = save.step, save.folder.name, files, save.epoch, dict(save.metrics), parts
+        self._emitter.emit(events.CheckpointSaved(time.time_ns(), *place))
+
+    def _written_files(
+        self, save: PendingCheckpoint, write: Callable[[], tuple[StagedFile, ...]]
+    ) -> tuple[StagedFile, ...]:
+        """Return the files that `write` has written into the folder of `save`. A failed write is repeated."""
         failures = 0
         while True:
             try:
-                files = checkpoint_files.write(save.folder, save.snapshot, ranks)
-                self._written(save.step, save.folder, save.metrics)
-                self._emitter.emit(
-                    events.CheckpointSaved(
-                        time.time_ns(), save.step, save.folder.name, files, save.epoch, dict(save.metrics)
-                    )
-                )
-                return
+                return write()
             except OSError as error:
                 shutil.rmtree(save.folder, ignore_errors=True)
                 failures += 1
@@ -158,23 +226,21 @@ class CheckpointWriter:
             if self._store.has(key):  # tested last: a rank leaves its state before it says that it is done
                 break
             if self._hurry.is_set():
-                deadline = min(deadline, time.monotonic() + _STRAGGLE_S)
+                deadline = min(deadline, time.monotonic() + self._straggle_s)
             late = time.monotonic() > deadline
             if late and not gone and self._hurry.is_set():
                 raise _Dropped
             if late or gone:
-                self._miss(rank, save.step)
+                self._miss(rank, save.step, sharded=save.snapshot.shards is not None)
                 return None
             time.sleep(_POLL_S)
         state = snapshot.from_bytes(self._store.get(key))
         self._store.delete(key)
         return state
 
-    def _miss(self, rank: int, step: int) -> None:
+    def _miss(self, rank: int, step: int, *, sharded: bool) -> None:
         if rank not in self._silent:
             self._silent.add(rank)
-            text = (
-                f"rank {rank} did not call ctx.checkpoint for step {step}: its random state is not saved; "
-                "all ranks must call it"
-            )
+            lost = "no checkpoint of the sharded model is saved" if sharded else "its random state is not saved"
+            text = f"rank {rank} did not call ctx.checkpoint for step {step}: {lost}; all ranks must call it"
             self._emitter.emit(events.Note(time.time_ns(), text, "warning"))

@@ -11,19 +11,20 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ddptrain.file_ops import sha256, write_all
 from ddptrain.protocol.events import StagedFile
-from ddptrain.rank.checkpoint.snapshot import SAFETENSORS_TYPES, Snapshot, unwrapped
+from ddptrain.protocol.tensor_slices import MODEL, OPTIMIZER, is_sharded_checkpoint, shard_file, slice_metadata
+from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot, is_sharded, unwrapped
 from ddptrain.workloads.saved_model import with_module_versions
+from ddptrain.workloads.saved_weights import MODEL_FILE, SAFETENSORS_TYPES, read_weights
 
-MODEL_FILE = "model.safetensors"
 TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt refers to them
 STATE_FILE = "state.pt"
 _CHUNK_BYTES = 4 << 20
@@ -37,14 +38,30 @@ def write(folder: Path, snapshot: Snapshot, ranks: list[Any] | None = None) -> t
     Raises OSError if a write fails.
     """
     folder.mkdir(parents=True)
+    weights = _write_file(folder / MODEL_FILE, _safetensors(snapshot.weights, snapshot.tied))
+    return weights, *write_state(folder, snapshot, ranks)
+
+
+def write_state(folder: Path, snapshot: Snapshot, ranks: list[Any] | None = None) -> tuple[StagedFile, ...]:
+    """Write everything but the weights into a folder. Raises OSError if a write fails."""
     large: dict[str, Tensor] = {}
     state = _map(snapshot.state, Tensor, lambda tensor: _set_aside(tensor, large))
     file = io.BytesIO()
     torch.save({**state, "ranks": ranks}, file)
-    files = [_write_file(folder / MODEL_FILE, _safetensors(snapshot.weights, snapshot.tied))]
-    if large:
-        files.append(_write_file(folder / TENSORS_FILE, _safetensors(large, {})))
-    files.append(_write_file(folder / STATE_FILE, [file.getbuffer()]))
+    files = [_write_file(folder / TENSORS_FILE, _safetensors(large, {}))] if large else []
+    return *files, _write_file(folder / STATE_FILE, [file.getbuffer()])
+
+
+def write_shards(folder: Path, shards: Shards, rank: int) -> tuple[StagedFile, ...]:
+    """Write a rank's slices into a new folder; none if it has none. Raises OSError if a write fails."""
+    folder.mkdir(parents=True)
+    files = []
+    if shards.model or rank == 0:
+        metadata = slice_metadata(shards.model_places, shards.tied)
+        files.append(_write_file(folder / shard_file(MODEL, rank), _safetensors(shards.model, metadata)))
+    if shards.optimizer:
+        metadata = slice_metadata(shards.optimizer_places, {})
+        files.append(_write_file(folder / shard_file(OPTIMIZER, rank), _safetensors(shards.optimizer, metadata)))
     return tuple(files)
 
 
@@ -56,20 +73,26 @@ def read(
     Raises RuntimeError, which lists missing and unexpected names, if the weights don't fit the model.
     """
     state = read_state(folder)
-    weights = read_weights(folder, device)
-    bare = unwrapped(model)
-    bare.load_state_dict(with_module_versions(bare, {**weights, **(state.pop("model", None) or {})}))
+    others = state.pop("model", None) or {}
+    sharded = is_sharded(model)
+    if sharded:
+        _shards().load_weights(folder, model, others)
+    else:
+        bare = unwrapped(model)
+        bare.load_state_dict(with_module_versions(bare, {**read_weights(folder, device), **others}))
     if optimizer is not None and state["optimizer"] is not None:
-        optimizer.load_state_dict(state["optimizer"])
+        if sharded or is_sharded_checkpoint(folder):
+            _shards().load_optimizer(folder, state["optimizer"], model, optimizer)
+        else:
+            optimizer.load_state_dict(state["optimizer"])
     return state
 
 
-def read_weights(folder: Path, device: str | torch.device) -> dict[str, Any]:
-    """Load the weights of a checkpoint by name; shared weights have all of their names."""
-    weights: dict[str, Any] = load_file(folder / MODEL_FILE, device=str(device))
-    with safe_open(folder / MODEL_FILE, framework="pt") as file:
-        tied = file.metadata() or {}
-    return weights | {name: weights[kept] for name, kept in tied.items() if kept in weights}
+def _shards() -> ModuleType:
+    """Return the module for sharded models; its imports take time that other runs need not spend."""
+    from ddptrain.rank.checkpoint import shards
+
+    return shards
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import mmap
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,36 +15,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# safetensors' names of types: https://huggingface.co/docs/safetensors
-SAFETENSORS_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from ddptrain.protocol.tensor_slices import Place
+from ddptrain.workloads.saved_weights import SAFETENSORS_TYPES
+
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _HUGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The weights by name, further names of shared weights (name -> name of the weight), and the rest as plain data."""
+    """The weights by name, further names of shared weights (name -> name of the weight), and the rest as plain data.
+
+    shards: of a sharded model, this rank's slices of the weights and of the optimizer's state; `weights` is empty then.
+    """
 
     weights: Mapping[str, Tensor]
     tied: Mapping[str, str]
     state: dict[str, Any]
+    shards: Shards | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """A rank's slices of tensors by name, with the place of each: the whole tensor's shape, and the slice's offset.
+
+    tied: as in Snapshot. others: of the model's state, what is no tensor. optimizer_rest: the optimizer's settings, and
+    what is no slice of its state; None without an optimizer. An optimizer's tensor is named <weight>/<name>.
+    """
+
+    model: Mapping[str, Tensor]
+    model_places: Mapping[str, Place]
+    optimizer: Mapping[str, Tensor]
+    optimizer_places: Mapping[str, Place]
+    tied: Mapping[str, str]
+    others: Mapping[str, Any]
+    optimizer_rest: Mapping[str, Any] | None
 
 
 class HostBuffers:
@@ -64,14 +70,22 @@ class HostBuffers:
         Raises TypeError if something would only load by executing a pickle.
         """
         self._used = 0
-        weights, tied, others = self._weights(unwrapped(model).state_dict())
+        shards = self._shards(model, optimizer) if is_sharded(model) else None
+        weights, tied, others = self._weights({} if shards else unwrapped(model).state_dict())
         plain = {name: self.plain(value) for name, value in state.items()}
+        others = dict(shards.others) if shards else others
         if others:
             plain["model"] = self.plain(others)
-        plain["optimizer"] = self.plain(optimizer) if optimizer is not None else None
+        rest = shards.optimizer_rest if shards else optimizer
+        plain["optimizer"] = self.plain(rest) if rest is not None else None
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
-        return Snapshot(weights, tied, plain)
+        return Snapshot(weights, shards.tied if shards else tied, plain, shards)
+
+    def _shards(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Shards:
+        from ddptrain.rank.checkpoint.shards import own_shards
+
+        return own_shards(unwrapped(model), optimizer, self._copy)
 
     def _weights(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
         """Return each weight once, the names that share one, and what is no tensor (a module's extra state)."""
@@ -81,13 +95,12 @@ class HostBuffers:
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 continue
-            first = seen.setdefault(_place(value) or name, name)
+            first = seen.setdefault(memory_of(value) or name, name)
             if first != name:
                 tied[name] = first
             else:
                 weights[name] = self._copy(value)
-                if value.dtype not in SAFETENSORS_TYPES or value.layout is not torch.strided:
-                    raise TypeError(f"the weight {name!r} can't be saved: {value.dtype}, {value.layout}")
+                require_savable(f"the weight {name!r}", value)
         return weights, tied, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
     def plain(self, value: Any) -> Any:
@@ -134,6 +147,20 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Return whether parameters of the model are divided among ranks.
+
+    The parameters alone do not tell: after a forward pass without gradients, FSDP has whole ones until state_dict().
+    """
+    if "torch.distributed.tensor" not in sys.modules:  # imported by whoever divides a model
+        return False
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    by_fsdp = any(isinstance(layer, FSDPModule) for layer in model.modules())
+    return by_fsdp or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def plain_bytes(value: Any) -> bytes:
     """Encode `value` (plain data, or an object with state_dict()) for `from_bytes`. Raises TypeError."""
     file = io.BytesIO()
@@ -146,7 +173,13 @@ def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _place(tensor: Tensor) -> object:
+def require_savable(what: str, tensor: Tensor) -> None:
+    """Raise TypeError if a safetensors file cannot hold the tensor."""
+    if tensor.dtype not in SAFETENSORS_TYPES or tensor.layout is not torch.strided:
+        raise TypeError(f"{what} can't be saved: {tensor.dtype}, {tensor.layout}")
+
+
+def memory_of(tensor: Tensor) -> object:
     """Return a key that two tensors share only if they are the same memory; None if that is unknown."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
         return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddptrain.rank.checkpoint.snapshot import unwrapped
+from ddptrain.rank.checkpoint.snapshot import is_sharded, unwrapped
 
 _MOST_SKIPPED = 100  # steps in a row: the loss scale has fallen from 65536 to 5e-26
 
@@ -178,7 +178,7 @@ class GradientSteps:
             found = state.get("gradients", {}).get(name, {})
             for key, parameter in module.named_parameters():
                 if key in found:
-                    gradient = found[key].to(parameter.device, parameter.dtype, copy=True)
+                    gradient = _placed_as(parameter, found[key].to(parameter.device, parameter.dtype, copy=True))
                     parameter.grad = gradient if factor == 1.0 else gradient * factor
 
 
@@ -206,4 +206,22 @@ def _only_modules(parts: Mapping[str, Any]) -> dict[str, nn.Module]:
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+    """The gradients by name; of a sharded model the whole ones, for which all ranks must call it."""
+    found = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+    if not is_sharded(module):
+        return found
+    return {name: _whole(gradient).cpu() for name, gradient in found.items()}
+
+
+def _whole(gradient: Any) -> Tensor:
+    whole: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return whole
+
+
+def _placed_as(parameter: Any, whole: Tensor) -> Tensor:
+    """A gradient as its parameter is placed: this rank's part, if the parameter is sharded."""
+    if not hasattr(parameter, "placements"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddptrain.rank.model.sharding import DDP, checked_strategy, checkpoint_activations, shard_model
+
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -19,24 +21,32 @@ def prepare_model(
     compile_backend: Callable[[], Any] = lambda: "inductor",
     **ddp: Any,
 ) -> nn.Module:
-    """Moves the model to the device, applies `settings` (precision, compile, channels_last), and wraps it in DDP.
+    """Moves the model to the device, applies `settings` (see config), and wraps it in DDP or shards it.
 
     `compile_backend` returns the backend of torch.compile. `ddp` are arguments of DistributedDataParallel, which does
     not accept a model without trainable parameters: such a model is returned without DDP. Raises ValueError for an
-    unknown precision.
+    unknown precision or strategy; see sharding.py.
     """
     precision = settings.get("precision", "fp32")
     if precision not in _PRECISIONS:
         raise ValueError(f"precision is {precision!r}: choose one of {', '.join(_PRECISIONS)}")
-    model = model.to(device)
+    sharded = checked_strategy(settings, ddp) != DDP
+    if sharded and precision == "fp16":
+        raise ValueError("precision fp16 needs strategy ddp: choose bf16 or fp32 for a model that ranks share")
+    if not sharded:  # layer by layer otherwise: the whole model may be too large for the device
+        model = model.to(device)
+    checkpoint_activations(model, settings.get("activation_checkpointing") or ())
     if settings.get("channels_last"):
         model = model.to(memory_format=torch.channels_last)
-    if (dtype := _PRECISIONS[precision]) is not None:
+    dtype = _PRECISIONS[precision]
+    if sharded:
+        model = shard_model(model, device, settings, dtype)
+    elif dtype is not None:
         # In place, so that the weights keep their names.
         model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
     if settings.get("compile"):
         model.compile(backend=compile_backend())
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if sharded or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     ids = [device] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, **ddp)

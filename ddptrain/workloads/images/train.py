@@ -311,6 +311,7 @@ def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_i
     pass has as many images as a step, so that a lack of memory shows at once. Buffers are not synchronised in each
     step: training does not read them, and a checkpoint contains those of rank 0.
     """
+    options: dict[str, Any] = {_SYNC_BUFFERS: False}
     ddp = ctx.prepare(
         model,
         precision=settings.precision,
@@ -318,7 +319,7 @@ def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_i
         channels_last=settings.channels_last,
         accumulate=1,  # a step is divided here, because its gradient is the mean over all of its images
         gradient_as_bucket_view=True,
-        **{_SYNC_BUFFERS: False},
+        **options,
     )
     buffers = [buffer.clone() for buffer in ddp.buffers()]
     n_shown = max(2, n_images) if ctx.device.type == "cuda" else 2

@@ -15,8 +15,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 from transformers.trainer_utils import IntervalStrategy
 
-from ddptrain.rank.checkpoint.file_format import MODEL_FILE, STATE_FILE
+from ddptrain.rank.checkpoint.file_format import STATE_FILE
 from ddptrain.rank.huggingface import HuggingFaceCallback
+from ddptrain.workloads.saved_weights import MODEL_FILE
 
 PARTS = {"model": "M", "optimizer": "O", "lr_scheduler": "L"}
 

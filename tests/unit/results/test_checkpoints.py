@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.protocol.events import CheckpointSaved, StagedFile
+from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, StagedFile
 from ddptrain.results import checkpoints, staged_files
 from ddptrain.results.checkpoint_verification import newest_verified, read_manifest
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
@@ -271,3 +271,36 @@ def test_an_interruption_on_the_way_home_leaves_no_half_checkpoint(
     assert names(writer) == {"step-1", "latest", "best"}
     assert (pointer(writer, "latest"), pointer(writer, "best")) == ("step-1\n", "step-1\n")
     assert writer.layout.run_json.read_bytes() == before
+
+
+def test_files_of_all_ranks_become_one_checkpoint(writer: RunWriter, stage: Stage) -> None:
+    event, folder = stage(10, contents={"model.rank-0.safetensors": b"a", "state.pt": b"s"})
+    other, there = stage(10, contents={"model.rank-1.safetensors": b"b"})
+    whole = dataclasses.replace(event, parts=(CheckpointPart(1, other.staging, other.files),))
+    home = writer.adopt_checkpoint(0, whole, folder, POLICY, [there])
+    assert read_manifest(home).files == (
+        "model.rank-0.safetensors",
+        "state.pt",
+        "model.rank-1.safetensors",
+        "checkpoint.json",
+    )
+    assert (home / "model.rank-1.safetensors").read_bytes() == b"b"
+    assert not folder.exists() and not there.exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "named twice", "a link in its folder"])
+def test_no_checkpoint_is_added_if_the_part_of_a_rank_is_damaged(writer: RunWriter, stage: Stage, damage: str) -> None:
+    event, folder = stage(10, contents={"model.rank-0.safetensors": b"a", "state.pt": b"s"})
+    name = "state.pt" if damage == "named twice" else "model.rank-1.safetensors"
+    other, there = stage(10, contents={name: b"b"})
+    if damage == "missing":
+        (there / name).unlink()
+    if damage == "changed":
+        (there / name).write_bytes(b"c")
+    if damage == "a link in its folder":
+        (there / "more").symlink_to("/etc/passwd")
+    whole = dataclasses.replace(event, parts=(CheckpointPart(1, other.staging, other.files),))
+    with pytest.raises(CheckpointDamaged):
+        writer.adopt_checkpoint(0, whole, folder, POLICY, [there])
+    assert names(writer) == set()
+    assert (folder / "state.pt").exists()

@@ -40,6 +40,11 @@ def test_pointer_that_leads_elsewhere_is_refused(run_dir: Path, name: str) -> No
         checkpoint_folder(run_dir)
 
 
+def test_consolidated_checkpoint_is_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.json").write_text("{}")
+    assert checkpoint_folder(tmp_path) == tmp_path
+
+
 def test_run_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no checkpoint yet"):
         checkpoint_folder(tmp_path)

@@ -181,6 +181,14 @@ CASES = [
         ExitCode.CLUSTER,
     ),
     Case(
+        "file out of reach",  # the training may go on elsewhere
+        lambda play: play.send(inbox.ArtifactFailed(0, "checkpoint step-5", OSError("no route"), unreachable=True)),
+        0,
+        FaultKind.INFRASTRUCTURE,
+        "checkpoint step-5 could not be saved: no route",
+        ExitCode.CLUSTER,
+    ),
+    Case(
         "refused path",
         lambda play: play.send(inbox.ArtifactFailed(0, "artifact ../x", UnsafePath("it leads out"))),
         0,

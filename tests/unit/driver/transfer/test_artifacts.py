@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import queue
@@ -13,8 +14,8 @@ import pytest
 
 from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
 from ddptrain.driver.transfer import artifacts
-from ddptrain.driver.transfer.artifacts import ArtifactTransfer
-from ddptrain.protocol.events import CheckpointSaved, FileSaved
+from ddptrain.driver.transfer.artifacts import ArtifactTransfer, Source
+from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, FileSaved
 from ddptrain.results import checkpoints
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.run_writer import RunWriter
@@ -53,7 +54,7 @@ class FullDisk:
 
 def bring(transfer: ArtifactTransfer, staged: tuple[CheckpointSaved, Path]) -> None:
     event, folder = staged
-    transfer.bring_checkpoint(0, event, folder.parent, None)
+    transfer.bring_checkpoint(0, event, lambda rank: Source(folder.parent, None))
 
 
 @pytest.mark.parametrize("name", ["write_file", "sync_folder", "_publish"])
@@ -97,3 +98,45 @@ def test_run_can_do_without_what_trackers_have_written(
     message = inbox.get(timeout=60)
     assert isinstance(message, ArtifactFailed)
     assert message.vital is vital
+
+
+def test_checkpoint_with_files_of_an_unknown_rank_is_not_added(
+    transfer: ArtifactTransfer, inbox: Inbox, stage: Any
+) -> None:
+    event, folder = stage(1)
+    event = dataclasses.replace(event, parts=(CheckpointPart(7, "checkpoint-0", event.files),))
+    transfer.bring_checkpoint(0, event, lambda rank: {0: Source(folder.parent, None)}[rank])
+    failed = inbox.get(timeout=60)
+    assert isinstance(failed, ArtifactFailed) and "files of rank 7, which there is not" in str(failed.error)
+    assert not (transfer.writer.layout.checkpoints_dir / "step-1").exists()
+
+
+def test_files_of_a_rank_on_another_machine_are_fetched_from_there(
+    transfer: ArtifactTransfer, inbox: Inbox, stage: Any
+) -> None:
+    event, folder = stage(1)
+    other, there = stage(1, contents={"model.rank-1.safetensors": b"remote"})
+    event = dataclasses.replace(event, parts=(CheckpointPart(1, other.staging, other.files),))
+
+    def fetch(path: Path, offset: int, size: int) -> bytes:
+        return path.read_bytes()[offset : offset + size]
+
+    sources = {0: Source(folder.parent, None), 1: Source(there.parent, fetch)}
+    transfer.bring_checkpoint(0, event, lambda rank: sources[rank])
+    assert isinstance(inbox.get(timeout=60), ArtifactStored)
+    home = transfer.writer.layout.checkpoints_dir / "step-1"
+    assert (home / "model.rank-1.safetensors").read_bytes() == b"remote"
+    assert not list(transfer.writer.layout.scratch_dir.glob("fetched-*"))
+
+
+def test_file_of_a_lost_worker_is_out_of_reach_and_no_fault_of_the_run_directory(
+    transfer: ArtifactTransfer, inbox: Inbox, stage: Any
+) -> None:
+    event, folder = stage(1)
+
+    def fetch(path: Path, offset: int, size: int) -> bytes:
+        raise ConnectionError("no route")
+
+    transfer.bring_checkpoint(0, event, lambda rank: Source(folder.parent, fetch))
+    failed = inbox.get(timeout=60)
+    assert isinstance(failed, ArtifactFailed) and failed.unreachable and str(failed.error) == "no route"

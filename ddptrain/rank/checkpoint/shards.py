@@ -1,0 +1,245 @@
+"""A rank's slices of a sharded model and its optimizer: which it saves, and how it loads them.
+
+A checkpoint of any number of ranks, also of a model that is not sharded, is loaded exactly: each rank reads the slices
+that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from ddptrain.protocol.tensor_slices import OPTIMIZER, Place, SavedTensor, read_shards, saved_model
+from ddptrain.rank.checkpoint.snapshot import Shards, memory_of, require_savable, unwrapped
+from ddptrain.workloads.saved_weights import tensor_of
+
+_NAMES = "ddptrain.names"  # in the optimizer's saved parameter groups: the weights' names instead of numbers
+
+
+def own_shards(model: nn.Module, optimizer: Optimizer | None, copy: Callable[[Tensor], Tensor]) -> Shards:
+    """Return copies of the slices that this rank saves. Of equal slices, the first rank that has one saves it.
+
+    Raises TypeError if a tensor cannot be saved, or the optimizer has a parameter that the model does not.
+    """
+    weights: dict[str, Tensor] = {}
+    places: dict[str, Place] = {}
+    tied: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    seen: dict[object, str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            others[name] = value
+            continue
+        first = seen.setdefault(memory_of(_local(value)) or name, name)
+        if first != name:
+            tied[name] = first
+        elif (own := _own_slice(f"the weight {name!r}", value)) is not None:
+            weights[name], places[name] = copy(own[0]), own[1]
+    state: dict[str, Tensor] = {}
+    state_places: dict[str, Place] = {}
+    rest = None
+    if optimizer is not None:
+        names, loose = _names(model, optimizer), {}
+        for parameter, key, value in _optimizer_state(optimizer):
+            if not isinstance(value, Tensor):
+                loose[f"{names[parameter]}/{key}"] = value
+                continue
+            own = _own_slice(_checked(names[parameter], key, parameter, value), value)
+            if own is not None:
+                full = f"{names[parameter]}/{key}"
+                state[full], state_places[full] = copy(own[0]), own[1]
+        groups = [
+            {**group, "params": [], _NAMES: [names[each] for each in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        rest = {"param_groups": groups, "loose": loose}
+    return Shards(weights, places, state, state_places, tied, others, rest)
+
+
+def _optimizer_state(optimizer: Optimizer) -> Iterator[tuple[Tensor, str, Any]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield parameter, key, value
+
+
+def _checked(name: str, key: str, parameter: Tensor, value: Tensor) -> str:
+    """Return the words for a tensor of an optimizer. Raises TypeError if it is unknown to which slice it belongs."""
+    what = f"the optimizer's {key} of {name!r}"
+    if isinstance(parameter, DTensor) and value.numel() > 1 and value.shape != parameter.shape:
+        raise TypeError(
+            f"{what} can't be saved: its shape {list(value.shape)} is not that of the sharded weight, "
+            f"{list(parameter.shape)}; use an optimizer with a state for each value, such as Adam or SGD"
+        )
+    return what
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """The names of the optimizer's parameters. Raises TypeError."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise TypeError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that the sharded model does not "
+                    "have: create the optimizer after ctx.prepare"
+                )
+    return names
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def place_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The size and the offset of this rank's slice: each Shard divides a dimension as torch.chunk does."""
+    size, offset = list(tensor.shape), [0] * tensor.dim()
+    coordinate = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+    for ranks, position, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
+        if isinstance(placement, Shard):
+            whole, dimension = size[placement.dim], placement.dim
+            chunk = -(-whole // ranks)
+            first = min(chunk * position, whole)
+            size[dimension] = min(chunk, whole - first)
+            offset[dimension] += first
+    return tuple(size), tuple(offset)
+
+
+def _own_slice(what: str, tensor: Tensor) -> tuple[Tensor, Place] | None:
+    """The slice that this rank saves, or None if another rank has the same, or it is empty."""
+    require_savable(what, tensor)
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return (tensor, (shape, (0,) * len(shape))) if torch.distributed.get_rank() == 0 else None
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_partial() or type(placement).__name__ == "_StridedShard":
+            raise TypeError(f"{what} can't be saved: it is placed as {placement} on {mesh}")
+        if placement.is_replicate() and coordinate[dimension] != 0:
+            return None
+    size, offset = place_of(tensor)
+    local = tensor.to_local()
+    if tuple(local.shape) != size:
+        raise TypeError(f"{what} can't be saved: its slice has the shape {list(local.shape)}, not {list(size)}")
+    return (local, (tuple(tensor.shape), offset)) if local.numel() else None
+
+
+# --- loading ---
+
+
+def load_weights(folder: Path, model: nn.Module, others: Mapping[str, Any]) -> None:
+    """Load the weights of a checkpoint into a sharded model, in place; `others` is its state that is no tensor.
+
+    Raises RuntimeError, which lists missing and unexpected names and wrong shapes, if they do not fit; SlicesError.
+    """
+    bare = unwrapped(model)
+    saved, tied = saved_model(folder)
+    saved |= {name: saved[kept] for name, kept in tied.items()}
+    state = {name: value for name, value in bare.state_dict().items() if isinstance(value, Tensor)}
+    problems = [
+        *(f"missing: {name}" for name in state if name not in saved),
+        *(f"unexpected: {name}" for name in saved if name not in state),
+        *(
+            f"{name} has the shape {list(saved[name].shape)} in the checkpoint, {list(value.shape)} in the model"
+            for name, value in state.items()
+            if name in saved and saved[name].shape != tuple(value.shape)
+        ),
+    ]
+    if problems:
+        raise RuntimeError(f"the checkpoint {folder.name} does not fit the model: {'; '.join(problems)}")
+    with torch.no_grad():
+        for name, value in state.items():
+            _local(value).copy_(_own_part(saved[name], value))
+    if others:
+        bare.load_state_dict(dict(others), strict=False)
+
+
+def _own_part(saved: SavedTensor, like: Tensor) -> Tensor:
+    """The part of a saved tensor that belongs on this rank."""
+    if not isinstance(like, DTensor):
+        return tensor_of(saved)
+    size, offset = place_of(like)
+    return tensor_of(saved, offset, size)
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedOptimizer:
+    """An optimizer's state by the weights' names, from a checkpoint of a sharded model or of another one."""
+
+    groups: list[dict[str, Any]]
+    state: dict[str, dict[str, Any]]
+
+
+def load_optimizer(folder: Path, saved: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """Load the state of an optimizer; model and checkpoint may be sharded or not.
+
+    Raises RuntimeError if its parameters are not those of the checkpoint; SlicesError.
+    """
+    current = _names(unwrapped(model), optimizer)
+    numbers: dict[str, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers[current[parameter]] = len(numbers)
+    found = _of_shards(folder, saved) if _NAMES in saved["param_groups"][0] else _of_whole(saved, list(numbers))
+    groups = []
+    for group, now in zip(found.groups, optimizer.param_groups, strict=False):
+        names = [current[parameter] for parameter in now["params"]]
+        if set(group.pop(_NAMES)) != set(names):
+            raise RuntimeError("the optimizer in the checkpoint has other parameters: give the same groups as before")
+        groups.append({**group, "params": [numbers[name] for name in names]})
+    if len(found.groups) != len(optimizer.param_groups):
+        raise RuntimeError(
+            f"the optimizer in the checkpoint has {len(found.groups)} parameter groups, this one "
+            f"{len(optimizer.param_groups)}: give the same groups as before"
+        )
+    by_name = {name: parameter for parameter, name in current.items()}
+    state = {
+        numbers[name]: {key: _placed_like(by_name[name], value) for key, value in values.items()}
+        for name, values in found.state.items()
+        if name in numbers
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _of_shards(folder: Path, saved: Mapping[str, Any]) -> _SavedOptimizer:
+    state: dict[str, dict[str, Any]] = {}
+    for full, value in {**read_shards(folder, OPTIMIZER)[0], **saved["loose"]}.items():
+        name, _, key = full.rpartition("/")
+        state.setdefault(name, {})[key] = value
+    return _SavedOptimizer([dict(group) for group in saved["param_groups"]], state)
+
+
+def _of_whole(saved: Mapping[str, Any], order: list[str]) -> _SavedOptimizer:
+    """The state that Optimizer.state_dict() returns, where parameters are numbered in the order of the groups."""
+    count = sum(len(group["params"]) for group in saved["param_groups"])
+    if count != len(order):
+        raise RuntimeError(f"the optimizer in the checkpoint has {count} parameters, this one {len(order)}")
+    groups = [{**group, _NAMES: [order[number] for number in group["params"]]} for group in saved["param_groups"]]
+    return _SavedOptimizer(groups, {order[number]: dict(values) for number, values in saved["state"].items()})
+
+
+def _placed_like(parameter: Tensor, value: Any) -> Any:
+    """A value of the optimizer's state: sliced as its parameter is, if it has the parameter's shape."""
+    if not isinstance(value, SavedTensor | Tensor):
+        return value
+    if not isinstance(parameter, DTensor) or tuple(value.shape) != tuple(parameter.shape):
+        return tensor_of(value) if isinstance(value, SavedTensor) else value
+    size, offset = place_of(parameter)
+    if isinstance(value, SavedTensor):
+        local = tensor_of(value, offset, size)
+    else:
+        local = value[tuple(slice(at, at + n) for at, n in zip(offset, size, strict=True))].clone()
+    mesh, device = parameter.device_mesh, parameter.to_local().device
+    # `stride` and `shape` are given, because slices of different sizes cannot be multiplied to the whole.
+    return DTensor.from_local(
+        local.to(device), mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

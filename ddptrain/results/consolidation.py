@@ -1,0 +1,153 @@
+"""Writes the model of a checkpoint as one safetensors checkpoint, without torch: 64 MiB of a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddptrain.errors import UsageError
+from ddptrain.file_ops import hash_file, publish, sync_folder, write_atomic
+from ddptrain.protocol.tensor_slices import INDEX_FILE, ITEM_BYTES, MODEL, OPTIMIZER, SavedTensor, saved_model
+from ddptrain.results.checkpoint_verification import parse_manifest, verify
+from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.layout import MANIFEST
+
+MAX_FILE_BYTES = 5_000_000_000  # of one file; the limit that the Hugging Face Hub uses
+_CHUNK_BYTES = 64 << 20
+_MODEL_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """What was written: the folder, the step, the files, and how many tensors of how many bytes the model has."""
+
+    folder: Path
+    step: int
+    files: tuple[str, ...]
+    tensors: int
+    n_bytes: int
+
+
+def consolidate(
+    checkpoint: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES, more: Sequence[Path] = ()
+) -> Consolidated:
+    """Write a checkpoint's weights, and what else is needed to use the model, into a new folder.
+
+    The checkpoint is compared with its manifest first. The optimizer's state is left out. The folder appears complete
+    or not at all. more: further files to copy into it.
+
+    Raises:
+        CheckpointDamaged: the checkpoint is not what its manifest says, or slices are missing.
+        UsageError: the folder exists, or cannot be written.
+    """
+    if os.path.lexists(target):
+        raise UsageError(f"{target} exists: choose a new folder")
+    found = verify(checkpoint)
+    try:
+        tensors, tied = saved_model(checkpoint)
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"cannot read the weights of {checkpoint}: {error}") from error
+    others = [name for name in found.files if name != MANIFEST and not _is_of_tensors(name)]
+    incoming = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        incoming.mkdir()
+        names = _write_model(incoming, tensors, tied, max_file_bytes)
+        for path in (*(checkpoint / name for name in others), *more):
+            shutil.copyfile(path, incoming / path.name)
+        (incoming / MANIFEST).write_bytes(_manifest(checkpoint, incoming, [*names, *others]))
+        sync_folder(incoming)
+        publish(incoming, target)
+    except OSError as error:
+        raise UsageError(f"can't write the checkpoint to {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
+    n_bytes = sum(tensor.n_bytes for tensor in tensors.values())
+    return Consolidated(target, found.step, (*names, *others, MANIFEST), len(tensors), n_bytes)
+
+
+def _is_of_tensors(name: str) -> bool:
+    """Whether a file of a checkpoint has weights, or state of an optimizer."""
+    return name in (_MODEL_FILE, INDEX_FILE) or name.startswith((f"{MODEL}.rank-", f"{OPTIMIZER}.rank-"))
+
+
+def split_tensors(tensors: Mapping[str, SavedTensor], max_file_bytes: int) -> list[list[str]]:
+    """Divide the names of tensors among files of at most that size, in their order; a larger tensor has its own."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)):
+        if files[-1] and size + tensors[name].n_bytes > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += tensors[name].n_bytes
+    return files
+
+
+def _write_model(
+    folder: Path, tensors: Mapping[str, SavedTensor], tied: Mapping[str, str], max_file_bytes: int
+) -> list[str]:
+    """Write the weights into one file, or into several with an index; return the names of the files."""
+    parts = split_tensors(tensors, max_file_bytes)
+    if len(parts) == 1:
+        _write_tensors(folder / _MODEL_FILE, {name: tensors[name] for name in parts[0]}, tied)
+        return [_MODEL_FILE]
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        own = {name: kept for name, kept in tied.items() if kept in names}
+        _write_tensors(folder / file, {name: tensors[name] for name in names}, own)
+        weight_map |= dict.fromkeys([*names, *own], file)
+    size = sum(tensor.n_bytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomic(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
+    return [*dict.fromkeys(weight_map.values()), INDEX_FILE]
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, SavedTensor], tied: Mapping[str, str]) -> None:
+    """Write a safetensors file; metadata are the further names of tied weights, as in the file of a checkpoint."""
+    header: dict[str, Any] = {"__metadata__": dict(tied)} if tied else {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.n_bytes
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            for offset, size in row_blocks(tensor):
+                file.write(tensor.read(offset, size).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def row_blocks(tensor: SavedTensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield offset and size of blocks of whole rows, in order; a block has at most 64 MiB, or one row."""
+    if not tensor.shape:
+        yield (), ()
+        return
+    rows, rest = tensor.shape[0], tensor.shape[1:]
+    row_bytes = math.prod(rest) * ITEM_BYTES[tensor.dtype]
+    step = max(1, _CHUNK_BYTES // max(1, row_bytes))
+    for row in range(0, rows, step):
+        yield (row, *(0 for _ in rest)), (min(step, rows - row), *rest)
+
+
+def _manifest(checkpoint: Path, folder: Path, names: Sequence[str]) -> bytes:
+    """The checkpoint's manifest with the files that are in the new folder."""
+    before = parse_manifest((checkpoint / MANIFEST).read_bytes())
+    if before is None:
+        raise CheckpointDamaged(f"{checkpoint / MANIFEST} has changed meanwhile")
+    files = []
+    for name in names:
+        size_bytes, digest = hash_file(folder / name)
+        files.append({"name": name, "size_bytes": size_bytes, "sha256": digest})
+    return (json.dumps({**before, "files": files}, indent=2) + "\n").encode()

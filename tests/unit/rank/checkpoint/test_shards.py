@@ -1,0 +1,198 @@
+"""Checkpoints of sharded models: equal weights and optimizer state with any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ddptrain.protocol.tensor_slices import SlicesError
+from ddptrain.rank.checkpoint import file_format
+from ddptrain.rank.checkpoint.shards import place_of
+from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded
+from ddptrain.workloads.saved_weights import read_weights
+from tests.unit.rank.checkpoint.fake_ranks import CPU, Net, fake_rank, sharded, trained
+
+
+def reference() -> tuple[Net, torch.optim.Adam]:
+    """The model and the optimizer as they are without sharding."""
+    torch.manual_seed(3)
+    net = Net()
+    return net, trained(net)
+
+
+def save(folder: Path, ranks: int, **settings: Any) -> None:
+    """Write the checkpoint of a model on so many ranks into a folder."""
+    for rank in range(ranks):
+        with fake_rank(rank, ranks):
+            torch.manual_seed(3)
+            net = sharded(Net(), **settings)
+            copied = HostBuffers().take(net, trained(net), {"step": 1} if rank == 0 else {})
+            assert copied.shards is not None
+            written = file_format.write_shards(folder / str(rank), copied.shards, rank)
+            for file in written:
+                (folder / str(rank) / file.name).rename(folder / file.name)
+            if rank == 0:
+                file_format.write_state(folder, copied)
+
+
+def same_part(value: Any, whole: Tensor) -> bool:
+    """Whether a rank has its part of a tensor."""
+    if not isinstance(value, DTensor):
+        return torch.equal(value, whole)
+    size, offset = place_of(value)
+    part = whole[tuple(slice(at, at + n) for at, n in zip(offset, size, strict=True))]
+    return value.shape == whole.shape and torch.equal(value.to_local(), part)
+
+
+def assert_equal(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Assert that weights and optimizer are those of the reference."""
+    expected, other = reference()
+    for name, value in expected.state_dict().items():
+        assert same_part(net.state_dict()[name], value), name
+    states: Mapping[int, Any] = optimizer.state_dict()["state"]
+    assert states.keys() == other.state_dict()["state"].keys()
+    for number, values in other.state_dict()["state"].items():
+        assert states[number].keys() == values.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(same_part(states[number][key], value) for key, value in values.items())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert "ddptrain.names" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 2), (2, 3), (4, 2), (1, 3), (3, 1), (8, 2)])
+def test_checkpoint_is_loaded_exactly_with_any_number_of_ranks(tmp_path: Path, before: int, now: int) -> None:
+    save(tmp_path, before)
+    for rank in range(now):
+        with fake_rank(rank, now):
+            net = sharded(Net())
+            optimizer = torch.optim.Adam(net.parameters(), lr=0.5)
+            state = file_format.read(tmp_path, net, optimizer, CPU)
+            assert state["step"] == 1
+            assert_equal(net, optimizer)
+            assert net.tail.weight is net.head.weight
+
+
+def test_ranks_of_a_hybrid_mesh_with_the_same_slices_save_them_once(tmp_path: Path) -> None:
+    save(tmp_path, 4, strategy="hybrid", hosts=2, ranks_on_host=2)
+    assert sorted(path.name for path in tmp_path.glob("model.*")) == [
+        "model.rank-0.safetensors",
+        "model.rank-1.safetensors",
+    ]
+    with fake_rank(2, 3):
+        net = sharded(Net())
+        optimizer = torch.optim.Adam(net.parameters())
+        file_format.read(tmp_path, net, optimizer, CPU)
+        assert_equal(net, optimizer)
+
+
+def test_model_that_is_not_sharded_loads_the_slices_of_all_ranks(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    file_format.read(tmp_path, net, optimizer, CPU)
+    assert not is_sharded(net)
+    assert_equal(net, optimizer)
+    weights = read_weights(tmp_path)
+    assert torch.equal(weights["tail.weight"], weights["head.weight"])
+
+
+def test_sharded_model_loads_the_checkpoint_of_one_that_is_not(tmp_path: Path) -> None:
+    file_format.write(tmp_path / "whole", HostBuffers().take(*reference(), {"step": 1}))
+    with fake_rank(1, 2):
+        net = sharded(Net())
+        optimizer = torch.optim.Adam(net.parameters())
+        file_format.read(tmp_path / "whole", net, optimizer, CPU)
+        assert_equal(net, optimizer)
+
+
+def test_snapshot_is_a_copy() -> None:
+    with fake_rank(0, 2):
+        net = sharded(Net())
+        copied = HostBuffers().take(net, None, {})
+        assert copied.shards is not None
+        before = copied.shards.model["head.weight"].clone()
+        with torch.no_grad():
+            net.head.weight.zero_()
+        assert torch.equal(copied.shards.model["head.weight"], before)
+
+
+def test_model_is_saved_and_loaded_as_sharded_after_an_evaluation(tmp_path: Path) -> None:
+    """FSDP keeps the weights whole after a forward pass without gradients."""
+    with fake_rank(0, 1):
+        torch.manual_seed(3)
+        net = sharded(Net())
+        optimizer = trained(net)
+        with torch.no_grad():
+            net(torch.ones(1, 5))
+        copied = HostBuffers().take(net, optimizer, {"step": 1})
+        assert copied.shards is not None and len(copied.shards.model) == len(net.state_dict()) - 1
+        file_format.write_shards(tmp_path / "saved", copied.shards, 0)
+        file_format.write_state(tmp_path / "saved", copied)
+        with torch.no_grad():
+            net(torch.ones(1, 5))
+            for parameter in net.parameters():
+                parameter.zero_()
+        file_format.read(tmp_path / "saved", net, optimizer, CPU)
+        assert_equal(net, optimizer)
+
+
+def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    with fake_rank(0, 2):
+        net = Net(6)
+        net.extra = nn.Linear(1, 1)
+        with pytest.raises(RuntimeError, match=r"missing: extra\.bias.*has the shape \[7, 5\] in the checkpoint"):
+            file_format.read(tmp_path, sharded(net), None, CPU)
+
+
+def test_missing_file_of_a_rank_is_an_error_and_no_part_of_a_model(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    (tmp_path / "optimizer.rank-1.safetensors").unlink()
+    with fake_rank(0, 2):
+        net = sharded(Net())
+        with pytest.raises(SlicesError, match=r"values of .* are in the files of the ranks"):
+            file_format.read(tmp_path, net, torch.optim.Adam(net.parameters()), CPU)
+
+
+def test_other_parameter_groups_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    with fake_rank(0, 2):
+        net = sharded(Net())
+        few = torch.optim.Adam(net.head.parameters())
+        with pytest.raises(RuntimeError, match="has other parameters"):
+            file_format.read(tmp_path, net, few, CPU)
+        groups = [{"params": [each]} for each in net.parameters()]
+        with pytest.raises(RuntimeError, match=r"has other parameters|1 parameter groups, this one 10"):
+            file_format.read(tmp_path, net, torch.optim.Adam(groups), CPU)
+
+
+def test_optimizer_from_before_the_model_was_sharded_is_refused() -> None:
+    with fake_rank(0, 2):
+        net = Net()
+        early = torch.optim.Adam(net.parameters())
+        with pytest.raises(TypeError, match=r"create the optimizer after ctx\.prepare"):
+            HostBuffers().take(sharded(net), early, {})
+
+
+def test_optimizer_state_of_another_shape_than_its_weight_is_refused() -> None:
+    with fake_rank(0, 2):
+        net = sharded(Net())
+        optimizer = torch.optim.SGD(net.parameters())
+        optimizer.state[net.head.weight]["rows"] = torch.ones(5)
+        with pytest.raises(TypeError, match=r"the optimizer's rows of 'head\.weight' can't be saved"):
+            HostBuffers().take(net, optimizer, {})
+
+
+def test_no_file_is_written_for_a_rank_without_slices(tmp_path: Path) -> None:
+    with fake_rank(0, 2):
+        shards = HostBuffers().take(sharded(Net()), None, {}).shards
+    assert shards is not None
+    empty = dataclasses.replace(shards, model={}, model_places={})
+    assert file_format.write_shards(tmp_path / "1", empty, 1) == ()
+    assert [file.name for file in file_format.write_shards(tmp_path / "0", empty, 0)] == ["model.rank-0.safetensors"]
