@@ -103,7 +103,7 @@ def plot(
     runs_dir: RunsDir = None,
     json: Json = False,
 ) -> None:
-    """Draw the loss curves of a run, as a picture and in the terminal."""
+    """Draw the loss curves of a run: a picture, and in the terminal."""
     from ddptrain.results.run_files import is_own_folder
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.curves import plot_data, plot_of
@@ -167,7 +167,7 @@ def sync(
 
 
 app.command("list")(list_runs)
-app.command("compare", short_help="Compare runs: what differs, their metrics and curves.")(compare)
+app.command("compare", short_help="Compare runs: settings, metrics, curves.")(compare)
 app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
 app.command("note", short_help="Write a note on a run.")(note)
 app.command("export", short_help="Write the metrics of runs for other tools.")(export)

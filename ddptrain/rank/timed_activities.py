@@ -27,7 +27,7 @@ class TimedActivities(RankIdentity):
         """
         began = time.monotonic()
         try:
-            with other_time.block():
+            with other_time:
                 yield
         finally:
             seconds = time.monotonic() - began

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from ddptrain.protocol import events
@@ -40,7 +40,7 @@ class CollectiveCalls:
     def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
         self._spec, self._emitter = spec, emitter
         self._counts: Counter[str] = Counter()
-        self._wait: Wait | None = None
+        self.current: Wait | None = None  # the innermost block
         self._thread: threading.Thread | None = None
 
     @property
@@ -51,7 +51,7 @@ class CollectiveCalls:
     @property
     def wait(self) -> Wait | None:
         """The call in which the rank waits for other ranks now."""
-        wait = self._wait
+        wait = self.current
         return wait if wait is not None and wait.for_others() else None
 
     def enter(self, name: str) -> int:
@@ -59,20 +59,14 @@ class CollectiveCalls:
         self._counts[name] += 1
         return self._counts[name]
 
-    @contextmanager
     def waiting(
         self, name: str, step: int | None = None, for_others: Callable[[], bool] = lambda: True
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """The rank may wait for others inside this block, in a call that it has entered."""
-        before, self._wait = self._wait, Wait(name, step, time.monotonic(), for_others)
         if self._thread is None and self._spec.placement.world_size > 1:
             self._thread = threading.Thread(target=self._watch, name="ddptrain-calls", daemon=True)
             self._thread.start()
-        try:
-            with other_time.block():
-                yield
-        finally:
-            self._wait = before
+        return _Waiting(self, Wait(name, step, time.monotonic(), for_others))
 
     def meet(self, name: str, number: int, store: WorkerGroupStore) -> None:
         """Wait until all ranks have begun their call of this name and number."""
@@ -94,3 +88,20 @@ class CollectiveCalls:
             if (waited_s := time.monotonic() - wait.since) >= next_s:
                 next_s = waited_s + min(waited_s, _MAX_INTERVAL_S)
                 self._emitter.emit(events.Waiting(time.time_ns(), wait.name, wait.step))
+
+
+class _Waiting(AbstractContextManager[None]):
+    """A block in which a rank may wait. No generator: ctx.checkpoint may be called after each step."""
+
+    __slots__ = ("_before", "_calls", "_wait")
+
+    def __init__(self, calls: CollectiveCalls, wait: Wait) -> None:
+        self._calls, self._wait = calls, wait
+
+    def __enter__(self) -> None:
+        self._before, self._calls.current = self._calls.current, self._wait
+        other_time.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        other_time.__exit__()
+        self._calls.current = self._before

@@ -87,7 +87,7 @@ def test_auto_starts_afresh_where_the_parameters_are_others(tmp_path: Path) -> N
     ended(tmp_path, "failed", RunStatus.FAILED)
     folder, reason = auto(tmp_path, config(epochs=9, extra=True))
     assert folder is None
-    assert reason.endswith("but had params.epochs 5 (now 9), params.extra None (now True)")
+    assert reason.endswith("but had params.epochs 5 (now 9), params.extra not given (now True)")
 
 
 def test_auto_starts_afresh_where_there_is_none(tmp_path: Path) -> None:

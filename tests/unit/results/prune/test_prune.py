@@ -66,7 +66,7 @@ def test_dry_run_changes_nothing(runs: Path) -> None:
     report = prune(LocalRuns(runs), ALL, dry_run=True)
     assert [each.run.folder for each in report.removed] == ["old"]
     assert sorted(runs.rglob("*")) == before
-    assert report.summary == "1 run would be deleted, 1.5 KiB would be freed"
+    assert report.summary == "1 run would be deleted, 1.6 KiB would be freed"
 
 
 def test_kill_at_each_step_leaves_the_complete_run_or_none(tmp_path: Path) -> None:
@@ -224,5 +224,5 @@ def test_what_cannot_be_deleted_is_a_problem_and_the_others_go(runs: Path, monke
         f"cannot move {runs / 'a'}: Permission denied; choose a folder that you may write to with --runs-dir",
     )
     assert [each.run.folder for each in report.removed] == ["b"]
-    assert report.summary == "1 run deleted, 1.5 KiB freed; 1 problem"
+    assert report.summary == "1 run deleted, 1.6 KiB freed; 1 problem"
     assert [view.run_id for view in list_runs(runs)] == ["a"]
