@@ -299,7 +299,7 @@ class TrialDisplay:
     def event(self, obj: Mapping[str, Any]) -> None:
         """Do nothing: events.jsonl of the run has it."""
 
-    def log_grew(self) -> None:
+    def log_grew(self, rank: int | None = None) -> None:
         """Do nothing: logs of trials are not shown."""
 
     def close(

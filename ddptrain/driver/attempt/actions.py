@@ -11,10 +11,10 @@ from ddptrain.protocol.worker_notices import OutputBytes, RankExit
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitRank:
-    """Start a rank, which joins the TCPStore at `port`; 0: it opens the store itself."""
+class SubmitRanks:
+    """Start these ranks, which join the TCPStore at `port`; 0: the worker of rank 0, the first of them, opens it."""
 
-    rank: int
+    ranks: tuple[int, ...]
     port: int = 0
 
 
@@ -134,7 +134,7 @@ class ShowStatus:
 
 
 Action = (
-    SubmitRank
+    SubmitRanks
     | StopRanks
     | SendCommand
     | ReadOutput

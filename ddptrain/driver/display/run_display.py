@@ -38,8 +38,8 @@ class RunDisplay(Protocol):
     def event(self, obj: Mapping[str, Any]) -> None:
         """An object for readers of JSON lines."""
 
-    def log_grew(self) -> None:
-        """Some rank's log file has grown."""
+    def log_grew(self, rank: int | None = None) -> None:
+        """A rank's log file has grown; None: any may have."""
 
     def close(
         self,
