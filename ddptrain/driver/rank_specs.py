@@ -54,9 +54,11 @@ class RankSpecs:
         if checkpoint is not None:
             folders = self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
         inputs = self.inputs.place(self.worker_group, places)
+        template = self._template(attempt, places)
+        placements = all_placements(places, use_gpu=self.resolved.config.cluster.gpus != 0)
         specs = [
-            self._spec(attempt, place, places, folder, prepared)
-            for place, folder, prepared in zip(places, folders, inputs, strict=True)
+            self._spec(template, place, own, folder, prepared)
+            for place, own, folder, prepared in zip(places, placements, folders, inputs, strict=True)
         ]
         if self.evaluation is not None:
             specs = self._with_checkpoints(specs, places, self.evaluation)
@@ -64,23 +66,31 @@ class RankSpecs:
             specs = self._with_code(specs, places)
         return self.worker_group.sealed(specs, places)
 
-    def _spec(
-        self, attempt: int, place: RankPlace, places: Sequence[RankPlace], resume_from: str, inputs: str
-    ) -> RankSpec:
+    def _template(self, attempt: int, places: Sequence[RankPlace]) -> RankSpec:
+        """The spec of rank 0, without what differs between ranks."""
         config = self.resolved.config
         return RankSpec(
             run_id=self.writer.run_id,
             attempt=attempt,
-            rank=place.rank,
-            placement=placement(place, places, use_gpu=config.cluster.gpus != 0),
+            rank=0,
+            placement=Placement(len(places), 0, 1, 0, 0),
             group=process_group(config, places),
-            checkpointing=checkpointing(config, resume_from),
-            code=dataclasses.replace(code(self.resolved), inputs=inputs, full_traceback=self.full_traceback),
+            checkpointing=checkpointing(config, ""),
+            code=dataclasses.replace(code(self.resolved), full_traceback=self.full_traceback),
             supervision=supervision(config),
             prepare=config.prepare.model_dump(),
             profile=config.profile.spec if config.profile is not None and self.evaluation is None else None,
-            tracking=self.tracking.of(place),
             env={**self.tracking.env, **config.env},
+        )
+
+    def _spec(self, template: RankSpec, place: RankPlace, own: Placement, resume_from: str, inputs: str) -> RankSpec:
+        return dataclasses.replace(
+            template,
+            rank=place.rank,
+            placement=own,
+            checkpointing=dataclasses.replace(template.checkpointing, resume_from=resume_from),
+            code=dataclasses.replace(template.code, inputs=inputs),
+            tracking=self.tracking.of(place),
         )
 
     def _with_checkpoints(
@@ -120,24 +130,31 @@ class RankSpecs:
         return moved_specs
 
 
-def placement(place: RankPlace, places: Sequence[RankPlace], *, use_gpu: bool) -> Placement:
-    """Return where a rank runs among all ranks of the run."""
-    return Placement(
-        world_size=len(places),
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        node_rank=place.node_rank,
-        slot=place.slot.index,
-        hosts=len({other.slot.host for other in places}),
-        local_gpus=_gpus_of_host(place, places) if use_gpu else (),
-        use_gpu=use_gpu,
-        shared=place.shared,
-    )
+def all_placements(places: Sequence[RankPlace], *, use_gpu: bool) -> list[Placement]:
+    """Return where each rank runs among all ranks of the run."""
+    by_host: dict[str, list[RankPlace]] = {}
+    for place in places:
+        by_host.setdefault(place.slot.host, []).append(place)
+    gpus = {host: _gpus_of_host(of_host) if use_gpu else () for host, of_host in by_host.items()}
+    return [
+        Placement(
+            world_size=len(places),
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+            slot=place.slot.index,
+            hosts=len(by_host),
+            local_gpus=gpus[place.slot.host],
+            use_gpu=use_gpu,
+            shared=place.shared,
+        )
+        for place in places
+    ]
 
 
-def _gpus_of_host(place: RankPlace, places: Sequence[RankPlace]) -> tuple[str, ...]:
-    """The devices of all ranks on this host in the order of their local ranks; empty if a rank has none."""
-    ranks = sorted((other for other in places if other.slot.host == place.slot.host), key=lambda each: each.local_rank)
+def _gpus_of_host(of_host: Sequence[RankPlace]) -> tuple[str, ...]:
+    """The devices of all ranks of a host in the order of their local ranks; empty if a rank has none."""
+    ranks = sorted(of_host, key=lambda each: each.local_rank)
     return tuple(each.gpu for each in ranks) if all(each.gpu for each in ranks) else ()
 
 

@@ -77,12 +77,16 @@ class Recorder:
         self._recorded("warning", {"message": text})
         self.display.notice(text, level="warning")
 
+    def flush(self) -> None:
+        """Write the metrics that wait into the run directory."""
+        self.writer.flush()
+
     def rank_event(self, rank: int, event: events.Event) -> None:
-        """Show and record an event that a rank sent."""
+        """Show and record an event that a rank sent; metrics are written with flush()."""
         match event:
             case events.Metrics():
                 self._logged |= event.values.keys()
-                self.writer.metrics(event, rank)
+                self.writer.metrics(event, rank, later=True)
                 self.display.metrics(rank, event)
             case events.Progress():
                 self.display.progress(rank, event)

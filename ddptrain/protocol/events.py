@@ -316,6 +316,16 @@ def encode(event: Event) -> bytes:
     return data
 
 
+_DECLARED = {
+    cls: {field.name: str(field.type) for field in dataclasses.fields(cls)} for cls in (*KINDS.values(), StagedFile)
+}
+
+
+def are_numbers(lines: bytes) -> bool:
+    """Whether all these lines begin as metrics and progress do; such events can wait, others are urgent."""
+    return all(line.startswith(_NUMBERS) for line in lines.splitlines())
+
+
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
@@ -327,6 +337,9 @@ def _plain(value: object) -> object:
 _ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=True)  # made once: making it is slow
 
 
+_NUMBERS = tuple(f'{{"event":"{cls.kind}",'.encode() for cls in (Metrics, Progress))
+
+
 def decode(line: bytes) -> Event:
     """The event in a line. Raises EventFormatError for anything else: a rank is not trusted."""
     if len(line) > MAX_LINE_BYTES:
@@ -334,9 +347,8 @@ def decode(line: bytes) -> Event:
     try:
         raw = json.loads(line)
         cls = KINDS[raw.pop("event")]
-        known = {f.name for f in dataclasses.fields(cls)}
-        fields = {key: value for key, value in raw.items() if key in known}
-        return _checked(cls, fields)
+        known = _declared(cls)
+        return _checked(cls, {key: value for key, value in raw.items() if key in known})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EventFormatError(f"not an event: {line[:200]!r} ({error})") from error
 
@@ -358,10 +370,16 @@ def _files(fields: dict[str, Any]) -> tuple[StagedFile, ...]:
 
 def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, if their JSON types are the declared ones. Raises TypeError otherwise."""
-    for spec in dataclasses.fields(cls):
-        if spec.name in fields and not _fits(str(spec.type), fields[spec.name]):
-            raise TypeError(f"{spec.name} is {fields[spec.name]!r}, not {spec.type}")
+    declared = _declared(cls)
+    for name, value in fields.items():
+        if not _fits(declared[name], value):
+            raise TypeError(f"{name} is {value!r}, not {declared[name]}")
     return fields
+
+
+def _declared(cls: type[Any]) -> Mapping[str, str]:
+    """The fields of a dataclass and their types, as text."""
+    return _DECLARED[cls]
 
 
 def _fits(declared: str, value: Any) -> bool:
@@ -376,7 +394,7 @@ def _fits(declared: str, value: Any) -> bool:
     if declared.startswith("str"):
         return isinstance(value, str)
     if declared == "Mapping[str, float]":
-        return isinstance(value, dict) and all(_fits("float", item) for item in value.values())
+        return isinstance(value, dict) and all(type(item) in (float, int) for item in value.values())
     if declared == "Mapping[str, str]":
         return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
     return isinstance(value, dict | tuple)

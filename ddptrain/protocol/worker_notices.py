@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
 
-MAX_DATA_BYTES = 16 * 1024  # in one OutputBytes: the scheduler keeps the last thousand messages of a topic
+MAX_DATA_BYTES = 16 * 1024  # in one message: the scheduler keeps the last thousand messages of a topic
+_FEW_BYTES = 100  # of a notice without data
 _MAX_COUNT = 1 << 50  # of sizes, offsets, ranks and attempts; more is a mistake or an attack
 _MAX_TIME_NS = 1 << 63
 _MAX_TEXT = 4_096  # characters
@@ -122,6 +123,14 @@ class SystemSample(Notice):
     ranks: Mapping[str, Mapping[str, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class Broken(Notice):
+    """The rank could not be started, or its rank server is gone: no other notice will come from it."""
+
+    kind: ClassVar[str] = "broken"
+    message: str
+
+
 def describe_status(status: int) -> str:
     """An exit code, or minus the number of a signal, as text."""
     if status >= 0:
@@ -133,13 +142,33 @@ def describe_status(status: int) -> str:
 
 
 KINDS: dict[str, type[Notice]] = {
-    cls.kind: cls for cls in (Alive, Leaving, StoreOpened, Growth, OutputBytes, RankExit, SystemSample)
+    cls.kind: cls for cls in (Alive, Leaving, StoreOpened, Growth, OutputBytes, RankExit, Broken, SystemSample)
 }
 
 
 def encode(notice: Notice) -> dict[str, Any]:
     """The notice as plain values for MessagePack (OutputBytes has bytes) or JSON (all others)."""
     return {"notice": notice.kind, **{name: getattr(notice, name) for name in notice.__dataclass_fields__}}
+
+
+def encode_all(notices: Sequence[Notice]) -> dict[str, Any]:
+    """Several notices as one message."""
+    return {"notices": [encode(notice) for notice in notices]}
+
+
+def size_bytes(notice: Notice) -> int:
+    """About how much a notice adds to a message."""
+    return _FEW_BYTES + (len(notice.data) if isinstance(notice, OutputBytes) else 0)
+
+
+def decode_all(message: object) -> Iterator[Notice | NoticeError]:
+    """The notices of a message, each or why it is not valid."""
+    several = message.get("notices") if isinstance(message, Mapping) else None
+    for one in several if isinstance(several, list | tuple) else [message]:
+        try:
+            yield decode(one)
+        except NoticeError as error:
+            yield error
 
 
 def decode(message: object) -> Notice:
@@ -246,6 +275,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "host": lambda value: isinstance(value, str) and len(value) <= _MAX_HOST,
     "use": lambda value: _is_sample(value, HOST_METRICS),
     "ranks": _are_ranks,
+    "message": _is_text,
     "timed_out": lambda value: isinstance(value, bool),
 }
 _FIELDS = {

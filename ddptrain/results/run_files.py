@@ -195,11 +195,16 @@ class FolderIdentity:
 # --- Lines ---
 
 
+_MOST_WAITING_BYTES = 1 << 16
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # made once: making it is slow
+
+
 class JsonLines:
     """Appends JSON objects to a file, one line each; the file has one writer."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._waiting = bytearray()
         self._descriptor = open_to_append(path)
         with naming(path):
             self._size = os.fstat(self._descriptor).st_size
@@ -208,8 +213,25 @@ class JsonLines:
 
     def append(self, record: Mapping[str, object]) -> None:
         """Append one line completely, or nothing if a write fails. Raises ResultsError."""
-        line = json.dumps(as_json_data(record), allow_nan=False, separators=(",", ":")) + "\n"
-        data = (b"\n" if self._is_torn else b"") + line.encode()
+        self.add(record)
+        self.flush()
+
+    def add(self, record: Mapping[str, object]) -> None:
+        """Append one line with the next flush(): a system call for each would be most of the cost. May flush itself."""
+        try:
+            line = _ENCODER.encode(record)
+        except (TypeError, ValueError):  # NaN, infinity, or an object that is no JSON
+            line = _ENCODER.encode(as_json_data(record))
+        self._waiting += line.encode() + b"\n"
+        if len(self._waiting) > _MOST_WAITING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append the lines that wait completely, or nothing of them if a write fails. Raises ResultsError."""
+        if not self._waiting:
+            return
+        data = (b"\n" if self._is_torn else b"") + bytes(self._waiting)
+        self._waiting.clear()
         with naming(self._path):
             try:
                 file_ops.write_all(self._descriptor, data)
@@ -225,7 +247,7 @@ class JsonLines:
         return self._size
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless."""
+        """Close the file without the lines that wait; closing twice is harmless."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,4 +1,4 @@
-"""Writes a run directory. What a call has written is on the disk when it returns."""
+"""Writes a run directory. What a call has written is on the disk when it returns, metrics on request later."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from ddptrain.results.staged_files import adopt_file
 from ddptrain.results.system.system_file import SystemFile
 
 _METRICS_EVERY_S = 1.0
+_SAVING_SHARE = 50  # at most one part in so many of the time is for metrics in run.json, which grows with the ranks
 _SETTLE_S = 1.0  # for two hosts that do not see each other's lock: both then see the last heartbeat
 _OWN_FIELDS = frozenset({"event", "run_id", "run_dir", "status"})  # fields of events in which no secret is looked for
 
@@ -56,6 +57,7 @@ class RunWriter:
         self._mutex = threading.RLock()
         self._started = time.monotonic()
         self._finished = False
+        self._saving_s = 0.0
         self._shelf = CheckpointShelf(layout.checkpoints_dir)
         self._latest = LatestMetrics()
         for folder in (layout.logs_dir, layout.checkpoints_dir, layout.artifacts_dir):
@@ -181,6 +183,7 @@ class RunWriter:
                     found.append((manifest.step, manifest.metrics))
         self._shelf.restore(found, policy)
         with self._mutex:
+            self.flush()
             attempts = (*self._record.attempts, self.next_attempt(checkpoint))
             series = read_series(self.layout.metrics_jsonl, attempts)
             if series or found:
@@ -232,8 +235,11 @@ class RunWriter:
     def _hidden(self, text: str) -> str:
         return hide_credentials(str(hide_known(text, self.secrets)))
 
-    def metrics(self, event: Metrics, rank: int) -> None:
-        """Append one line to metrics.jsonl; run.json follows within a second, or with the next call."""
+    def metrics(self, event: Metrics, rank: int, *, later: bool = False) -> None:
+        """Append one line to metrics.jsonl; run.json follows a second or more later, or with the next call.
+
+        `later`: the line may wait for flush(), or for run.json, which never contains metrics that are not in the file.
+        """
         line: dict[str, object] = {
             "time_s": event.time_ns / 1e9,
             "step": event.step,
@@ -245,9 +251,11 @@ class RunWriter:
         line.update((name, value) for name, value in event.values.items() if line.get(name) is None)
         with self._mutex:
             if self.loss is None:
-                self._metrics.append(line)
+                self._metrics.add(line)
+                if not later:
+                    self._metrics.flush()
             self._latest.logged(rank, event.step, event.values)
-            if time.monotonic() - self._saved_at >= _METRICS_EVERY_S:
+            if time.monotonic() - self._saved_at >= max(_METRICS_EVERY_S, _SAVING_SHARE * self._saving_s):
                 self._save()
 
     def system(self, sample: SystemSample) -> None:
@@ -256,6 +264,12 @@ class RunWriter:
         with self._mutex:
             if self.loss is None:
                 self._system.append(sample, attempt)
+
+    def flush(self) -> None:
+        """Append the metrics that wait to metrics.jsonl."""
+        with self._mutex:
+            if self.loss is None:
+                self._metrics.flush()
 
     def adopt_checkpoint(
         self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy, parts: Sequence[Path] = ()
@@ -349,11 +363,13 @@ class RunWriter:
         self._folder.check()
 
     def _save(self) -> None:
-        self._saved_at = time.monotonic()
+        self._saved_at = began = time.monotonic()
         if self.loss is not None:
             return
         self._folder.check()
+        self._metrics.flush()
         write_file(self.layout.run_json, self.record.to_json().encode())
+        self._saving_s = time.monotonic() - began
 
 
 def _params_in(config_text: str) -> Mapping[str, Any]:

@@ -303,7 +303,7 @@ class TrialDisplay:
     def system(self, sample: SystemSample) -> None:
         """Do nothing: system.jsonl of the run has it."""
 
-    def log_grew(self) -> None:
+    def log_grew(self, rank: int | None = None) -> None:
         """Do nothing: logs of trials are not shown."""
 
     def close(

@@ -75,7 +75,7 @@ class RankHost(WorkerPlugin):
         self.token = os.urandom(16).hex()
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.scratch / "token").write_text(self.token)
-        # Task key -> its children (a rank, and possibly a store) -> grace period of each child in seconds
+        # Task key -> its children (its ranks, and possibly a store) -> grace period of each child in seconds
         self._children: dict[str, dict[str, float]] = {}
         self.leaving = False
         self.opener = WorkerKey()
@@ -132,19 +132,19 @@ class RankHost(WorkerPlugin):
             return int(listening.getsockname()[1])
 
     def stop(self, key: str, grace_s: float | None = None) -> None:
-        """SIGTERM to the rank of `key`, SIGKILL after `grace_s` (default: the run's own). The store keeps running."""
+        """SIGTERM to the rank `key`, SIGKILL after `grace_s` (default: the run's own). The store keeps running."""
         with self._lock:
-            own_grace_s = self._children.get(key, {}).get(key)
+            own_grace_s = next((children[key] for children in self._children.values() if key in children), None)
         if own_grace_s is not None:
             self.server.stop(key, own_grace_s if grace_s is None else grace_s)
 
     def is_released(self, key: str) -> bool:
-        """Whether Dask has released a key. No one would stop the rank of such a key later."""
+        """Whether Dask has released the key of a task. No one would stop its ranks later."""
         task = self.worker.state.tasks.get(key)
         return key not in self._children or task is None or task.state in _RELEASED_STATES
 
     def kill(self, key: str) -> None:
-        """Kill the rank and the store that were started for a key that is already released."""
+        """Kill the rank `key`, and the store that was started with it, after Dask has released their task."""
         for child_id in (key, _store_id(key)):
             self.server.stop(child_id, 0.0)
 
@@ -178,9 +178,10 @@ class RankHost(WorkerPlugin):
         """Stop all ranks of a run and delete its files. Takes some seconds if ranks are still running."""
         with self._lock:
             keys = [key for key in self._children if key.startswith(key_prefix(run_id))]
+            ranks = [child for key in keys for child in self._children[key]]
         for key in keys:
             self.release(key)
         deadline = time.monotonic() + RELEASED_GRACE_S + 1.0
-        while any(self.server.has(key) for key in keys) and time.monotonic() < deadline:
+        while any(self.server.has(rank) for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.02)
         shutil.rmtree(self.scratch / run_id, ignore_errors=True)

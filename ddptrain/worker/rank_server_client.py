@@ -40,6 +40,7 @@ class RankServerClient:
         self._log_file = log_file
         self._lock = threading.Lock()
         self._inboxes: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._woken: dict[str, threading.Event] = {}
         self._pids: dict[str, int] = {}
         self._starts: dict[str, tuple[int, str]] = {}  # rank -> its pid and how it was started
         self._stores: dict[str, str] = {}  # running stores that were not asked to stop -> the rank that needs the store
@@ -71,8 +72,13 @@ class RankServerClient:
         """Start the thread that reads reports. Separate from the constructor, so that Dask can be imported first."""
         self._reader.start()
 
-    def start_rank(self, rank_id: str, spec_json: str, log_fd: int, events_fd: int, slot: str) -> None:
-        """Request a rank. It starts when no other rank holds the slot. Raises RankServerLost."""
+    def start_rank(
+        self, rank_id: str, spec_json: str, log_fd: int, events_fd: int, slot: str, woken: threading.Event | None = None
+    ) -> None:
+        """Request a rank. It starts when no other rank holds the slot. Raises RankServerLost.
+
+        `woken` is set when the rank has started, and when `wait_exit` would not wait any more.
+        """
         with tempfile.TemporaryFile() as file:  # a file without a name, because the spec may contain secrets
             file.write(spec_json.encode())
             file.flush()
@@ -80,6 +86,8 @@ class RankServerClient:
                 if self.fault is not None:
                     raise RankServerLost(self.fault)
                 self._inboxes[rank_id] = queue.SimpleQueue()
+                if woken is not None:
+                    self._woken[rank_id] = woken
             request = {"op": "rank", "id": rank_id, "slot": slot, "cpus": _own_cpus()}
             self._send(request, [file.fileno(), log_fd, events_fd])
 
@@ -110,10 +118,11 @@ class RankServerClient:
             RankServerLost: the server is gone, or could not start the rank.
         """
         try:
-            report = self._inboxes[rank_id].get(timeout=timeout_s)
+            report = self._inboxes[rank_id].get(block=timeout_s > 0, timeout=timeout_s)
         except queue.Empty:
             return None
         del self._inboxes[rank_id]
+        self._woken.pop(rank_id, None)
         if report["report"] != "exited":
             raise RankServerLost(report["message"])
         return report
@@ -161,6 +170,7 @@ class RankServerClient:
         elif report["report"] == "started":
             self._pids[child_id] = report["pid"]
             self._starts[child_id] = report["pid"], report.get("how", "")
+            self._wake(child_id)
             return
         elif report["report"] == "exited":
             self._pids.pop(child_id, None)
@@ -177,17 +187,24 @@ class RankServerClient:
             self._mark_lost(f"the rank server ({sys.executable}) could not start: {last}\n{trace}")
         if child_id in self._inboxes:
             self._inboxes[child_id].put(report)
+            self._wake(child_id)
+
+    def _wake(self, rank_id: str) -> None:
+        if (woken := self._woken.get(rank_id)) is not None:
+            woken.set()
 
     def _mark_lost(self, message: str) -> None:
         """Report the loss to all waiting tasks, and kill the ranks, which nobody supervises any more."""
         with self._lock:
             self.fault = self.fault or message
-            waiting = list(self._inboxes.values())
+            waiting, woken = list(self._inboxes.values()), list(self._woken.values())
         for pid in list(self._pids.values()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         for inbox in waiting:
             inbox.put({"report": "broken", "message": self.fault})
+        for event in woken:
+            event.set()
 
     def _exit_details(self) -> str:
         """The end of the server's log, for the error message."""

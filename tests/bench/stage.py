@@ -48,6 +48,9 @@ class Sizes:
     gpu_steps: int = 100
     trials: int = 16
     asha_epochs: int = 9
+    scale_hosts: int = 128
+    scale_slots: int = 8
+    scale_s: float = 15.0
 
 
 QUICK = Sizes(
@@ -67,6 +70,9 @@ QUICK = Sizes(
     gpu_steps=10,
     trials=3,
     asha_epochs=2,
+    scale_hosts=4,
+    scale_slots=2,
+    scale_s=2.0,
 )
 
 

@@ -12,10 +12,10 @@ from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitRank:
-    """Start a rank, which joins the TCPStore at `port`; 0: it opens the store itself."""
+class SubmitRanks:
+    """Start these ranks, which join the TCPStore at `port`; 0: the worker of rank 0, the first of them, opens it."""
 
-    rank: int
+    ranks: tuple[int, ...]
     port: int = 0
 
 
@@ -157,7 +157,7 @@ class FindSpareSlots:
 
 
 Action = (
-    SubmitRank
+    SubmitRanks
     | StopRanks
     | SendCommand
     | ReadOutput

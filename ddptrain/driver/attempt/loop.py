@@ -31,6 +31,8 @@ from ddptrain.worker.spool import rank_spool
 _log = Log(__name__)
 _TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection to the scheduler
 _BUSY_TICK_S = 0.05  # the same, while messages come all the time
+_TICK_S_PER_RANK = 0.0001  # each look goes through all ranks
+_NUMBERS = (events.Metrics, events.Progress)  # the newest of a rank replace those before
 _DRAIN_S = 600.0  # for checkpoints and files that are on their way when the ranks have ended
 _WHY_LOST_S = 0.1  # from the end of a worker's connection until its exit status is known
 
@@ -61,6 +63,7 @@ class Attempt:
             watched, watchdog, start_timeout_s, lost_after_s, _now(), steps, replaces=slow.action == "replace"
         )
         self._looked_at = 0.0
+        self._tick_s = len(watched) * _TICK_S_PER_RANK
 
     def _mirror(self, spec: RankSpec, place: RankPlace, home_log: Path) -> LogMirror:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
@@ -77,9 +80,12 @@ class Attempt:
         deadline = time.monotonic() + _DRAIN_S
         while self.state.transfers > 0 and time.monotonic() < deadline:
             self._take_one()
+        self.recorder.flush()
         return self.state.end()
 
     def _take_one(self) -> None:
+        if self.inbox.empty():
+            self.recorder.flush()
         due, now = self.state.due(), time.monotonic()
         timeout_s = _TICK_S if due is None else min(_TICK_S, max(0.0, due - now))
         try:
@@ -93,10 +99,11 @@ class Attempt:
     def _tick(self) -> None:
         """Look at what sends no message: at once if a deadline has passed, else now and then, best between messages."""
         now, due, all_read = time.monotonic(), self.state.due(), self.inbox.empty()
-        look_at = self._looked_at + (_BUSY_TICK_S if all_read else _TICK_S)
+        look_at = self._looked_at + max(_BUSY_TICK_S if all_read else _TICK_S, self._tick_s)
         if now < look_at and (due is None or now < due):
             return
         self._looked_at = now
+        self.recorder.flush()
         self.handle(inbox.Tick(self.worker_group.connected, self.worker_fault(), all_read))
 
     def handle(self, message: Message) -> None:
@@ -130,8 +137,8 @@ class Attempt:
         match action:
             case actions.ReadOutput() | actions.ReceiveOutput() | actions.ReadRest():
                 self._read_files(action)
-            case actions.SubmitRank(rank, port):
-                self._submit(rank, port)
+            case actions.SubmitRanks(ranks, port):
+                self._submit(ranks, port)
             case actions.StopRanks(ranks, grace_s):
                 self.worker_group.stop(self._specs(ranks), grace_s)
             case actions.SendCommand(ranks, command):
@@ -162,8 +169,9 @@ class Attempt:
     def _read_files(self, action: actions.ReadOutput | actions.ReceiveOutput | actions.ReadRest) -> None:
         match action:
             case actions.ReadOutput(rank, log_size, events_size, ended):
+                if self.mirrors[rank].log_grew(log_size):
+                    self.recorder.display.log_grew(rank)
                 self._read(rank, lambda mirror: mirror.advance(log_size, events_size), ended=ended)
-                self.recorder.display.log_grew()
             case actions.ReceiveOutput(output):
                 self._read(output.rank, lambda mirror: mirror.receive(output.stream, output.offset, output.data))
             case actions.ReadRest(rank, loss):
@@ -204,13 +212,17 @@ class Attempt:
             self.handle(inbox.OutputRead(rank, ended=ended, error=error))
 
     def _take_events(self, rank: int) -> None:
-        for event in self.mirrors[rank].take_events():
-            self.handle(inbox.RankEvent(rank, event))
+        """Handle new events. Of numbers in a row only the last ones count for the state; all are recorded."""
+        found = list(self.mirrors[rank].take_events())
+        for place, event in enumerate(found, 1):
+            after = found[place] if place < len(found) else None
+            if not (isinstance(event, _NUMBERS) and type(after) is type(event)):
+                self.handle(inbox.RankEvent(rank, event))
             self.recorder.rank_event(rank, event)
 
-    def _submit(self, rank: int, port: int) -> None:
-        spec = self.state.ranks[rank].spec
-        self.worker_group.submit(spec.with_port(port) if port else spec, self._place(rank).slot)
+    def _submit(self, ranks: Sequence[int], port: int) -> None:
+        specs = [spec.with_port(port) if port else spec for spec in self._specs(ranks)]
+        self.worker_group.submit(specs, [self._place(rank).slot for rank in ranks])
 
     def _fetch(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
         if isinstance(event, events.CheckpointSaved):

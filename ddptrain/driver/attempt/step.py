@@ -2,7 +2,7 @@
 
 No input or output, no clock and no thread is used here. attempt.py reads messages and carries the actions out.
 
-    rank 0 starts ─ its store is open ─ all ranks start ─ fault, hang, signal, preemption ─ stopping ─ over
+    rank 0's worker opens the store ─ all ranks start ─ fault, hang, signal, preemption ─ stopping ─ over
 
 A fault settles first, because the root cause may arrive after its victims; then the other ranks are stopped, and after
 CLEAN_UP_S also the one that failed. A rank that does not end in time is lost, so that every attempt ends.
@@ -11,11 +11,12 @@ CLEAN_UP_S also the one that failed. A rank that does not end in time is lost, s
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ddptrain.driver.attempt import actions, inbox
 from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.inbox import Message
+from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.driver.attempt.slow_rank_step import SlowRankDraft
 from ddptrain.driver.attempt.state import AttemptState, Moment
 from ddptrain.driver.failure import fault as failure_fault
@@ -54,7 +55,7 @@ class Transition(SlowRankDraft):
             case inbox.Tick():
                 self._on_tick(message)
             case inbox.Begin():
-                self._submit(0)
+                self._submit(lambda watched: watched.worker == self.state.ranks[0].worker)
             case inbox.TaskFailed():
                 self._on_task_failed(message)
             case inbox.WorkerLost(address, reason):
@@ -106,9 +107,12 @@ class Transition(SlowRankDraft):
             case worker_notices.OutputBytes():
                 self.do(actions.ReceiveOutput(notice))
             case worker_notices.StoreOpened() if rank == 0:
-                self._start_others(notice.port)
+                # While the group is stopping, ranks that were not submitted are over already.
+                self._submit(lambda watched: not watched.submitted_at and not watched.over, notice.port)
             case worker_notices.SystemSample():
                 self.on_sample(notice)
+            case worker_notices.Broken(message=text):
+                self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
             case worker_notices.Leaving():
                 place = self.state.ranks[rank].place
                 self.change(leaving=True)
@@ -126,15 +130,13 @@ class Transition(SlowRankDraft):
                 return activity if gpu_percent is None else activity.used_gpu(gpu_percent, self.now)
         return activity
 
-    def _start_others(self, port: int) -> None:
-        """The store of rank 0 is open. While the group is stopping, ranks that were not submitted are over already."""
-        for rank, watched in enumerate(self.state.ranks):
-            if not watched.submitted_at and not watched.over:
-                self._submit(rank, port)
-
-    def _submit(self, rank: int, port: int = 0) -> None:
-        self.change_rank(rank, submitted_at=self.now)
-        self.do(actions.SubmitRank(rank, port))
+    def _submit(self, chosen: Callable[[RankState], bool], port: int = 0) -> None:
+        """Start the ranks of rank 0's worker, which opens the store, or all others, which join it."""
+        ranks = tuple(rank for rank, watched in enumerate(self.state.ranks) if chosen(watched))
+        for rank in ranks:
+            self.change_rank(rank, submitted_at=self.now)
+        if ranks:
+            self.do(actions.SubmitRanks(ranks, port))
 
     def _on_event(self, rank: int, event: events.Event) -> None:
         self._note(rank, event)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from ddptrain.driver.attempt import inbox
 from ddptrain.driver.cluster_check.readings import RankReading
-from ddptrain.driver.rank_specs import placement
+from ddptrain.driver.rank_specs import all_placements
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError, DdptrainError
 from ddptrain.log import Log
 from ddptrain.protocol.cluster_check import ProbePlan, lines_of
-from ddptrain.protocol.rank_spec import Checkpointing, Code, ProcessGroup, RankSpec, Supervision
-from ddptrain.protocol.worker_notices import RankExit, StoreOpened
+from ddptrain.protocol.rank_spec import Checkpointing, Code, Placement, ProcessGroup, RankSpec, Supervision
+from ddptrain.protocol.worker_notices import Broken, RankExit, StoreOpened
 from ddptrain.worker.spool import READ_LIMIT_BYTES, rank_spool
 
 _MODULE = "ddptrain.rank.cluster_check.process"
@@ -49,7 +49,7 @@ class _Watch:
                 return port
             case RankExit() if message.attempt == self.attempt:
                 self._end(message.rank, "" if message.status == 0 else message.text)
-            case inbox.TaskFailed() if message.attempt == self.attempt:
+            case Broken() | inbox.TaskFailed() if message.attempt == self.attempt:
                 self._end(message.rank, message.message)
             case inbox.WorkerLost(address=address):
                 for place in self.places:
@@ -86,13 +86,17 @@ def run_probes(
     then and may raise. Raises ClusterError if the scheduler is lost.
     """
     attempt = next(_attempts)
-    specs = worker_group.sealed(
-        [_spec(worker_group.run_id, attempt, place, places, plan, env) for place in places], places
-    )
+    placements = all_placements(places, use_gpu=plan.gpu)
+    address = places[0].slot.host
+    plain = [
+        _spec(worker_group.run_id, attempt, place.rank, placement, address, plan, env)
+        for place, placement in zip(places, placements, strict=True)
+    ]
+    specs = worker_group.sealed(plain, places)
     watch = _Watch(attempt, specs, places)
     deadline = time.monotonic() + deadline_s
     try:
-        worker_group.submit(specs[0], places[0].slot)
+        worker_group.submit(specs[:1], [places[0].slot])
         _wait(worker_group, watch, deadline, check)
         if not worker_group.connected:
             raise ClusterError("the Dask scheduler is gone, or the network to it")
@@ -113,15 +117,16 @@ def _wait(worker_group: WorkerGroup, watch: _Watch, deadline: float, check: Call
         port = watch.take(message)
         if port is not None and not watch.submitted:
             watch.submitted = True
-            for spec, place in zip(watch.specs[1:], watch.places[1:], strict=True):
-                worker_group.submit(spec.with_port(port), place.slot)
+            others = [spec.with_port(port) for spec in watch.specs[1:]]
+            worker_group.submit(others, [place.slot for place in watch.places[1:]])
 
 
 def _spec(
     run_id: str,
     attempt: int,
-    place: RankPlace,
-    places: Sequence[RankPlace],
+    rank: int,
+    placement: Placement,
+    address: str,
     plan: ProbePlan,
     env: Mapping[str, str],
 ) -> RankSpec:
@@ -129,9 +134,9 @@ def _spec(
     return RankSpec(
         run_id=run_id,
         attempt=attempt,
-        rank=place.rank,
-        placement=placement(place, places, use_gpu=plan.gpu),
-        group=ProcessGroup(backend, plan.timeout_s, places[0].slot.host),
+        rank=rank,
+        placement=placement,
+        group=ProcessGroup(backend, plan.timeout_s, address),
         checkpointing=Checkpointing(),
         code=Code(_MODULE, workdir="/", module=_MODULE, args=(plan.to_json(),), built_in=True),
         supervision=Supervision(grace_s=0.0),

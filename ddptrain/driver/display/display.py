@@ -37,6 +37,8 @@ MAX_WAITING = 50_000  # messages kept while nobody reads the output; metrics and
 CLOSE_DEADLINE_S = 10.0
 LATE_S = 1.0  # how much longer than its deadline the thread may take: it stops waiting for late logs by itself
 _LAST_WRITE_S = 0.2
+_FEW_LOGS = 64  # are looked at each time, and stay open
+_ALL_LOGS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,9 @@ class Display:
         self._grouper: LineGrouper | None = None
         self._tails: Mapping[int, LogTail] = {}
         self._inbox: deque[messages.Message] = deque()
+        self._grown: deque[int] = deque()  # ranks whose logs have grown
+        self._unread: set[int] = set()  # ranks of which more can be read or shown
+        self._all_read_s = 0.0
         self._dropped = self._dropped_told = 0
         self._wake, self._aborted = threading.Event(), aborted
         self._close: _Close | None = None
@@ -85,9 +90,10 @@ class Display:
 
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
         """Follow the logs of so many ranks, from `offsets` (in bytes, by rank) on."""
-        known = self._tails
+        known, is_large = self._tails, world_size > _FEW_LOGS
         self._tails = {
-            rank: known.get(rank) or LogTail(self._logs_dir / f"rank-{rank}.log", (offsets or {}).get(rank, 0))
+            rank: known.get(rank)
+            or LogTail(self._logs_dir / f"rank-{rank}.log", (offsets or {}).get(rank, 0), keep_open=not is_large)
             for rank in range(world_size)
         }
         self._tell(messages.WorldSize(world_size))
@@ -127,8 +133,10 @@ class Display:
         """The use of a host and its ranks was measured."""
         self._tell_if_room(messages.SystemUse(sample))
 
-    def log_grew(self) -> None:
-        """Some rank's log file has grown: read soon."""
+    def log_grew(self, rank: int | None = None) -> None:
+        """The log file of this rank has grown: read it soon; None: any may have."""
+        if rank is not None:
+            self._grown.append(rank)
         if not self._wake.is_set():
             self._wake.set()
 
@@ -277,15 +285,28 @@ class Display:
     def _read_logs(self) -> int:
         """Show the next piece of every log; return how many bytes the longest had."""
         longest = 0
-        for rank, tail in self._tails.items():
+        for rank in self._logs_to_read():
+            tail = self._tails[rank]
             before = tail.offset
             if lines := tail.read():
                 self._show_lines(rank, lines)
             longest = max(longest, tail.offset - before)
+            if tail.offset - before == READ_BYTES or tail.is_redrawn:
+                self._unread.add(rank)
             state = tail.redrawn(time.monotonic(), self._renderer.redraw_every_s)
             if state is not None and (self._grouper is None or rank == 0):  # one progress bar stands for all
                 self._renderer.tell(messages.RedrawnLine(rank, state))
         return longest
+
+    def _logs_to_read(self) -> Iterable[int]:
+        """The ranks whose logs to look at: of many, those that are said to have grown, and all now and then."""
+        now_s = time.monotonic()
+        ranks, self._unread = self._unread, set()
+        ranks.update(self._grown.popleft() for _ in range(len(self._grown)))
+        if self._close or len(self._tails) <= _FEW_LOGS or now_s - self._all_read_s > _ALL_LOGS_S:
+            self._all_read_s = now_s
+            return self._tails
+        return sorted(ranks & self._tails.keys())
 
     def _is_drained(self) -> bool:
         return not self._inbox and all(tail.drained for tail in self._tails.values())

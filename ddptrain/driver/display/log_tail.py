@@ -14,7 +14,9 @@ READ_BYTES = 64 * 1024  # per read; small, because each short line becomes an ob
 class LogTail:
     """Reads a file that may not exist yet, from `offset` (in bytes) up to `end`, once `end` is set."""
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
+    def __init__(self, path: Path, offset: int = 0, *, keep_open: bool = True) -> None:
+        """`keep_open`: between two reads; a process has a limited number of open files."""
+        self._keep_open = keep_open
         self.path = path
         self.offset = offset
         self.end: int | None = None
@@ -36,11 +38,18 @@ class LogTail:
             if self._fd < 0:
                 self._fd = open_regular(self.path)
             data = os.pread(self._fd, size, self.offset)
+            if not self._keep_open:
+                self.close()
         except OSError:  # not there yet, or a network file system has dropped the handle: open it again next time
             self.close()
             return []
         self.offset += len(data)
         return self._lines.feed(data) if data else []
+
+    @property
+    def is_redrawn(self) -> bool:
+        """Whether a line that is redrawn, such as a progress bar, is to be shown again later."""
+        return bool(self._lines.redrawn or self._shown)
 
     def size(self) -> int:
         """The file's size now, in bytes; 0 if there is no file."""

@@ -42,8 +42,8 @@ class RunDisplay(Protocol):
     def system(self, sample: SystemSample) -> None:
         """The use of a host and its ranks was measured."""
 
-    def log_grew(self) -> None:
-        """Some rank's log file has grown."""
+    def log_grew(self, rank: int | None = None) -> None:
+        """A rank's log file has grown; None: any may have."""
 
     def close(
         self,

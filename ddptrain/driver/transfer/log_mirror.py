@@ -58,6 +58,7 @@ class LogMirror:
         fetch = read_chunk if shared else fetch
         self._events = _GrowingFile(spool.events, fetch, self._take_events)
         self._log: _GrowingFile | None = None  # None if home_log is a hard link
+        self._log_size = 0
         self._partial_line = b""
         self._lines: list[bytes] = []
         if not (shared and _link(spool.log, home_log)):
@@ -70,6 +71,11 @@ class LogMirror:
             self._events.receive(offset, data)
         elif self._log is not None:
             self._log.receive(offset, data)
+
+    def log_grew(self, log_size: int) -> bool:
+        """Whether the rank's log has more bytes than at the last call."""
+        grew, self._log_size = log_size > self._log_size, log_size
+        return grew
 
     def advance(self, log_size: int, events_size: int) -> None:
         """Fetches everything up to these sizes in bytes. Raises OSError or ClusterError if a file cannot be read."""

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,7 +65,7 @@ class WorkerGroup:
         self.inbox = inbox
         self.lost_after_s = lost_after_s
         self._cluster_limit_s = None if foreign else lost_after_s
-        self.futures: dict[int, Future[str]] = {}
+        self.futures: dict[int, Future[None]] = {}  # the task of each rank
         scheduler: Any = client.scheduler  # None only before it has connected
         self._address = str(scheduler.address)
         self._news = news or ClusterNews(client)
@@ -131,26 +132,26 @@ class WorkerGroup:
         self.client.run_on_scheduler(slots.learn, offers)
 
     def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[RankPlace]:
-        hosts = list(dict.fromkeys(slot.host for slot in chosen))
+        hosts = {host: number for number, host in enumerate(dict.fromkeys(slot.host for slot in chosen))}
         size = Counter(slot.host for slot in chosen)
         self._workers = {slot.worker for slot in chosen}
         about = self._about({slot.worker: slot.host for slot in chosen}, lost_after_s)
+        shared = {worker: _same_token(Path(of["scratch"]) / "token", of["token"]) for worker, of in about.items()}
         seen: Counter[str] = Counter()
         places = []
         for rank, slot in enumerate(chosen):
             of_worker = about[slot.worker]
-            scratch = Path(of_worker["scratch"])
             gpus = of_worker["gpus"].split(",")
             places.append(
                 RankPlace(
                     rank=rank,
                     local_rank=seen[slot.host],
                     local_world_size=size[slot.host],
-                    node_rank=hosts.index(slot.host),
+                    node_rank=hosts[slot.host],
                     slot=slot,
                     hostname=of_worker["hostname"],
-                    scratch=scratch,
-                    shared=_same_token(scratch / "token", of_worker["token"]),
+                    scratch=Path(of_worker["scratch"]),
+                    shared=shared[slot.worker],
                     gpu=gpus[slot.index] if slot.index < len(gpus) else "",
                 )
             )
@@ -195,13 +196,12 @@ class WorkerGroup:
         if isinstance(message, Mapping) and "ping" in message:
             self._echo.add(str(message["ping"]))
             return
-        try:
-            notice = worker_notices.decode(message)
-        except worker_notices.NoticeError as error:
-            self.reject(str(error))
-            return
-        self._heard[self._worker_of.get(notice.rank, "")] += 1
-        self.inbox.put(notice)
+        for notice in worker_notices.decode_all(message):
+            if isinstance(notice, worker_notices.NoticeError):
+                self.reject(str(notice))
+                continue
+            self._heard[self._worker_of.get(notice.rank, "")] += 1
+            self.inbox.put(notice)
 
     def reject(self, reason: str) -> None:
         """Count a message of a worker that is not valid."""
@@ -237,34 +237,40 @@ class WorkerGroup:
             for spec, place in zip(specs, places, strict=True)
         ]
 
-    def submit(self, spec: RankSpec, slot: slots.Slot) -> None:
-        """Start a rank in its slot."""
-        future = self.client.submit(
-            rank_task.run_rank,
-            spec.to_json(),
-            key=spec.key,
-            workers=[slot.worker],
-            allow_other_workers=False,
-            resources={SLOT_RESOURCE: 1} if slot.counted else None,
-            pure=False,
-            retries=0,
-        )
-        _log.info("rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port)
-        self.futures[spec.rank] = future
-        self._worker_of[spec.rank] = slot.worker
-        future.add_done_callback(lambda done: self._on_done(spec, done))
-
-    def _on_done(self, spec: RankSpec, future: Future[str]) -> None:
-        if self.futures.get(spec.rank) is not future:
-            return  # of an earlier attempt
-        if future.status == "error":
-            self.inbox.put(TaskFailed(spec.attempt, spec.rank, str(future.exception())))
-        elif future.status == "cancelled":
-            self.inbox.put(
-                TaskFailed(
-                    spec.attempt, spec.rank, f"the Dask scheduler is gone, or the network to it: {self._address}"
-                )
+    def submit(self, specs: Sequence[RankSpec], chosen: Sequence[slots.Slot]) -> None:
+        """Start these ranks in their slots, by one task for each worker."""
+        by_worker: dict[str, list[RankSpec]] = {}
+        for spec, slot in zip(specs, chosen, strict=True):
+            by_worker.setdefault(slot.worker, []).append(spec)
+            self._worker_of[spec.rank] = slot.worker
+            _log.info("rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port)
+        counted = {slot.worker for slot in chosen if slot.counted}
+        for worker, group in by_worker.items():
+            future = self.client.submit(
+                rank_task.run_ranks,
+                [spec.to_json() for spec in group],
+                key=group[0].key,
+                workers=[worker],
+                allow_other_workers=False,
+                resources={SLOT_RESOURCE: len(group)} if worker in counted else None,
+                pure=False,
+                retries=0,
             )
+            self.futures.update((spec.rank, future) for spec in group)
+            future.add_done_callback(partial(self._on_done, group))
+
+    def _on_done(self, group: Sequence[RankSpec], future: Future[None]) -> None:
+        if self.futures.get(group[0].rank) is not future:
+            return  # of an earlier attempt
+        match future.status:
+            case "error":
+                text = str(future.exception())
+            case "cancelled":
+                text = f"the Dask scheduler is gone, or the network to it: {self._address}"
+            case _:
+                return
+        for spec in group:
+            self.inbox.put(TaskFailed(spec.attempt, spec.rank, text))
 
     @property
     def connected(self) -> bool:
@@ -372,7 +378,7 @@ class WorkerGroup:
             self._release_futures()
 
     def _release_futures(self) -> None:
-        futures = list(self.futures.values())
+        futures = list({future.key: future for future in self.futures.values()}.values())
         self.futures.clear()
         self.client.cancel(futures, force=True)
 

@@ -34,16 +34,16 @@ def places(*hosts: str, gpus: bool = True) -> list[RankPlace]:
 
 def test_placement_counts_ranks_and_hosts_and_lists_the_gpus_of_its_host() -> None:
     three = places("a", "a", "b")
-    assert rank_specs.placement(three[1], three, use_gpu=True) == Placement(
+    assert rank_specs.all_placements(three, use_gpu=True)[1] == Placement(
         3, 1, 2, 0, 1, hosts=2, local_gpus=("GPU-a-1", "GPU-a-0"), use_gpu=True, shared=False
     )
-    assert rank_specs.placement(three[2], three, use_gpu=True).local_gpus == ("GPU-b-0",)
-    assert rank_specs.placement(three[1], three, use_gpu=False).local_gpus == ()
+    assert rank_specs.all_placements(three, use_gpu=True)[2].local_gpus == ("GPU-b-0",)
+    assert rank_specs.all_placements(three, use_gpu=False)[1].local_gpus == ()
 
 
 def test_gpus_of_a_host_are_listed_only_if_each_of_its_ranks_has_one() -> None:
     mixed = [*places("a"), *places("a", gpus=False)]
-    assert rank_specs.placement(mixed[0], mixed, use_gpu=True).local_gpus == ()
+    assert rank_specs.all_placements(mixed, use_gpu=True)[0].local_gpus == ()
 
 
 @pytest.mark.parametrize(

@@ -267,3 +267,19 @@ def test_a_line_that_lacks_only_its_end_counts(tmp_path: Path) -> None:
     lines.append({"rank": 0, "step": 2, "loss": 1.0})
     lines.close()
     assert [line.step for line in MetricsReader(path).read()] == [1, 2]
+
+
+def test_added_lines_are_written_together_by_flush_and_by_append(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = JsonLines(path)
+    lines.add({"a": 1})
+    lines.add({"a": float("inf")})
+    assert path.read_text() == ""
+    lines.flush()
+    assert path.read_text() == '{"a":1}\n{"a":null}\n'
+    lines.add({"a": 3})
+    lines.append({"a": 4})
+    assert path.read_text().splitlines()[2:] == ['{"a":3}', '{"a":4}']
+    lines.add({"a": "x" * (1 << 16)})
+    assert len(path.read_text().splitlines()) == 5  # so much does not wait
+    lines.close()

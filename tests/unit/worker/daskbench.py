@@ -125,7 +125,7 @@ class Driver:
         self.notices: list[dict[str, Any]] = []
         self.futures: list[Future[str]] = []
         self.about: dict[str, dict[str, str]] = {}
-        client.subscribe_topic(rank_task.topic(run_id), lambda event: self.notices.append(event[1]))
+        client.subscribe_topic(rank_task.topic(run_id), lambda event: self.notices.extend(event[1].get("notices", [])))
 
     @property
     def about_workers(self) -> dict[str, dict[str, Any]]:

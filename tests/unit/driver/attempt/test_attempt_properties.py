@@ -110,8 +110,8 @@ def test_no_rank_keeps_running(steps: list[tuple[float, inbox.Message]]) -> None
     for number, rank in enumerate(play.state.ranks):
         assert rank.ended is not None or not rank.submitted_at or number in stopped | lost | unread
     last_end = {ended.rank: at for at, ended in play.all(actions.RecordRankEnd)}
-    for at, submitted in play.all(actions.SubmitRank):
-        assert at <= last_end.get(submitted.rank, at)  # nothing is started once it was over
+    for at, submitted in play.all(actions.SubmitRanks):
+        assert all(at <= last_end.get(number, at) for number in submitted.ranks)  # nothing is started once it was over
 
 
 @given(STEPS)

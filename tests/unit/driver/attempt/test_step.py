@@ -213,12 +213,27 @@ def test_root_cause_is_found_and_every_rank_ends(case: Case) -> None:
 
 def test_other_ranks_start_with_the_port_of_rank_0s_store() -> None:
     play = Play()
-    assert [action for _, action in play.done] == [actions.SubmitRank(0)]
+    assert [action for _, action in play.done] == [actions.SubmitRanks((0,))]
     play.send(worker_notices.StoreOpened(1, 1, 99))  # only rank 0 has the store
-    assert len(play.all(actions.SubmitRank)) == 1
+    assert len(play.all(actions.SubmitRanks)) == 1
     play.send(worker_notices.StoreOpened(1, 0, PORT))
     play.send(worker_notices.StoreOpened(1, 0, 99))  # a repetition
-    assert [action for _, action in play.done][1:] == [actions.SubmitRank(1, PORT), actions.SubmitRank(2, PORT)]
+    assert [action for _, action in play.done][1:] == [actions.SubmitRanks((1, 2), PORT)]
+
+
+def test_ranks_of_rank_0s_worker_start_with_it_and_others_when_the_store_is_open() -> None:
+    play = Play(4, two_a_host=True)
+    play.send(worker_notices.StoreOpened(1, 0, PORT))
+    assert [action for _, action in play.done] == [actions.SubmitRanks((0, 1)), actions.SubmitRanks((2, 3), PORT)]
+
+
+def test_rank_that_could_not_be_started_is_lost_with_the_reason() -> None:
+    play = Play(two_a_host=True).start(entered=False)
+    play.send(worker_notices.Broken(1, 1, "no rank server"))
+    assert [(fault.rank, fault.kind, fault.line) for fault in play.state.faults] == [
+        (1, FaultKind.INFRASTRUCTURE, "no rank server")
+    ]
+    assert play.state.ranks[1].lost
 
 
 def test_training_is_recorded_once_all_ranks_have_entered() -> None:
@@ -235,7 +250,7 @@ def test_store_that_opens_while_the_group_is_stopping_starts_nobody() -> None:
     play.exit(0, 1)
     play.wait(1.0)
     play.send(worker_notices.StoreOpened(1, 0, PORT))
-    assert [action.rank for _, action in play.all(actions.SubmitRank)] == [0]
+    assert [action.ranks for _, action in play.all(actions.SubmitRanks)] == [(0,)]
     assert play.state.over
     assert play.stops() == []  # there is nobody to stop
 

@@ -441,3 +441,21 @@ def test_own_log_goes_to_stderr(tmp_path: Path, mode: str) -> None:
     finally:
         log.detach(log._stderr)
     assert "decided" not in shown.out and shown.err.count("decided") == 1
+
+
+def test_of_many_logs_only_those_that_grew_are_read_and_all_at_the_end(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, "json", ranks=100)
+    time.sleep(0.1)  # all have been looked at once
+    with (shown.logs / "rank-7.log").open("ab") as log, (shown.logs / "rank-9.log").open("ab") as silent:
+        log.write(b"seven\n")
+        silent.write(b"nine\n")
+    shown.display.log_grew(7)
+    deadline = time.monotonic() + 30
+    while "seven" not in shown.out and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "seven" in shown.out
+    shown.close()
+    assert [(line["rank"], line["line"]) for line in shown.objects if line["event"] == "log"] in (
+        [(7, "seven"), (9, "nine")],
+        [(9, "nine"), (7, "seven")],  # if two seconds had passed, all were looked at
+    )

@@ -71,3 +71,13 @@ def test_redrawn_line_that_does_not_change_is_told_once(tmp_path: Path) -> None:
     tail.read()
     assert [tail.redrawn(float(now_s), 1.0) for now_s in range(5)] == [None, "5%", None, None, None]
     tail.close()
+
+
+def test_file_is_not_kept_open_if_there_are_too_many(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"one\n")
+    tail = LogTail(path, keep_open=False)
+    assert [line.text for line in tail.read()] == ["one"]
+    assert tail._fd == -1
+    append(path, b"two\n")
+    assert [line.text for line in tail.read()] == ["two"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,8 @@ WISH = SlotRequest(2, False, 5.0, 0.0)
 class FakeFuture:
     """A task whose end the test decides."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str) -> None:
+        self.key = key
         self.status = "pending"
         self.callbacks: list[Callable[[Any], None]] = []
 
@@ -53,6 +55,7 @@ class FakeClient:
         self.scheduler = type("Scheduler", (), {"address": "tcp://s:1"})
         self.asked: list[dict[str, Any]] = []
         self.written: list[tuple[str, int, bytes]] = []
+        self.submitted: list[tuple[list[str], str, list[int], dict[str, int] | None]] = []
         self.silent = False
 
     def nthreads(self) -> dict[str, int]:
@@ -71,8 +74,9 @@ class FakeClient:
         error = ConnectionError("cut")
         return dict.fromkeys(workers, error if self.silent else about)
 
-    def submit(self, *_: Any, **__: Any) -> FakeFuture:
-        return FakeFuture()
+    def submit(self, function: object, specs: list[str], *, workers: list[str], key: str, **more: Any) -> FakeFuture:
+        self.submitted.append((workers, key, [json.loads(spec)["rank"] for spec in specs], more["resources"]))
+        return FakeFuture(key)
 
 
 @pytest.fixture
@@ -158,15 +162,40 @@ def test_valid_notices_reach_the_inbox_and_others_are_counted(worker_group: Work
 def test_end_of_a_task_is_a_message_if_it_failed(
     worker_group: WorkerGroup, inbox: Inbox, status: str, text: str
 ) -> None:
-    worker_group.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))
+    worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False)])
     cast("Any", worker_group.futures[1]).end(status)
     assert (None if inbox.empty() else inbox.get_nowait()) == (TaskFailed(2, 1, text) if text else None)
 
 
+def test_ranks_of_one_worker_are_one_task_which_fails_for_all_of_them(
+    worker_group: WorkerGroup, client: FakeClient, inbox: Inbox
+) -> None:
+    specs = [make_spec(rank=rank) for rank in range(4)]
+    where = [("tcp://h0:1", 0), ("tcp://h0:1", 1), ("tcp://h1:1", 0), ("tcp://h0:1", 2)]
+    worker_group.submit(specs, [slots.Slot(worker, worker[6:8], index, False, True) for worker, index in where])
+    assert client.submitted == [
+        (["tcp://h0:1"], specs[0].key, [0, 1, 3], {"slot": 3}),
+        (["tcp://h1:1"], specs[2].key, [2], {"slot": 1}),
+    ]
+    cast("Any", worker_group.futures[3]).end("error")
+    assert [inbox.get_nowait() for _ in range(3)] == [TaskFailed(1, rank, "no rank server") for rank in (0, 1, 3)]
+    assert inbox.empty()
+
+
+def test_one_message_may_have_several_notices_some_of_them_wrong(worker_group: WorkerGroup, inbox: Inbox) -> None:
+    notices: list[worker_notices.Notice] = [worker_notices.Growth(1, 0, 10, 20), worker_notices.Broken(1, 1, "gone")]
+    message = worker_notices.encode_all(notices)
+    worker_group._on_notice((1.0, {"notices": [message["notices"][0], {"notice": "growth"}, message["notices"][1]]}))
+    assert [inbox.get_nowait(), inbox.get_nowait()] == notices
+    assert inbox.empty() and worker_group.rejected == 1
+    worker_group._on_notice((1.0, {"notices": "text"}))
+    assert inbox.empty() and worker_group.rejected == 2
+
+
 def test_end_of_a_task_of_an_earlier_attempt_is_no_message(worker_group: WorkerGroup, inbox: Inbox) -> None:
-    worker_group.submit(make_spec(rank=1), slots.Slot("tcp://h0:1", "h0", 0, False))
+    worker_group.submit([make_spec(rank=1)], [slots.Slot("tcp://h0:1", "h0", 0, False)])
     earlier = cast("Any", worker_group.futures[1])
-    worker_group.submit(make_spec(rank=1, attempt=2), slots.Slot("tcp://h0:1", "h0", 0, False))
+    worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False)])
     earlier.end("cancelled")
     assert inbox.empty()
 

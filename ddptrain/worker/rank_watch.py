@@ -1,0 +1,184 @@
+"""One rank as seen by its worker: starts it, follows its files and its process, and makes notices of what it sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ddptrain import log
+from ddptrain.file_ops import open_append
+from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.worker_notices import Notice, RankExit, SystemSample
+from ddptrain.worker import environment, spool, stack_reports
+from ddptrain.worker.environment import RankResources
+from ddptrain.worker.gpu_use import gpu_percent
+from ddptrain.worker.oom import MemoryWatch
+from ddptrain.worker.process_monitor import ProcessMonitor
+from ddptrain.worker.rank_host import RankHost
+from ddptrain.worker.system.sampler import SampledRank
+
+_MEMORY_S = 1.0  # between two checks of the memory
+_NUMBERS_S_PER_RANK = 0.0005  # of the world size, between two notices of a rank with nothing but numbers
+_OUTPUT_BYTES = 12 * 1024  # of log or events in one notice: the scheduler keeps the last thousand of a topic
+_RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
+
+
+class RankWatch:
+    """One rank from its start to its exit. `ended` is its exit once it has ended, or why there is none."""
+
+    def __init__(self, host: RankHost, spec: RankSpec, send: Callable[[Notice], None], logged: log.RunLog) -> None:
+        self.host = host
+        self.server = host.server  # kept until the end, even if the host replaces it
+        self.spec = spec
+        self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
+        self.ended: RankExit | Exception | None = None
+        self.send_sample: Callable[[SystemSample], None] = send  # from the sampler's thread
+        self._send = send
+        self._sent = {"log": 0, "events": 0}  # sizes in bytes that the driver knows
+        self._notified_at = self._looked_at = time.monotonic()
+        self._process: ProcessMonitor | None = None  # these two are set when the process has started
+        self._memory: MemoryWatch | None = None
+        self._checked_at = 0.0
+        self._numbers_s = spec.placement.world_size * _NUMBERS_S_PER_RANK
+        self.log = logged
+
+    def start(self, port: int, cpus: int, interface: str | None, woken: threading.Event) -> None:
+        """Request the rank; `woken` is set when the rank server reports anything of it.
+
+        Raises RankServerLost, and OSError if the spool cannot be made.
+        """
+        self.spool.create()
+        spec = self._completed(port, cpus, interface)
+        log_fd, events_fd = open_append(self.spool.log), open_append(self.spool.events)
+        slot = self.host.slot_name(spec.placement.slot)
+        try:
+            self.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd, slot, woken)
+        finally:
+            os.close(log_fd)
+            os.close(events_fd)
+
+    def _completed(self, port: int, cpus: int, interface: str | None) -> RankSpec:
+        """The spec with everything that the worker adds."""
+        spec = self.spec if self.spec.group.master_port else self.spec.with_port(port)
+        if not os.path.isdir(spec.code.workdir):  # the driver's working directory does not exist on this host
+            spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))
+        gpu = self.host.gpu_of(spec.placement.slot)
+        resources = RankResources(gpu, cpus, interface, str(self.spool.staging))
+        return environment.complete(spec, self.host.environ, resources)
+
+    def look(self) -> bool:
+        """Report what is new. Returns whether the rank's files have grown. Raises RankServerLost, OSError."""
+        report = self.server.wait_exit(self.spec.key, 0)
+        self._log_start()
+        if report is not None:
+            self._end(report)
+            return True
+        grew = self._send_growth()
+        self._check_process()
+        if time.monotonic() - self._notified_at > self.spec.supervision.alive_s:
+            self._notify(self._alive())
+        return grew
+
+    def _end(self, report: dict[str, Any]) -> None:
+        self._numbers_s = 0.0
+        stack_reports.announce_flight_record(self.spool, self.spec)
+        stack_reports.report_error_file(self.spool, report["status"])
+        self._send_growth()
+        rank_exit = self._exit(report)
+        self.log.info("rank ended", pid=rank_exit.pid, status=rank_exit.status, oom=rank_exit.oom or None)
+        self._notify(rank_exit)
+        self.ended = rank_exit
+
+    def give_up(self, error: Exception) -> None:
+        """Report that nothing more will come from this rank: it could not be started, or its rank server is gone."""
+        self.ended = error
+        self._notify(worker_notices.Broken(self.spec.attempt, self.spec.rank, (str(error) or repr(error))[:4_000]))
+
+    def _log_start(self) -> None:
+        if (started := self.server.start_of(self.spec.key)) is not None:
+            pid, how = started
+            slot = self.spec.placement.slot
+            gpu = self.host.gpu_of(slot)
+            self.log.info("rank started", pid=pid, start=how, slot=slot, gpu=gpu, spool=self.spool.folder)
+
+    def _alive(self) -> worker_notices.Alive:
+        """The CPU time that the rank has used, and the use of its GPU if that is known."""
+        cpu_s = self._process.cpu_s() if self._process is not None else 0.0
+        gpu = self.host.gpu_of(self.spec.placement.slot) if self.spec.placement.use_gpu else None
+        percent = gpu_percent(gpu) if gpu else None
+        return worker_notices.Alive(self.spec.attempt, self.spec.rank, cpu_s, percent)
+
+    def _check_process(self) -> None:
+        """Check the memory now and then, because after a kill it can no longer be measured."""
+        if time.monotonic() - self._checked_at < _MEMORY_S:
+            return
+        if self._memory is not None:
+            self._memory.update()
+        elif (pid := self.server.pid_of(self.spec.key)) is not None:
+            self._process, self._memory = ProcessMonitor(pid), MemoryWatch(pid)
+            self._sample(pid)
+        else:
+            return
+        self._checked_at = time.monotonic()
+
+    def _sample(self, pid: int) -> None:
+        """Have the host's sampler measure this rank, too."""
+        spec, every_s = self.spec, self.spec.supervision.system_every_s
+        if every_s:
+            gpu = self.host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
+            rank = spec.run_id, spec.attempt, spec.rank
+            self.host.sampler.add(spec.key, SampledRank(*rank, pid, gpu, every_s, self.send_sample))
+
+    def _exit(self, report: dict[str, Any]) -> RankExit:
+        """The exit that the rank server has reported, with the reason for a signal."""
+        oom, timed_out = "", False
+        if report["status"] == -signal.SIGKILL and self._memory is not None:
+            oom = self._memory.explain_kill()
+        elif report["status"] == -signal.SIGABRT:
+            timed_out = stack_reports.timed_out(self.spool)
+        sizes = self.spool.sizes()
+        process = report["pid"], report["status"], report["time_ns"]
+        return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, oom=oom, timed_out=timed_out)
+
+    def _send_growth(self) -> bool:
+        """Report the sizes of the log and the events. Returns whether they have grown."""
+        since_s, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
+        log_size, events_size = self.spool.sizes()
+        sizes = {"log": log_size, "events": events_size}
+        if sizes == self._sent:
+            return False
+        if time.monotonic() - self._notified_at < self._numbers_s and self._has_only_numbers(events_size):
+            return True
+        if not self.spec.placement.shared:
+            self._send_output(sizes, since_s)
+        self._notify(worker_notices.Growth(self.spec.attempt, self.spec.rank, log_size, events_size))
+        self._sent = sizes
+        return True
+
+    def _has_only_numbers(self, events_size: int) -> bool:
+        """Whether the driver may hear of the new events later: all are metrics or progress, none is a failure."""
+        have = self._sent["events"]
+        if events_size - have > _OUTPUT_BYTES:
+            return False
+        return events.are_numbers(spool.read_chunk(self.spool.events, have, events_size - have))
+
+    def _send_output(self, sizes: dict[str, int], since_s: float) -> None:
+        """Send new bytes up to the rate limit. The driver fetches the rest."""
+        budget = max(_OUTPUT_BYTES, int(_RATE_BYTES_PER_S * min(1.0, since_s)))
+        for stream, path in (("events", self.spool.events), ("log", self.spool.log)):
+            offset = self._sent[stream]
+            end = min(sizes[stream], offset + budget)
+            while offset < end:
+                data = spool.read_chunk(path, offset, min(_OUTPUT_BYTES, end - offset))
+                self._notify(worker_notices.OutputBytes(self.spec.attempt, self.spec.rank, stream, offset, data))
+                offset += len(data)
+
+    def _notify(self, notice: Notice) -> None:
+        self._send(notice)
+        self._notified_at = time.monotonic()
