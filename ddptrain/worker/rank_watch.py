@@ -17,10 +17,10 @@ from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import Notice, RankExit, SystemSample
 from ddptrain.worker import environment, spool, stack_reports
 from ddptrain.worker.environment import RankResources
-from ddptrain.worker.gpu_use import gpu_percent
 from ddptrain.worker.oom import MemoryWatch
 from ddptrain.worker.process_monitor import ProcessMonitor
 from ddptrain.worker.rank_host import RankHost
+from ddptrain.worker.system.gpu_metrics import gpu_percent
 from ddptrain.worker.system.sampler import SampledRank
 
 _MEMORY_S = 1.0  # between two checks of the memory

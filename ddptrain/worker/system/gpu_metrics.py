@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Measure = Callable[[Any, Any], float]
@@ -40,7 +40,7 @@ class GpuReader:
         self._nvml = nvml
         self._refused: dict[str, set[str]] = {}
 
-    def read(self, name: str) -> dict[str, float]:
+    def read(self, name: str, metrics: Iterable[str] = tuple(_MEASURES)) -> dict[str, float]:
         """The metrics of a GPU; `name` is an entry of CUDA_VISIBLE_DEVICES: an index or a UUID. Empty without NVML."""
         nvml = self._nvml or _nvml()
         if nvml is None:
@@ -52,10 +52,10 @@ class GpuReader:
             return {}
         refused = self._refused.setdefault(name, set())
         found = {}
-        for metric, measure in _MEASURES.items():
+        for metric in metrics:
             if metric not in refused:
                 try:
-                    found[metric] = float(measure(nvml, gpu))
+                    found[metric] = float(_MEASURES[metric](nvml, gpu))
                 except nvml.NVMLError:
                     refused.add(metric)
         return found
@@ -71,3 +71,12 @@ def _nvml() -> Any:
     except pynvml.NVMLError:
         return None
     return pynvml
+
+
+_reader = GpuReader()
+
+
+def gpu_percent(name: str) -> int | None:
+    """The utilization of a GPU in percent; None if it cannot be measured: without a driver, or for a MIG instance."""
+    percent = _reader.read(name, ("gpu_percent",)).get("gpu_percent")
+    return int(percent) if percent is not None else None

@@ -97,3 +97,14 @@ def test_metrics_of_a_real_gpu() -> None:
     assert found["gpu_memory_total_bytes"] > found["gpu_memory_bytes"] > 0
     assert 0 < found["gpu_temperature_c"] < 120
     assert found.keys() <= RANK_METRICS.keys()
+
+
+@pytest.mark.parametrize(("name", "percent"), [("0", 93), ("GPU-abc", 93), ("1", None), ("MIG-abc", None)])
+def test_use_is_asked_by_index_or_uuid(name: str, percent: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_metrics, "_reader", GpuReader(Nvml()))
+    assert gpu_metrics.gpu_percent(name) == percent
+
+
+def test_use_is_unknown_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_metrics, "_nvml", lambda: None)
+    assert GpuReader().read("0") == {}
