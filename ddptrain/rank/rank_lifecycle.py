@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from ddptrain.rank.context import RankContext
+    from ddptrain.rank.steps.waiting_time import WaitingTime
     from ddptrain.tracking.protocol import State
 
 
@@ -56,6 +57,7 @@ class RankLifecycle:
         self.collective_calls = CollectiveCalls(spec, emitter)
         self.tracked = RankTrackers(spec, emitter)
         self.context: RankContext | None = None
+        self.waiting: WaitingTime | None = None
 
     def run(self) -> int:
         """Run all phases and finish the trackers. Returns the exit code.
@@ -63,6 +65,8 @@ class RankLifecycle:
         If the user's function has returned, later errors do not change the success, unless `tracking.strict` is set.
         """
         code = self._run_phases()
+        if self.waiting is not None:
+            self.waiting.flush()
         error = self.tracked.finish(self._state())
         return code or int(bool(error))
 
@@ -131,10 +135,16 @@ class RankLifecycle:
         return device
 
     def _measure_steps(self) -> None:
-        if self.spec.supervision.measure_steps and self.spec.placement.world_size > 1:
-            from ddptrain.rank.steps.step_clock import measure_steps
+        """Rank 0 adds up its waits; all ranks report their own time, so that a slow one is found."""
+        from ddptrain.rank.steps.step_clock import measure_steps
+        from ddptrain.rank.steps.waiting_time import WaitingTime, measure_data
 
-            measure_steps(self.emitter)
+        if self.spec.rank == 0:
+            self.waiting = WaitingTime(self.emitter)
+            measure_data(self.waiting)
+        compares = self.spec.supervision.measure_steps and self.spec.placement.world_size > 1
+        if compares or self.waiting is not None:
+            measure_steps(self.emitter if compares else None, self.waiting)
 
     def _emit_started(self, device: torch.device) -> None:
         import torch

@@ -209,6 +209,8 @@ class RunRecord(_Part):
     rank_environment: Mapping[str, EnvironmentValue] = field(default_factory=dict)
     driver: DriverRecord = field(default_factory=DriverRecord)
     last_metrics: Mapping[str, float | None] = field(default_factory=dict)
+    time_use_s: Mapping[str, float | None] = field(default_factory=dict)  # by part; see results/timing/time_use.py
+    goodput: float | None = None  # the share of training
     best: BestRecord | None = None
     checkpoints: tuple[str, ...] = ()
     tracking: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by tracker: its url, id, ...

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def last_event(writer: RunWriter, verdict: RunEnd, duration_s: float) -> dict[str, Any]:
-    """The last line of --output json and of events.jsonl, as an object."""
+    """The last line of --output json and of events.jsonl, as an object. Writes where the time went into run.json."""
+    spent = time_use(writer.record, read_events(writer.layout.events_jsonl), duration_s)
+    writer.update(time_use_s=spent.as_dict(), goodput=spent.goodput)
     return _finished(writer.layout, writer.record, verdict.status, verdict.exit_code, duration_s, verdict.failure)
 
 
@@ -43,6 +45,8 @@ def _finished(
         "status": str(status),
         "exit_code": int(exit_code),
         "duration_s": round(duration_s, 3),
+        "time_use_s": dict(record.time_use_s),
+        "goodput": record.goodput,
         "last_metrics": as_json_data(dict(record.last_metrics)),
         "best": as_json_data(dataclasses.asdict(record.best)) if record.best is not None else None,
         "result": as_json_data(record.result),

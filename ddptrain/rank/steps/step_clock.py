@@ -26,6 +26,7 @@ from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.steps.other_time import OtherTime, other_time
 from ddptrain.rank.steps.step_window import StepWindow
+from ddptrain.rank.steps.waiting_time import WaitingTime
 
 _MOST_PENDING = 256  # steps on the GPU whose events are not complete
 
@@ -38,10 +39,19 @@ class _Mark(NamedTuple):
 
 
 class StepClock:
-    """Measures the steps of all DDP models of this process. `report` gets own time and wait of each step in seconds."""
+    """Measures the steps of all DDP models of this process.
 
-    def __init__(self, report: Callable[[float, float], None], other: OtherTime = other_time) -> None:
+    `report` gets own time and wait in seconds of each step but the first, `first` is called after that.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[float, float], None],
+        other: OtherTime = other_time,
+        first: Callable[[], None] = lambda: None,
+    ) -> None:
         self._report = report
+        self._first = first
         self._other = other
         self._task = -1
         self._on_gpu = False
@@ -84,6 +94,8 @@ class StepClock:
     def _on_left(self) -> None:
         """The rank has the gradients of all ranks."""
         before, arrived, self._left, self._arrived = self._left, self._arrived, self._mark(), None
+        if before is None and self._left is not None:
+            self._first()
         if self._left is None or arrived is None or before is None:
             return
         step = (before, arrived, self._left)
@@ -114,16 +126,23 @@ class StepClock:
             self._report(max(0.0, own_s), arrived.at.elapsed_time(left.at) / 1e3)
 
 
-def measure_steps(emitter: Emitter) -> None:
-    """Measure the steps of each DistributedDataParallel that this process creates from now on, and emit them."""
+def measure_steps(emitter: Emitter | None, waiting: WaitingTime | None) -> None:
+    """Measure the steps of each DistributedDataParallel that this process creates from now on.
+
+    emitter: where summaries for the comparison of ranks go. waiting: what adds up the waits of this rank.
+    """
     window = StepWindow()
 
     def report(own_s: float, waited_s: float) -> None:
+        if waiting is not None:
+            waiting.add("ranks", waited_s)
+        if emitter is None:
+            return
         if (found := window.add(own_s, waited_s, time.perf_counter())) is not None:
             with suppress(OSError):  # the disk is full: the workload notices that by itself
                 emitter.emit(events.StepTimes(time.time_ns(), *found))
 
-    clock = StepClock(report)
+    clock = StepClock(report, first=waiting.first_step if waiting is not None else lambda: None)
     wrapped = DistributedDataParallel.__init__
 
     @functools.wraps(wrapped)

@@ -26,16 +26,20 @@ class TimeUse:
     """Seconds of a run, without the time between its parts if it was resumed.
 
     queue: from the beginning of the run to the start of its ranks: data are prepared, a cluster starts, slots are
-    taken. start: until all ranks have entered the training function. training: without checkpoints and evaluation.
-    checkpoints: rank 0 was in ctx.checkpoint. evaluation: rank 0 was in `ctx.timed("evaluation")`. lost: training that
-    was repeated after a failure, or not continued from. restarts: from the end of an attempt until the ranks of the
-    next one train. end: from the end of training to the end of the run: uploads, and the end of ranks and cluster.
-    other: not known.
+    taken. start: until all ranks have entered the training function. first_step: until the first gradients of all ranks
+    are there, with compilation. training: the rest of the training function. data: rank 0 waited for a batch of a
+    DataLoader. ranks: rank 0 waited for the gradients of other ranks, with their exchange. checkpoints: rank 0 was in
+    ctx.checkpoint. evaluation: rank 0 was in `ctx.timed("evaluation")`. lost: training that was repeated after a
+    failure, or not continued from. restarts: from the end of an attempt until the ranks of the next one train. end:
+    from the end of training to the end of the run: uploads, and the end of ranks and cluster. other: not known.
     """
 
     queue: float = 0.0
     start: float = 0.0
+    first_step: float = 0.0
     training: float = 0.0
+    data: float = 0.0
+    ranks: float = 0.0
     checkpoints: float = 0.0
     evaluation: float = 0.0
     lost: float = 0.0
@@ -46,6 +50,12 @@ class TimeUse:
     def as_dict(self) -> dict[str, float]:
         """Return the seconds by name, rounded to milliseconds."""
         return {name: round(seconds, 3) for name, seconds in asdict(self).items()}
+
+    @property
+    def goodput(self) -> float | None:
+        """Training divided by all; None for no time at all."""
+        whole = sum(asdict(self).values())
+        return self.training / whole if whole else None
 
     def shown(self) -> list[tuple[str, str]]:
         """Return the parts of at least 0.05 s as text: the duration, and its share of the whole."""
@@ -65,8 +75,21 @@ class TimeUse:
         )
 
 
-_NAMES = {"lost": "lost to failures"}
-_TAKEN_FIRST = ("other", "end", "restarts", "queue", "start", "lost", "training", "evaluation", "checkpoints")
+_NAMES = {
+    "first_step": "first step",
+    "data": "waiting for data",
+    "ranks": "waiting for ranks",
+    "lost": "lost to failures",
+}
+# Activities of rank 0 -> the part of the time that they are. The first one wins where they overlap.
+_ACTIVITIES = {
+    "checkpoint": "checkpoints",
+    "evaluation": "evaluation",
+    "first step": "first_step",
+    "data": "data",
+    "ranks": "ranks",
+}
+_TAKEN_FIRST = ("other", "end", "restarts", "queue", "start", "lost", "training", *reversed(_ACTIVITIES.values()))
 
 
 @dataclass(slots=True)
@@ -208,7 +231,7 @@ class _Spans:
             until = kept_until = max(events.finished, default=ended)
         until, kept_until = min(max(until, trains_from), ended), min(max(kept_until, trains_from), ended)
         aside = 0.0
-        for activity, name in (("checkpoint", "checkpoints"), ("evaluation", "evaluation")):
+        for activity, name in _ACTIVITIES.items():
             inside = _inside(events.timed, activity, trains_from, kept_until)
             inside = min(inside, kept_until - trains_from - aside)
             aside += inside

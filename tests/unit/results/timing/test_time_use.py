@@ -61,6 +61,22 @@ def test_a_run_that_succeeded() -> None:
     assert parts(record, events, 40) == expected
 
 
+def test_waits_and_the_first_step_are_no_training() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
+    events = [
+        *training(1, 3, 10),
+        timed("first step", 14, 5),  # it was measured from before all ranks had entered
+        timed("data", 24, 1),
+        timed("data", 34, 2),
+        timed("ranks", 34, 6),
+        event("finished", 34),
+        event("run_finished", 40),
+    ]
+    expected = {"queue": 3, "start": 7, "first_step": 4, "training": 11, "data": 3, "ranks": 6, "end": 6}
+    assert parts(record, events, 40) == expected
+    assert time_use(record, events, 40).goodput == pytest.approx(11 / 40)
+
+
 def test_training_after_the_last_checkpoint_of_a_failed_attempt_is_lost() -> None:
     attempts = (attempt(1, 2, 50, "failed"), attempt(2, 53, 90, "succeeded", resumed_from=4))
     record = RunRecord(started_at=iso(0), ended_at=iso(91), attempts=attempts)

@@ -1,0 +1,68 @@
+"""Adds up how long rank 0 waits for data and for other ranks, and reports it for the accounting of the run's time."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+from ddptrain.protocol import events
+from ddptrain.rank.emitter import Emitter
+
+_EVERY_S = 10.0  # from one report to the next
+_LEAST_S = 0.01
+
+
+class WaitingTime:
+    """The waits of this process in seconds, by "data" or "ranks"; reported as timed activities."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self._emitter = emitter
+        self._seconds: Counter[str] = Counter()
+        self._began = self._reported_at = time.monotonic()
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add a wait that has just ended."""
+        self._seconds[name] += seconds  # type: ignore[assignment]  # Counter counts seconds as well
+        if time.monotonic() - self._reported_at >= _EVERY_S:
+            self.flush()
+
+    def first_step(self) -> None:
+        """The first step, with its compilation, has just ended."""
+        self._emit("first step", time.monotonic() - self._began)
+
+    def flush(self) -> None:
+        """Report what has been added since the last report."""
+        self._reported_at = time.monotonic()
+        for name, seconds in self._seconds.items():
+            self._emit(name, seconds)
+        self._seconds.clear()
+
+    def _emit(self, name: str, seconds: float) -> None:
+        if seconds >= _LEAST_S:
+            with suppress(OSError):  # the disk is full: the workload notices that by itself
+                self._emitter.emit(events.Timed(time.time_ns(), name, seconds))
+
+
+def measure_data(waiting: WaitingTime) -> None:
+    """Measure how long the main thread waits for each batch of torch's DataLoaders, also in scripts."""
+    from torch.utils.data import dataloader
+
+    base: Any = getattr(dataloader, "_BaseDataLoaderIter", None)
+    if base is None:  # torch has changed: the wait counts as training
+        return
+    next_batch = base.__next__
+
+    @functools.wraps(next_batch)
+    def measured(self: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return next_batch(self)
+        finally:
+            if threading.get_ident() == threading.main_thread().ident:
+                waiting.add("data", time.monotonic() - began)
+
+    base.__next__ = measured
