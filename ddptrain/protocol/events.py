@@ -317,7 +317,8 @@ def encode(event: Event) -> bytes:
 
 
 _DECLARED = {
-    cls: {field.name: str(field.type) for field in dataclasses.fields(cls)} for cls in (*KINDS.values(), StagedFile)
+    cls: {field.name: str(field.type) for field in dataclasses.fields(cls)}
+    for cls in (*KINDS.values(), StagedFile, CheckpointPart)
 }
 
 

@@ -16,6 +16,9 @@ EXAMPLES: list[events.Event] = [
     events.Metrics(1, {"train/loss": 0.5}, step=3, epoch=1.5),
     events.Progress(1, done=3, total=None),
     events.CheckpointSaved(1, 5, "checkpoint-0", (events.StagedFile("model.safetensors", 3, "ab"),), 1, {"l": 1}),
+    events.CheckpointSaved(
+        1, 5, "c", (), parts=(events.CheckpointPart(1, "c", (events.StagedFile("model.rank-1.safetensors", 3, "ab"),)),)
+    ),
     events.Waiting(1, "checkpoint", 40),
     events.FileSaved(1, "a/b.txt", "file-1", 3, "ab"),
     events.Failure(1, "ValueError", "boom", "Traceback", exit_code=None, lost_peer=True),
