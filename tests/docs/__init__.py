@@ -1,0 +1,1 @@
+"""Builds and checks the documentation: the site, the console blocks, the recording."""

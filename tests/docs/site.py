@@ -1,0 +1,70 @@
+"""The hook of mkdocs.yml: pages that are made at build time, links to repository files, llms.txt, Markdown copies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer.cli
+import typer.main
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # mkdocs loads a hook by its path
+
+from ddptrain.cli.main import PROGRAM, app  # noqa: E402
+from ddptrain.config.json_schema import config_schema  # noqa: E402
+from tests.docs.links import PAGES, site_links  # noqa: E402
+from tests.docs.reference import configuration_page  # noqa: E402
+
+_SOURCES = {page: file for file, page in PAGES.items()}
+_written: dict[str, tuple[str, str]] = {}  # page -> title, Markdown
+
+
+def _commands_page() -> str:
+    """Every command with its options, as its parser knows them."""
+    command = typer.main.get_command(app)
+    text = typer.cli.get_docs_for_click(obj=command, ctx=typer.Context(command), name=PROGRAM)
+    return text.replace(f"# `{PROGRAM}`", "# Commands", 1)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are no files below docs/."""
+    pages = {page: (ROOT / file).read_text(encoding="utf-8") for file, page in PAGES.items()}
+    pages["reference/commands.md"] = _commands_page()
+    pages["reference/configuration.md"] = configuration_page(config_schema())
+    for page, text in pages.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links to files of the repository lead to pages, and keep the text for the Markdown copy."""
+    name = page.file.src_uri
+    source = _SOURCES.get(name, f"docs/{name}")
+    exists = {f"docs/{file.src_uri}" for file in files}
+    text = site_links(markdown, source, name, lambda path: path in exists or (ROOT / path).exists())
+    _written[name] = (str(page.title), text)
+    return text
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """Remember the order of the pages for llms.txt."""
+    _written.clear()
+    _written.update({page.file.src_uri: ("", "") for page in nav.pages})
+    return nav
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write a Markdown copy of each page, and llms.txt with links to them (https://llmstxt.org)."""
+    site = Path(config.site_dir)
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
+    for page, (title, text) in _written.items():
+        copy = site / page
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text, encoding="utf-8")
+        lines.append(f"- [{title}]({page})")
+    (site / "llms.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
