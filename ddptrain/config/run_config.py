@@ -211,7 +211,8 @@ class RunConfig(Strict):
     name: str = Field(
         default_factory=lambda data: _name_for(data["workload"]),
         pattern=NAME_PATTERN,
-        description="Name of the run: lower-case letters, digits, dots, dashes and underscores.",
+        description="Name of the run: lower-case letters, digits, dots, dashes and underscores; by default that of the "
+        "YAML file or of the script.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="The workload's own parameters.")
     env: dict[VariableName, SystemText] = Field(

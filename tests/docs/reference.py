@@ -9,8 +9,8 @@ from typing import Any
 Schema = Mapping[str, Any]
 _HEAD = """# Configuration
 
-Every field of a YAML file. `ddptrain schema` prints the same as a JSON schema, with which editors complete and check the file.
-`--set FIELD=VALUE` of `train`, `run`, `retrain` and `sweep` replaces a field: `--set checkpoint.keep=5`.
+Every field of a YAML file. `ddptrain schema` prints the same as a JSON schema, with which editors complete and check
+the file. `--set FIELD=VALUE` of `train`, `run`, `retrain` and `sweep` replaces a field: `--set checkpoint.keep=5`.
 
 ```yaml
 workload: train:train         # the only field that is required
@@ -30,7 +30,7 @@ def configuration_page(schema: Schema) -> str:
     sections = {
         name: target for name, field in schema["properties"].items() if (target := _section(field, definitions))
     }
-    plain = {name: field for name, field in schema["properties"].items() if name not in sections}
+    plain = {name: field for name, field in schema["properties"].items() if name not in sections or "oneOf" in field}
     required = schema.get("required", ())
     parts = [_HEAD, "## The file\n", _table(plain, "", definitions, required)]
     for name, target in sections.items():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 
 import ddptrain
@@ -39,6 +42,25 @@ def test_systems_that_are_claimed_are_those_that_are_tested() -> None:
     systems = [text for text in PROJECT["classifiers"] if text.startswith("Operating System")]
     assert systems == ["Operating System :: POSIX :: Linux"]
     assert "It needs Linux" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_dockerfile_has_no_findings() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_citation_names_version_and_licence_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], citation["license"]) == (ddptrain.__version__, PROJECT["license"])
+    assert citation["abstract"] == f"{PROJECT['description']}."
+
+
+def test_readme_is_short_and_shows_a_recording() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.encode()) <= 7000
+    (recording,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", readme)
+    assert (ROOT / recording).stat().st_size <= 1_500_000
 
 
 def test_all_public_names_can_be_imported() -> None:
