@@ -68,7 +68,7 @@ bench: $(INSTALLED) ## measure against torchrun; options go into ARGS
 	$(BIN)/python -m tests.bench $(ARGS)
 
 docs: $(INSTALLED) ## build the docs site into site/; a dead link or a missing page fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 docs-test: $(INSTALLED) ## run the console blocks of README and tutorial pages, compare their output; files go into ARGS
 	$(BIN)/python -m tests.docs.console $(ARGS)

@@ -1,7 +1,7 @@
 """`make recordings`: records a training whose rank 1 is killed, and writes docs/images/restart.svg.
 
 Two terminals are recorded, one above the other: the training, and the shell that kills the rank. What they show is
-what the commands print; only the folder's name is replaced, and pauses are shortened.
+what the commands print; only names of folders are replaced, and pauses are shortened.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.docs.terminal_svg import Frame, Row, Span, animated_svg, shortened
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "docs" / "images" / "restart.svg"
 MAX_BYTES = 1_500_000
-COLUMNS, LINES = 112, 18
+COLUMNS, LINES = 112, 26
 COMMAND = ("train", "petnames", "--set", "failure.max_restarts=1", "--set", "params.epochs=12")
 KILL_AFTER_EPOCH = 5
-SHOWN_FOLDER = b"/home/me"
+SHOWN_FOLDER, SHOWN_ROOT = b"/home/me", b"/opt/ddptrain"
 _FRAME_S, _LONGEST_S, _TYPE_S, _LIMIT_S = 0.2, 1.2, 0.03, 300.0
 
 
@@ -159,7 +159,7 @@ def _watch(film: Film, output: int, folder: Path) -> None:
                 break
             if not data:
                 break
-            film.upper.feed(data.replace(str(folder).encode(), SHOWN_FOLDER))
+            film.upper.feed(data.replace(bytes(folder), SHOWN_FOLDER).replace(bytes(ROOT), SHOWN_ROOT))
         if time.monotonic() - shot_s >= _FRAME_S:
             film.shoot()
             shot_s = time.monotonic()
