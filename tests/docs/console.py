@@ -51,8 +51,6 @@ def problems_of(blocks: Sequence[Block], output: str) -> list[str]:
 def run_page(page: Path) -> list[str]:
     """Run the blocks of a page and return what is different."""
     blocks = blocks_of(page.read_text(encoding="utf-8"))
-    if all(block.skipped for block in blocks):
-        return []
     with tempfile.TemporaryDirectory(prefix="ddptrain-docs-", dir="/tmp") as home:
         environment = {
             **{
@@ -102,9 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     for page in _pages(parser.parse_args(arguments).pages):
         name = page.relative_to(ROOT)
-        for block in blocks_of(page.read_text(encoding="utf-8")):
-            if block.skipped:
-                print(f"{name}:{block.line}: not run: {block.skipped}")
+        blocks = blocks_of(page.read_text(encoding="utf-8"))
+        skipped = [block for block in blocks if block.skipped]
+        for block in skipped:
+            print(f"{name}:{block.line}: not run: {block.skipped}")
+        if len(skipped) == len(blocks):
+            continue
         problems = run_page(page)
         failed += len(problems)
         print("\n".join([f"{name}: {'FAILED' if problems else 'ok'}", *(f"{name}: {problem}" for problem in problems)]))

@@ -56,6 +56,8 @@ def test_only_a_command_whose_page_shows_an_error_may_fail() -> None:
         (["val/loss 2.6414 at step 54"], "val/loss 2.6500 at step 54\n"),
         (["NAME  STATE", "dev   up"], "NAME STATE\ndev up\n"),
         (["[rank 0] a", "[rank 1] b"], "[rank 1] b\n[rank 0] a\n"),
+        (["  time    queue 1.4 s, end 0.7 s"], "  time    queue 2 s, checkpoints 1.0 s, end 0.1 s\n"),
+        (["a", "b"], "a\nddptrain: waiting for workers: 0 of 2 slots are there\nb\n"),
         ([], "anything\n"),
     ],
 )
