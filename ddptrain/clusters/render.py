@@ -9,6 +9,7 @@ from typing import Any
 
 from ddptrain.clusters.status import ClusterRun, State, View, WorkerView
 from ddptrain.config.wording import counted
+from ddptrain.extras import install_command
 from ddptrain.text_tables import Section, clean, clean_line
 
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
@@ -18,7 +19,7 @@ _ACCESS = {
     "tls": "whoever has its certificate: TLS",
     "tcp": "everyone who can reach it: no certificate",
 }
-_NO_DASHBOARD = "none; its scheduler needs ddptrain[dashboard] for one"
+_NO_DASHBOARD = f"none; for one its scheduler needs bokeh: {install_command('dashboard')}"
 
 
 def row(view: View) -> tuple[str, ...]:

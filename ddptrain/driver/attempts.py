@@ -118,7 +118,12 @@ class AttemptSeries:
         self.scene.worker_group.end_attempt()
         self.scene.writer.update(waiting=True)
         self.checkpoint = newest_verified(self.scene.writer.layout, self.recorder.warn)
-        start = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
+        if self.checkpoint is not None:
+            start = f"from {self.checkpoint.words}"
+        elif self.scene.resolved.config.script is not None:  # it may have saved its own state, which we don't see
+            start = "the script starts again"
+        else:
+            start = "from the start: there is no checkpoint yet"
         self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
         self.scene.signals.pause(again.pause_s)
         self.scene.cluster.mend(leaving=leaving)
