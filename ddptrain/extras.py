@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import shlex
 
@@ -11,6 +10,8 @@ PACKAGE = "ddptrain"
 
 def install_command(extra: str) -> str:
     """Return the pip command for the packages of an extra: ddptrain itself may be installed from a checkout."""
+    import importlib.metadata  # 20 ms, for a message
+
     try:
         required = importlib.metadata.requires(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:  # the package is only on the import path

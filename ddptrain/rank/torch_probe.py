@@ -38,8 +38,9 @@ def probe() -> dict[str, Any]:
 def _reduce_with_gloo() -> None:
     import torch
     from torch import distributed
+    from torch._C._distributed_c10d import HashStore
 
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         distributed.all_reduce(torch.ones(1))
     finally:
