@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import UsageError
+
+if TYPE_CHECKING:
+    import argparse
 
 _LEAVE_OUT = "leave it out: the hosts and the rendezvous are those of the cluster"
 # Options of torchrun, and what takes their place; `_` and `-` are the same in them.
@@ -54,11 +56,6 @@ class Translation:
     config: dict[str, Any]
     name: str
     notes: tuple[str, ...]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"--from torchrun: {message}")
 
 
 def translate(command: str) -> Translation:
@@ -109,7 +106,9 @@ def _without_program(words: Sequence[str]) -> tuple[bool, Sequence[str]]:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="torchrun", add_help=False, allow_abbrev=False)
+    import argparse  # not needed for other commands
+
+    parser = argparse.ArgumentParser(prog="torchrun", add_help=False, allow_abbrev=False, exit_on_error=False)
 
     def add(name: str, *short: str, **kwargs: Any) -> None:
         other = f"--{name.removeprefix('--').replace('-', '_')}"
@@ -125,7 +124,12 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     add("--module", "-m", action="store_true")
     parser.add_argument("program", nargs="?")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    found = parser.parse_args(list(words))
+    try:
+        found, unknown = parser.parse_known_args(list(words))
+    except argparse.ArgumentError as error:
+        raise UsageError(f"--from torchrun: {error}") from None
+    if unknown:
+        raise UsageError(f"--from torchrun: torchrun has no option {', '.join(unknown)}")
     if not found.program:
         raise UsageError("--from torchrun: the command names no script")
     if found.program.startswith("-"):
