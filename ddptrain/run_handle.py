@@ -82,6 +82,12 @@ class Run:
     def __repr__(self) -> str:
         return f"<ddptrain.Run {self.id}: {self.status}>"
 
+    def _repr_html_(self) -> str:
+        """Show the run as a table in notebooks."""
+        from ddptrain.results.show.notebook import run_table_html
+
+        return run_table_html(self._view())
+
     # --- state ---
 
     @property

@@ -35,7 +35,7 @@ def generate(
 
     from ddptrain.workloads.petnames.generate import generate_names
 
-    run_dir, source = open_trained(run, runs_dir, models_dir)
+    run_dir, source = open_trained(run, runs_dir, models_dir, "petnames")
     made = generate_names(run_dir, count, prefix, temperature, seed, keep_known)
     if as_json:
         write([json.dumps({**source, **dataclasses.asdict(made)})], is_json=True)

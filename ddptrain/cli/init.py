@@ -1,33 +1,118 @@
-"""`ddptrain init FOLDER`: writes a small project to start from."""
+"""`ddptrain init FOLDER`: writes a small project to start from, or the YAML file for a command of torchrun."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-# New file -> its source in the package; a file named .gitignore there would apply to our own repository.
-_FILES = {"train.yaml": "train.yaml", "train.py": "train.py", ".gitignore": "gitignore"}
-
-
-def init(folder: Annotated[str, typer.Argument(help="Folder to write into; it is made if need be.")] = ".") -> None:
-    """Write a small training function and its YAML file; existing files are not changed."""
-    import shlex
-    from importlib.resources import files
+if TYPE_CHECKING:
     from pathlib import Path
 
+_SCHEMA = "ddptrain.schema.json"
+_SCHEMA_LINE = f"# yaml-language-server: $schema={_SCHEMA}\n"
+
+
+class Workload(StrEnum):
+    """What a new project trains."""
+
+    FUNCTION = "function"
+    SCRIPT = "script"
+    IMAGES = "images"
+    PETNAMES = "petnames"
+
+
+# New file -> its source in the package; a file named .gitignore there would apply to our own repository.
+_STARTERS = {
+    Workload.FUNCTION: {"train.yaml": "train.yaml", "train.py": "train.py"},
+    Workload.SCRIPT: {"train.yaml": "script.yaml", "train.py": "script.py"},
+}
+_SHIPPED = {Workload.IMAGES: "images-local", Workload.PETNAMES: "petnames"}
+
+
+def init(
+    folder: Annotated[str, typer.Argument(help="Folder to write into; it is made if need be.")] = ".",
+    workload: Annotated[Workload, typer.Option(help="What the project trains.")] = Workload.FUNCTION,
+    origin: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--from", metavar="torchrun COMMAND", help='Write the YAML file for "torchrun ... train.py".'),
+    ] = None,
+) -> None:
+    """Write a small training function and its YAML file; existing files are not changed."""
+    import shlex
+    from pathlib import Path
+
+    from ddptrain.cli.printing import say
+
+    notes: tuple[str, ...] = ()
+    if origin is None:
+        files = _starter(workload)
+    else:
+        files, notes = _translated(*origin)
+    target = Path(folder)
+    _write(target, files)
+    for note in notes:
+        say(f"init: {note}")
+    place = "" if target.resolve() == Path.cwd() else f"cd {shlex.quote(folder)} && "
+    config = next(iter(files))
+    typer.echo(f"wrote {', '.join(files)}; train it with: {place}ddptrain train {shlex.quote(config)}")
+
+
+def _starter(workload: Workload) -> dict[str, str]:
+    """The content of each file of a new project; the YAML file is the first."""
+    from importlib.resources import files
+
+    from ddptrain.config.files import shipped_configs
+
+    package = files("ddptrain") / "starter"
+    if workload in _STARTERS:
+        contents = {name: (package / source).read_text("utf-8") for name, source in _STARTERS[workload].items()}
+        contents["train.yaml"] = _SCHEMA_LINE + contents["train.yaml"]
+    else:
+        contents = {f"{workload}.yaml": shipped_configs()[_SHIPPED[workload]].read_text("utf-8")}
+    return {**contents, ".gitignore": (package / "gitignore").read_text("utf-8"), _SCHEMA: _schema()}
+
+
+def _translated(tool: str, command: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The YAML file for a command of torchrun, and what the user should know. Raises UsageError."""
+    import yaml
+
+    from ddptrain.config.torchrun import translate
     from ddptrain.errors import UsageError
 
-    target = Path(folder)
-    there = [name for name in _FILES if (target / name).is_symlink() or (target / name).exists()]
+    if tool != "torchrun":
+        raise UsageError(f'--from {tool}: only commands of torchrun are known: --from torchrun "torchrun ... train.py"')
+    found = translate(command)
+    notes = found.notes
+    if name := found.config["cluster"].get("name"):
+        notes += (f'cluster.name is "{name}": start this cluster once: ddptrain cluster up --help',)
+    text = yaml.safe_dump(found.config, sort_keys=False, allow_unicode=True, width=120)
+    return {f"{found.name}.yaml": _SCHEMA_LINE + text, _SCHEMA: _schema()}, notes
+
+
+def _schema() -> str:
+    import json
+
+    from ddptrain.config.json_schema import config_schema
+
+    return json.dumps(config_schema(), indent=2) + "\n"
+
+
+def _write(target: Path, files: dict[str, str]) -> None:
+    """Write new files; an older schema is replaced. Raises UsageError if another file exists."""
+    from ddptrain.errors import UsageError
+
+    names = [name for name in files if name != _SCHEMA]
+    there = [name for name in names if (target / name).is_symlink() or (target / name).exists()]
     if there:
         raise UsageError(f"{target} has {', '.join(there)} already, which would be overwritten: choose another folder")
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for name, source in _FILES.items():
+        for name in names:
             with (target / name).open("x", encoding="utf-8") as file:
-                file.write((files("ddptrain") / "starter" / source).read_text(encoding="utf-8"))
+                file.write(files[name])
+        if not (target / _SCHEMA).is_symlink():
+            (target / _SCHEMA).write_text(files[_SCHEMA], encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write into {target}: {error.strerror or error}") from error
-    place = "" if target.resolve() == Path.cwd() else f"cd {shlex.quote(folder)} && "
-    typer.echo(f"wrote {', '.join(_FILES)}; train it with: {place}ddptrain train train.yaml")

@@ -21,7 +21,9 @@ from typer.main import get_command
 
 from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
+from ddptrain.cli.doctor import doctor
 from ddptrain.cli.evaluate import evaluate
+from ddptrain.cli.explain import explain
 from ddptrain.cli.generate import generate
 from ddptrain.cli.init import init
 from ddptrain.cli.models import app as models
@@ -93,6 +95,8 @@ app.add_typer(results, name="results")
 app.add_typer(models, name="models")
 app.add_typer(notify, name="notify")
 app.add_typer(schedule, name="schedule")
+app.command("doctor", short_help="Check this machine.")(doctor)
+app.command("explain", short_help="Explain an exit code, or the end of a run.")(explain)
 app.command("init", short_help="Write a starting point for code of your own.")(init)
 app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)
 

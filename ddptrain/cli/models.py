@@ -273,10 +273,13 @@ def export(
         write([f"{record.model}: version {record.version} exported to {target}: {', '.join(files)}"])
 
 
-def open_trained(source: str, runs_dir: str, models_dir: str | None) -> tuple[Path, dict[str, Any]]:
+def open_trained(
+    source: str, runs_dir: str, models_dir: str | None, workload: str | None = None
+) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a run, or of a verified version of a model, and what names it in JSON output.
 
-    source: RUN, or MODEL@ALIAS. Raises DdptrainError.
+    source: RUN, or MODEL@ALIAS. workload: `latest` is then the newest run of this workload that has a checkpoint; a
+    line on stderr names it if it is not the newest of all. Raises DdptrainError.
     """
     from ddptrain.model_registry.reference import is_model_reference, parse_reference
 
@@ -288,11 +291,19 @@ def open_trained(source: str, runs_dir: str, models_dir: str | None) -> tuple[Pa
         record = registry.resolve(parse_reference(source))
         about = {"run_id": record.run_id, "model": record.model, "version": record.version}
         return open_version(registry, record), about
+    from ddptrain.results.layout import LATEST
+    from ddptrain.results.lookup import newest_trained
     from ddptrain.results.remote.runs import open_runs_dir, split_run
     from ddptrain.results.run_store import NeededFiles
 
     place, name = split_run(source, runs_dir)
-    folder = open_runs_dir(place).find(name, NeededFiles.MODEL).layout.root
+    runs = open_runs_dir(place)
+    if name == LATEST and workload is not None and (views := runs.list()):
+        chosen = newest_trained(views, workload)
+        name = chosen.run_id
+        if chosen is not views[0]:
+            say(f"using run {name}: the newest of {workload} with a checkpoint")
+    folder = runs.find(name, NeededFiles.MODEL).layout.root
     return folder, {"run_id": folder.name}
 
 

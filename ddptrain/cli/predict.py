@@ -68,7 +68,7 @@ def predict(
     if as_json and as_csv:
         raise typer.BadParameter("give --json or --csv, not both")
     options = _source_options(source_option or [])
-    run_dir, source = open_trained(run, runs_dir, models_dir)
+    run_dir, source = open_trained(run, runs_dir, models_dir, "images")
     given = find_images(images, options)  # before torch is imported: most mistakes are in the paths
 
     from ddptrain.workloads.images.model.saved_classifier import load_model

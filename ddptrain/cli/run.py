@@ -29,6 +29,7 @@ from ddptrain.cli.options import (
     field_options,
 )
 from ddptrain.cli.train import reporting_of, start
+from ddptrain.config.torchrun import REPLACEMENTS
 from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,20 +37,6 @@ if TYPE_CHECKING:
 
 # All arguments after the script belong to it, even if they look like our options.
 SCRIPT_SETTINGS = {"allow_interspersed_args": False}
-
-# Options of torchrun, and what takes their place; `_` and `-` are the same in them.
-_TORCHRUN = {
-    "--nproc-per-node": "use --ranks N, the number of all ranks",
-    "--nnodes": "use --ranks N, the number of all ranks, and --cluster NAME for several hosts",
-    "--max-restarts": "use --set failure.max_restarts=N",
-    "--log-dir": "use --runs-dir DIR: each run has the log of each rank in its directory",
-    "--no-python": "the script must be a Python file, or with -m a module",
-    **dict.fromkeys(("--tee", "--redirects"), "leave it out: the log of each rank is shown and saved"),
-    **dict.fromkeys(
-        ("--standalone", "--node-rank", "--master-addr", "--master-port", "--local-addr", "--monitor-interval"),
-        "leave it out: the hosts and the rendezvous are those of the cluster",
-    ),
-}
 
 
 class RunCommand(TyperCommand):
@@ -62,7 +49,7 @@ class RunCommand(TyperCommand):
         except Exception as error:  # typer has a copy of click's exceptions, which is private
             option = str(getattr(error, "option_name", ""))
             name = option.replace("_", "-")
-            hint = _TORCHRUN["--standalone"] if name.startswith("--rdzv-") else _TORCHRUN.get(name)
+            hint = REPLACEMENTS["--standalone"] if name.startswith("--rdzv-") else REPLACEMENTS.get(name)
             if hint is None:
                 raise
             raise UsageError(f"{option} is an option of torchrun: {hint}") from None

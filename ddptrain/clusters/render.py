@@ -9,6 +9,7 @@ from typing import Any
 
 from ddptrain.clusters.status import ClusterRun, State, View, WorkerView
 from ddptrain.config.wording import counted
+from ddptrain.extras import install_command
 from ddptrain.text_tables import Section, clean, clean_line
 
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
@@ -18,7 +19,6 @@ _ACCESS = {
     "tls": "whoever has its certificate: TLS",
     "tcp": "everyone who can reach it: no certificate",
 }
-_NO_DASHBOARD = "none; its scheduler needs ddptrain[dashboard] for one"
 
 
 def row(view: View) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def sections(view: View) -> list[Section]:
         ("state", f"{view.state}: {view.reason}" if view.reason else str(view.state)),
         ("backend", record.backend),
         ("address", record.address),
-        ("dashboard", record.dashboard or _NO_DASHBOARD if view.state == State.UP else ""),
+        ("dashboard", record.dashboard or _no_dashboard() if view.state == State.UP else ""),
         ("access", _ACCESS.get(record.address.partition("://")[0], "")),
         ("started", f"{_time(record.started_at)} UTC{f' on {record.host.name}' if record.host.name else ''}"),
         ("ends", f"after {idle_s:g} s without a run" if idle_s else ""),
@@ -97,3 +97,7 @@ def _time(text: str) -> str:
         return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}"
     except ValueError:
         return "-"
+
+
+def _no_dashboard() -> str:
+    return f"none; for one its scheduler needs bokeh: {install_command('dashboard')}"

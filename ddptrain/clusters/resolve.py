@@ -27,12 +27,14 @@ class Target:
     """The address of a scheduler; `name` is the name of the user's own cluster, "" for any other cluster.
 
     Without `security`, the configuration of Dask decides. The workers of a `foreign` cluster may lack packages.
+    A `fixed` cluster has one worker: it gets more slots only if the user scales it.
     """
 
     address: str
     security: Security | None = None
     name: str = ""
     foreign: bool = True
+    fixed: bool = False
 
     def __post_init__(self) -> None:
         if self.address.startswith("unix://"):
@@ -82,7 +84,8 @@ def of_deployment(deployment: cluster_records.Deployment) -> Target:
         )
     folder = deployment.tls_dir
     foreign = record.backend not in _OUR_WORKERS
-    return Target(address, own_security(folder) if folder else None, record.name, foreign)
+    fixed = record.backend == "local"
+    return Target(address, own_security(folder) if folder else None, record.name, foreign, fixed)
 
 
 def by_address(address: str, tls: TlsSettings | None) -> Target:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ConfigError, Problem, UsageError
+from ddptrain.extras import install_command
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -94,13 +95,18 @@ TRACKERS = {
     "wandb": "ddptrain.tracking.wandb.tracker:WandbTracker",
     "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
 }
-# Tracker -> what to install if its package, which has the name of the tracker, is missing.
-TRACKER_PACKAGES = {"wandb": "wandb", "tensorboard": "ddptrain[tensorboard]"}
+# Tracker -> the extra that has its package; the package of others, which has the name of the tracker, is always there.
+TRACKER_EXTRAS = {"tensorboard": "tensorboard"}
 # Mirror of the model registry -> its function, which takes a MirroredModel (see protocol/model_mirror.py).
 MIRRORS = {
     "wandb": "ddptrain.tracking.wandb.model_mirror:mirror",
     "mlflow": "ddptrain.model_registry.mirrors.mlflow_mirror:mirror",
 }
+
+
+def install_tracker(name: str) -> str:
+    """Return the pip command for the package of a tracker."""
+    return install_command(TRACKER_EXTRAS[name]) if name in TRACKER_EXTRAS else f"pip install {name}"
 
 
 def is_built_in(workload: object) -> bool:

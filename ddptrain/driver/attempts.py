@@ -118,7 +118,7 @@ class AttemptSeries:
         self.scene.worker_group.end_attempt()
         self.scene.writer.update(waiting=True)
         self.checkpoint = newest_verified(self.scene.writer.layout, self.recorder.warn)
-        start = f"from {self.checkpoint.words}" if self.checkpoint else "from the start: there is no checkpoint yet"
+        start = starting_point(self.checkpoint, is_script=self.scene.resolved.config.script is not None)
         self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
         self.scene.signals.pause(again.pause_s)
         self.scene.cluster.mend(leaving=leaving)
@@ -162,3 +162,10 @@ class AttemptSeries:
         ranks = tuple(rank.record() for rank in end.ranks)
         ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(verdict.status), ranks=ranks)
         self.scene.writer.update(attempts=(*others, ended))
+
+
+def starting_point(checkpoint: VerifiedCheckpoint | None, *, is_script: bool) -> str:
+    """Where the next attempt starts, for the user. A script may have saved its own state, which we don't see."""
+    if checkpoint is not None:
+        return f"from {checkpoint.words}"
+    return "the script starts again" if is_script else "from the start: there is no checkpoint yet"

@@ -38,3 +38,12 @@ def local_resources(cluster: ClusterConfig, environ: Mapping[str, str]) -> Local
             "cluster.gpus to 0 to train on the CPU"
         )
     return LocalResources(ranks, present[: ranks if wanted else 0])
+
+
+def crowding(resources: LocalResources, cores: int) -> str:
+    """Return a warning about more ranks on the CPU than the default and than cores, or ""."""
+    most = max(default_slots(()), cores)
+    if resources.gpus or resources.ranks <= most:
+        return ""
+    shared = "share 1 core" if cores == 1 else f"share {cores} cores"
+    return f"{resources.ranks} ranks {shared}: their start and each step take longer; --ranks {most} may be faster"

@@ -28,13 +28,14 @@ from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as verdicts
 from ddptrain.driver.failure import summary
-from ddptrain.driver.local_resources import LocalResources, local_resources
+from ddptrain.driver.local_resources import LocalResources, crowding, local_resources
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.session import SharedRun, cluster_for
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results.errors import ResultsError
@@ -290,8 +291,8 @@ class _Run:
         from ddptrain.results.checkpoint_verification import newest_verified
 
         found = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
-        start = f"from {found.words}" if found else "from the start: it has no checkpoint"
-        self.display.notice(f"resuming {start}")
+        from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
+        self.display.notice(f"resuming{f' from {found.words}' if found else from_start}")
         return found
 
     def _reserved(self, worker_group: WorkerGroup, watchers: WaitHooks, checked: CheckedSlots) -> list[RankPlace]:
@@ -315,6 +316,7 @@ class _Run:
             last_words=self.cluster.last_words,
             tell=self.display.status,
             cluster=target.name,
+            fixed=target.fixed,
         )
 
     def _worker_fault(self) -> str | None:
@@ -340,6 +342,8 @@ class _Run:
             self.display.notice(self.choice.reason)
         if self.machine is not None:
             self.display.expect(self.machine.ranks, self.log_sizes)
+            if self.options.shared is None and (warning := crowding(self.machine, usable_cores())):
+                self.display.notice(warning, level="warning")
             self.display.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
         else:
             self.display.status(f"connecting to {self.cluster.words}")

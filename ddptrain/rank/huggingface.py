@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddptrain.extras import install_command
+
 try:
     from transformers import TrainerCallback
     from transformers.trainer_utils import IntervalStrategy
 except ImportError as error:
     raise ImportError(
-        f"ddptrain.HuggingFaceCallback needs transformers and accelerate ({error}): pip install 'ddptrain[huggingface]'"
+        f"ddptrain.HuggingFaceCallback needs transformers and accelerate ({error}): {install_command('huggingface')}"
     ) from error
 
 from ddptrain.rank.checkpoint.file_format import STATE_FILE

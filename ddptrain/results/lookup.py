@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -136,6 +137,18 @@ def _latest(runs_dir: Path) -> Path:
             f"there is no run in {where_of(runs_dir)} yet; start one with ddptrain train, or say where with --runs-dir"
         )
     return runs[0].layout.root
+
+
+def newest_trained(views: Sequence[RunView], workload: str) -> RunView:
+    """Return the first run of a workload that has a checkpoint; views: newest first. Raises RunNotFound."""
+    of_workload = [view for view in views if view.record.workload == workload]
+    for view in of_workload:
+        if view.record.checkpoints:
+            return view
+    place = views[0].layout.where.rpartition("/")[0] if views else "the folder"
+    if of_workload:
+        raise RunNotFound(f"no run of {workload} in {place} has a checkpoint yet: train one for an epoch first")
+    raise RunNotFound(f"there is no run of {workload} in {place}: train one first, or say where with --runs-dir")
 
 
 def _nothing_found(runs_dir: Path, run: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
+from ddptrain.extras import install_command
 
 Credentials = dict[str, Any]  # as obstore's S3Credential
 _FRESH = timedelta(minutes=5)  # credentials of botocore are used for so long before botocore is asked again
@@ -85,7 +86,7 @@ def _renewed(name: str) -> Callable[[], Credentials]:
         import botocore.session  # type: ignore[import-untyped]
     except ImportError:
         raise UsageError(
-            f'the AWS profile "{shorten(name)}" needs botocore to get its credentials: pip install "ddptrain[s3]"'
+            f'the AWS profile "{shorten(name)}" needs botocore to get its credentials: {install_command("s3")}'
         ) from None
     source = botocore.session.Session(profile=name).get_credentials()
     if source is None:

@@ -172,6 +172,7 @@ class FsspecStore(Store):
 
     def _error(self, action: str, key: str, error: Exception) -> StoreError:
         """Return the StoreError for an error of a backend; key "" stands for the whole location."""
+        error = _real_cause(error) if self._is_http else error
         status, said = _status(error), self._why(error)
         where = f"{self.location.words}/{key}" if key else self.location.words
         if status in {404, 410} or isinstance(error, FileNotFoundError | IsADirectoryError):
@@ -185,7 +186,19 @@ class FsspecStore(Store):
     def _why(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"it did not answer within {self._timeout_s:g} s"
+        refused = getattr(error, "os_error", None)  # aiohttp.ClientConnectorError
+        if isinstance(refused, socket.gaierror):
+            return f"the host {getattr(error, 'host', '')} is unknown: is the URL right?"
+        if isinstance(refused, ConnectionRefusedError):
+            place = f"{getattr(error, 'host', '')}:{getattr(error, 'port', '')}"
+            return f"{place} refuses the connection: is the server up, and the port right?"
         return _said(error) or type(error).__name__
+
+
+def _real_cause(error: Exception) -> Exception:
+    """Return the error behind a FileNotFoundError: fsspec raises one for every failure of an HTTP request."""
+    cause = error.__cause__
+    return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) else error
 
 
 def _status(error: Exception) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ddptrain.config.known_names import TRACKER_PACKAGES, TRACKERS, tracker_target
+from ddptrain.config.known_names import TRACKERS, install_tracker, tracker_target
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
 from ddptrain.redact import hide_known, known_secrets
@@ -106,9 +106,7 @@ def load(name: str) -> type[Any]:
             found: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if name in TRACKERS and error.name == name:
-                raise ImportError(
-                    f"the package {name} is not installed here: pip install '{TRACKER_PACKAGES[name]}'"
-                ) from error
+                raise ImportError(f"the package {name} is not installed here: {install_tracker(name)}") from error
             raise
     for part in attribute.split("."):
         found = getattr(found, part)

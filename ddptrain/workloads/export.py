@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError, one_line
+from ddptrain.extras import install_command
 from ddptrain.file_ops import hash_file, publish
 from ddptrain.workloads.petnames.alphabet import BLANK, STOP, SYMBOLS
 from ddptrain.workloads.saved_model import checkpoint_folder
@@ -192,7 +193,7 @@ def _require_onnx() -> None:
     from importlib.util import find_spec
 
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
-        raise UsageError(f"the format onnx needs {' and '.join(missing)}: pip install 'ddptrain[onnx]'")
+        raise UsageError(f"the format onnx needs {' and '.join(missing)}: {install_command('onnx')}")
 
 
 def _describe(folder: Path, found: Exported, form: str, source: Mapping[str, Any]) -> None:

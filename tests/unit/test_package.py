@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import ddptrain
-from ddptrain.config.known_names import TRACKER_PACKAGES, TRACKERS
+from ddptrain.config.known_names import TRACKER_EXTRAS, TRACKERS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -21,21 +21,22 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 def test_every_extra_that_is_recommended_exists() -> None:
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.*")]
     files += [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "ddptrain").rglob("*.py")]
+    named = re.compile(r"ddptrain\[([^\]{]+)\]|install_command\([\"'](\w+)[\"']\)")
     found = {
-        (path.relative_to(ROOT).as_posix(), extra)
+        (path.relative_to(ROOT).as_posix(), match[1] or match[2])
         for path in files
-        for extra in re.findall(r"ddptrain\[([^\]]+)\]", path.read_text(encoding="utf-8"))
+        for match in named.finditer(path.read_text(encoding="utf-8"))
     }
-    assert len(found) > 10  # a name that is only put in at run time, as ddptrain[{name}], is none either
+    assert len({path for path, _ in found if path.startswith("ddptrain/")}) > 8
     assert [each for each in sorted(found) if each[1] not in PROJECT["optional-dependencies"]] == []
 
 
-def test_package_of_every_tracker_comes_with_what_is_recommended() -> None:
+def test_package_of_every_tracker_is_installed_or_in_its_extra() -> None:
     always = {Requirement(text).name for text in PROJECT["dependencies"]}
     for tracker in TRACKERS:
-        wanted = Requirement(TRACKER_PACKAGES[tracker])
-        extras = [Requirement(text).name for extra in wanted.extras for text in PROJECT["optional-dependencies"][extra]]
-        assert tracker in extras if wanted.name == "ddptrain" else tracker == wanted.name in always
+        extra = TRACKER_EXTRAS.get(tracker)
+        packages = {Requirement(text).name for text in PROJECT["optional-dependencies"][extra]} if extra else always
+        assert tracker in packages
 
 
 def test_systems_that_are_claimed_are_those_that_are_tested() -> None:

@@ -20,6 +20,7 @@ from urllib.parse import urljoin, urlsplit
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.extras import install_command
 from ddptrain.redact import hide_credentials
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Saturn:
             import dask_saturn  # noqa: F401
         except ImportError as error:
             raise UsageError(
-                f"cluster.backend saturn needs dask-saturn ({error}): pip install 'ddptrain[saturn]'"
+                f"cluster.backend saturn needs dask-saturn ({error}): {install_command('saturn')}"
             ) from error
         self.url = url or os.environ.get("SATURN_BASE_URL", "")
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc:

@@ -96,4 +96,5 @@ def _hooks(worker_group: WorkerGroup, cluster: Cluster, target: Target, tell: Te
         last_words=cluster.last_words,
         tell=tell,
         cluster=target.name,
+        fixed=target.fixed,
     )

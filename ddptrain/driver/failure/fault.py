@@ -33,7 +33,7 @@ _EXIT_CODES = {
     FaultKind.RESULTS: ExitCode.CLUSTER,
     FaultKind.HANG: ExitCode.HANG,
 }
-_PHASES = {"setup": " before the process group was up", "rendezvous": " while the process group came up"}
+_PHASES = {"setup": " (before the process group was up)", "rendezvous": " (while the process group came up)"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.known_names import TRACKER_PACKAGES, TRACKERS
+from ddptrain.config.known_names import TRACKERS, install_tracker
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.errors import UsageError
@@ -39,8 +39,8 @@ def check_trackers(config: RunConfig) -> None:
     for name in (tracker.name for tracker in config.tracking.for_rank(0)):
         if name in TRACKERS and find_spec(name) is None:
             raise UsageError(
-                f"tracking.{name} is on, but the package {name} is not installed: pip install "
-                f"'{TRACKER_PACKAGES[name]}', or turn it off with --set tracking.{name}.mode=off"
+                f"tracking.{name} is on, but the package {name} is not installed: "
+                f"{install_tracker(name)}, or turn it off with --set tracking.{name}.mode=off"
             )
 
 

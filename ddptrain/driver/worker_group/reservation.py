@@ -49,7 +49,7 @@ class WaitHooks:
 
     check: raises ClusterError if foreign workers with these addresses, or the scheduler, cannot run this. worker_fault:
     why a worker will never appear, or None. last_words: the last log lines of failed workers. tell: shows the status.
-    cluster: the name of a cluster that the user started, or "".
+    cluster: the name of a cluster that the user started, or "". fixed: it has all its slots once a worker is there.
     """
 
     check: Callable[[Sequence[str]], None] | None
@@ -57,6 +57,7 @@ class WaitHooks:
     last_words: Callable[[], str]
     tell: Callable[[str], None]
     cluster: str
+    fixed: bool = False
 
 
 class SlotQueue:
@@ -80,7 +81,8 @@ class SlotQueue:
             return min(refusal.free, self.wish.ranks or refusal.free)
         enough = refusal.total >= (least or refusal.asked)
         patience_s = self.wish.wait_s if enough else self.wish.start_timeout_s
-        if waited_s >= max(patience_s, self.wish.gather_s):
+        hopeless = self.watchers.fixed and refusal.total > 0 and not enough
+        if hopeless or waited_s >= max(patience_s, self.wish.gather_s):
             raise ClusterError(self._held(refusal, waited_s) if enough else self._shortage(refusal, waited_s))
         if waited_s > _QUIET_S:
             self._tell(refusal, enough=enough)
@@ -100,9 +102,11 @@ class SlotQueue:
     def _shortage(self, refusal: slots.Refusal, waited_s: float) -> str:
         kind = "slots with a GPU" if self.wish.gpus_only else "slots"
         came = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items()) or "from nowhere"
-        text = f"{refusal.asked} {kind} were asked for, {refusal.total} came within {waited_s:.0f} s ({came}). "
-        words = self.watchers.last_words()
         name = self.watchers.cluster
+        there = f"the cluster {name} has" if self.watchers.fixed and refusal.total else ""
+        there = f"{there} {refusal.total}" if there else f"{refusal.total} came within {waited_s:.0f} s"
+        text = f"{refusal.asked} {kind} were asked for, {there} ({came}). "
+        words = self.watchers.last_words()
         more = f"give it more: ddptrain cluster scale {name} {refusal.asked}" if name else "start more workers"
         return f"{text}Ask for fewer with --ranks, or {more}" + (f"\n{words}" if words else "")
 

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import UsageError
+from ddptrain.extras import install_command
 from ddptrain.protocol.model_mirror import MirroredModel, MirroredVersion
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def mirror(model: MirroredModel) -> None:
     try:
         from mlflow import MlflowClient
     except ModuleNotFoundError as error:
-        raise UsageError("the package mlflow is not installed here: pip install 'ddptrain[mlflow]'") from error
+        raise UsageError(f"the package mlflow is not installed here: {install_command('mlflow')}") from error
     client = MlflowClient(model.options.get("tracking_uri"), model.options.get("registry_uri"))
     _create_model(client, model.name)
     for version in model.versions:  # the champion is the first: a problem of another one does not hold it up

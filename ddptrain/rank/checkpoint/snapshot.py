@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import mmap
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddptrain.errors import one_line
 from ddptrain.protocol.tensor_slices import Place
+from ddptrain.sanitize import sanitized
 from ddptrain.workloads.saved_weights import SAFETENSORS_TYPES
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -207,5 +210,12 @@ def _proven(value: Any) -> Any:
     except Exception as error:  # whatever the object's own code raises
         raise TypeError(
             "checkpoint state must load without executing a pickle: give numbers, text, lists, dictionaries, tensors, "
-            f"or objects with state_dict(), not {type(value).__qualname__} ({error})"
-        ) from error
+            f"or objects with state_dict(), not {type(value).__qualname__} ({_reason(error)})"
+        ) from None  # torch's message advises to execute the pickle, in colours
+
+
+def _reason(error: Exception) -> str:
+    """The reason in an error of torch.save or torch.load, in one line without escape sequences."""
+    text = sanitized(str(error))
+    found = re.search(r"Unsupported [^\n]+? was not an allowed global", text)
+    return found[0] if found else one_line(text) or type(error).__name__

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.extras import install_command
 from ddptrain.rank.artifact_files import ArtifactFiles, stays_below
 from ddptrain.rank.media.images import is_image, png
 from ddptrain.tracking.items import Image, Table
@@ -125,7 +126,7 @@ def _parquet(columns: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> bytes:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise ImportError("tables are written as Parquet by pyarrow: pip install 'ddptrain[parquet]'") from error
+        raise ImportError(f"tables are written as Parquet by pyarrow: {install_command('parquet')}") from error
     arrays = []
     for index, name in enumerate(columns):
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError, UsageError, one_line
+from ddptrain.extras import install_command
 from ddptrain.redact import hide_credentials
 from ddptrain.results.compare.differences import flat
 from ddptrain.results.export.output import encodable
@@ -47,7 +48,7 @@ def export_mlflow(views: Sequence[RunView], output: str) -> list[str]:
     try:
         from mlflow import MlflowClient
     except ImportError:
-        raise UsageError("this needs mlflow: pip install 'ddptrain[mlflow]', or choose --format csv") from None
+        raise UsageError(f"this needs mlflow: {install_command('mlflow')}, or choose --format csv") from None
     series = [read_series(view.layout.metrics_jsonl, view.record.attempts) for view in views]
     try:
         client = MlflowClient(output if is_url(output) else Path(output).absolute().as_uri())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddptrain.errors import UsageError
+from ddptrain.extras import install_command
 from ddptrain.results.compare.differences import flat
 from ddptrain.results.export.output import encodable, output_file
 from ddptrain.results.lookup import RunView
@@ -95,7 +96,7 @@ def _writer_of(form: str) -> _Write:
     try:
         import pyarrow.parquet as pq  # noqa: F401
     except ImportError:
-        raise UsageError("parquet needs pyarrow: pip install 'ddptrain[parquet]', or choose --format csv") from None
+        raise UsageError(f"parquet needs pyarrow: {install_command('parquet')}, or choose --format csv") from None
     return _write_parquet
 
 

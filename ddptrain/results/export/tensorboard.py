@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import UsageError
+from ddptrain.extras import install_command
 from ddptrain.results.compare.differences import flat
 from ddptrain.results.export.output import encodable, output_file
 from ddptrain.results.lookup import RunView, moment
@@ -35,9 +36,7 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
     try:
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError:
-        raise UsageError(
-            "this needs tensorboard: pip install 'ddptrain[tensorboard]', or choose --format csv"
-        ) from None
+        raise UsageError(f"this needs tensorboard: {install_command('tensorboard')}, or choose --format csv") from None
     paths = []
     for view in views:
         series = read_series(view.layout.metrics_jsonl, view.record.attempts)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ddptrain.config.types import FilledText, wrong_field
 from ddptrain.config.wording import describe_value, did_you_mean, nearest
+from ddptrain.extras import install_command
 from ddptrain.storage.store import BUILTIN
 from ddptrain.workloads.images.model.catalogue import SMALL_CNN, architectures, weight_names
 
@@ -176,6 +177,6 @@ class ImagesParams(BaseModel):
             raise wrong_field(
                 "predictions",
                 "parquet needs pyarrow, which is not installed",
-                "pip install 'ddptrain[parquet]', or choose csv",
+                f"{install_command('parquet')}, or choose csv",
             )
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,44 @@ from ddptrain.config.load import load_config
 def test_files_are_written_and_make_a_valid_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "my demo"
     assert main(["init", str(folder)]) == 0
-    assert {path.name for path in folder.iterdir()} == {"train.yaml", "train.py", ".gitignore"}
+    assert {path.name for path in folder.iterdir()} == {"train.yaml", "train.py", ".gitignore", "ddptrain.schema.json"}
     config = load_config(folder / "train.yaml").config
     assert config.workload == "train:train" and config.name == "train"
     assert "my demo' && ddptrain train train.yaml" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("workload", "name", "runs"),
+    [
+        ("function", "train.yaml", "train:train"),
+        ("script", "train.yaml", "train.py"),
+        ("images", "images.yaml", "images"),
+        ("petnames", "petnames.yaml", "petnames"),
+    ],
+)
+def test_each_workload_is_a_valid_configuration_with_a_schema(
+    tmp_path: Path, workload: str, name: str, runs: str
+) -> None:
+    assert main(["init", str(tmp_path), "--workload", workload]) == 0
+    assert load_config(tmp_path / name).config.workload_name == runs
+    assert (tmp_path / name).read_text().startswith("# yaml-language-server: $schema=ddptrain.schema.json\n")
+    assert "properties" in json.loads((tmp_path / "ddptrain.schema.json").read_text())
+    assert (tmp_path / ".gitignore").is_file()
+
+
+def test_command_of_torchrun_becomes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fit.py").touch()
+    command = "torchrun --standalone --nproc-per-node 2 --rdzv-id 7 fit.py --lr 0.1"
+    assert main(["init", str(tmp_path), "--from", "torchrun", command]) == 0
+    config = load_config(tmp_path / "fit.yaml").config
+    assert config.script is not None and config.script.args == ["--lr", "0.1"]
+    assert config.cluster.ranks == 2
+    told = capsys.readouterr()
+    assert told.err == "init: --rdzv-id is left out: the hosts and the rendezvous are those of the cluster\n"
+    assert "wrote fit.yaml, ddptrain.schema.json" in told.out
+    assert main(["init", str(tmp_path), "--from", "torchrun", command]) == 2
+    assert main(["init", str(tmp_path), "--from", "mpirun", command]) == 2
+    assert "--from mpirun: only commands of torchrun are known" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["train.yaml", "train.py", ".gitignore"])

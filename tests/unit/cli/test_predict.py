@@ -47,7 +47,8 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A run that sees blue, and two images in the working directory; what the classifier is told."""
     run = tmp_path / "runs" / "colours-20260101-000000-abcd"
     run.mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"run_id": run.name, "status": "succeeded", "workload": "images"}))
+    record = {"run_id": run.name, "status": "succeeded", "workload": "images", "checkpoints": ["step-1"]}
+    (run / "run.json").write_text(json.dumps(record))
     (tmp_path / "pictures").mkdir()
     for name in ("one.png", "two\x1b[2J.png"):
         (tmp_path / "pictures" / name).touch()
@@ -175,3 +176,16 @@ def test_torch_is_not_needed_to_find_that_a_path_is_wrong(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ddptrain.workloads.images.predict", None)
     assert main(["predict", "latest", "nowhere"]) == 2
+
+
+@pytest.mark.usefixtures("seen")
+def test_latest_is_the_newest_run_that_can_classify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = tmp_path / "runs" / "images-failed"
+    failed.mkdir()
+    record = {"run_id": failed.name, "status": "failed", "workload": "images", "started_at": "2099-01-01T00:00:00Z"}
+    (failed / "run.json").write_text(json.dumps(record))
+    assert main(["predict", "latest", "pictures/one.png", "--json", "--top", "1"]) == 0
+    told = capsys.readouterr()
+    chosen = json.loads(told.out)["run_id"]
+    assert chosen != failed.name
+    assert f"using run {chosen}: the newest of images with a checkpoint\n" in told.err

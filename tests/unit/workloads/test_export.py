@@ -136,5 +136,5 @@ def test_model_that_torch_cannot_export_is_an_error(tmp_path: Path, monkeypatch:
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"needs onnx and onnxscript: pip install 'ddptrain\[onnx\]'"):
+    with pytest.raises(UsageError, match=r"needs onnx and onnxscript: pip install 'onnx>=1.17' 'onnxscript>=0.3'"):
         export._require_onnx()

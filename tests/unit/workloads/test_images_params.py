@@ -64,7 +64,7 @@ def test_parquet_without_pyarrow_is_an_error_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: None)
-    assert "pip install 'ddptrain[parquet]'" in problem(tmp_path, "predictions: parquet")
+    assert "pip install 'pyarrow>=16'" in problem(tmp_path, "predictions: parquet")
 
 
 @pytest.mark.parametrize("subset", [3, ["Chihuahua", "Beagle"], None])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
+from ddptrain.extras import install_command
 
 if TYPE_CHECKING:
     import httpx
@@ -139,7 +140,7 @@ def _auth_class() -> type[KubeAuth]:
         from kr8s._auth import KubeAuth
     except ImportError as error:
         raise UsageError(
-            f'cluster.backend kubernetes needs another package ({error.name}): pip install "ddptrain[kubernetes]"'
+            f"cluster.backend kubernetes needs another package ({error.name}): {install_command('kubernetes')}"
         ) from error
     assert dask_kubernetes is not None
     return KubeAuth

@@ -197,7 +197,7 @@ def test_missing_package_is_one_line_with_what_to_install(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(builtins, "__import__", without)
     error = failure()
-    assert isinstance(error, UsageError) and 'pip install "ddptrain[kubernetes]"' in str(error)
+    assert isinstance(error, UsageError) and "pip install 'dask-kubernetes>=2025.4.3'" in str(error)
 
 
 @needs_dask_kubernetes

@@ -85,7 +85,7 @@ def deployment(**settings: Any) -> Deployment:
 
 def test_missing_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dask_saturn", None)
-    with pytest.raises(UsageError, match=r"needs dask-saturn \(.*\): pip install 'ddptrain\[saturn\]'$"):
+    with pytest.raises(UsageError, match=r"needs dask-saturn \(.*\): pip install 'dask-saturn>=0.4'$"):
         Saturn("https://app.saturn")
 
 

@@ -59,7 +59,7 @@ def test_exit_code_follows_the_kind_of_fault(kind: FaultKind, code: ExitCode) ->
 
 def test_line_is_one_line_with_the_type_and_the_phase() -> None:
     failure = events.Failure(1, "ValueError", "boom\nand more", "", phase="setup")
-    assert failure_fault.from_failure(2, failure).line == "ValueError: boom before the process group was up"
+    assert failure_fault.from_failure(2, failure).line == "ValueError: boom (before the process group was up)"
 
 
 def test_sys_exit_is_told_as_it_was_called() -> None:

@@ -76,3 +76,14 @@ def test_fewer_slots_are_enough_after_the_time_to_gather(clock: Clock, after_s: 
     queue, _ = waiting(replace(WISH, least=2, gather_s=10.0))
     clock.now += after_s
     assert queue.wait(refusal(free, 3)) == asked
+
+
+def test_cluster_that_does_not_grow_is_not_waited_for() -> None:
+    hooks = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "dev", fixed=True)
+    queue = SlotQueue(WISH, hooks)
+    assert queue.wait(refusal(0, 0)) == 4  # its worker is still starting
+    assert queue.wait(refusal(1, 4)) == 4  # another run holds them
+    with pytest.raises(
+        ClusterError, match=r"^4 slots were asked for, the cluster dev has 1 \(1 on h0\)\. .*scale dev 4$"
+    ):
+        queue.wait(refusal(1, 1))

@@ -116,7 +116,7 @@ def test_what_cannot_be_written_is_one_line(
     with pytest.raises(UsageError, match=r"cannot write .*file/metrics.csv: .*; choose another place with -o"):
         export_tables(views, "csv", tmp_path / "file")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UsageError, match=r"pip install 'ddptrain\[parquet\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'pyarrow>=16'"):
         export_tables(views, "parquet", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,0 +1,58 @@
+"""`ddptrain explain CODE|RUN`: what an exit code means, or how a run ended, and what to do."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from ddptrain.cli.printing import print_json, write
+from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Json, RunsDir
+
+_HIGHEST_CODE = 255
+
+
+def explain(
+    what: Annotated[
+        str, typer.Argument(metavar="CODE|RUN", help="An exit code, or a run: its id, the start of one, latest, a URL.")
+    ] = "latest",
+    runs_dir: RunsDir = None,
+    json: Json = False,
+) -> None:
+    """Explain an exit code: causes, and what to do. Or a run: how it ended, why, where to look, what comes next."""
+    if re.fullmatch(r"[0-9]{1,3}", what):
+        _explain_code(int(what), json)
+    else:
+        _explain_run(what, runs_dir, json)
+
+
+def _explain_code(code: int, json: bool) -> None:
+    import dataclasses
+
+    from ddptrain.errors import UsageError
+    from ddptrain.explain import as_text, explanation_of
+
+    if code > _HIGHEST_CODE:
+        raise UsageError(f"{code} is no exit code: they are 0 to {_HIGHEST_CODE}")
+    if json:
+        print_json({"exit_code": code, **dataclasses.asdict(explanation_of(code))})
+    else:
+        write(as_text(code))
+
+
+def _explain_run(run: str, runs_dir: str | None, json: bool) -> None:
+    import shlex
+
+    from ddptrain.results.remote.runs import open_runs_dir, split_run
+    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.show.explanation import explain_run
+
+    place, name = split_run(run, runs_dir or DEFAULT_RUNS_DIR)
+    view = open_runs_dir(place).find(name, NeededFiles.EVENTS)
+    option = "" if place == DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
+    explained = explain_run(view, option)
+    if json:
+        print_json(explained.as_dict())
+    else:
+        write(explained.as_text())

@@ -1,0 +1,129 @@
+"""Judges what was read of this machine; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ddptrain.driver.cluster_check.judge_facts import judge_facts
+from ddptrain.driver.cluster_check.readings import HostReading
+from ddptrain.protocol.cluster_check import HostFacts
+
+_CLOCK_BAD_S, _CLOCK_WARNING_S = 60.0, 3.0  # the Date of a server has full seconds, and is some time on its way
+
+
+class Result(StrEnum):
+    """The result of a check; a machine with a bad one is not fit for a run."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BAD = "bad"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was checked. hint: what to do, or ""."""
+
+    subject: str
+    result: Result
+    text: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """What torch can do here. cuda: the version that it was built for, or "". gpus: how many it can use.
+
+    problems: what failed, by subject: torch (all of it), torchvision, gloo.
+    """
+
+    torch: str = ""
+    cuda: str = ""
+    torchvision: str = ""
+    gpus: int = 0
+    nccl: bool = False
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+
+def judge_torch(found: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
+    """The checks of torch; `gpus` are those that the driver (its version: `driver`) sees."""
+    if failed := found.problems.get("torch"):
+        yield Check("torch", Result.BAD, f"torch does not work: {failed}", "install it again: pip install torch")
+        return
+    built = f"for CUDA {found.cuda}" if found.cuda else "without CUDA"
+    yield Check("torch", Result.OK, f"{found.torch}, {built}")
+    if failed := found.problems.get("torchvision"):
+        hint = "install the torchvision of this torch: pip install --upgrade torch torchvision"
+        yield Check("torchvision", Result.BAD, f"{found.torchvision or 'it'} does not work: {failed}", hint)
+    else:
+        yield Check("torchvision", Result.OK, found.torchvision)
+    yield _gpus(found, gpus, driver)
+    if failed := found.problems.get("gloo"):
+        hint = "set GLOO_SOCKET_IFNAME to an interface that is up (ip addr)"
+        yield Check("gloo", Result.BAD, f"an all-reduce with gloo failed: {failed}", hint)
+    else:
+        yield Check("gloo", Result.OK, "an all-reduce works")
+    if gpus and not found.nccl:
+        yield Check("nccl", Result.BAD, "torch is built without NCCL", "install a torch with CUDA")
+
+
+def _gpus(found: TorchFacts, gpus: int, driver: str) -> Check:
+    if not gpus:
+        return Check("GPUs", Result.OK, "none: ranks train on the CPU")
+    if not found.cuda:
+        text = f"{gpus} are here, but torch {found.torch} is built without CUDA"
+        return Check("GPUs", Result.BAD, text, "install a torch with CUDA: https://pytorch.org/get-started")
+    if found.gpus < gpus:
+        text = f"torch for CUDA {found.cuda} can use {found.gpus} of {gpus}, with the driver {driver or 'unknown'}"
+        hint = "check CUDA_VISIBLE_DEVICES; update the driver, or install a torch for an older CUDA"
+        return Check("GPUs", Result.BAD, text, hint)
+    return Check("GPUs", Result.OK, f"{found.gpus}, with the driver {driver or 'unknown'}")
+
+
+def judge_host(facts: HostFacts, ranks: int) -> Iterable[Check]:
+    """The checks of memory, disk, limits and GPUs: those of a cluster check, for `ranks` ranks."""
+    findings = judge_facts([HostReading(facts.hostname, (), facts)], ranks)
+    yield from (Check(each.subject, Result(each.level), each.text, each.hint) for each in findings)
+    found = {each.subject for each in findings}
+    if "memory" not in found:
+        yield Check("memory", Result.OK, f"{facts.memory_free_mb} MB of {facts.memory_mb} MB are available")
+    if "disk" not in found and "reading" not in found:
+        speed = f", {facts.scratch_write_mb_s:.0f} MB/s" if facts.scratch_write_mb_s is not None else ""
+        yield Check("disk", Result.OK, f"{facts.scratch_free_mb} MB are free in {facts.scratch}{speed}")
+    yield from _interfaces(facts)
+
+
+def _interfaces(facts: HostFacts) -> Iterable[Check]:
+    """Whether the interfaces that variables name exist and are up."""
+    up = [each.name for each in facts.interfaces if each.is_up]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = facts.network_env.get(variable, "")
+        if not value:
+            continue
+        missing = [name for name in value.split(",") if not _names_one(name.strip(), up)]
+        text = f"{variable} is {value}"
+        if value.startswith("^") or not missing:
+            yield Check("network", Result.OK, text)
+        else:
+            text += f", but no interface {', '.join(missing)} is up"
+            yield Check("network", Result.BAD, text, f"use one of {', '.join(up) or 'none'}, or unset it")
+
+
+def _names_one(name: str, up: Sequence[str]) -> bool:
+    """Whether NCCL's rules (a prefix, or = and a name) find an interface."""
+    return name[1:] in up if name.startswith("=") else any(each.startswith(name) for each in up)
+
+
+def judge_clock(offset_s: float | None, server: str) -> Check:
+    """The check of the clock. offset_s: how far it is ahead of `server`; None: no server was asked."""
+    if offset_s is None:
+        return Check("clock", Result.SKIPPED, "not compared: no server is configured or reachable")
+    away_s = abs(offset_s)
+    if away_s <= _CLOCK_WARNING_S:
+        return Check("clock", Result.OK, f"as that of {server}")
+    way = "ahead of" if offset_s > 0 else "behind"
+    result = Result.BAD if away_s > _CLOCK_BAD_S else Result.WARNING
+    hint = "synchronize the clock (chrony, systemd-timesyncd)"
+    return Check("clock", result, f"{away_s:.0f} s {way} that of {server}", hint)

@@ -1,0 +1,162 @@
+"""Reads this machine: facts of the host, torch, ports, servers. All run at the same time, each with a time limit."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import platform
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock, judge_host, judge_torch
+from ddptrain.errors import DdptrainError, one_line
+from ddptrain.gpus import default_slots
+from ddptrain.protocol.cluster_check import HostFacts
+from ddptrain.protocol.typed_json import decode_json_data
+from ddptrain.redact import hide_credentials
+from ddptrain.storage.remote_folder import RemoteFolder, is_url
+from ddptrain.tracking.wandb.credentials import find_access
+
+Facts = TypeVar("Facts")
+
+_PROCESS_S = 30.0  # torch from a cold disk, or the facts of a GPU that hangs
+_SERVER_S = 3.0
+_WANDB = "https://api.wandb.ai"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server answered. clock_ahead_s: how far the clock of this machine is ahead of its Date, if it has one."""
+
+    url: str
+    error: str = ""
+    clock_ahead_s: float | None = None
+
+
+def check_machine(runs_dir: str, environ: Mapping[str, str]) -> list[Check]:
+    """Check this machine for runs in `runs_dir`, a folder or a URL."""
+    folder = Path.cwd() if is_url(runs_dir) else _existing(Path(runs_dir))
+    with ThreadPoolExecutor() as pool:
+        facts = pool.submit(_process, "ddptrain.worker.host_facts", [str(folder), ""], environ)
+        torch = pool.submit(_process, "ddptrain.rank.torch_probe", [], environ)
+        answers = list(pool.map(ask_server, _servers(environ)))
+        store = pool.submit(_store, runs_dir)
+        checks = [Check("Python", Result.OK, f"{platform.python_version()}, {sys.executable}")]
+        host, problem = _decoded(HostFacts, *facts.result())
+        tried, failed = _decoded(TorchFacts, *torch.result())
+        gpus, driver = (len(host.gpus), host.versions.get("driver", "")) if host is not None else (0, "")
+        checks += judge_torch(tried or TorchFacts(problems={"torch": failed}), gpus, driver)
+        if host is None:
+            checks.append(Check("host", Result.BAD, f"its facts can't be read: {problem}"))
+        else:
+            checks += judge_host(host, default_slots([str(gpu.index) for gpu in host.gpus]))
+        checks += [check_ports(), *store.result()]
+    checks += [_reached(answer) for answer in answers]
+    known = next((answer for answer in answers if answer.clock_ahead_s is not None), None)
+    return [*checks, judge_clock(known.clock_ahead_s if known else None, known.url if known else "")]
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    return next((each for each in (folder, *folder.parents) if each.is_dir()), Path("/"))
+
+
+def _process(module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """What a process of this Python prints, and why it failed, or ""."""
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"it does not answer within {_PROCESS_S:g} s"
+    last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return done.stdout, last[0] if done.returncode else ""
+
+
+def _decoded(kind: type[Facts], text: str, error: str) -> tuple[Facts | None, str]:
+    if error:
+        return None, error
+    try:
+        found: Facts = decode_json_data(kind, json.loads(text.strip().splitlines()[-1]))
+    except (ValueError, IndexError) as wrong:
+        return None, one_line(wrong)
+    return found, ""
+
+
+def check_ports() -> Check:
+    """Whether a process can listen on a port of the loopback interface, and another one connect to it."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=_SERVER_S):
+                return Check("ports", Result.OK, "a connection to 127.0.0.1 works")
+    except OSError as error:
+        hint = "is the loopback interface up (ip addr), and is no firewall in the way?"
+        return Check("ports", Result.BAD, f"no connection to 127.0.0.1: {error.strerror or error}", hint)
+
+
+def _store(runs_dir: str) -> list[Check]:
+    """Whether the store of the runs can be listed; nothing for a folder."""
+    if not is_url(runs_dir):
+        return []
+    try:
+        RemoteFolder.open(runs_dir).check()
+    except DdptrainError as error:
+        return [Check("store", Result.BAD, one_line(error))]
+    return [Check("store", Result.OK, f"{hide_credentials(runs_dir)} can be listed")]
+
+
+def _servers(environ: Mapping[str, str]) -> list[str]:
+    """The servers that are configured: of W&B if there is an API key, and the S3 endpoint."""
+    access = find_access(environ)
+    endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL", "")
+    offline = environ.get("WANDB_MODE", "") in ("offline", "disabled", "dryrun")
+    wandb = (access.base_url or _WANDB) if access.is_there and not offline else ""
+    return [url for url in (wandb, endpoint) if url]
+
+
+def ask_server(url: str) -> Answer:
+    """Ask a server for its headers; each HTTP status is an answer."""
+    shown = hide_credentials(url)
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https"):
+        return Answer(shown, "it is not a URL with http:// or https://")
+    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # urllib takes a password for a host
+    request = urllib.request.Request(bare, method="HEAD")
+    before = time.time()
+    try:
+        with urllib.request.urlopen(request, timeout=_SERVER_S) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+        error.close()
+    except (OSError, ValueError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        return Answer(shown, getattr(reason, "strerror", "") or one_line(str(reason)))
+    return Answer(shown, clock_ahead_s=_ahead(headers.get("Date", ""), (before + time.time()) / 2))
+
+
+def _ahead(date: str, now: float) -> float | None:
+    """How far `now` is ahead of an HTTP date, which has full seconds."""
+    try:
+        return now - email.utils.parsedate_to_datetime(date).timestamp() - 0.5
+    except ValueError:
+        return None
+
+
+def _reached(answer: Answer) -> Check:
+    if answer.error:
+        hint = "check the network, the proxy (HTTPS_PROXY) and the URL"
+        return Check("server", Result.BAD, f"{answer.url} can't be reached: {answer.error}", hint)
+    return Check("server", Result.OK, f"{answer.url} answers")

@@ -1,0 +1,279 @@
+"""What the exit codes mean, what they look like, their causes, and what to do: the text of `ddptrain explain`."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from ddptrain.errors import ExitCode
+
+BROKEN_PIPE = 128 + signal.SIGPIPE
+KILLED = 128 + signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One cause of an exit code, or the message that shows it, and what to do."""
+
+    cause: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is known about an exit code. example: lines as the command prints them. remarks: full sentences."""
+
+    title: str
+    example: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+_INTERRUPTED = Explanation(
+    "interrupted",
+    ("ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM",),
+    (
+        Cause("it was before the first checkpoint (also with ddptrain stop)", "start it again"),
+        Cause("the function does not call ctx.checkpoint", "call it on all ranks"),
+        Cause("Ctrl-C, stop --now, or a second SIGTERM did not wait", "use ddptrain stop, which waits"),
+        Cause("a script without a handler for SIGTERM", "let it save, and exit with 75"),
+    ),
+    (
+        "130 after Ctrl-C, which stops at once; 143 after SIGTERM, if the run ended without saving.",
+        "If there is an older checkpoint, --resume RUN continues from it. Every process of the run has ended.",
+    ),
+)
+
+EXPLANATIONS: dict[int, Explanation] = {
+    ExitCode.SUCCEEDED: Explanation("succeeded", remarks=("Nothing to do.",)),
+    ExitCode.TRAINING_FAILED: Explanation(
+        "the training code failed",
+        (
+            (
+                "ddptrain: run train-20260612-080000-a1b2 failed: rank 1 on vm failed first: ValueError: batch 3 has "
+                "31 samples, expected 32; log: runs/train-20260612-080000-a1b2/logs/rank-1.log"
+            ),
+        ),
+        (
+            Cause("an exception with your file and line", "fix it; --full-traceback shows the frames of torch, too"),
+            Cause(
+                "killed by SIGKILL: often the kernel, because memory was short",
+                "smaller batches, fewer loader workers, fewer ranks on the host",
+            ),
+            Cause(
+                "killed by SIGSEGV or SIGABRT: compiled code, such as CUDA or an extension",
+                'env: {CUDA_LAUNCH_BLOCKING: "1"} shows the line; the log has the stack',
+            ),
+            Cause("CUDA out of memory", "a smaller batch, or prepare: {precision: bf16}"),
+            Cause("rank 0 is in ctx.checkpoint, which rank 1 has not called", "call it on all ranks"),
+            Cause("No module named ... on a host", "install it there; ddptrain copies your project, not its packages"),
+            Cause("all images of the source are bad", "check the folder, the format and the access rights"),
+        ),
+        (
+            (
+                "The rank that is named failed first. Errors of other ranks, such as 'Connection reset by peer' of "
+                "gloo or a NCCL error, are consequences."
+            ),
+            (
+                "failure.max_restarts: 2 starts the ranks again from the last checkpoint. The same failure twice at "
+                "the same step is not tried a third time."
+            ),
+            "predict uses it if some of the images could not be classified.",
+        ),
+    ),
+    ExitCode.USAGE: Explanation(
+        "usage or configuration; nothing was started",
+        ("ddptrain: error: --set params.epochz=3: params.epochz: unknown key (did you mean params.epochs?)",),
+        (
+            Cause("a wrong field or value", "fix the line that is named; ddptrain schema lists all fields"),
+            Cause("data are missing or empty (params.source, params.names)", "check path or URL, and credentials"),
+            Cause("weights or a checkpoint are damaged or of another model", "the message names the file"),
+            Cause("no run has that name", "ddptrain results lists the runs of a folder; --runs-dir names another one"),
+            Cause("a resume with changed parameters", "--allow-changes, or start a new run"),
+            Cause("retrain: the data check found too few data", "check the data; --force trains all the same"),
+        ),
+        ("ddptrain train CONFIG --dry-run checks the configuration and the cluster, and starts nothing.",),
+    ),
+    ExitCode.INTERNAL: Explanation(
+        "a bug of ddptrain",
+        ("ddptrain: internal error: KeyError: 'x'; this is a bug of ddptrain, the details are in ...",),
+        (
+            Cause(
+                "this should not happen",
+                "report it with the crash log that the message names, logs/driver.log of the run (secrets are "
+                "removed from both), and the output of ddptrain --version",
+            ),
+        ),
+        ("The run directory is intact: --resume RUN continues from the last checkpoint.",),
+    ),
+    ExitCode.CLUSTER: Explanation(
+        "cluster or infrastructure",
+        (
+            (
+                "ddptrain: run train-20260612-080000-a1b2 failed: no Dask scheduler answers at tcp://10.0.0.5:8786 "
+                "within 60 s: connection refused"
+            ),
+        ),
+        (
+            Cause(
+                "no scheduler answers",
+                "is it up (ddptrain cluster list), is the port open, is the address right? "
+                "cluster.start_timeout_s is the time limit",
+            ),
+            Cause(
+                "too few free slots",
+                "cluster.wait_s: 3600 waits in line; ddptrain cluster status NAME shows who holds them; "
+                "ask for fewer --ranks",
+            ),
+            Cause(
+                "a worker was lost: out of memory, restarted, cut off",
+                "the message names the host; failure.max_losses: 3 continues on others",
+            ),
+            Cause("versions do not match", "install the same Python, torch and ddptrain everywhere"),
+            Cause("a certificate is wrong or missing", "set cluster.tls"),
+            Cause("the cluster is of another host", "run the command on the host that is named"),
+            Cause("disk full, quota", "free some space: ddptrain results prune --keep 20"),
+            Cause("a store (S3, ...) does not answer", "credentials, region, endpoint; later --resume RUN"),
+            Cause(
+                "ranks cannot reach each other",
+                "set the interface: env: {NCCL_SOCKET_IFNAME: eth0, GLOO_SOCKET_IFNAME: eth0}",
+            ),
+        ),
+        ("ddptrain doctor checks this machine, ddptrain cluster check all hosts of a cluster.",),
+    ),
+    ExitCode.HANG: Explanation(
+        "hang: no progress in time",
+        (
+            (
+                "ddptrain: rank 1 hung: no progress for 600 s, it is in train.py:13 in load while rank 0 waits for it "
+                "in all_reduce (...; stacks: artifacts/stacks/)"
+            ),
+        ),
+        (
+            Cause("the rank is in your own line: a lock, a download, an endless loop", "give requests a time limit"),
+            Cause("in a loader: too few workers, a dead file system (NFS)", "check the mount; use ctx.loader"),
+            Cause(
+                "in all_reduce, while another rank has ended or is elsewhere: a condition that differs between ranks",
+                "every rank must take the same number of steps; ctx.mean decides together",
+            ),
+            Cause(
+                "in NCCL on all ranks: the network between the hosts",
+                "env: {NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}",
+            ),
+            Cause("nowhere: the step is only slow", "failure.hang_timeout_s: 1800, or call ctx.progress"),
+        ),
+        (
+            (
+                "The rank that is named is the one that is missing. The stacks of all ranks are in artifacts/stacks/ "
+                "of the run."
+            ),
+            (
+                "By default the limit follows the run: 10 times the longest pause so far, at least 40 s and at most "
+                "600 s. failure.hang_timeout_s: null turns it off."
+            ),
+        ),
+    ),
+    ExitCode.LOCKED: Explanation(
+        "the run is running in another process, or another host has taken it over",
+        ("ddptrain: error: run nightly is held by process 29678 on vm; wait for it, or choose another --run-id",),
+        (
+            Cause(
+                "another shell or cron job runs it",
+                "nothing: this start was not needed. ddptrain results logs RUN --follow watches it, "
+                "ddptrain stop RUN ends it",
+            ),
+            Cause(
+                "its driver on another host is silent",
+                "wait: the lock ends by itself, in an object store within 3 minutes",
+            ),
+            Cause("retrain with overlap: wait, and the wait is over", "a longer retrain.wait, or overlap: skip"),
+        ),
+        ("The lock ends with its process. There is no lock file to delete.",),
+    ),
+    ExitCode.REJECTED: Explanation(
+        "retrain: trained, but the gate rejected the new version",
+        ("retrain petnames rejected: version 2 was rejected, version 1 stays the champion: ...",),
+        (
+            Cause(
+                "the new version is worse than the gate allows",
+                "look at the data and at ddptrain models show MODEL; to use it anyway: ddptrain models promote MODEL "
+                "VERSION",
+            ),
+        ),
+        ("The new version is kept, the old one stays in use.",),
+    ),
+    ExitCode.DEADLINE: Explanation(
+        "retrain: out of time",
+        causes=(Cause("retrain.deadline is over", "set a longer deadline, or train for fewer epochs"),),
+        remarks=("The state is saved; the next start of ddptrain retrain continues.",),
+    ),
+    ExitCode.LATE: Explanation(
+        "schedule check: a model is late",
+        causes=(
+            Cause(
+                "there was no successful retraining in time",
+                "does the schedule run (ddptrain schedule list, crontab -l, systemctl --user list-timers)? Is the "
+                "host up?",
+            ),
+        ),
+        remarks=("The message names the model, and since when.",),
+    ),
+    ExitCode.PREEMPTED: Explanation(
+        "preempted, and a checkpoint is saved",
+        ("run nightly preempted (exit code 75): ended by ddptrain stop; go on with --resume nightly",),
+        (
+            Cause(
+                "someone sent SIGTERM: Slurm, Kubernetes, a spot instance, ddptrain stop",
+                "run the same command again with --resume RUN",
+            ),
+        ),
+        (
+            (
+                "Nothing is lost. In a batch script: ddptrain train CONFIG --run-id nightly --resume auto, and submit "
+                "the same script again on exit code 75."
+            ),
+        ),
+    ),
+    ExitCode.INTERRUPTED: _INTERRUPTED,
+    ExitCode.TERMINATED: _INTERRUPTED,
+    KILLED: Explanation(
+        "ddptrain itself was killed by SIGKILL",
+        ("Killed",),
+        (
+            Cause("the kernel, because memory was short", "look at dmesg; use less memory on this host"),
+            Cause("Slurm or Kubernetes, after its grace period", "a longer one than failure.grace_s"),
+            Cause("kill -9", "use ddptrain stop"),
+        ),
+        ("The ranks ended with it. --resume RUN continues from the last checkpoint.",),
+    ),
+    BROKEN_PIPE: Explanation(
+        "the reader of the output has closed it",
+        causes=(Cause("the output went to head, or to a pager that was left", "nothing; or write it to a file"),),
+    ),
+}
+
+
+def explanation_of(code: int) -> Explanation:
+    """Return what is known about an exit code; one that ddptrain does not use has no causes."""
+    known = EXPLANATIONS.get(code)
+    if known is not None:
+        return known
+    if code - 128 in signal.valid_signals():
+        return Explanation(f"ended by {signal.Signals(code - 128).name}", remarks=("The shell adds 128 to a signal.",))
+    return Explanation("not an exit code of ddptrain", remarks=(f"Its exit codes: {_listed()}.",))
+
+
+def as_text(code: int) -> list[str]:
+    """Return the lines that explain an exit code."""
+    found = explanation_of(code)
+    lines = [f"exit code {code}: {found.title}"]
+    if found.example:
+        lines += ["", "what it looks like:", *(f"  {line}" for line in found.example)]
+    if found.causes:
+        lines += ["", "causes, and what to do:"]
+        lines += [line for each in found.causes for line in (f"  - {each.cause}", f"    -> {each.action}")]
+    return [*lines, *(["", *found.remarks] if found.remarks else [])]
+
+
+def _listed() -> str:
+    return ", ".join(str(int(code)) for code in EXPLANATIONS)

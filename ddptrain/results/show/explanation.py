@@ -1,0 +1,113 @@
+"""How a run ended, why, where to look, and which command comes next: the text of `ddptrain explain RUN`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from ddptrain.errors import ExitCode, one_line
+from ddptrain.explain import EXPLANATIONS, Cause, explanation_of
+from ddptrain.results.lookup import RunView
+from ddptrain.results.run_record import RunStatus
+
+_RESUMABLE = (RunStatus.FAILED, RunStatus.PREEMPTED, RunStatus.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class RunExplanation:
+    """What to know about the end of a run. look: commands and files. next: commands, or a sentence."""
+
+    run_id: str
+    status: str
+    exit_code: int | None
+    end: str
+    root_cause: str
+    look: tuple[str, ...]
+    next: tuple[str, ...]
+    causes: tuple[Cause, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as JSON data."""
+        return asdict(self)
+
+    def as_text(self) -> list[str]:
+        """Return it as lines for people."""
+        lines = [f"run {self.run_id} {self.end}"]
+        if self.root_cause:
+            lines += ["", "root cause:", f"  {self.root_cause}"]
+        lines += ["", "where to look:", *(f"  {line}" for line in self.look)]
+        lines += ["", "what to do next:", *(f"  {line}" for line in self.next)]
+        if self.causes:
+            lines += ["", f"causes of exit code {self.exit_code}, and what to do:"]
+            lines += [line for each in self.causes for line in (f"  - {each.cause}", f"    -> {each.action}")]
+        return lines
+
+
+def explain_run(view: RunView, runs_dir: str) -> RunExplanation:
+    """Explain the end of a run; `runs_dir` is the --runs-dir of the commands that are named ("": the default)."""
+    code = _exit_code(view)
+    failed = view.status in (RunStatus.FAILED, RunStatus.CANCELLED)
+    return RunExplanation(
+        view.run_id,
+        view.shown_status,
+        code,
+        _end(view, code),
+        _root_cause(view),
+        tuple(_look(view, runs_dir)),
+        tuple(_next(view, runs_dir)),
+        explanation_of(code).causes if failed and code is not None else (),
+    )
+
+
+def _exit_code(view: RunView) -> int | None:
+    """The exit code of the command; that of a driver that is gone is not recorded."""
+    return None if view.is_running else view.record.exit_code
+
+
+def _end(view: RunView, code: int | None) -> str:
+    if view.problem:
+        return f"is not readable: {view.problem}"
+    if view.is_running:
+        return f"is {view.shown_status} in {view.record.driver.words}"
+    if code is None:
+        return f"is {view.status}; its driver recorded no exit code"
+    title = f": {EXPLANATIONS[code].title}" if code in EXPLANATIONS and code != ExitCode.SUCCEEDED else ""
+    return f"{view.status} (exit code {code}{title})"
+
+
+def _root_cause(view: RunView) -> str:
+    failure = view.record.failure
+    if failure is None:
+        return ""
+    place = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
+    kind = failure.type if failure.type not in ("", failure.message) else ""
+    return ": ".join(word for word in (place, kind, one_line(failure.message)) if word)
+
+
+def _look(view: RunView, runs_dir: str) -> Iterator[str]:
+    failure, layout = view.record.failure, view.layout
+    yield f"ddptrain results show {view.run_id}{runs_dir}"
+    if failure is not None and failure.rank is not None:
+        yield f"ddptrain results logs {view.run_id} --rank {failure.rank}{runs_dir}"
+    elif layout.logs():
+        yield f"ddptrain results logs {view.run_id}{runs_dir}"
+    if view.record.exit_code == ExitCode.HANG:
+        yield f"{layout.where}/artifacts/stacks/ (the stacks of all ranks)"
+    if not view.is_running:
+        yield f"{layout.told(layout.decision_log)} (what ddptrain decided, and why)"
+
+
+def _next(view: RunView, runs_dir: str) -> Iterator[str]:
+    if view.is_running:
+        yield f"ddptrain results logs {view.run_id} --follow{runs_dir}"
+        yield f"ddptrain stop {view.run_id}{runs_dir}"
+    elif view.status == RunStatus.SUCCEEDED:
+        yield f"ddptrain results plot {view.run_id}{runs_dir}"
+    elif view.status in _RESUMABLE and view.record.checkpoints:
+        if view.record.exit_code == ExitCode.TRAINING_FAILED:
+            yield "fix the root cause"
+        yield f"the same command again, with --resume {view.run_id} (continues from {view.record.checkpoints[0]})"
+    elif view.status in _RESUMABLE:
+        yield "fix the root cause, and start the run again: it has no checkpoint to continue from"
+    else:
+        yield f"look at the host {view.record.driver.host or 'of its driver'}, and at this command again later"

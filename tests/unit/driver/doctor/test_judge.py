@@ -1,0 +1,99 @@
+"""What `ddptrain doctor` concludes from what it has read."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock, judge_host, judge_torch
+from ddptrain.protocol.cluster_check import HostFacts, Interface
+
+CUDA = TorchFacts("2.9", "12.8", "0.24", gpus=2, nccl=True)
+FACTS = HostFacts(
+    hostname="vm",
+    versions={},
+    cores=2,
+    memory_mb=8000,
+    memory_free_mb=4000,
+    shm_mb=4000,
+    shm_free_mb=4000,
+    scratch="/data",
+    scratch_mb=90_000,
+    scratch_free_mb=50_000,
+    scratch_write_mb_s=300.0,
+    open_files=65_536,
+    interface="eth0",
+    interfaces=(Interface("eth0", ("10.0.0.1",), 1000, 1500, True), Interface("ib0", (), 0, 1500, False)),
+)
+
+
+def bad(checks: list[Check]) -> list[tuple[str, str]]:
+    return [(check.subject, check.text) for check in checks if check.result == Result.BAD]
+
+
+@pytest.mark.parametrize(
+    ("found", "gpus", "expected"),
+    [
+        (CUDA, 2, []),
+        (TorchFacts("2.9", "", "0.24"), 0, []),
+        (
+            TorchFacts("2.9", "12.8", "0.24", nccl=True),
+            2,
+            [("GPUs", "torch for CUDA 12.8 can use 0 of 2, with the driver 470.1")],
+        ),
+        (
+            TorchFacts("2.9", "", "0.24"),
+            1,
+            [
+                ("GPUs", "1 are here, but torch 2.9 is built without CUDA"),
+                ("nccl", "torch is built without NCCL"),
+            ],
+        ),
+        (
+            TorchFacts("2.9", "", problems={"torchvision": "no operator nms", "gloo": "no device"}),
+            0,
+            [
+                ("torchvision", "it does not work: no operator nms"),
+                ("gloo", "an all-reduce with gloo failed: no device"),
+            ],
+        ),
+        (TorchFacts(problems={"torch": "No module"}), 2, [("torch", "torch does not work: No module")]),
+    ],
+)
+def test_torch_must_fit_the_gpus(found: TorchFacts, gpus: int, expected: list[tuple[str, str]]) -> None:
+    assert bad(list(judge_torch(found, gpus, "470.1"))) == expected
+
+
+def test_healthy_host_has_no_bad_check() -> None:
+    checks = list(judge_host(FACTS, 2))
+    assert {check.result for check in checks} == {Result.OK}
+    assert ("disk", "50000 MB are free in /data, 300 MB/s") in [(check.subject, check.text) for check in checks]
+
+
+def test_full_disk_is_bad() -> None:
+    import dataclasses
+
+    full = dataclasses.replace(FACTS, scratch_free_mb=500)
+    assert bad(list(judge_host(full, 2))) == [("disk", "500 MB of 90000 MB are free in /data")]
+
+
+@pytest.mark.parametrize(
+    ("value", "is_bad"),
+    [("eth0", False), ("=eth0", False), ("et", False), ("^lo", False), ("ib0", True), ("=et", True)],
+)
+def test_interfaces_of_variables_must_be_up(value: str, is_bad: bool) -> None:
+    checks = list(judge_host(FACTS.with_env({"NCCL_SOCKET_IFNAME": value}), 2))
+    assert bool(bad(checks)) == is_bad
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "result", "text"),
+    [
+        (None, Result.SKIPPED, "not compared: no server is configured or reachable"),
+        (-1.0, Result.OK, "as that of https://s"),
+        (20.0, Result.WARNING, "20 s ahead of that of https://s"),
+        (-900.0, Result.BAD, "900 s behind that of https://s"),
+    ],
+)
+def test_clock_is_compared_with_a_server(offset_s: float | None, result: Result, text: str) -> None:
+    check = judge_clock(offset_s, "https://s")
+    assert (check.result, check.text) == (result, text)
