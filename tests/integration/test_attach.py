@@ -172,7 +172,9 @@ def _ranks_and_servers(temporary: str) -> list[str]:
     for process in psutil.process_iter():
         try:
             command = " ".join(process.cmdline())
-            if "ddptrain.rank" in command and process.environ().get("TMPDIR") == temporary:
+            if ("ddptrain rank" in command or "ddptrain.rank" in command) and process.environ().get(
+                "TMPDIR"
+            ) == temporary:
                 found.append(f"{process.pid} {command}")
         except (psutil.Error, OSError):
             continue

@@ -85,10 +85,10 @@ from ddptrain.driver.worker_group.worker_group import WorkerGroup
 
 submit = WorkerGroup.submit
 
-def spied(self, spec, slot):
+def spied(self, specs, slots):
     with open("orders.txt", "a") as file:
-        file.write(spec.to_json() + chr(10))
-    submit(self, spec, slot)
+        file.writelines(spec.to_json() + chr(10) for spec in specs)
+    submit(self, specs, slots)
 
 WorkerGroup.submit = spied
 sys.exit(main(sys.argv[1:]))
