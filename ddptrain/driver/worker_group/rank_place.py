@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,3 +33,34 @@ class RankPlace:
         """The host's name and, if that is another one, its address in the cluster."""
         known = self.slot.host
         return self.hostname if known in {self.hostname, "127.0.0.1", "::1"} else f"{self.hostname} ({known})"
+
+
+def rank_places(
+    chosen: Sequence[slots.Slot], about: Mapping[str, Mapping[str, str]], shared: Mapping[str, bool]
+) -> list[RankPlace]:
+    """The places of the ranks 0, 1, ... in these slots.
+
+    about: by worker, what it says of its host. shared: by worker, whether it sees the driver's files.
+    """
+    hosts = {host: number for number, host in enumerate(dict.fromkeys(slot.host for slot in chosen))}
+    size = Counter(slot.host for slot in chosen)
+    seen: Counter[str] = Counter()
+    places = []
+    for rank, slot in enumerate(chosen):
+        of_worker = about[slot.worker]
+        gpus = of_worker["gpus"].split(",")
+        places.append(
+            RankPlace(
+                rank=rank,
+                local_rank=seen[slot.host],
+                local_world_size=size[slot.host],
+                node_rank=hosts[slot.host],
+                slot=slot,
+                hostname=of_worker["hostname"],
+                scratch=Path(of_worker["scratch"]),
+                shared=shared[slot.worker],
+                gpu=gpus[slot.index] if slot.index < len(gpus) else "",
+            )
+        )
+        seen[slot.host] += 1
+    return places

@@ -20,7 +20,7 @@ from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.worker_group import dask_call
 from ddptrain.driver.worker_group.cluster_news import ClusterNews, weakly
 from ddptrain.driver.worker_group.folder_copy import copy_folder
-from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.driver.worker_group.rank_place import RankPlace, rank_places
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
 from ddptrain.driver.worker_group.spare_slots import SpareSlots
 from ddptrain.errors import ClusterError
@@ -132,32 +132,13 @@ class WorkerGroup:
         self.client.run_on_scheduler(slots.learn, offers)
 
     def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[RankPlace]:
-        hosts = {host: number for number, host in enumerate(dict.fromkeys(slot.host for slot in chosen))}
-        size = Counter(slot.host for slot in chosen)
         self._workers = {slot.worker for slot in chosen}
         about = self._about({slot.worker: slot.host for slot in chosen}, lost_after_s)
         shared = {worker: _same_token(Path(of["scratch"]) / "token", of["token"]) for worker, of in about.items()}
-        seen: Counter[str] = Counter()
-        places = []
-        for rank, slot in enumerate(chosen):
-            of_worker = about[slot.worker]
-            gpus = of_worker["gpus"].split(",")
-            places.append(
-                RankPlace(
-                    rank=rank,
-                    local_rank=seen[slot.host],
-                    local_world_size=size[slot.host],
-                    node_rank=hosts[slot.host],
-                    slot=slot,
-                    hostname=of_worker["hostname"],
-                    scratch=Path(of_worker["scratch"]),
-                    shared=shared[slot.worker],
-                    gpu=gpus[slot.index] if slot.index < len(gpus) else "",
-                )
-            )
-            where = {"worker": slot.worker, "slot": slot.index, "gpu": places[-1].gpu or None}
-            _log.info("rank placed", rank=rank, host=places[-1].host, shares_files=places[-1].shared, **where)
-            seen[slot.host] += 1
+        places = rank_places(chosen, about, shared)
+        for place in places:
+            where = {"worker": place.slot.worker, "slot": place.slot.index, "gpu": place.gpu or None}
+            _log.info("rank placed", rank=place.rank, host=place.host, shares_files=place.shared, **where)
         return places
 
     def _about(self, hosts: Mapping[str, str], lost_after_s: float | None) -> Mapping[str, Mapping[str, str]]:
