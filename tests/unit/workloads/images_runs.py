@@ -43,7 +43,13 @@ def model_of_colours(model_config: dict[str, Any]) -> torch.nn.Module:
 
 def make_run(folder: Path, model_config: Any, *saved: tuple[int, float, torch.nn.Module]) -> Path:
     """A run with a checkpoint for each (step, val/loss, model); the one with the lowest loss is the best."""
-    record = RunRecord(run_id=folder.name, name="colours", workload="images", status=RunStatus.SUCCEEDED)
+    record = RunRecord(
+        run_id=folder.name,
+        name="colours",
+        workload="images",
+        status=RunStatus.SUCCEEDED,
+        checkpoints=tuple(f"step-{step}" for step, _, _ in reversed(saved)),
+    )
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(record.to_json())
     shelf = CheckpointShelf(folder / "checkpoints")
