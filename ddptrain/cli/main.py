@@ -22,13 +22,13 @@ from typer.main import get_command
 from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.doctor import doctor
-from ddptrain.cli.evaluate import evaluate
 from ddptrain.cli.explain import explain
-from ddptrain.cli.generate import generate
 from ddptrain.cli.init import init
-from ddptrain.cli.models import app as models
+from ddptrain.cli.models.evaluate import evaluate
+from ddptrain.cli.models.generate import generate
+from ddptrain.cli.models.models import app as models
+from ddptrain.cli.models.predict import predict
 from ddptrain.cli.options import log_to_stderr
-from ddptrain.cli.predict import predict
 from ddptrain.cli.printing import say
 from ddptrain.cli.results import app as results
 from ddptrain.cli.run import SCRIPT_SETTINGS, RunCommand, run

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ddptrain.clusters import status
 from ddptrain.clusters.cluster_records import Deployment
@@ -28,6 +28,7 @@ _WARM_ROUND_S = 1.0  # seconds that one check waits for the workers to become wa
 _FAULT_EVERY_S = 2.0  # seconds; each check costs a call to the batch system or the remote host
 _LAST_LOOK_S = 1.0  # for workers that joined while others were still being started
 _LOG_LINES = 12
+_CLOSE_S = 2.0  # for closing the connection
 
 
 class ReadinessWait:
@@ -48,14 +49,12 @@ class ReadinessWait:
 
     def __exit__(self, *_: object) -> None:
         if self._client is not None:
-            self._client.close(timeout=2.0)
+            self._client.close(timeout=_CLOSE_S)
 
     def view(self) -> View:
         """The cluster as it is now. Raises ClusterError if its scheduler does not answer in time."""
         try:
-            if self._client is None:
-                self._client = self._connected()
-            told = self._client.run_on_scheduler(slots.overview)
+            told = self._overview()
         except (OSError, TimeoutError) as error:
             address = self.deployment.record.address
             raise ClusterError(f"the scheduler at {address} does not answer: {error}{self._last_words()}") from error
@@ -65,6 +64,21 @@ class ReadinessWait:
                 "installed where it runs, and where its workers do"
             ) from error
         return status.seen(self.deployment, told)
+
+    def _overview(self) -> Mapping[str, Any]:
+        """The answer of the scheduler. Raises OSError or TimeoutError."""
+        if self._client is not None:
+            return cast(Mapping[str, Any], self._client.run_on_scheduler(slots.overview))
+        while True:
+            client = self._connected()
+            try:
+                told = client.run_on_scheduler(slots.overview)
+            except OSError as error:  # a forwarded port accepts connections before the scheduler does, and closes them
+                client.close(timeout=_CLOSE_S)
+                self._go_on(lambda error=error: f"the scheduler at {self._told} does not answer ({error})")
+            else:
+                self._client = client
+                return cast(Mapping[str, Any], told)
 
     def until_ready(self, asked: int | None) -> View:
         """Wait until all expected workers have joined with `asked` slots (None: any number), and are warm.
@@ -100,7 +114,9 @@ class ReadinessWait:
 
         logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors are reported here
         target = self._target()
-        self.tell(f"scheduler at {target.address}")
+        if target.address != self._told:
+            self.tell(f"scheduler at {target.address}")
+            self._told = target.address
         timeout_s = max(1.0, self.deadline - time.monotonic())
         return Client(
             target.address, security=target.security, timeout=timeout_s, name="ddptrain-up", set_as_default=False

@@ -316,7 +316,7 @@ def encode(event: Event) -> bytes:
     return data
 
 
-_DECLARED = {
+_DECLARED = {  # the fields of each dataclass, and their types as text
     cls: {field.name: str(field.type) for field in dataclasses.fields(cls)}
     for cls in (*KINDS.values(), StagedFile, CheckpointPart)
 }
@@ -336,8 +336,6 @@ def _plain(value: object) -> object:
 
 
 _ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=True)  # made once: making it is slow
-
-
 _NUMBERS = tuple(f'{{"event":"{cls.kind}",'.encode() for cls in (Metrics, Progress))
 
 
@@ -348,7 +346,7 @@ def decode(line: bytes) -> Event:
     try:
         raw = json.loads(line)
         cls = KINDS[raw.pop("event")]
-        known = _declared(cls)
+        known = _DECLARED[cls]
         return _checked(cls, {key: value for key, value in raw.items() if key in known})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EventFormatError(f"not an event: {line[:200]!r} ({error})") from error
@@ -371,16 +369,11 @@ def _files(fields: dict[str, Any]) -> tuple[StagedFile, ...]:
 
 def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, if their JSON types are the declared ones. Raises TypeError otherwise."""
-    declared = _declared(cls)
+    declared = _DECLARED[cls]
     for name, value in fields.items():
         if not _fits(declared[name], value):
             raise TypeError(f"{name} is {value!r}, not {declared[name]}")
     return fields
-
-
-def _declared(cls: type[Any]) -> Mapping[str, str]:
-    """The fields of a dataclass and their types, as text."""
-    return _DECLARED[cls]
 
 
 def _fits(declared: str, value: Any) -> bool:

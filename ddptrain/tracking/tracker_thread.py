@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import events
@@ -50,6 +50,7 @@ class TrackerThread:
         self._off = False
         self._last_error = ""
         self._ending = threading.Event()
+        self._told_at_end = self._abandoned = False
         self._lock = threading.Lock()
         self._state: State = "finished"
         self._until = 0.0
@@ -97,7 +98,10 @@ class TrackerThread:
             return True
         missed = len(self._waiting) + self.dropped
         rest = f", with {missed} items not taken" if missed else ""
-        self._report(f"has not ended in time ({self._doing}{rest})", "it is abandoned")
+        with self._lock:
+            self._abandoned = True
+            quiet = self._told_at_end
+        self._report(f"has not ended in time ({self._doing}{rest})", "it is abandoned", quiet=quiet)
         return False
 
     # --- in the thread ---
@@ -119,7 +123,7 @@ class TrackerThread:
         try:
             self._definition.facts.folder.mkdir(parents=True, exist_ok=True)
             tracker = self._definition.make()
-            tracker.start(self._definition.facts)
+            tracker.start(replace(self._definition.facts, tell=self._tell))
         except BaseException as error:  # also SystemExit of a library: it must not end this thread silently
             self._turn_off()
             self._report(f"could not start: {describe(error)}", "it is off")
@@ -183,9 +187,19 @@ class TrackerThread:
 
     # --- reports to the user ---
 
-    def _report(self, what: str, consequence: str) -> None:
+    def _tell(self, text: str) -> None:
+        """Passes on a line of the tracker. The end is reported once: by the tracker, or by join() if it is late."""
+        with self._lock:
+            if self._abandoned:
+                return
+            self._told_at_end = self._told_at_end or self._doing == "finishing"
+        self._definition.facts.tell(text)
+
+    def _report(self, what: str, consequence: str, *, quiet: bool = False) -> None:
+        """Records an error, and prints it unless `quiet`: then the tracker has printed it."""
         self.error = self.error or what
-        self._note(f"{self.name} {what}; {consequence}, the run directory has everything", "warning")
+        if not quiet:
+            self._note(f"{self.name} {what}; {consequence}, the run directory has everything", "warning")
         with suppress(Exception):  # a full disk; it is reported elsewhere
             self._emit(events.TrackerFailed(time.time_ns(), self.name, what[:2_000], self._strict))
 
@@ -196,7 +210,7 @@ class TrackerThread:
             found.append(f"was too slow for {self.dropped} of {self._taken} items")
         if self._failures and not self._off:
             found.append(f"has failed to take {self._failures} of {self._taken} items: {self._last_error}")
-        if found:
+        if found and not self._abandoned:
             self._report(", and ".join(found), "it lacks the last items" if found == [problem] else "it lacks them")
 
     def _note(self, text: str, level: str) -> None:

@@ -138,7 +138,7 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
     view = clusters.status()
     assert (view["name"], view["state"], view["address"]) == ("dev", "up", address)
     assert (view["slots"], view["free"], view["gpus"], view["hosts"]) == (2, 2, 0, ["127.0.0.1"])
-    assert [worker["warm"] for worker in view["workers"]] == [True]
+    wait_until(lambda: [worker["warm"] for worker in clusters.status()["workers"]] == [True])  # after a heartbeat
     processes = [clusters.process(part) for part in ("scheduler", "worker")]
     assert all(os.getsid(process.pid) == process.pid for process in processes)
     for part in processes:

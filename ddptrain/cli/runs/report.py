@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.models import DEFAULT_MODELS_DIR, ModelsDir
+from ddptrain.cli.models.models import DEFAULT_MODELS_DIR, ModelsDir
 from ddptrain.cli.printing import print_json, say, write
 
 if TYPE_CHECKING:

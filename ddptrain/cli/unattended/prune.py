@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from ddptrain.cli.models import DEFAULT_MODELS_DIR, ModelsDir
+from ddptrain.cli.models.models import DEFAULT_MODELS_DIR, ModelsDir
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import print_json, say, write
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ddptrain.protocol import events
-from ddptrain.rank.timed_activities import TimedActivities
+from ddptrain.rank.steps.timed_activities import TimedActivities
 from ddptrain.rank.trackers import RankTrackers
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from ddptrain.rank.artifact_files import ArtifactFiles
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.plain_numbers import whole
 from ddptrain.rank.profiling.step_profiler import HOW_TO_REPORT, StepProfiler, note
-from ddptrain.rank.timed_activities import TimedActivities
+from ddptrain.rank.steps.timed_activities import TimedActivities
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ import pytest
 from ddptrain.tracking import tracker_thread
 from ddptrain.tracking.items import Checkpoint, Image, Numbers
 from ddptrain.tracking.manager import TrackerManager
-from tests.unit.tracking.trackers import Failing, Hanging, House, Recorder, numbers
+from tests.unit.tracking.trackers import Failing, Hanging, House, Late, Recorder, numbers
 
 
 @pytest.fixture
@@ -123,6 +123,22 @@ def test_tracker_that_hangs_is_abandoned_at_its_deadline(house: House, where: st
         manager.wait()  # the thread that hears of the worker group's end waits as well
         waits.append(time.monotonic() - again)
     assert min(waits) < 0.3
+
+
+@pytest.mark.parametrize("tells_first", [True, False])
+def test_tracker_that_is_late_at_its_end_is_reported_once(house: House, tells_first: bool) -> None:
+    late = Late(tells_first)
+    manager = house.open(late, timeout_s=60.0)
+    manager.end("finished")
+    until(late.hangs.is_set)
+    finish(manager, within_s=0.2)
+    late.gate.set()
+    until(late.has_finished.is_set)
+    assert manager.unfinished == ["late"]
+    assert house.lines == (["not everything was sent"] if tells_first else [])
+    warnings = [text.partition(";")[0] for text in house.warnings]
+    assert warnings == ([] if tells_first else ["late has not ended in time (finishing)"])
+    assert [failure.message for failure in house.failures] == ["has not ended in time (finishing)"]
 
 
 def test_time_for_the_end_can_be_shortened_while_it_is_waited_for(house: House) -> None:

@@ -97,12 +97,33 @@ class Hanging(Recorder):
             self.gate.wait(60)
 
 
+class Late(Recorder):
+    """Tells a line when it finishes, before or after it has waited for `gate`."""
+
+    def __init__(self, tells_first: bool) -> None:
+        super().__init__()
+        self.tells_first = tells_first
+        self.hangs, self.has_finished = threading.Event(), threading.Event()
+
+    def finish(self, state: State) -> None:
+        assert self.facts is not None
+        super().finish(state)
+        for tells in (self.tells_first, not self.tells_first):
+            if tells:
+                self.facts.tell("not everything was sent")
+            else:
+                self.hangs.set()
+                self.gate.wait(60)
+        self.has_finished.set()
+
+
 class House:
-    """A manager with trackers, and what it has told."""
+    """A manager with trackers, and what it has told; `lines` are those of the trackers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.told: list[events.Event] = []
+        self.lines: list[str] = []
         self.trackers: list[Recorder] = []
         self.manager: TrackerManager
 
@@ -118,7 +139,8 @@ class House:
             return tracker
 
         timeout_s = timeout_s if tracker.timeout_s is None else tracker.timeout_s
-        return TrackerDefinition(type(tracker).__name__.lower(), make, facts(self.folder), timeout_s, declined=())
+        known = facts(self.folder, tell=self.lines.append)
+        return TrackerDefinition(type(tracker).__name__.lower(), make, known, timeout_s, declined=())
 
     def close(self) -> None:
         """Let go of those that hang, so that no thread is left."""

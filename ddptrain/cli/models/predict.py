@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.models import ModelsDir, open_trained
+from ddptrain.cli.models.models import ModelsDir, open_trained
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddptrain.cli.model_mirrors import Mirrors, MirrorTimeout, named_mirrors, update_mirrors
+from ddptrain.cli.models.model_mirrors import Mirrors, MirrorTimeout, named_mirrors, update_mirrors
 from ddptrain.cli.printing import print_json, say, write
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ddptrain.cli.generate import generate
+from ddptrain.cli.models.generate import generate
 from ddptrain.workloads.petnames import generate as sampler
 from ddptrain.workloads.petnames.generate import Generated
 

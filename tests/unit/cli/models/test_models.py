@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from ddptrain.cli.models import app
+from ddptrain.cli.models.models import app
 from ddptrain.errors import DdptrainError, UsageError
 from ddptrain.results.layout import RunLayout
 

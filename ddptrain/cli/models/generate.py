@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.models import ModelsDir, open_trained
+from ddptrain.cli.models.models import ModelsDir, open_trained
 from ddptrain.cli.printing import say, write
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.cli import evaluate as command
+from ddptrain.cli.models import evaluate as command
 from ddptrain.config.load import load_mapping
 from ddptrain.errors import ConfigError, UsageError
 from ddptrain.retrain.evaluation import Evaluation

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddptrain.cli.models import ModelsDir, open_trained
+from ddptrain.cli.models.models import ModelsDir, open_trained
 from ddptrain.cli.options import ClusterOption, RanksOption, VerboseOption, checked, field_options
 from ddptrain.cli.printing import print_json, say, write
 
