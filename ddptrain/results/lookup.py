@@ -25,6 +25,7 @@ from ddptrain.results.tracker_records import tracker_outputs
 DRIVER_GONE = "the driver is gone (killed?)"
 _MOST_LISTED = 10
 _TRIAL = re.compile(r"([^/]+)-\d{4,}(?:-s\d+)?")  # the run id of a trial begins with that of its sweep
+_NUMBERED = re.compile(r"([^/]+)/(\d{1,9})")
 _ID_TIME = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 
 
@@ -107,7 +108,7 @@ def list_runs(runs_dir: Path) -> list[RunView]:
 
 
 def find_run(runs_dir: Path, run: str) -> Path:
-    """Return the directory of a run, given by its id, an unambiguous prefix, `latest`, or a path.
+    """Return the directory of a run, given by its id, an unambiguous prefix, `latest`, a path, or as SWEEP/7.
 
     Raises RunNotFound, which lists existing runs, if there is none or more than one.
     """
@@ -118,8 +119,8 @@ def find_run(runs_dir: Path, run: str) -> Path:
             return _latest(runs_dir)
         if _is_run(runs_dir / run):
             return runs_dir / run
-        if (trial := _TRIAL.fullmatch(run)) and _is_run(runs_dir / trial[1] / run):
-            return runs_dir / trial[1] / run
+        if (trial := _trial(runs_dir, run)) is not None:
+            return trial
         matches = sorted(name for name in _names(runs_dir) if name.startswith(run))
         if len(matches) == 1:
             return runs_dir / matches[0]
@@ -127,7 +128,18 @@ def find_run(runs_dir: Path, run: str) -> Path:
             raise RunNotFound(f'"{shorten(run)}" fits {len(matches)} runs: {_some(matches)}; give more of the name')
     if run and _is_run(Path(run)):
         return Path(os.path.abspath(run))
+    if (trial := _trial(runs_dir, run)) is not None:
+        return trial
     raise RunNotFound(_nothing_found(runs_dir, run))
+
+
+def _trial(runs_dir: Path, name: str) -> Path | None:
+    """The directory of a trial, given by its id or as SWEEP/7; None if there is none."""
+    if numbered := _NUMBERED.fullmatch(name):
+        name = f"{numbered[1]}-{int(numbered[2]):04d}"
+    trial = _TRIAL.fullmatch(name)
+    folder = runs_dir / trial[1] / name if trial else None
+    return folder if folder is not None and _is_run(folder) else None
 
 
 def _latest(runs_dir: Path) -> Path:

@@ -23,8 +23,8 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="[RUN|SWEEP|MODEL]...",
-            help="Runs (an id, the start of one, latest, a directory, a URL), a sweep, a model as petnames@champion.  "
-            "[default: latest]",
+            help="Runs (an id, the start of one, latest, SWEEP/7, a directory, a URL), a sweep, a model as "
+            "petnames@champion.  [default: latest]",
         ),
     ] = None,
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")] = "report.html",
@@ -103,7 +103,24 @@ def _written(
 
 
 def _fixed(name: str, runs_dir: str) -> str:
-    """Return the name of the run that is the latest one now: with --watch another one may start. Others stay."""
-    from ddptrain.results.remote.runs import open_runs_dir
+    """Return what `latest` stands for now, the newest run or sweep: with --watch another one may start.
 
-    return open_runs_dir(runs_dir).find(name).layout.root.name if name == _LATEST else name
+    Other names stay. Raises RunNotFound.
+    """
+    from ddptrain.errors import RunNotFound
+    from ddptrain.results.remote.runs import open_runs_dir
+    from ddptrain.sweep.folder import sweeps_in
+
+    if name != _LATEST:
+        return name
+    sweeps = sweeps_in(Path(runs_dir))  # none for a URL
+    sweep = next(iter(sweeps), None)
+    try:
+        run = open_runs_dir(runs_dir).find(_LATEST)
+    except RunNotFound:
+        if sweep is None:
+            raise
+        return sweep
+    if sweep is not None and sweeps[sweep].started_at > (run.record.started_at or ""):
+        return sweep
+    return run.layout.root.name

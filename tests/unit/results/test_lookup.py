@@ -166,5 +166,8 @@ def test_a_trial_of_a_sweep_is_found_by_its_run_id(tmp_path: Path) -> None:
     first, repeat = put(tmp_path / "pets-1", "pets-1-0007"), put(tmp_path / "pets-1", "pets-1-0007-s2")
     assert find_run(tmp_path, "pets-1-0007") == first
     assert find_run(tmp_path, "pets-1-0007-s2") == repeat
+    assert find_run(tmp_path, "pets-1/7") == find_run(tmp_path, "pets-1/0007") == first
     with pytest.raises(RunNotFound):
         find_run(tmp_path, "pets-1-0008")
+    with pytest.raises(RunNotFound, match='no run "pets-1/8"'):
+        find_run(tmp_path, "pets-1/8")
