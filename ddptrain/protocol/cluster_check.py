@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from ddptrain.protocol.typed_json import decode_json_data
+from ddptrain.protocol.typed_json import JsonMessage
 
 LINE_PREFIX = "ddptrain-check "  # of a measurement in the log of a rank
 _MAX_TEXT = 500
@@ -18,23 +17,6 @@ _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "FI_", "UCX_")
 def network_variables(env: Mapping[str, str]) -> dict[str, str]:
     """The variables of NCCL, gloo and the libraries below them."""
     return {name: value for name, value in env.items() if name.startswith(_NETWORK_VARIABLES)}
-
-
-class _JsonMessage:
-    """Base of the messages that travel as JSON text."""
-
-    def to_json(self) -> str:
-        """The message as one line."""
-        return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Raises ValueError if the text is no such message."""
-        try:
-            decoded: Self = decode_json_data(cls, json.loads(text))
-        except RecursionError as error:
-            raise ValueError("the text is nested too deeply") from error
-        return decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +64,7 @@ class GpuFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class HostFacts(_JsonMessage):
+class HostFacts(JsonMessage):
     """What a worker's host is and has. Sizes in MB (10^6 bytes).
 
     versions: of Python, packages and driver, by name. interface: the one with the worker's address. routes: destination
@@ -116,7 +98,7 @@ class HostFacts(_JsonMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class ProbePlan(_JsonMessage):
+class ProbePlan(JsonMessage):
     """What the ranks measure. Times in seconds; each is the time that one measurement may take, if nothing is broken.
 
     rounds: the pairs of hosts (their node ranks) that measure at the same time. timeout_s: after which a connection or
@@ -136,7 +118,7 @@ class ProbePlan(_JsonMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeLine(_JsonMessage):
+class ProbeLine(JsonMessage):
     """One line of a rank: that it begins a stage, or the result.
 
     stage: start, gemm, copy, local, pair, all or end. peer: the node rank of the other host of a pair, or -1. status:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import sys
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any, Self
 
 from ddptrain import __version__
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.typed_json import UnknownFields, decode_json_data
+from ddptrain.protocol.typed_json import JsonMessage, UnknownFields
 
 LOST_AFTER_S = 60.0  # without a message from a worker or the scheduler: the default of failure.lost_after_s
 DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of a collective operation
@@ -43,25 +42,21 @@ def key_prefix(run_id: str) -> str:
     return f"ddptrain/{run_id}/"
 
 
-class _Message:
-    """Base of the dataclasses that travel as JSON text."""
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
+class _Message(JsonMessage):
+    """Base of the rank spec; separate because super() does not work in a dataclass with slots before Python 3.14."""
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """Raises ClusterError if a field is unknown (the sender is of another version), missing or of a wrong type."""
         try:
-            decoded: Self = decode_json_data(cls, json.loads(text))
+            return super().from_json(text)
         except UnknownFields as error:
             raise ClusterError(
                 f"ddptrain {__version__} in {sys.prefix} does not know {error}: driver and "
                 "workers are of different versions; start the cluster again with the driver's"
             ) from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ClusterError(f"malformed {cls.__name__}: {error}") from error
-        return decoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import write_atomic
-from ddptrain.protocol.typed_json import decode_json_data
+from ddptrain.protocol.typed_json import JsonMessage
 
 PARAM = "weights"  # of the built-in workloads
 PREFIX = "model:"  # of the value of the param: model:dogs@champion
@@ -19,7 +18,7 @@ _RECORD = "weights.json"
 
 
 @dataclass(frozen=True, slots=True)
-class StartingWeights:
+class StartingWeights(JsonMessage):
     """The version whose weights are in FILE, the hash of the file, and the classes that it was trained on, if known."""
 
     model: str
@@ -34,16 +33,15 @@ class StartingWeights:
 
     def write(self, folder: Path) -> None:
         """Write the record into a folder. Raises OSError."""
-        write_atomic(folder / _RECORD, (json.dumps(asdict(self)) + "\n").encode())
+        write_atomic(folder / _RECORD, f"{self.to_json()}\n".encode())
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """Read the record of a folder; None if there is none, or it is damaged."""
         try:
-            found: Self = decode_json_data(cls, json.loads((folder / _RECORD).read_bytes()))
-        except (OSError, ValueError, RecursionError):
+            return cls.from_json((folder / _RECORD).read_bytes())
+        except (OSError, ValueError):
             return None
-        return found
 
 
 def names_model(weights: object) -> bool:

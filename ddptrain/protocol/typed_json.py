@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 _JSON_TYPES = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
 
 
 class UnknownFields(ValueError):
     """The data have fields that the dataclass does not have; the sender is probably of another version."""
+
+
+class JsonMessage:
+    """Base of the dataclasses that travel as JSON text."""
+
+    def to_json(self) -> str:
+        """The message as one line."""
+        return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Raises UnknownFields or ValueError if the text is no such message."""
+        try:
+            decoded: Self = decode_json_data(cls, json.loads(text))
+        except RecursionError as error:
+            raise ValueError("the text is nested too deeply") from error
+        return decoded
 
 
 def decode_json_data(hint: Any, data: object, name: str = "") -> Any:

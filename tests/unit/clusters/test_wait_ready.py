@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from distributed.comm import CommClosedError
+from distributed.comm.core import CommClosedError
 
 from ddptrain.clusters import wait_ready
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
