@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,7 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases, then the hostile inputs. Returns 0 if everything is as expected."""
     options = _parser().parse_args(argv)
     seed = random.randrange(10**6) if options.seed is None else options.seed
-    chosen = [case(seed, options.case)] if options.case is not None else list(cases(seed, options.cases, options.only))
+    if options.case is not None:
+        chosen = [case(seed, options.case, sharded=options.sharded)]
+    else:
+        chosen = list(cases(seed, options.cases, options.only, sharded=options.sharded))
     if not chosen:
         print(f"no case has the words {options.only!r}; such are: {case(seed, 0).kind.words}", file=sys.stderr)
         return 2
@@ -61,11 +64,11 @@ def _stop(number: int, _: object) -> NoReturn:
     os._exit(128 + number)  # the threads wait for commands
 
 
-def run_all(chosen: Iterable[Case], folder: Path, jobs: int, deadline: float) -> list[Findings]:
+def run_all(chosen: Sequence[Case], folder: Path, jobs: int, deadline: float) -> list[Findings]:
     """The results of all cases, run `jobs` at a time. No case is started after the deadline."""
     found: list[Findings] = []
     waiting, lock = iter(chosen), threading.Lock()
-    reference = _Once()
+    reference = _Once(any(one.sharded for one in chosen))
 
     def work(number: int) -> None:
         arena = Arena(folder / f"job-{number}")
@@ -94,14 +97,15 @@ def run_all(chosen: Iterable[Case], folder: Path, jobs: int, deadline: float) ->
 class _Once:
     """The run without a fault. The first thread does it, and the others wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, sharded: bool) -> None:
+        self._sharded = sharded
         self._lock = threading.Lock()
         self._known: Reference | None = None
 
     def get(self, arena: Arena) -> Reference:
         with self._lock:
             if self._known is None:
-                self._known = undisturbed(arena)
+                self._known = undisturbed(arena, self._sharded)
             return self._known
 
 
@@ -127,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, default=len(kinds()), help="how many (default: all kinds, %(default)s)")
     parser.add_argument("--case", type=int, metavar="K", help="only the K-th of this seed")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases with these words, as 'kill mid restart'")
+    parser.add_argument("--sharded", action="store_true", help="with FSDP2: each rank writes its part of a checkpoint")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default 2)")
     parser.add_argument("--minutes", type=float, default=20.0, help="begin none after that long (default 20)")
     return parser

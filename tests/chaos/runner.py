@@ -56,21 +56,21 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The run without a fault: its last weights, and the size of a checkpoint."""
+    """The run without a fault: its last weights, and how much of a checkpoint rank 0 writes."""
 
     weights: bytes
     checkpoint_bytes: int
 
 
-def undisturbed(arena: Arena) -> Reference:
+def undisturbed(arena: Arena, sharded: bool) -> Reference:
     """Run the stub without a fault. Raises RuntimeError if that fails."""
     folder = arena.new_folder("undisturbed")
-    _write_config(folder, None)
+    _write_config(folder, None, sharded)
     ended = arena.start(folder, "undisturbed", "ddptrain", *_train(arena.warm().name)).wait()
     if ended.code != 0:
         raise RuntimeError(f"the undisturbed run ended with {ended.code}:\n{ended.stdout}{ended.stderr}")
     last = folder / "runs" / RUN / "checkpoints" / f"step-{STEPS}"
-    written = [path for path in last.iterdir() if path.name != "checkpoint.json"]
+    written = [path for path in last.iterdir() if path.name != "checkpoint.json" and ".rank-1." not in path.name]
     return Reference(_weights(folder), sum(path.stat().st_size for path in written))
 
 
@@ -92,7 +92,7 @@ def _train(cluster: str | None, *more: str) -> list[str]:
     return ["train", "run.yaml", *(("--cluster", cluster) if cluster else ()), *(more or ("--run-id", RUN))]
 
 
-def _write_config(folder: Path, case: Case | None) -> None:
+def _write_config(folder: Path, case: Case | None, sharded: bool) -> None:
     failure: dict[str, Any] = {"backoff_s": 0.1, "grace_s": 3.0, "hang_timeout_s": 20.0}
     cluster: dict[str, Any] = {"ranks": 2, "gpus": 0, "wait_s": 30.0}
     if case is not None:
@@ -105,12 +105,15 @@ def _write_config(folder: Path, case: Case | None) -> None:
             failure["max_restarts"] = 1
     every = {"every_epochs": 1} if case is None or case.interval == 3 else {"every_epochs": None, "every_steps": 2}
     checkpoint = {"metric": None, "asynchronous": case is None or case.asynchronous, **every}
-    content = {"workload": "stub:steps", "cluster": cluster, "failure": failure, "checkpoint": checkpoint}
+    workload = {"workload": "stub:steps", "params": {"sharded": sharded}}
+    content = {**workload, "cluster": cluster, "failure": failure, "checkpoint": checkpoint}
     (folder / "run.yaml").write_text(json.dumps(content))
 
 
 def _weights(folder: Path) -> bytes:
-    return (folder / "runs" / RUN / "checkpoints" / f"step-{STEPS}" / "model.safetensors").read_bytes()
+    """The weights of the last step; those of a sharded model one rank after the other."""
+    last = folder / "runs" / RUN / "checkpoints" / f"step-{STEPS}"
+    return b"".join(path.read_bytes() for path in sorted(last.glob("model*.safetensors")))
 
 
 class _CaseRun:
@@ -162,7 +165,7 @@ class _CaseRun:
     # --- the fault ---
 
     def _plan(self) -> None:
-        _write_config(self.folder, self.case)
+        _write_config(self.folder, self.case, self.case.sharded)
         if self.kind.moment not in ("start", "home"):
             plan = {
                 "fault": self.kind.fault,

@@ -80,6 +80,8 @@ def strike() -> None:
     if fault == "validate":
         _work(PLAN["quiet_s"])
         return
+    if fault == "slow":
+        return
     if fault in ("hang", "thread"):
         time.sleep(10_000)
     _send(fault)
@@ -201,6 +203,8 @@ def _at_import() -> None:
 
 def _at_step(step: int) -> bool:
     """Faults during training. Returns whether the function must return at once."""
+    if MINE and PLAN["fault"] == "slow" and step >= PLAN["step"]:
+        time.sleep(0.1)
     if MINE and PLAN["moment"] in ("first", "mid") and step == PLAN["step"]:
         settle()
         if PLAN["fault"] == "early" and not Path(f"fired-{RANK}").exists():
@@ -210,21 +214,24 @@ def _at_step(step: int) -> bool:
     return False
 
 
-def steps(ctx: Any, pause_s: float = 0.02) -> None:
-    """Twelve steps on random data, with a checkpoint after every third. Bit-equal after any number of interruptions."""
+def steps(ctx: Any, pause_s: float = 0.02, *, sharded: bool = False) -> None:
+    """Twelve steps on random data, with a checkpoint after every third. Bit-equal after any number of interruptions.
+
+    If `sharded`, the ranks share the model (FSDP2), and each rank writes its part of a checkpoint.
+    """
     Path(f"rank-{RANK}.pid").write_text(str(os.getpid()))
     torch.manual_seed(7 + ctx.rank)
     layers = (torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
     model = torch.nn.Sequential(*layers)
     for number, parameter in enumerate(model.parameters()):
         torch.nn.init.constant_(parameter, 0.01 * (number + 1))
-    optimizer = torch.optim.Adam(model.parameters())
-    resumed = ctx.resume(model=model, optimizer=optimizer)
+    prepared = ctx.prepare(model, strategy="fsdp") if sharded else torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(prepared.parameters())
+    resumed = ctx.resume(model=prepared, optimizer=optimizer)
     first = resumed.step + 1 if resumed else 1
     print("attempt", ctx.attempt, "begins with step", first, flush=True)
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
     try:
-        _train(ctx, ddp, optimizer, first, pause_s)
+        _train(ctx, prepared, optimizer, first, pause_s)
     finally:
         if PLAN["fault"] == "raise_slow" and MINE:
             time.sleep(1.0)
@@ -233,18 +240,18 @@ def steps(ctx: Any, pause_s: float = 0.02) -> None:
         strike()
 
 
-def _train(ctx: Any, ddp: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, pause_s: float) -> None:
+def _train(ctx: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, pause_s: float) -> None:
     last = EPOCHS * STEPS_PER_EPOCH
     for step in range(first, last + 1):
         if _at_step(step):
             return
         optimizer.zero_grad()
-        loss = ddp(torch.rand(8, 64) + ctx.rank).pow(2).mean()  # equal weights require restored random states
+        loss = model(torch.rand(8, 64) + ctx.rank).pow(2).mean()  # equal weights require restored random states
         loss.backward()
         optimizer.step()
         ctx.log({"train/loss": loss.detach()}, step=step, epoch=step / STEPS_PER_EPOCH)
         ctx.progress(step, last)
-        saved = ctx.checkpoint(model=ddp, optimizer=optimizer, step=step, epoch=step / STEPS_PER_EPOCH, metrics={})
+        saved = ctx.checkpoint(model=model, optimizer=optimizer, step=step, epoch=step / STEPS_PER_EPOCH, metrics={})
         if (
             saved
             and MINE

@@ -68,6 +68,7 @@ class Case:
     settle_s: float
     asynchronous: bool
     interval: int  # steps between two checkpoints; 3 steps are an epoch
+    sharded: bool = False  # FSDP2: each rank writes its part of a checkpoint
 
     @property
     def saves(self) -> int:
@@ -82,12 +83,12 @@ class Case:
         )
         step = f", step {self.step}" if self.kind.moment in ("first", "mid") else ""
         how = f"{'' if self.asynchronous else ', synchronous'}, saved every {self.interval} steps"
-        return f"{self.kind.words}{step}{where}{how}"
+        return f"{self.kind.words}{step}{where}{how}{', sharded' if self.sharded else ''}"
 
     @property
     def reproduction(self) -> str:
         """The command line that repeats it."""
-        return f"python -m tests.chaos --seed {self.seed} --case {self.number}"
+        return f"python -m tests.chaos --seed {self.seed} --case {self.number}{' --sharded' if self.sharded else ''}"
 
     @property
     def ranks(self) -> list[int]:
@@ -101,9 +102,10 @@ def kinds() -> list[Kind]:
 
 
 def _of_what_is_no_failure() -> Iterator[Kind]:
-    """What a run must survive: a validation without output and, if this machine can simulate hosts, a network cut."""
+    """What a run must survive: a silent validation, slow steps, and a network cut where hosts can be simulated."""
     for victim in ("0", "1", "both"):
         yield Kind("validate", "mid", victim)
+        yield Kind("slow", "mid", victim)
     if not why_not():
         for moment in ("first", "mid", "end"):
             yield Kind("cut", moment, "0", False, "hosts")
@@ -175,11 +177,11 @@ def _restarts(fault: str, moment: str, victims: tuple[str, ...]) -> Iterator[Kin
             yield Kind(fault, moment, victim, restart=True)
 
 
-def cases(seed: int, count: int, only: str) -> Iterator[Case]:
+def cases(seed: int, count: int, only: str, *, sharded: bool = False) -> Iterator[Case]:
     """The first `count` cases whose text contains all words of `only`."""
     if not any(_matches(kind, only) for kind in kinds()):
         return
-    numbered = (case(seed, number) for number in itertools.count())
+    numbered = (case(seed, number, sharded=sharded) for number in itertools.count())
     yield from itertools.islice((found for found in numbered if _matches(found.kind, only)), count)
 
 
@@ -188,7 +190,7 @@ def _matches(kind: Kind, only: str) -> bool:
     return {*only.split()} <= {*kind.words.split()} | in_writes
 
 
-def case(seed: int, number: int) -> Case:
+def case(seed: int, number: int, *, sharded: bool = False) -> Case:
     """The case with a number. Each row is used once before any row is used again."""
     rows = kinds()
     turn, place = divmod(number, len(rows))
@@ -208,6 +210,7 @@ def case(seed: int, number: int) -> Case:
         settle_s=0.3 if kind.moment != "mid" or chance.random() < 0.7 else 0.0,
         asynchronous=not kind.fault.startswith("other_") and chance.random() < 0.7,
         interval=interval,
+        sharded=sharded,
     )
 
 
