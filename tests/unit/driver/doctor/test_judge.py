@@ -5,23 +5,17 @@ from __future__ import annotations
 import pytest
 
 from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock, judge_host, judge_torch
-from ddptrain.protocol.cluster_check import HostFacts, Interface
+from ddptrain.protocol.cluster_check import Interface
+from tests.unit.driver.cluster_check.hosts import facts
 
 CUDA = TorchFacts("2.9", "12.8", "0.24", gpus=2, nccl=True)
-FACTS = HostFacts(
+FACTS = facts(
     hostname="vm",
-    versions={},
     cores=2,
-    memory_mb=8000,
-    memory_free_mb=4000,
-    shm_mb=4000,
-    shm_free_mb=4000,
     scratch="/data",
     scratch_mb=90_000,
     scratch_free_mb=50_000,
     scratch_write_mb_s=300.0,
-    open_files=65_536,
-    interface="eth0",
     interfaces=(Interface("eth0", ("10.0.0.1",), 1000, 1500, True), Interface("ib0", (), 0, 1500, False)),
 )
 
