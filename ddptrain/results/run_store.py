@@ -12,6 +12,7 @@ from typing import Protocol
 from ddptrain.errors import DdptrainError
 from ddptrain.results.annotations.annotations import Annotations
 from ddptrain.results.annotations.edit import Change, edit_folder
+from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 
 
@@ -67,6 +68,10 @@ class LocalRuns:
     def find(self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None) -> RunView:
         """Return the run of that name. Raises RunNotFound."""
         return load_run(find_run(self.folder, run))
+
+    def find_exact(self, run_id: str, need: NeededFiles = NeededFiles.NOTHING) -> RunView | None:
+        """Return the run of that id; None if there is none."""
+        return load_run(self.folder / run_id) if RunLayout(self.folder / run_id).run_json.is_file() else None
 
     def annotate(self, run: str, change: Change) -> Annotations:
         """Change the tags and the note of a run; return them. Raises RunNotFound, ResultsError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,10 @@ from ddptrain.model_registry.model_reader import ModelReader
 from ddptrain.model_registry.reference import check_model_name, is_model_reference
 from ddptrain.reports.html.limits import MOST_RUNS
 from ddptrain.reports.html.model_card import ModelCard, read_model
-from ddptrain.reports.html.sweep import Sweep, is_sweep, read_sweep
-from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.remote.runs import open_runs_dir, split_run
-from ddptrain.results.run_store import NeededFiles
+from ddptrain.reports.html.sweep import SWEEP_JSON, Sweep, is_sweep, read_sweep
+from ddptrain.results.lookup import RunView
+from ddptrain.results.remote.runs import RunsDir, open_runs_dir, split_run
+from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.storage.remote_folder import is_url
 
 _RUNS_OF_SWEEP = 50  # the best ones
@@ -41,19 +42,19 @@ def find_subjects(names: Sequence[str], runs_dir: str, models_dir: str) -> Subje
     Raises UsageError, RunNotFound, StoreError, RegistryDamaged.
     """
     views: list[RunView] = []
-    sweeps: list[Sweep] = []
+    sweeps: list[tuple[Sweep, RunsDir]] = []
     models: list[ModelCard] = []
     for name in dict.fromkeys(names):
-        if (folder := _sweep_folder(name, runs_dir)) is not None:
-            sweeps.append(read_sweep(folder))
+        if (found := _find_sweep(name, runs_dir)) is not None:
+            sweeps.append(found)
         elif is_model_reference(name):
             models.append(read_model(ModelReader.open(models_dir), name))
         else:
             _add_run_or_model(name, runs_dir, models_dir, views, models)
     if len(sweeps) > 1:
         raise UsageError(f"a report has at most one sweep, got {len(sweeps)}; write one report for each")
-    sweep = sweeps[0] if sweeps else None
-    views += _runs_of(sweep) if sweep is not None else _runs_of_models(models, runs_dir)
+    sweep = sweeps[0][0] if sweeps else None
+    views += _runs_of(*sweeps[0]) if sweeps else _runs_of_models(models, runs_dir)
     views = list({view.layout.root: view for view in views}.values())
     if len(views) > MOST_RUNS:
         raise UsageError(f"a report has at most {MOST_RUNS} runs, got {len(views)}; name fewer")
@@ -79,21 +80,28 @@ def _could_be_model(name: str) -> bool:
     return True
 
 
-def _sweep_folder(name: str, runs_dir: str) -> Path | None:
-    """The folder of a sweep: a path, or a name in the folder of runs."""
-    if is_url(name) or "\0" in name:
+def _find_sweep(name: str, runs_dir: str) -> tuple[Sweep, RunsDir] | None:
+    """The sweep of that path, URL or name in the folder of runs, and its trials' runs; None if there is none."""
+    if "\0" in name:
         return None
-    candidates = [Path(name)] if "/" in name else [] if is_url(runs_dir) else [Path(runs_dir, name)]
-    return next((folder for folder in candidates if is_sweep(folder)), None)
+    if is_url(name) or "/" in name:
+        place = name.rstrip("/")
+    else:
+        place = f"{runs_dir.rstrip('/')}/{name}" if is_url(runs_dir) else str(Path(runs_dir, name))
+    runs = open_runs_dir(place)
+    if isinstance(runs, LocalRuns):
+        return (read_sweep(runs.folder), runs) if is_sweep(runs.folder) else None
+    copy = runs.copy_file(SWEEP_JSON)
+    return (read_sweep(copy.parent), runs) if copy is not None else None
 
 
-def _runs_of(sweep: Sweep) -> list[RunView]:
+def _runs_of(sweep: Sweep, runs: RunsDir) -> list[RunView]:
     """The runs of the trials that are running, and of the best ones; then of those that failed."""
     running = [trial for trial in sweep.trials if trial.state == "running"]
     failed = [trial for trial in sweep.trials if trial.state == "failed"]
-    folders = [sweep.folder / name for trial in (*running, *sweep.ranked(), *failed) for name in trial.run_ids]
-    found = [folder for folder in dict.fromkeys(folders) if (folder / "run.json").is_file()]
-    return [load_run(folder) for folder in found[:_RUNS_OF_SWEEP]]
+    names = dict.fromkeys(name for trial in (*running, *sweep.ranked(), *failed) for name in trial.run_ids)
+    found = (runs.find_exact(name, NeededFiles.REPORT) for name in names)
+    return list(itertools.islice((view for view in found if view is not None), _RUNS_OF_SWEEP))
 
 
 def _runs_of_models(models: Sequence[ModelCard], runs_dir: str) -> list[RunView]:

@@ -55,6 +55,30 @@ def test_runs_of_a_sweep_are_the_best_ones_first(tmp_path: Path) -> None:
     assert find(["sweep"], tmp_path) == ["sweep-0001", "sweep-0000", "sweep-0002", "sweep-0003"]
 
 
+@pytest.mark.parametrize("is_named_by_url", [True, False])
+def test_sweep_in_a_store_is_found_with_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named_by_url: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store = tmp_path / "store"
+    folder = write_sweep(store, [trial(0, 3.0), trial(1, 1.0), trial(2, 0.5)])
+    for number in range(2):  # the third trial has no run yet
+        add_run(folder, f"sweep-{number:04d}")
+    (folder / "sweep-0001" / "metrics.jsonl").write_text("{}\n")
+    name, runs_dir = (f"file://{folder}/", "runs") if is_named_by_url else ("sweep", f"file://{store}")
+    found = find_subjects([name], runs_dir, str(tmp_path / "models"))
+    assert found.sweep is not None and found.sweep.name == "sweep"
+    assert [view.run_id for view in found.views] == ["sweep-0001", "sweep-0000"]
+    assert found.views[0].layout.metrics_jsonl.read_text() == "{}\n"
+
+
+def test_run_in_a_store_is_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    add_run(tmp_path / "store", "a-1")
+    found = find_subjects([f"file://{tmp_path}/store/a-1"], "runs", str(tmp_path / "models"))
+    assert (found.sweep, [view.run_id for view in found.views]) == (None, ["a-1"])
+
+
 def test_larger_is_better_with_mode_max(tmp_path: Path) -> None:
     sweep = read_sweep(write_sweep(tmp_path, [trial(0, 3.0), trial(1, 1.0)], mode="max"))
     assert [one.number for one in sweep.ranked()] == [0, 1]
