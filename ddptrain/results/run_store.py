@@ -12,7 +12,7 @@ from typing import Protocol
 from ddptrain.errors import DdptrainError
 from ddptrain.results.annotations.annotations import Annotations
 from ddptrain.results.annotations.edit import Change, edit_folder
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.layout import BEST, RunLayout
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 
 
@@ -65,7 +65,9 @@ class LocalRuns:
         """Return every run, newest first."""
         return list_runs(self.folder)
 
-    def find(self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None) -> RunView:
+    def find(
+        self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None, checkpoint: str = BEST
+    ) -> RunView:
         """Return the run of that name. Raises RunNotFound."""
         return load_run(find_run(self.folder, run))
 

@@ -156,7 +156,8 @@ def promote(
         from ddptrain.results.run_store import NeededFiles
 
         place, name = split_run(version, runs_dir)
-        number = add_run(registry, model, open_runs_dir(place).find(name, NeededFiles.MODEL), checkpoint).version
+        view = open_runs_dir(place).find(name, NeededFiles.MODEL, checkpoint=checkpoint)
+        number = add_run(registry, model, view, checkpoint).version
     change = registry.promote(model, number, reason)
     _report(registry, model, change, f"version {number} of {model} is the champion already", as_json=json)
     update_mirrors(mirrors, registry, model, reason)

@@ -43,7 +43,9 @@ def place_of(ctx: typer.Context, runs_dir: str | None, run: str) -> tuple[Runs, 
     return open_runs_dir(place), name
 
 
-def view_of(ctx: typer.Context, runs_dir: str | None, run: str, need: NeededFiles | None = None) -> RunView:
+def view_of(
+    ctx: typer.Context, runs_dir: str | None, run: str, need: NeededFiles | None = None, checkpoint: str = "best"
+) -> RunView:
     """The run of that name, with a copy of the files that are needed if it is in a store. Raises RunNotFound."""
     runs, name = place_of(ctx, runs_dir, run)
-    return runs.find(name) if need is None else runs.find(name, need)
+    return runs.find(name) if need is None else runs.find(name, need, checkpoint=checkpoint)

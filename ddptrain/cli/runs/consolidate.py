@@ -33,8 +33,9 @@ def consolidate(
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.render import size
 
-    view = view_of(ctx, runs_dir, run, NeededFiles.MODEL)
-    checkpoint = find_checkpoint(view.layout, BEST if step is None else step_name(step))
+    which = BEST if step is None else step_name(step)
+    view = view_of(ctx, runs_dir, run, NeededFiles.MODEL, which)
+    checkpoint = find_checkpoint(view.layout, which)
     target = Path(output).expanduser().absolute()
     done = consolidation.consolidate(checkpoint, target, more=[view.layout.run_json])
     if json:

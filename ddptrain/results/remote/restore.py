@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +54,20 @@ def download_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int]
                 shutil.rmtree(folder / CHECKPOINTS / step_name(step), ignore_errors=True)
 
 
-def download_model(run: RemoteFolder, folder: Path, there: Iterable[str]) -> None:
-    """Download the best checkpoint, or else the newest, unless the folder has it.
+def download_model(run: RemoteFolder, folder: Path, there: Iterable[str], which: str = BEST) -> None:
+    """Download a checkpoint, unless the folder has it: best (or else the newest), latest, or a name such as step-100.
 
     Raises RunNotFound if there is none; ResultsError, StoreError.
     """
     manifests = _manifests(run, there)
     if not manifests:
         raise RunNotFound(f"run {folder.name} has no checkpoint in {run.url}")
-    pointed = run.read_all([f"{CHECKPOINTS}/{name}" for name in (BEST, LATEST)])
-    steps = [
-        step_of(pointed.get(f"{CHECKPOINTS}/{name}", b"").decode(errors="replace").strip()) for name in (BEST, LATEST)
-    ]
-    step = next((step for step in steps if step in manifests), None)
-    step = max(manifests) if step is None else step
+    step = step_of(which)
+    if step is None:
+        step = _pointed_at(run, (BEST, LATEST) if which == BEST else (LATEST,), manifests)
+    elif step not in manifests:
+        steps = ", ".join(step_name(step) for step in sorted(manifests))
+        raise RunNotFound(f"run {folder.name} has no checkpoint {which} in {run.url}; it has {steps}")
     try:
         here = json.loads((folder / CHECKPOINTS / step_name(step) / MANIFEST).read_bytes())
     except (OSError, ValueError):
@@ -77,6 +77,13 @@ def download_model(run: RemoteFolder, folder: Path, there: Iterable[str]) -> Non
         _fetch(run, folder, step, manifests[step])
     for name in (BEST, LATEST):
         write_file(folder / CHECKPOINTS / name, f"{step_name(step)}\n".encode())
+
+
+def _pointed_at(run: RemoteFolder, pointers: Sequence[str], steps: Collection[int]) -> int:
+    """Return the step of the first pointer whose checkpoint exists; the newest of `steps` if there is none."""
+    found = run.read_all([f"{CHECKPOINTS}/{name}" for name in pointers])
+    texts = (found.get(f"{CHECKPOINTS}/{name}", b"").decode(errors="replace").strip() for name in pointers)
+    return next((step for text in texts if (step := step_of(text)) in steps and step is not None), max(steps))
 
 
 def _manifests(run: RemoteFolder, there: Iterable[str]) -> dict[int, dict[str, Any]]:

@@ -19,7 +19,7 @@ from ddptrain.results.annotations.annotations import FILE as ANNOTATIONS
 from ddptrain.results.annotations.annotations import Annotations
 from ddptrain.results.annotations.edit import Change, edit_folder, edit_stored
 from ddptrain.results.errors import naming
-from ddptrain.results.layout import valid_run_id
+from ddptrain.results.layout import BEST, valid_run_id
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 from ddptrain.results.remote import restore
 from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
@@ -83,13 +83,18 @@ class StoreRuns:
                     pass
         return views
 
-    def find(self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None) -> RunView:
-        """Return the run of that name, with a copy of the files that are needed. Raises RunNotFound."""
+    def find(
+        self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None, checkpoint: str = BEST
+    ) -> RunView:
+        """Return the run of that name, with a copy of the files that are needed. Raises RunNotFound.
+
+        checkpoint: the one that NeededFiles.MODEL needs: best, latest, or a name such as step-100.
+        """
         if not (valid_run_id(run) and self._copy_records([run])):
             self._refresh()
         folder = find_run(self.copies, run)
         if folder.parent == self.copies:
-            self._copy_files(folder, need, rank)
+            self._copy_files(folder, need, rank, checkpoint)
         return load_run(folder)
 
     def find_exact(self, run_id: str, need: NeededFiles) -> RunView | None:
@@ -218,7 +223,7 @@ class StoreRuns:
             Origin(f"{self.store.url}/{name}", alive=alive, files=known.files if known else {}).mark(folder)
         return {PurePosixPath(path).parent.name for path in records}
 
-    def _copy_files(self, folder: Path, need: NeededFiles, rank: int | None) -> None:
+    def _copy_files(self, folder: Path, need: NeededFiles, rank: int | None, checkpoint: str = BEST) -> None:
         run = self.store.below(folder.name)
         there = {path: file for path, file in run.files().items() if is_plain(path)}
         origin = origin_of(folder)
@@ -226,7 +231,7 @@ class StoreRuns:
         listed = {path: file.size_bytes for path, file in there.items() if path.startswith(("logs/", "artifacts/"))}
         Origin(origin.url, alive=origin.alive, files=listed).mark(folder)
         if need is NeededFiles.MODEL:
-            restore.download_model(run, folder, there)
+            restore.download_model(run, folder, there, checkpoint)
         _fetch_changed(run, folder, {path: file for path, file in there.items() if _is_needed(path, need, rank)})
 
     def _grow_logs(self, folder: Path, rank: int | None) -> None:

@@ -13,6 +13,8 @@ from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoint_verification import verify
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import find_checkpoint
 from ddptrain.results.remote import restore
 from ddptrain.results.remote import upload as remote_upload
 from ddptrain.results.remote.upload import StoreUpload
@@ -307,6 +309,12 @@ def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Ke
         restore.download_model(kept.store, copy, kept.store.files())
         assert (copy / "checkpoints/best").read_text() == "step-1\n"
         assert [path.parent.name for path in copy.rglob("*.safetensors")] == ["step-1"]
+    for which, step in (("step-2", "step-2"), ("latest", "step-2"), ("step-1", "step-1")):
+        restore.download_model(kept.store, copy, kept.store.files(), which)
+        assert [path.parent.name for path in copy.rglob("*.safetensors")] == [step]
+        assert find_checkpoint(RunLayout(copy), which).name == step
+    with pytest.raises(RunNotFound, match=r"has no checkpoint step-3 in memory://.*; it has step-1, step-2"):
+        restore.download_model(kept.store, copy, kept.store.files(), "step-3")
     overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"worn")
     restore.download_model(kept.store, copy, kept.store.files())  # it is here, whole
     with pytest.raises(CheckpointDamaged, match=r"SHA-256 of model\.safetensors"):
