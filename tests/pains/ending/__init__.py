@@ -1,0 +1,1 @@
+"""Problems with signals, terminals and launchers that end."""

@@ -1,0 +1,1 @@
+"""Problems with ranks that fail, hang or are lost."""

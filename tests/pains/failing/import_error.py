@@ -1,0 +1,37 @@
+"""An import error, once for each rank."""
+
+from __future__ import annotations
+
+from tests.pains.problem import DDPTRAIN, Problem, Show, run
+
+PROBLEM = Problem(
+    name="import-error",
+    title="An import error that is printed by every rank",
+    happens="A missing package is the most common error of all; with 64 ranks there are 64 tracebacks.",
+    threads=("pytorch/pytorch#162999",),
+    files={
+        "train.py": """
+import torch
+import torchaudiox
+
+
+def train(ctx):
+    pass
+
+
+if __name__ == "__main__":
+    train(None)
+""",
+        "train.yaml": "workload: train:train\ncluster: {ranks: 4}\n",
+    },
+    peer=Show(
+        run("torchrun --standalone --nproc-per-node 4 train.py"),
+        must=(r"(ModuleNotFoundError[\s\S]*){4}", "error_file: <N/A>"),
+        keep=("ModuleNotFoundError", "Root Cause", "^  rank ", "exitcode", "traceback :"),
+    ),
+    ours=Show(run(DDPTRAIN), must=("torchaudiox",), never=(r"(ModuleNotFoundError[\s\S]*){4}",)),
+    avoided=(
+        "The failure is reported once, for the rank that failed first; equal output of ranks is [grouped](output.md#many-ranks). A module of the workload "
+        "itself that does not exist is found before anything starts: [exit code 2](troubleshooting/exit-2.md)."
+    ),
+)

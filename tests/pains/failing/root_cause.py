@@ -1,0 +1,49 @@
+"""The rank that failed first is hidden by those that it takes down."""
+
+from __future__ import annotations
+
+from tests.pains.problem import DDPTRAIN_SCRIPT, TORCHRUN, Problem, Show, run
+
+PROBLEM = Problem(
+    name="root-cause",
+    title="The error that is reported is not the cause",
+    happens=(
+        "Rank 1 fails and cleans up; meanwhile rank 0 loses its connection and fails too. The launcher names the rank "
+        "whose process ended first, which is the victim."
+    ),
+    threads=("pytorch/pytorch#88251", "pytorch/pytorch#160908"),
+    files={
+        "train.py": """
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+try:
+    for step in range(100):
+        if step == 3 and dist.get_rank() == 1:
+            raise ValueError("sample 4711 has no label")
+        dist.all_reduce(torch.ones(1))
+finally:
+    dist.destroy_process_group()
+    time.sleep(2)  # ends trackers, closes files
+""",
+    },
+    peer=Show(
+        run(TORCHRUN),
+        must=(r"Root Cause \(first observed failure\):\n\[0\]:.*\n.*\n.*\n  rank      : 0 ", "sample 4711"),
+        keep=("ValueError", "RuntimeError", "DistBackendError", "Connection", "Root Cause", "^  rank ", "exitcode", "traceback :"),
+        verdict="The summary names rank 0, and has no message. That of rank 1 is somewhere above, among the tracebacks of all ranks.",
+    ),
+    ours=Show(
+        run(DDPTRAIN_SCRIPT),
+        must=("rank 1 on .* failed first: ValueError: sample 4711 has no label",),
+        never=("rank 0 on .* failed first",),
+        keep=("ddptrain:", "sample 4711", "train.py"),
+    ),
+    avoided=(
+        "The failure event is written when the exception leaves the code, with its time, before any clean-up. The earliest "
+        "that is not a consequence is the [root cause](troubleshooting/exit-1.md)."
+    ),
+)

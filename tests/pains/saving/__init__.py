@@ -1,0 +1,1 @@
+"""Problems with checkpoints, resumes and disks."""

@@ -1,0 +1,1 @@
+"""Problems with what ranks share: ports, output, data, trackers."""
