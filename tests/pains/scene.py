@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,7 @@ class Command:
 
 
 class Scene:
-    """Runs commands and records them as a transcript. `port` is free when the scene begins."""
+    """Runs commands and records them as a transcript."""
 
     def __init__(self, folder: Path, hidden: Path, env: Mapping[str, str]) -> None:
         self.folder = folder
@@ -101,9 +102,29 @@ class Scene:
         """Write a file of the scene."""
         (self.folder / name).write_text(text, encoding="utf-8")
 
+    @staticmethod
+    def free_port() -> int:
+        """A TCP port that nobody listens on."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return int(server.getsockname()[1])
+
     def ranks(self) -> list[psutil.Process]:
         """The live rank processes of the scene."""
         return [process for process in self._processes() if "RANK" in _environment(process)]
+
+    def wait_for(self, name: str, timeout_s: float = 20.0) -> None:
+        """Wait until a file exists."""
+        deadline = time.monotonic() + timeout_s
+        while not (self.folder / name).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    @staticmethod
+    def kill_tree(command: Command) -> None:
+        """Kill a command and all of its descendants, as if their host had lost power."""
+        process = psutil.Process(command.pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                each.kill()
 
     def end_processes(self) -> None:
         """Kill everything that the scene has started."""

@@ -11,7 +11,6 @@ PROBLEM = Problem(
     threads=("pytorch/pytorch#162999",),
     files={
         "train.py": """
-import torch
 import torchaudiox
 
 
@@ -22,14 +21,14 @@ def train(ctx):
 if __name__ == "__main__":
     train(None)
 """,
-        "train.yaml": "workload: train:train\ncluster: {ranks: 4}\n",
+        "train.yaml": "workload: train:train\ncluster: {ranks: 20}\n",
     },
     peer=Show(
-        run("torchrun --standalone --nproc-per-node 4 train.py"),
-        must=(r"(ModuleNotFoundError[\s\S]*){4}", "error_file: <N/A>"),
+        run("torchrun --standalone --nproc-per-node 20 train.py"),
+        must=(r"(ModuleNotFoundError[\s\S]*){20}", "error_file: <N/A>"),
         keep=("ModuleNotFoundError", "Root Cause", "^  rank ", "exitcode", "traceback :"),
     ),
-    ours=Show(run(DDPTRAIN), must=("torchaudiox",), never=(r"(ModuleNotFoundError[\s\S]*){4}",)),
+    ours=Show(run(DDPTRAIN), must=("torchaudiox",), never=(r"(    import torchaudiox[\s\S]*){4}",)),
     avoided=(
         "The failure is reported once, for the rank that failed first; equal output of ranks is [grouped](output.md#many-ranks). A module of the workload "
         "itself that does not exist is found before anything starts: [exit code 2](troubleshooting/exit-2.md)."

@@ -1,0 +1,79 @@
+"""A clock that is set while ranks train."""
+
+from __future__ import annotations
+
+from tests.pains.problem import Play, Problem, Show
+from tests.pains.scene import Scene
+
+
+def _jump(scene: Scene, watched: str) -> None:
+    """Start `watched`, whose clock is set, and finish it."""
+    command = scene.start(watched)
+    command.until("step 3")
+    scene.write("jumped", "")
+    command.finish(25)
+    scene.record("(the clock was set an hour ahead after step 3)")
+
+
+def _two_agents() -> Play:
+    def play(scene: Scene) -> None:
+        agent = "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id 1 --rdzv-endpoint"
+        agent += f" localhost:{scene.free_port()} train.py"
+        other = scene.start(agent)
+        _jump(scene, f"PYTHONPATH=. {agent}")
+        other.finish(5)
+
+    return play
+
+
+PROBLEM = Problem(
+    name="clock",
+    title="A clock that is set ends the run",
+    happens="The agents of two hosts compare times of their clocks. If one is set (NTP, a suspended machine), it considers the others dead.",
+    threads=("pytorch/pytorch#76287",),
+    files={
+        "sitecustomize.py": '''
+"""Sets the clock of Python programs an hour ahead when the file `jumped` exists."""
+import datetime
+import os
+import time
+
+real_time, real_ns, Real = time.time, time.time_ns, datetime.datetime
+
+
+def ahead() -> int:
+    return 3600 if os.path.exists("jumped") else 0
+
+
+class Shifted(Real):
+    @classmethod
+    def now(cls, tz=None):
+        return Real.now(tz) + datetime.timedelta(seconds=ahead())
+
+
+time.time = lambda: real_time() + ahead()
+time.time_ns = lambda: real_ns() + ahead() * 10**9
+datetime.datetime = Shifted
+''',
+        "train.py": """
+import time
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+for step in range(1, 41):
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("step", step, flush=True)
+    time.sleep(0.4)
+dist.destroy_process_group()
+""",
+    },
+    peer=Show(_two_agents(), must=("exit code 1|still running",), keep=("step (3|4|40)$", "Error", "rendezvous")),
+    ours=Show(
+        lambda scene: _jump(scene, "PYTHONPATH=. ddptrain run --ranks 2 train.py"),
+        must=("step 40", "exit code 0"),
+        keep=("ddptrain:", "step (3|4|40)$", "^run "),
+    ),
+    avoided="Silence, time limits and hangs are measured by the monotonic clock; the lock of a run does not compare clocks of hosts: see [Failure](design.md#failure).",
+)
