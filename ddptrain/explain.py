@@ -33,10 +33,15 @@ _INTERRUPTED = Explanation(
     "interrupted",
     ("ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM",),
     (
-        Cause("it was before the first checkpoint (also with ddptrain stop)", "start it again"),
+        Cause(
+            "it was before the first checkpoint (also with ddptrain stop)",
+            "start it again; save more often, as checkpoint.every_s: 300 does",
+        ),
         Cause("the function does not call ctx.checkpoint", "call it on all ranks"),
-        Cause("Ctrl-C, stop --now, or a second SIGTERM did not wait", "use ddptrain stop, which waits"),
-        Cause("a script without a handler for SIGTERM", "let it save, and exit with 75"),
+        Cause(
+            "Ctrl-C, stop --now, or a second SIGTERM did not wait", "use ddptrain stop, which waits for failure.grace_s"
+        ),
+        Cause("a script without a handler for SIGTERM", "the handler of a script should save, and exit with 75"),
     ),
     (
         "130 after Ctrl-C, which stops at once; 143 after SIGTERM, if the run ended without saving.",
@@ -57,7 +62,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause("an exception with your file and line", "fix it; --full-traceback shows the frames of torch, too"),
             Cause(
-                "killed by SIGKILL: often the kernel, because memory was short",
+                "killed by SIGKILL: often the kernel, because memory was short; the message says so if the kernel counted it",
                 "smaller batches, fewer loader workers, fewer ranks on the host",
             ),
             Cause(
@@ -79,6 +84,7 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "the same step is not tried a third time."
             ),
             "predict uses it if some of the images could not be classified.",
+            "With tracking.strict: true a tracker's failure has this code, too. In sweeps it means that no trial is complete.",
         ),
     ),
     ExitCode.USAGE: Explanation(
@@ -90,7 +96,10 @@ EXPLANATIONS: dict[int, Explanation] = {
             Cause("weights or a checkpoint are damaged or of another model", "the message names the file"),
             Cause("no run has that name", "ddptrain results lists the runs of a folder; --runs-dir names another one"),
             Cause("a resume with changed parameters", "--allow-changes, or start a new run"),
-            Cause("retrain: the data check found too few data", "check the data; --force trains all the same"),
+            Cause(
+                "retrain: the data check found a class without images, or half of the files gone",
+                "check the data; --force trains all the same",
+            ),
         ),
         ("ddptrain train CONFIG --dry-run checks the configuration and the cluster, and starts nothing.",),
     ),
@@ -129,10 +138,16 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "a worker was lost: out of memory, restarted, cut off",
                 "the message names the host; failure.max_losses: 3 continues on others",
             ),
-            Cause("versions do not match", "install the same Python, torch and ddptrain everywhere"),
+            Cause(
+                "versions do not match",
+                "install the same Python, torch and ddptrain everywhere; the table shows the differences",
+            ),
             Cause("a certificate is wrong or missing", "set cluster.tls"),
             Cause("the cluster is of another host", "run the command on the host that is named"),
-            Cause("disk full, quota", "free some space: ddptrain results prune --keep 20"),
+            Cause(
+                "disk full, quota",
+                "free some space: ddptrain results prune --keep 20; the last complete checkpoint is intact",
+            ),
             Cause("a store (S3, ...) does not answer", "credentials, region, endpoint; later --resume RUN"),
             Cause(
                 "ranks cannot reach each other",
@@ -160,7 +175,10 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "in NCCL on all ranks: the network between the hosts",
                 "env: {NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}",
             ),
-            Cause("nowhere: the step is only slow", "failure.hang_timeout_s: 1800, or call ctx.progress"),
+            Cause(
+                "nowhere: the step is only slow, the limit too short",
+                "failure.hang_timeout_s: 1800, or call ctx.progress",
+            ),
         ),
         (
             (
@@ -169,7 +187,8 @@ EXPLANATIONS: dict[int, Explanation] = {
             ),
             (
                 "By default the limit follows the run: 10 times the longest pause so far, at least 40 s and at most "
-                "600 s. failure.hang_timeout_s: null turns it off."
+                "600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the ranks start again from "
+                "the last checkpoint."
             ),
         ),
     ),
@@ -196,7 +215,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause(
                 "the new version is worse than the gate allows",
-                "look at the data and at ddptrain models show MODEL; to use it anyway: ddptrain models promote MODEL "
+                "look at the data, at the gate, and at ddptrain models show MODEL; to use it anyway: ddptrain models promote MODEL "
                 "VERSION",
             ),
         ),
