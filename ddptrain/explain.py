@@ -62,7 +62,8 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause("an exception with your file and line", "fix it; --full-traceback shows the frames of torch, too"),
             Cause(
-                "killed by SIGKILL: often the kernel, because memory was short; the message says so if the kernel counted it",
+                "killed by SIGKILL: often the kernel, because memory was short; the message says so if the kernel "
+                "counted it",
                 "smaller batches, fewer loader workers, fewer ranks on the host",
             ),
             Cause(
@@ -84,7 +85,10 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "the same step is not tried a third time."
             ),
             "predict uses it if some of the images could not be classified.",
-            "With tracking.strict: true a tracker's failure has this code, too. In sweeps it means that no trial is complete.",
+            (
+                "With tracking.strict: true a tracker's failure has this code, too. In sweeps it means that no trial "
+                "is complete."
+            ),
         ),
     ),
     ExitCode.USAGE: Explanation(
@@ -187,8 +191,8 @@ EXPLANATIONS: dict[int, Explanation] = {
             ),
             (
                 "By default the limit follows the run: 10 times the longest pause so far, at least 40 s and at most "
-                "600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the ranks start again from "
-                "the last checkpoint."
+                "600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the ranks start again "
+                "from the last checkpoint."
             ),
         ),
     ),
@@ -215,8 +219,8 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause(
                 "the new version is worse than the gate allows",
-                "look at the data, at the gate, and at ddptrain models show MODEL; to use it anyway: ddptrain models promote MODEL "
-                "VERSION",
+                "look at the data, at the gate, and at ddptrain models show MODEL; to use it anyway: ddptrain models promote "
+                "MODEL VERSION",
             ),
         ),
         ("The new version is kept, the old one stays in use.",),

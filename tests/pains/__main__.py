@@ -1,4 +1,4 @@
-"""`make bench-pains`: shows well-known problems of launchers with a peer and with ddptrain, and checks what is claimed."""
+"""`make bench-pains`: shows problems of launchers with a peer and with ddptrain, and checks what is claimed."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from tests.pains.failing import (
     lost_host,
     missing_call,
     nan,
+    restart,
     root_cause,
     uneven_data,
 )
@@ -21,7 +22,7 @@ from tests.pains.sharing import download, log_lines, ports, set_epoch, sweeps, w
 PROBLEMS: tuple[Problem, ...] = tuple(
     module.PROBLEM
     for module in (
-        root_cause, hang, exit_minus_9, exit_zero, missing_call, uneven_data, nan, import_error, lost_host,
+        root_cause, hang, exit_minus_9, exit_zero, missing_call, uneven_data, nan, import_error, restart, lost_host,
         sigterm, sighup, orphans, clock, stdin,
         partial_checkpoint, mid_epoch, disk_full, unpicklable,
         ports, log_lines, download, set_epoch, wandb_runs, wandb_hangs, sweeps,

@@ -13,10 +13,10 @@ from tests.pains.problem import Problem, Show
 PAGE = Path(__file__).parents[2] / "docs" / "problems.md"
 _INTRODUCTION = """# Does this happen with ddptrain?
 
-The best-known problems of launchers, each shown with a peer and with ddptrain: a script, and what both print. `make bench-pains`
-runs all of them, checks what is claimed here, and writes this page. Times, ids, paths and ports are masked, and lines that don't matter are `...`; lines in
-parentheses are notes of the bench. Most problems are shown with two ranks on one machine. torchrun shows most of them, because other launchers
-use it or its agent; a sentence at the end of a section says where the peer is as good.
+The best-known problems of launchers, each shown with a peer and with ddptrain: a script, and what both print.
+`make bench-pains` runs all of them and checks what is claimed here; with `ARGS=--write` it writes this page.
+Times, ids, paths and ports are masked, and lines that don't matter are `...`; lines in parentheses are notes of the
+bench. The peer is torchrun, because most launchers use it or its agent; where the peer is as good, a section says so.
 """
 _MARK = re.compile(r"^<!-- problem: ([\w-]+) -->$", re.MULTILINE)
 _LINK = "https://github.com/{0}/issues/{1}"
@@ -63,9 +63,9 @@ def _threads(problem: Problem) -> str:
 
 
 def _files(problem: Problem) -> str:
-    texts = [f"```{_language(name)} title=\"{name}\"\n{text.strip()}\n```" for name, text in problem.files.items()]
+    texts = [f'```{_language(name)} title="{name}"\n{text.strip()}\n```' for name, text in problem.files.items()]
     texts += [
-        f"```{_language(name)} title=\"{name}, for {problem.peer_name}\"\n{text.strip()}\n```"
+        f'```{_language(name)} title="{name}, for {problem.peer_name}"\n{text.strip()}\n```'
         for name, text in problem.peer_files.items()
     ]
     return '<details markdown="1"><summary>The script</summary>\n\n' + "\n\n".join(texts) + "\n\n</details>"

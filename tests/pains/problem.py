@@ -46,11 +46,11 @@ class Problem:
     peer_name: str = "torchrun"
 
 
-def run(command: str, timeout_s: float = 45.0) -> Play:
-    """A play of one command that ends by itself, or is ended after `timeout_s`."""
+def run(command: str, timeout_s: float = 60.0, after: str = "") -> Play:
+    """A play of one command that ends by itself, or is ended `timeout_s` after a line that matches `after`."""
 
     def play(scene: Scene) -> None:
-        scene.run(command, timeout_s)
+        scene.run(command, timeout_s, after)
 
     return play
 

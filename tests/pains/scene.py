@@ -51,7 +51,7 @@ class Command:
         """What it has printed so far."""
         return self._output.read_text(errors="replace")
 
-    def until(self, pattern: str, timeout_s: float = 30.0) -> None:
+    def until(self, pattern: str, timeout_s: float = 60.0) -> None:
         """Wait until a line of the output matches, or the command has ended, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while self._popen.poll() is None and not re.search(pattern, self.output) and time.monotonic() < deadline:
@@ -68,7 +68,7 @@ class Command:
             self._popen.wait(timeout_s)
             end = f"(exit code {_shell_code(self._popen.returncode)})"
         except subprocess.TimeoutExpired:
-            end = f"(still running after {timeout_s:g} s without an end in sight; stopped)"
+            end = f"(nothing more for {timeout_s:g} s: stopped)"
         self._scene.record(f"$ {self.text}", *self.output.splitlines(), end)
 
 
@@ -94,9 +94,12 @@ class Scene:
         """Start a shell command."""
         return Command(self, text)
 
-    def run(self, text: str, timeout_s: float = 45.0) -> None:
-        """Run a shell command to its end, and record it."""
-        self.start(text).finish(timeout_s)
+    def run(self, text: str, timeout_s: float = 60.0, after: str = "") -> None:
+        """Run a shell command to its end, and record it. The time limit counts from a line that matches `after`."""
+        command = self.start(text)
+        if after:
+            command.until(after, 60.0)
+        command.finish(timeout_s)
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the scene."""

@@ -17,10 +17,10 @@ def _jump(scene: Scene, watched: str) -> None:
 
 def _two_agents() -> Play:
     def play(scene: Scene) -> None:
-        agent = "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id 1 --rdzv-endpoint"
+        agent = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id 1 --rdzv-endpoint"
         agent += f" localhost:{scene.free_port()} train.py"
-        other = scene.start(agent)
-        _jump(scene, f"PYTHONPATH=. {agent}")
+        other = scene.start(f"torchrun {agent}")
+        _jump(scene, f"PYTHONPATH=. python shifted.py {agent}")
         other.finish(5)
 
     return play
@@ -29,31 +29,26 @@ def _two_agents() -> Play:
 PROBLEM = Problem(
     name="clock",
     title="A clock that is set ends the run",
-    happens="The agents of two hosts compare times of their clocks. If one is set (NTP, a suspended machine), it considers the others dead.",
+    happens=(
+        "The agents of two hosts compare times of their clocks. If one is set (NTP, a suspended machine), it "
+        "considers the others dead."
+    ),
     threads=("pytorch/pytorch#76287",),
     files={
         "sitecustomize.py": '''
-"""Sets the clock of Python programs an hour ahead when the file `jumped` exists."""
-import datetime
+"""Python imports this first: its clock is an hour ahead as soon as the file `jumped` exists."""
 import os
 import time
 
-real_time, real_ns, Real = time.time, time.time_ns, datetime.datetime
+real_time, real_ns = time.time, time.time_ns
 
 
 def ahead() -> int:
     return 3600 if os.path.exists("jumped") else 0
 
 
-class Shifted(Real):
-    @classmethod
-    def now(cls, tz=None):
-        return Real.now(tz) + datetime.timedelta(seconds=ahead())
-
-
 time.time = lambda: real_time() + ahead()
 time.time_ns = lambda: real_ns() + ahead() * 10**9
-datetime.datetime = Shifted
 ''',
         "train.py": """
 import time
@@ -69,11 +64,36 @@ for step in range(1, 41):
 dist.destroy_process_group()
 """,
     },
-    peer=Show(_two_agents(), must=("exit code 1|still running",), keep=("step (3|4|40)$", "Error", "rendezvous")),
+    peer_files={
+        "shifted.py": '''
+"""torchrun, whose agent uses the clock through datetime: it is set like time.time."""
+import datetime
+
+import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
+from sitecustomize import ahead
+from torch.distributed.run import main
+
+
+class Clock:
+    @staticmethod
+    def now(zone):
+        return datetime.datetime.now(zone) + datetime.timedelta(seconds=ahead())
+
+
+rendezvous.datetime = Clock
+main()
+''',
+    },
+    peer=Show(
+        _two_agents(), must=("step 3", "exit code 1|nothing more for"), keep=("step (3|4|40)$", "Error", "rendezvous")
+    ),
     ours=Show(
         lambda scene: _jump(scene, "PYTHONPATH=. ddptrain run --ranks 2 train.py"),
         must=("step 40", "exit code 0"),
         keep=("ddptrain:", "step (3|4|40)$", "^run "),
     ),
-    avoided="Silence, time limits and hangs are measured by the monotonic clock; the lock of a run does not compare clocks of hosts: see [Failure](design.md#failure).",
+    avoided=(
+        "Silence, time limits and hangs are measured by the monotonic clock; the lock of a run does not compare "
+        "clocks of hosts: see [Failure](design.md#failure)."
+    ),
 )

@@ -42,5 +42,8 @@ for step in range(1, 1000):
     },
     peer=Show(_killed(TORCHRUN), must=(r"\(2 processes of ranks are alive",), keep=("step [123]$",)),
     ours=Show(_killed(DDPTRAIN_SCRIPT), must=(r"\(0 processes of ranks are alive",), keep=("ddptrain:", "step [123]$")),
-    avoided="Every process ends when it loses its parent, from the driver down to the ranks and their children: see [Failure](design.md#failure).",
+    avoided=(
+        "Every process ends when it loses its parent, from the driver down to the ranks and their children: see "
+        "[Failure](design.md#failure)."
+    ),
 )

@@ -45,7 +45,12 @@ dist.destroy_process_group()
         never=("step 5",),
         keep=("SignalException", "step", "SIGHUP"),
     ),
-    ours=Show(_hung_up(f"nohup {DDPTRAIN_SCRIPT}"), must=("step 5", "exit code 0"), keep=("ddptrain:", "step", "^run ")),
-    avoided="A signal that is ignored when the command starts stays ignored. `--detach` starts a run that does not need the shell: see [In the background](checkpoints.md#in-the-background).",
+    ours=Show(
+        _hung_up(f"nohup {DDPTRAIN_SCRIPT}"), must=("step 5", "exit code 0"), keep=("ddptrain:", "step", "^run ")
+    ),
+    avoided=(
+        "A signal that is ignored when the command starts stays ignored. `--detach` starts a run that does not "
+        "need the shell: see [In the background](checkpoints.md#in-the-background)."
+    ),
     equal="torchrun in tmux, or with `setsid`, goes on as well.",
 )

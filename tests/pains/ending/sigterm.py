@@ -17,7 +17,7 @@ def _stopped(first: str, again: str) -> Callable[[Scene], None]:
         command.finish()
         scene.record("(SIGTERM after step 20; the same command again)")
         command = scene.start(again)
-        command.until(r"\bstep \d")
+        command.until(r"follows|\bstep 10\b")
         command.send(SIGTERM)
         command.finish()
 
@@ -35,7 +35,10 @@ _LOOP = """
 PROBLEM = Problem(
     name="sigterm",
     title="SIGTERM loses the work since the last save",
-    happens="Schedulers send SIGTERM and wait before they take a machine. The launcher passes it on, and the ranks end without a save, unless their code handles signals, on all ranks in the same step.",
+    happens=(
+        "Schedulers send SIGTERM and wait before they take a machine. The launcher passes it on, and the ranks "
+        "end without a save, unless their code handles signals, on all ranks in the same step."
+    ),
     threads=("pytorch/pytorch#119856", "pytorch/examples#1351"),
     files={
         "train.py": f"""
@@ -92,8 +95,12 @@ for step in range(first, 1001):
         keep=("ddptrain:", "step", "^run "),
     ),
     avoided=(
-        "All ranks save and end with the same call of `ctx.checkpoint`, also if no save is due, and the exit code is 75: see "
+        "All ranks save and end with the same call of `ctx.checkpoint`, also if no save is due, and the exit code"
+        " is 75: see "
         "[Preemption](checkpoints.md#preemption). A script with an own handler gets the signal."
     ),
-    equal="Newer versions of torchrun have `--shutdown-timeout` for saves that take longer than 30 s, as `failure.grace_s` of ddptrain.",
+    equal=(
+        "Newer versions of torchrun have `--shutdown-timeout` for saves that take longer than 30 s, as "
+        "`failure.grace_s` of ddptrain."
+    ),
 )

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from tests.pains.problem import DDPTRAIN_SCRIPT, TORCHRUN, Problem, Show, run
+import os
+
+from tests.pains.problem import DDPTRAIN_SCRIPT, TORCHRUN, Play, Problem, Show
+from tests.pains.scene import Scene
+
+
+def _at_a_terminal(text: str) -> Play:
+    def play(scene: Scene) -> None:
+        os.mkfifo(scene.folder / "terminal")
+        opened = os.open(scene.folder / "terminal", os.O_RDWR)
+        try:
+            scene.run(f"{text} < terminal", 20, "overwrite")
+        finally:
+            os.close(opened)
+
+    return play
+
 
 PROBLEM = Problem(
     name="stdin",
     title="A question in the code stops an unattended run",
-    happens="A library asks something on the terminal, such as a login or `overwrite? [y/N]`. Every rank reads the same input, and nobody is there.",
+    happens=(
+        "A library asks something on the terminal, such as a login or `overwrite? [y/N]`. Every rank reads the "
+        "same input, and nobody is there."
+    ),
     threads=("pytorch/pytorch#113775",),
     files={
         "train.py": """
@@ -19,12 +38,20 @@ if input("overwrite the model? [y/N] ") == "y":
 """,
     },
     peer=Show(
-        run(f"sleep 60 | {TORCHRUN}", 25),  # a terminal at which nobody types
-        must=("still running after 25 s",),
+        _at_a_terminal(TORCHRUN),
+        must=("overwrite", "nothing more for 20 s"),
         keep=("overwrite",),
-        verdict="`sleep 60 |` is a terminal at which nobody types.",
+        verdict="`terminal` is an open pipe, as a terminal at which nobody types.",
     ),
-    ours=Show(run(f"sleep 60 | {DDPTRAIN_SCRIPT}", 60), must=("failed first: EOFError",), keep=("ddptrain:", "input", "EOFError")),
-    avoided="The standard input of ranks is empty, so a question fails at once, with its line: see [Your torchrun script](start/script.md).",
-    equal="For debugging torchrun is better: `torch.distributed.breakpoint()` works in its ranks, and not in those of ddptrain.",
+    ours=Show(
+        _at_a_terminal(DDPTRAIN_SCRIPT), must=("failed first: EOFError",), keep=("ddptrain:", "input", "EOFError")
+    ),
+    avoided=(
+        "The standard input of ranks is empty, so a question fails at once, with its line: see [Your torchrun "
+        "script](start/script.md)."
+    ),
+    equal=(
+        "For debugging torchrun is better: `torch.distributed.breakpoint()` works in its ranks, and not in those "
+        "of ddptrain."
+    ),
 )

@@ -31,8 +31,10 @@ for step in range(100):
     ),
     ours=Show(run(DDPTRAIN_SCRIPT), must=("rank 1 .*killed by SIGKILL",), keep=("ddptrain:",)),
     avoided=(
-        "The message has the words for it, and says if the kernel counted such a kill; `ddptrain explain 1` and the page on "
-        "[exit code 1](troubleshooting/exit-1.md) say what to do. `failure.max_restarts` continues from the last checkpoint."
+        "The message has the words for it, and says if the kernel counted such a kill; `ddptrain explain 1` and "
+        "the page on "
+        "[exit code 1](troubleshooting/exit-1.md) say what to do. `failure.max_restarts` continues from the last "
+        "checkpoint."
     ),
     equal="torchrun names the rank and the signal as well.",
 )

@@ -7,7 +7,10 @@ from tests.pains.problem import DDPTRAIN_SCRIPT, TORCHRUN, Problem, Show, run
 PROBLEM = Problem(
     name="exit-zero",
     title="A rank leaves early, with success",
-    happens="One rank returns before the others, for example because it found no files; the others fail or hang in their next collective.",
+    happens=(
+        "One rank returns before the others, for example because it found no files; the others fail or hang in "
+        "their next collective."
+    ),
     threads=("pytorch/pytorch#138322",),
     files={
         "train.py": """
@@ -31,5 +34,8 @@ for step in range(100):
         verdict="Only rank 0 is named, which did nothing wrong.",
     ),
     ours=Show(run(DDPTRAIN_SCRIPT), must=("rank 1",), keep=("ddptrain:", "Error")),
-    avoided="The end of each rank is recorded, and a rank that has ended is looked for when another loses its peer: see [exit code 1](troubleshooting/exit-1.md).",
+    avoided=(
+        "The end of each rank is recorded, and a rank that has ended is looked for when another loses its peer: "
+        "see [exit code 1](troubleshooting/exit-1.md)."
+    ),
 )

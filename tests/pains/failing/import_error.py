@@ -30,7 +30,8 @@ if __name__ == "__main__":
     ),
     ours=Show(run(DDPTRAIN), must=("torchaudiox",), never=(r"(    import torchaudiox[\s\S]*){4}",)),
     avoided=(
-        "The failure is reported once, for the rank that failed first; equal output of ranks is [grouped](output.md#many-ranks). A module of the workload "
+        "The failure is reported once, for the rank that failed first; equal output of ranks is "
+        "[grouped](output.md#many-ranks). A module of the workload "
         "itself that does not exist is found before anything starts: [exit code 2](troubleshooting/exit-2.md)."
     ),
 )

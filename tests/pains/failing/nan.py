@@ -12,7 +12,10 @@ _LOOP = """        loss = model(torch.ones(1, 1, device={device})).sum()
 PROBLEM = Problem(
     name="nan",
     title="One rank skips a bad batch, and the run hangs",
-    happens="A rank whose loss is NaN skips the step. The others wait in the gradient exchange of this step; from then on they exchange gradients of different steps.",
+    happens=(
+        "A rank whose loss is NaN skips the step. The others wait in the gradient exchange of this step; from "
+        "then on they exchange gradients of different steps."
+    ),
     threads=("Lightning-AI/pytorch-lightning#5243", "Lightning-AI/pytorch-lightning#5359"),
     files={
         "train.py": f"""
@@ -52,7 +55,16 @@ train()
 dist.barrier()
 """,
     },
-    peer=Show(run(TORCHRUN, 25), must=("rank 1 skips step 2", "still running after 25 s|Error"), keep=("skips", "Error")),
-    ours=Show(run(DDPTRAIN), must=("rank 0. skips step 2", "rank 1. skips step 2", "succeeded"), keep=("skips", "ddptrain:", "^run ")),
-    avoided="`ctx.all_finite(loss)` has the same value on all ranks; `ctx.step` leaves out steps with infinite gradients on all of them: see [Your function](start/function.md#precision-accumulation-and-compilation).",
+    peer=Show(
+        run(TORCHRUN, 20, "skips"), must=("rank 1 skips step 2", "nothing more for 20 s|Error"), keep=("skips", "Error")
+    ),
+    ours=Show(
+        run(DDPTRAIN),
+        must=("rank 0. skips step 2", "rank 1. skips step 2", "succeeded"),
+        keep=("skips", "ddptrain:", "^run "),
+    ),
+    avoided=(
+        "`ctx.all_finite(loss)` has the same value on all ranks; `ctx.step` leaves out steps with infinite "
+        "gradients on all of them: see [Your function](start/function.md#precision-accumulation-and-compilation)."
+    ),
 )

@@ -33,8 +33,20 @@ finally:
     peer=Show(
         run(TORCHRUN),
         must=(r"Root Cause \(first observed failure\):\n\[0\]:.*\n.*\n.*\n  rank      : 0 ", "sample 4711"),
-        keep=("ValueError", "RuntimeError", "DistBackendError", "Connection", "Root Cause", "^  rank ", "exitcode", "traceback :"),
-        verdict="The summary names rank 0, and has no message. That of rank 1 is somewhere above, among the tracebacks of all ranks.",
+        keep=(
+            "ValueError",
+            "RuntimeError",
+            "DistBackendError",
+            "Connection",
+            "Root Cause",
+            "^  rank ",
+            "exitcode",
+            "traceback :",
+        ),
+        verdict=(
+            "The summary names rank 0, and has no message. That of rank 1 is somewhere above, among the "
+            "tracebacks of all ranks."
+        ),
     ),
     ours=Show(
         run(DDPTRAIN_SCRIPT),
@@ -43,7 +55,8 @@ finally:
         keep=("ddptrain:", "sample 4711", "train.py"),
     ),
     avoided=(
-        "The failure event is written when the exception leaves the code, with its time, before any clean-up. The earliest "
+        "The failure event is written when the exception leaves the code, with its time, before any clean-up. The"
+        " earliest "
         "that is not a consequence is the [root cause](troubleshooting/exit-1.md)."
     ),
 )

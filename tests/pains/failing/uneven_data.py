@@ -7,7 +7,10 @@ from tests.pains.problem import DDPTRAIN, TORCHRUN, YAML, Problem, Show, run
 PROBLEM = Problem(
     name="uneven-data",
     title="Ranks with different numbers of batches",
-    happens="A rank whose share of the data has one batch less leaves the loop first; the others fail or hang in the gradient exchange.",
+    happens=(
+        "A rank whose share of the data has one batch less leaves the loop first; the others fail or hang in the "
+        "gradient exchange."
+    ),
     threads=("pytorch/pytorch#38174", "pytorch/pytorch#33148", "Lightning-AI/pytorch-lightning#20404"),
     files={
         "train.py": """
@@ -41,10 +44,15 @@ for batch in torch.utils.data.DataLoader(samples[rank::2], batch_size=1):
 dist.barrier()
 """,
     },
-    peer=Show(run(TORCHRUN, 25), must=("still running after 25 s|Error",), keep=("Error", "sample", "Root Cause", "^  rank ")),
+    peer=Show(
+        run(TORCHRUN, 20, "sample 5"),
+        must=("sample 5", "nothing more for 20 s|Error"),
+        keep=("Error", "sample", "Root Cause", "^  rank "),
+    ),
     ours=Show(run(DDPTRAIN), must=("succeeded",), never=("Error",), keep=("sample", "ddptrain:", "^run ")),
     avoided=(
-        "`ctx.loader` gives each rank the same number of batches; see [Your function](start/function.md). If own code divides the data, "
+        "`ctx.loader` gives each rank the same number of batches; see [Your function](start/function.md). If own "
+        "code divides the data, "
         "the missing rank is [named](#exit-zero)."
     ),
     equal="`DistributedSampler` and `DistributedDataParallel.join()` of torch do the same, where the code uses them.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.pains.problem import YAML, Play, Problem, Show, TORCHRUN
+from tests.pains.problem import TORCHRUN, YAML, Play, Problem, Show
 from tests.pains.scene import Scene
 
 
@@ -18,7 +18,10 @@ def _on_small_disk(size_mb: int, *commands: str) -> Play:
 PROBLEM = Problem(
     name="disk-full",
     title="The disk is full, and the newest checkpoint is damaged",
-    happens="The disk fills up during a save. The run ends with an error of a C++ file, and leaves a file that cannot be loaded.",
+    happens=(
+        "The disk fills up during a save. The run ends with an error of a C++ file, and leaves a file that cannot"
+        " be loaded."
+    ),
     threads=("ultralytics/ultralytics#5793", "sml2h3/dddd_trainer#36"),
     files={
         "train.py": """
@@ -65,7 +68,8 @@ for step in range(1, 21):
         keep=("ddptrain:", "^run ", "checkpoints/"),
     ),
     avoided=(
-        "Files get their names when they are complete, so the last complete checkpoint stays; the message says what is full: [exit code 4]"
+        "Files get their names when they are complete, so the last complete checkpoint stays; the message says "
+        "what is full: [exit code 4]"
         "(troubleshooting/exit-4.md). [Cleanup](cleanup.md) has limits for the space of runs."
     ),
 )

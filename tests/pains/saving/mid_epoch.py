@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from tests.pains.problem import YAML, Problem, Show, run
+from tests.pains.problem import DDPTRAIN, TORCHRUN, YAML, Problem, Show, run
 
 PROBLEM = Problem(
     name="mid-epoch",
     title="A resume in the middle of an epoch repeats samples",
-    happens="A checkpoint contains model and optimizer, but not the position in the data: after a restart the epoch begins again, and some samples are seen twice.",
+    happens=(
+        "A checkpoint contains model and optimizer, but not the position in the data: after a restart the epoch "
+        "begins again, and some samples are seen twice."
+    ),
     threads=("Lightning-AI/pytorch-lightning#18780", "Lightning-AI/pytorch-lightning#19764"),
     files={
         "train.py": """
-import os
+import sys
 
 import torch
 
@@ -28,15 +31,15 @@ def train(ctx: ddptrain.RankContext) -> None:
             step += 1
             print(f"step {step}: sample {batch.item():.0f}", flush=True)
             model(batch.to(ctx.device)).sum().backward()
-            ctx.checkpoint(model=model, step=step, last=step == 3)
+            ctx.checkpoint(model=model, step=step)
             if step == 3 and not resumed:
-                os._exit(1)
+                sys.exit(75)  # the time of the job is over
 """,
-        "train.yaml": YAML + "failure: {max_restarts: 1, backoff_s: 0}\n",
+        "train.yaml": YAML,
     },
     peer_files={
         "train.py": """
-import os
+import sys
 from pathlib import Path
 
 import torch
@@ -62,22 +65,25 @@ for batch in DataLoader(data, batch_size=1, sampler=sampler):
         torch.save({"model": model.state_dict(), "step": step}, "checkpoint.pt")
     dist.barrier()
     if step == 3 and not resumed:
-        os._exit(1)
+        sys.exit(75)  # the time of the job is over
 """,
     },
     peer=Show(
-        run("torchrun --standalone --nproc-per-node 2 --max-restarts 1 train.py"),
+        run(f"{TORCHRUN}; {TORCHRUN}", 60),
         must=(r"rank 0 step 1: sample (\d+)\n[\s\S]*rank 0 step 4: sample \1$",),
         keep=("rank 0 step",),
         verdict="Step 4 has the sample of step 1 again. The lines of rank 1 are left out.",
     ),
     ours=Show(
-        run("ddptrain train train.yaml"),
+        run(f"{DDPTRAIN}; {DDPTRAIN} --resume auto", 60),
         must=(r"\[rank 0\] step 6: sample", "succeeded"),
         never=(r"\[rank 0\] step \d: sample (\d+)\n[\s\S]*\[rank 0\] step \d: sample \1$",),
         keep=(r"rank 0\] step", "ddptrain:", "^run "),
         verdict="No sample of rank 0 comes twice.",
     ),
-    avoided="The position of `ctx.loader` is a part of every checkpoint, for every number of ranks: see [Checkpoints](checkpoints.md).",
+    avoided=(
+        "The position of `ctx.loader` is a part of every checkpoint, for every number of ranks: see "
+        "[Checkpoints](checkpoints.md)."
+    ),
     equal="`StatefulDataLoader` of torchdata has a position too, if the script saves it for each rank.",
 )

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.pains.problem import YAML, Problem, Show, run
+from tests.pains.problem import TORCHRUN, YAML, Play, Problem, Show, run
+from tests.pains.scene import Scene
+
+
+def _twice(text: str) -> Play:
+    def play(scene: Scene) -> None:
+        scene.run(text, 30)
+        scene.run(text, 30)
+
+    return play
+
 
 PROBLEM = Problem(
     name="partial-checkpoint",
@@ -67,13 +77,18 @@ for step in range(first, 4):
 """,
     },
     peer=Show(
-        run("torchrun --standalone --nproc-per-node 2 --max-restarts 1 train.py"),
+        _twice(TORCHRUN),
         must=("PytorchStreamReader failed", "exit code 1"),
         keep=("starts at step", "PytorchStreamReader", "SIGKILL"),
     ),
-    ours=Show(run("ddptrain train train.yaml"), must=("starts at step 2", "succeeded"), keep=("ddptrain:", "starts at step", "^run ")),
+    ours=Show(
+        run("ddptrain train train.yaml"),
+        must=("starts at step 2", "succeeded"),
+        keep=("ddptrain:", "starts at step", "^run "),
+    ),
     avoided=(
-        "A checkpoint appears under its name when all of its files are written, with a manifest of sizes and hashes, which each restart verifies: see "
+        "A checkpoint appears under its name when all of its files are written, with a manifest of sizes and "
+        "hashes, which each restart verifies: see "
         "[Restart after a failure](checkpoints.md#restart-after-a-failure)."
     ),
     equal="A script for torchrun that writes into another file and renames it does not lose its checkpoint either.",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from tests.pains.problem import DDPTRAIN, YAML, Problem, Show, TORCHRUN, run
+from tests.pains.problem import DDPTRAIN, TORCHRUN, YAML, Problem, Show, run
 
 PROBLEM = Problem(
     name="unpicklable",
     title="State that cannot be saved destroys the last checkpoint",
-    happens="Something in the state cannot be pickled, such as a lambda. The save fails after it has opened, and emptied, the file of the last good checkpoint.",
+    happens=(
+        "Something in the state cannot be pickled, such as a lambda. The save fails after it has opened, and "
+        "emptied, the file of the last good checkpoint."
+    ),
     threads=("pytorch/pytorch#170244",),
     files={
         "train.py": """
@@ -37,7 +40,8 @@ dist.init_process_group("gloo")
 model = torch.nn.Linear(1, 1)
 if dist.get_rank() == 0:
     torch.save({"model": model.state_dict(), "step": 1}, "checkpoint.pt")
-    torch.save({"model": model.state_dict(), "step": 2, "schedule": {"warmup": lambda step: step / 100}}, "checkpoint.pt")
+    state = {"model": model.state_dict(), "step": 2, "schedule": {"warmup": lambda step: step / 100}}
+    torch.save(state, "checkpoint.pt")
 dist.barrier()
 """,
     },
@@ -52,5 +56,8 @@ dist.barrier()
         must=("schedule", "step-0*1\\b"),
         keep=("ddptrain:", "^run ", "checkpoints/"),
     ),
-    avoided="The state is copied and pickled before a file is opened, and the message names the key. The last checkpoint stays: see [Checkpoints](checkpoints.md).",
+    avoided=(
+        "The state is copied and pickled before a file is opened, and the message names the key. The last "
+        "checkpoint stays: see [Checkpoints](checkpoints.md)."
+    ),
 )

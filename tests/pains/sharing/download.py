@@ -19,7 +19,10 @@ def data_set() -> int:
 PROBLEM = Problem(
     name="download",
     title="All ranks download the same file",
-    happens="Each rank looks whether the data set is there, and downloads it if not. A rank that comes a little later reads a file that is half written.",
+    happens=(
+        "Each rank looks whether the data set is there, and downloads it if not. A rank that comes a little later"
+        " reads a file that is half written."
+    ),
     threads=("pytorch/tutorials#3065", "Lightning-AI/pytorch-lightning#17732"),
     files={
         "train.py": f"""
@@ -53,6 +56,9 @@ print(f"rank {{dist.get_rank()}} has {{data_set()}} of 5 MB", flush=True)
     },
     peer=Show(run(TORCHRUN), must=("rank 0 has 5 of 5 MB", "rank 1 has [1-4] of 5 MB"), keep=("of 5 MB",)),
     ours=Show(run(DDPTRAIN), must=(r"rank 0\] has 5 of 5", r"rank 1\] has 5 of 5"), keep=("of 5 MB", "^run ")),
-    avoided="`ctx.rank_zero_first()`: rank 0 runs the block first, then the others do. An error of rank 0 ends the run, so nobody waits: see [Your function](start/function.md#which-methods-all-ranks-must-call).",
+    avoided=(
+        "`ctx.rank_zero_first()`: rank 0 runs the block first, then the others do. An error of rank 0 ends the "
+        "run, so nobody waits: see [Your function](start/function.md#which-methods-all-ranks-must-call)."
+    ),
     equal="Two barriers of torch do the same as long as no rank fails.",
 )

@@ -30,6 +30,9 @@ if os.environ["RANK"] == "7":
         never=(r"(UserWarning[\s\S]*){4}",),
         keep=("antialias", "this line", "^run "),
     ),
-    avoided="From 17 ranks on, equal lines are printed once, with the ranks: see [Many ranks](output.md#many-ranks). The log of each rank has all of its lines.",
+    avoided=(
+        "From 17 ranks on, equal lines are printed once, with the ranks: see [Many ranks](output.md#many-ranks). "
+        "The log of each rank has all of its lines."
+    ),
     equal="`torchrun --local-ranks-filter 0` shows one rank of each host, and hides the others.",
 )

@@ -21,7 +21,10 @@ def _two(text: str, *, port: bool) -> Play:
 PROBLEM = Problem(
     name="ports",
     title="Two runs on one machine: address already in use",
-    happens="All runs use the same port for their rendezvous (29500), so the second run on a machine fails, as does one after a run that has left processes.",
+    happens=(
+        "All runs use the same port for their rendezvous (29500), so the second run on a machine fails, as does "
+        "one after a run that has left processes."
+    ),
     threads=("pytorch/pytorch#73320", "pytorch/pytorch#126510", "huggingface/accelerate#3175"),
     files={
         "train.py": """
@@ -49,6 +52,9 @@ dist.destroy_process_group()
         never=("in use",),
         keep=("ddptrain: training", "step 15", "^run "),
     ),
-    avoided="The store of a run is opened by the worker of rank 0, on a port that the kernel chooses: see [A launch](design.md#a-launch).",
+    avoided=(
+        "The store of a run is opened by the worker of rank 0, on a port that the kernel chooses: see [A "
+        "launch](design.md#a-launch)."
+    ),
     equal="torchrun with `--standalone`, on a single machine.",
 )

@@ -7,7 +7,10 @@ from tests.pains.problem import DDPTRAIN, TORCHRUN, YAML, Problem, Show, run
 PROBLEM = Problem(
     name="set-epoch",
     title="The samples come in the same order in each epoch",
-    happens="`DistributedSampler` shuffles by the number of the epoch, which it does not know unless the code calls `set_epoch`.",
+    happens=(
+        "`DistributedSampler` shuffles by the number of the epoch, which it does not know unless the code calls "
+        "`set_epoch`."
+    ),
     threads=("pytorch/pytorch#31771", "pytorch/pytorch#31232"),
     files={
         "train.py": """
@@ -44,6 +47,9 @@ for epoch in range(1, 4):
         never=(r"rank 0\] epoch 1 (\[.*\])\n\[rank 0\] epoch 2 \1",),
         keep=(r"rank 0\] epoch", "^run "),
     ),
-    avoided="`ctx.loader` gets the epoch from `ctx.epochs`, and shuffles each epoch anew, in the same way in each run: see [Your function](start/function.md).",
+    avoided=(
+        "`ctx.loader` gets the epoch from `ctx.epochs`, and shuffles each epoch anew, in the same way in each "
+        "run: see [Your function](start/function.md)."
+    ),
     equal="`sampler.set_epoch(epoch)` at the beginning of each epoch does it in torch.",
 )

@@ -7,7 +7,10 @@ from tests.pains.problem import TORCHRUN, Problem, Show, run
 PROBLEM = Problem(
     name="sweeps",
     title="In a sweep each rank has other parameters",
-    happens="The search runs inside of each rank, so each gets values of its own, or the ranks disagree on the number of trials.",
+    happens=(
+        "The search runs inside of each rank, so each gets values of its own, or the ranks disagree on the number"
+        " of trials."
+    ),
     threads=("wandb/wandb#6533", "wandb/wandb#7811", "wandb/wandb#3883"),
     files={
         "train.py": """
@@ -50,9 +53,19 @@ optuna.create_study().optimize(objective, n_trials=2)
         run(TORCHRUN),
         must=(r"rank 0 trains with lr", r"rank 1 trains with lr"),
         keep=("trains with lr",),
-        verdict="Two searches run side by side; DDP starts all ranks from the weights of rank 0, so the mistake does not show.",
+        verdict=(
+            "Two searches run side by side; DDP starts all ranks from the weights of rank 0, so the mistake does "
+            "not show."
+        ),
     ),
-    ours=Show(run("ddptrain sweep train.yaml", 58), must=(r"succeeded", "2 complete"), keep=("ddptrain: trial", "trains with", "^sweep", "best:")),
-    avoided="The search runs in the driver, once; each trial is a run, whose ranks all get the same parameters: see [Sweeps](experiments.md#sweeps).",
+    ours=Show(
+        run("ddptrain sweep train.yaml", 58),
+        must=(r"succeeded", "2 complete"),
+        keep=("ddptrain: trial", "trains with", "^sweep", "best:"),
+    ),
+    avoided=(
+        "The search runs in the driver, once; each trial is a run, whose ranks all get the same parameters: see "
+        "[Sweeps](experiments.md#sweeps)."
+    ),
     equal="Optuna has `TorchDistributedTrial`, which sends the values of rank 0 to the others.",
 )
