@@ -15,7 +15,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train lint format schema test test-integration test-all check long chaos mutants bench docs docs-test recordings wheel release-check clean
+.PHONY: help venv train lint format schema test test-integration test-all check long chaos mutants bench bench-pains docs docs-test recordings wheel release-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s%s\n' "$$target" "$$what"; done
@@ -66,6 +66,9 @@ mutants: $(INSTALLED) ## make small wrong changes that tests must catch; options
 
 bench: $(INSTALLED) ## measure against torchrun; options go into ARGS
 	$(BIN)/python -m tests.bench $(ARGS)
+
+bench-pains: $(INSTALLED) ## show well-known problems with torchrun and with ddptrain, 15 minutes; options go into ARGS
+	$(BIN)/python -m tests.pains $(ARGS)
 
 docs: $(INSTALLED) ## build the docs site into site/; a dead link or a missing page fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

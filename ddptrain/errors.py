@@ -110,6 +110,10 @@ class HangDetected(DdptrainError):
     exit_code = ExitCode.HANG
 
 
+class CheckpointNotWritten(OSError):
+    """In a rank: a checkpoint could not be written, however often it was tried. The run then ends with exit code 4."""
+
+
 class ModelRejected(DdptrainError):
     """The new version of a model did not pass the gate; it is kept, and the champion stays."""
 

@@ -219,8 +219,8 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause(
                 "the new version is worse than the gate allows",
-                "look at the data, at the gate, and at ddptrain models show MODEL; to use it anyway: ddptrain models promote "
-                "MODEL VERSION",
+                "look at the data, at the gate, and at ddptrain models show MODEL; to use it anyway: ddptrain models "
+                "promote MODEL VERSION",
             ),
         ),
         ("The new version is kept, the old one stays in use.",),

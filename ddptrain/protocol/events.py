@@ -118,7 +118,7 @@ class Failure(Event):
 
     phase: "setup" (before the process group), "rendezvous" or "train". exit_code: of sys.exit. lost_peer: the rank has
     only lost its connection to another rank, so it is a victim. timed_out: it is a victim that waited in a collective
-    operation for a rank that did not come.
+    operation for a rank that did not come. unwritable: a checkpoint could not be written, so the code is not the cause.
     """
 
     kind: ClassVar[str] = "failure"
@@ -129,6 +129,7 @@ class Failure(Event):
     exit_code: int | None = None
     lost_peer: bool = False
     timed_out: bool = False
+    unwritable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tests.pains.catalogue import PROBLEMS
 from tests.pains.page import PAGE, page_with, section_of
@@ -34,9 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         section, problems = _show(problem, options.verbose)
         wrong += bool(problems)
         if options.write and not problems:
-            old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-            PAGE.write_text(page_with(old, {problem.name: section}, names), encoding="utf-8")
+            _write({problem.name: section}, names)
     return 1 if wrong else 0
+
+
+def _write(sections: Mapping[str, str], order: Sequence[str]) -> None:
+    """Write sections of the page; another bench may write others meanwhile."""
+    with PAGE.open("a+", encoding="utf-8") as page:
+        fcntl.flock(page, fcntl.LOCK_EX)
+        page.seek(0)
+        text = page_with(page.read(), sections, order)
+        page.seek(0)
+        page.truncate()
+        page.write(text)
 
 
 def _show(problem: Problem, verbose: bool) -> tuple[str, list[str]]:

@@ -83,9 +83,10 @@ class Fault:
 
 def from_failure(rank: int, failure: events.Failure) -> Fault:
     """The fault that a rank reported itself."""
+    kind = FaultKind.EXIT if failure.exit_code is not None else FaultKind.EXCEPTION
     return Fault(
         rank=rank,
-        kind=FaultKind.EXIT if failure.exit_code is not None else FaultKind.EXCEPTION,
+        kind=FaultKind.RESULTS if failure.unwritable else kind,
         time_ns=failure.time_ns,
         message=failure.message,
         type=failure.type,

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ddptrain.errors import CheckpointNotWritten
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StagedFile
 from ddptrain.protocol.rank_spec import RankSpec
@@ -101,7 +102,7 @@ class CheckpointWriter:
 
         hurry: do not repeat a failed write.
 
-        Raises OSError, once, if a checkpoint could not be written.
+        Raises CheckpointNotWritten, once, if a checkpoint could not be written.
         """
         if hurry:
             self._hurry.set()
@@ -117,7 +118,9 @@ class CheckpointWriter:
         """Raise the error that ended a save, once."""
         error, self.error = self.error, None
         if isinstance(error, OSError):
-            raise OSError(error.errno, f"a checkpoint could not be written: {error.strerror or error}") from error
+            raise CheckpointNotWritten(
+                error.errno, f"a checkpoint could not be written: {error.strerror or error}"
+            ) from error
         if error is not None:
             raise error
 

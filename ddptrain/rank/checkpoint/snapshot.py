@@ -75,12 +75,12 @@ class HostBuffers:
         self._used = 0
         shards = self._shards(model, optimizer) if is_sharded(model) else None
         weights, tied, others = self._weights({} if shards else unwrapped(model).state_dict())
-        plain = {name: self.plain(value) for name, value in state.items()}
+        plain = {name: self._named(name, value) for name, value in state.items()}
         others = dict(shards.others) if shards else others
         if others:
-            plain["model"] = self.plain(others)
+            plain["model"] = self._named("model", others)
         rest = shards.optimizer_rest if shards else optimizer
-        plain["optimizer"] = self.plain(rest) if rest is not None else None
+        plain["optimizer"] = self._named("optimizer", rest) if rest is not None else None
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         return Snapshot(weights, shards.tied if shards else tied, plain, shards)
@@ -105,6 +105,13 @@ class HostBuffers:
                 weights[name] = self._copy(value)
                 require_savable(f"the weight {name!r}", value)
         return weights, tied, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+    def _named(self, name: str, value: Any) -> Any:
+        """As `plain`; the error names the part of the checkpoint."""
+        try:
+            return self.plain(value)
+        except _NotPlain as error:
+            raise TypeError(f"{name!r} of the checkpoint {error}") from None
 
     def plain(self, value: Any) -> Any:
         """Return `value` with copies of everything that may change. Raises TypeError."""
@@ -200,6 +207,10 @@ def _host_memory(like: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
+class _NotPlain(TypeError):
+    """A part of the state would only load by executing a pickle."""
+
+
 def _proven(value: Any) -> Any:
     """Return a copy of another object if it loads with weights_only. It must fail now rather than at the resume."""
     file = io.BytesIO()
@@ -208,8 +219,8 @@ def _proven(value: Any) -> Any:
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the object's own code raises
-        raise TypeError(
-            "checkpoint state must load without executing a pickle: give numbers, text, lists, dictionaries, tensors, "
+        raise _NotPlain(
+            "must load without executing a pickle: give numbers, text, lists, dictionaries, tensors, "
             f"or objects with state_dict(), not {type(value).__qualname__} ({_reason(error)})"
         ) from None  # torch's message advises to execute the pickle, in colours
 

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterable
 
+from ddptrain.errors import CheckpointNotWritten
 from ddptrain.protocol import events
 from ddptrain.rank.failure.tracebacks import clipped, user_traceback
 
@@ -53,7 +54,12 @@ def failure(error: BaseException, phase: str) -> events.Failure:
     if (wrapped := _FROM_LOADER.match(text)) is not None:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
     failed = _event(type(error).__qualname__, str(error), trace, phase)
-    return dataclasses.replace(failed, lost_peer=lost_peer(error), timed_out=timed_out(error))
+    return dataclasses.replace(
+        failed,
+        lost_peer=lost_peer(error),
+        timed_out=timed_out(error),
+        unwritable=isinstance(error, CheckpointNotWritten),
+    )
 
 
 def _text(error: BaseException) -> str:

@@ -62,6 +62,12 @@ def test_line_is_one_line_with_the_type_and_the_phase() -> None:
     assert failure_fault.from_failure(2, failure).line == "ValueError: boom (before the process group was up)"
 
 
+def test_a_checkpoint_that_cannot_be_written_is_no_failure_of_the_code() -> None:
+    failure = events.Failure(1, "CheckpointNotWritten", "No space left on device", "", unwritable=True)
+    found = failure_fault.from_failure(0, failure)
+    assert (found.kind, found.exit_code) == (FaultKind.RESULTS, ExitCode.CLUSTER)
+
+
 def test_sys_exit_is_told_as_it_was_called() -> None:
     failure = events.Failure(1, "SystemExit", "sys.exit(42)", "", exit_code=42)
     assert (failure_fault.from_failure(0, failure).kind, failure_fault.from_failure(0, failure).line) == (

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ddptrain.errors import CheckpointNotWritten
 from ddptrain.file_ops import hash_file
 from ddptrain.protocol import events
 from ddptrain.rank.checkpoint import checkpoint_writer, file_format
@@ -202,8 +203,9 @@ def test_a_disk_that_stays_full_ends_in_an_error_after_so_many_tries(
     FullDisk(monkeypatch, 1000)
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1)
-    with pytest.raises(OSError, match="a checkpoint could not be written: No space left"):
+    with pytest.raises(CheckpointNotWritten, match="a checkpoint could not be written: No space left") as full:
         rank.context.close()
+    assert full.value.errno == errno.ENOSPC
     told = [event for event in rank.events() if isinstance(event, events.CheckpointFailed)]
     assert [event.given_up for event in told] == [False, False, True]
     assert list((tmp_path / "staging").iterdir()) == []  # half a checkpoint would keep the disk full

@@ -23,5 +23,6 @@ def test_state_that_needs_a_pickle_is_refused_in_plain_text(value: object, reaso
     with pytest.raises(TypeError, match=reason) as caught:
         HostBuffers().take(torch.nn.Linear(1, 1), None, {"extra": value})
     text = str(caught.value)
+    assert text.startswith("'extra' of the checkpoint must load without executing a pickle: ")
     assert "\x1b" not in text and "\n" not in text and "weights_only" not in text
     assert caught.value.__suppress_context__

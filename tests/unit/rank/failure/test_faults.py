@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch._utils import ExceptionWrapper
 
+from ddptrain.errors import CheckpointNotWritten
 from ddptrain.protocol import events
 from ddptrain.rank.failure import faults
 
@@ -70,3 +71,9 @@ def test_time_out_of_the_users_code_is_not_one_of_a_collective(error: Exception)
 
 def test_broken_connection_of_the_users_code_is_a_root_cause() -> None:
     assert not faults.lost_peer(ConnectionResetError(104, "Connection reset by peer"))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_marked() -> None:
+    full = CheckpointNotWritten(28, "a checkpoint could not be written: No space left on device")
+    assert faults.failure(full, "train").unwritable
+    assert not faults.failure(OSError(28, "No space left on device"), "train").unwritable  # of the user's own files
