@@ -75,12 +75,12 @@ class HostBuffers:
         self._used = 0
         shards = self._shards(model, optimizer) if is_sharded(model) else None
         weights, tied, others = self._weights({} if shards else unwrapped(model).state_dict())
-        plain = {name: self._named(name, value) for name, value in state.items()}
+        plain = {name: self.named(name, value) for name, value in state.items()}
         others = dict(shards.others) if shards else others
         if others:
-            plain["model"] = self._named("model", others)
+            plain["model"] = self.named("model", others)
         rest = shards.optimizer_rest if shards else optimizer
-        plain["optimizer"] = self._named("optimizer", rest) if rest is not None else None
+        plain["optimizer"] = self.named("optimizer", rest) if rest is not None else None
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         return Snapshot(weights, shards.tied if shards else tied, plain, shards)
@@ -106,8 +106,8 @@ class HostBuffers:
                 require_savable(f"the weight {name!r}", value)
         return weights, tied, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
-    def _named(self, name: str, value: Any) -> Any:
-        """As `plain`; the error names the part of the checkpoint."""
+    def named(self, name: str, value: Any) -> Any:
+        """As `plain`. Raises TypeError, which names the part of the checkpoint."""
         try:
             return self.plain(value)
         except _NotPlain as error:
@@ -172,9 +172,9 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def plain_bytes(value: Any) -> bytes:
-    """Encode `value` (plain data, or an object with state_dict()) for `from_bytes`. Raises TypeError."""
+    """Encode a rank's state (plain data, or objects with state_dict()) for `from_bytes`. Raises TypeError."""
     file = io.BytesIO()
-    torch.save(HostBuffers().plain(value), file)
+    torch.save(HostBuffers().named("rank_state", value), file)
     return file.getvalue()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.pains.problem import DDPTRAIN, Problem, Show, run
+from tests.pains.problem import Problem, Show, run
 
 PROBLEM = Problem(
     name="import-error",
@@ -28,9 +28,15 @@ if __name__ == "__main__":
         must=(r"(ModuleNotFoundError[\s\S]*){20}", "error_file: <N/A>"),
         keep=("ModuleNotFoundError", "Root Cause", "^  rank ", "exitcode", "traceback :"),
     ),
-    ours=Show(run(DDPTRAIN), must=("torchaudiox",), never=(r"(    import torchaudiox[\s\S]*){4}",)),
+    ours=Show(
+        run("ddptrain train train.yaml"),
+        must=("failed first: ModuleNotFoundError: No module named 'torchaudiox'", "likewise rank"),
+        never=(r"(    import torchaudiox[\s\S]*){12}",),
+        keep=("ddptrain:", "ModuleNotFoundError", "^run "),
+        verdict="Tracebacks that come at the same time are printed once; the last line names the module.",
+    ),
     avoided=(
-        "The failure is reported once, for the rank that failed first; equal output of ranks is "
+        "The failure is reported in one line, with the ranks that have the same one; equal output of ranks is "
         "[grouped](output.md#many-ranks). A module of the workload "
         "itself that does not exist is found before anything starts: [exit code 2](troubleshooting/exit-2.md)."
     ),

@@ -32,7 +32,8 @@ dist.destroy_process_group()
     },
     peer=Show(
         run("torchrun --standalone --nproc-per-node 2 --max-restarts 1 train.py", 30, "attempt 0 step 3"),
-        must=("attempt 0 step 3", "exit code"),
+        must=("attempt 0 step 3", "exit code 1|nothing more for"),
+        never=("attempt 1 step",),
         keep=("attempt", "Error", "Gloo"),
     ),
     ours=Show(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddptrain.rank.checkpoint.snapshot import HostBuffers
+from ddptrain.rank.checkpoint.snapshot import HostBuffers, plain_bytes
 
 
 class Settings:
@@ -26,3 +26,8 @@ def test_state_that_needs_a_pickle_is_refused_in_plain_text(value: object, reaso
     assert text.startswith("'extra' of the checkpoint must load without executing a pickle: ")
     assert "\x1b" not in text and "\n" not in text and "weights_only" not in text
     assert caught.value.__suppress_context__
+
+
+def test_state_of_a_rank_is_refused_by_its_name() -> None:
+    with pytest.raises(TypeError, match="'rank_state' of the checkpoint must load without executing a pickle"):
+        plain_bytes({"random": None, "rank_state": Settings()})
