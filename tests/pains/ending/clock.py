@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from tests.pains.problem import Play, Problem, Show
-from tests.pains.scene import Scene
+from tests.pains.problem import Problem, Show
+from tests.pains.scene import Command, Scene
 
 
-def _jump(scene: Scene, watched: str) -> None:
-    """Start `watched`, whose clock is set, and finish it."""
-    command = scene.start(watched)
-    command.until("step 3")
+def _jump(scene: Scene, printing: Command) -> None:
+    """Set the clock when a rank has printed step 3."""
+    printing.until("step 3")
     scene.write("jumped", "")
-    command.finish(25)
-    scene.record("(the clock was set an hour ahead after step 3)")
+    scene.record("(the clock is set an hour ahead after step 3)")
 
 
-def _two_agents() -> Play:
-    def play(scene: Scene) -> None:
-        agent = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id 1 --rdzv-endpoint"
-        agent += f" localhost:{scene.free_port()} train.py"
-        other = scene.start(f"torchrun {agent}")
-        _jump(scene, f"PYTHONPATH=. python shifted.py {agent}")
-        other.finish(5)
+def _two_agents(scene: Scene) -> None:
+    agent = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id 1 --rdzv-endpoint"
+    agent += f" localhost:{scene.free_port()} train.py"
+    other = scene.start(f"torchrun {agent}")
+    other.until("nothing", 2.0)  # so that it is the one that has rank 0
+    watched = scene.start(f"PYTHONPATH=. python shifted.py {agent}")
+    _jump(scene, other)
+    watched.finish(30)
+    other.finish(5)
 
-    return play
+
+def _one_driver(scene: Scene) -> None:
+    command = scene.start("PYTHONPATH=. ddptrain run --ranks 2 train.py")
+    _jump(scene, command)
+    command.finish(45)
 
 
 PROBLEM = Problem(
@@ -85,10 +89,10 @@ main()
 ''',
     },
     peer=Show(
-        _two_agents(), must=("step 3", "exit code 1|nothing more for"), keep=("step (3|4|40)$", "Error", "rendezvous")
+        _two_agents, must=("step 3", "exit code 1|nothing more for"), keep=("step (3|4|40)$", "Error", "rendezvous")
     ),
     ours=Show(
-        lambda scene: _jump(scene, "PYTHONPATH=. ddptrain run --ranks 2 train.py"),
+        _one_driver,
         must=("step 40", "exit code 0"),
         keep=("ddptrain:", "step (3|4|40)$", "^run "),
     ),
