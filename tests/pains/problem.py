@@ -46,7 +46,7 @@ class Problem:
     peer_name: str = "torchrun"
 
 
-def run(command: str, timeout_s: float = 60.0, after: str = "") -> Play:
+def run(command: str, timeout_s: float = 150.0, after: str = "") -> Play:
     """A play of one command that ends by itself, or is ended `timeout_s` after a line that matches `after`."""
 
     def play(scene: Scene) -> None:

@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 _MARK = "DDPTRAIN_PAINS"  # in the environment of every process of a scene
 # Users' own settings of these would change what is shown.
 _UNSET = ("MALLOC_", "OMP_", "MKL_", "TORCH", "GLOO_", "NCCL_", "DASK_", "PYTHON", "WANDB_", "DDPTRAIN_", "MASTER_")
-_END_S = 40.0  # how long a command may take to end after a signal
+_END_S = 90.0  # how long a command may take to end after a signal
 
 
 class Command:
@@ -51,7 +51,7 @@ class Command:
         """What it has printed so far."""
         return self._output.read_text(errors="replace")
 
-    def until(self, pattern: str, timeout_s: float = 60.0) -> None:
+    def until(self, pattern: str, timeout_s: float = 100.0) -> None:
         """Wait until a line of the output matches, or the command has ended, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while self._popen.poll() is None and not re.search(pattern, self.output) and time.monotonic() < deadline:
@@ -94,11 +94,11 @@ class Scene:
         """Start a shell command."""
         return Command(self, text)
 
-    def run(self, text: str, timeout_s: float = 60.0, after: str = "") -> None:
+    def run(self, text: str, timeout_s: float = 150.0, after: str = "") -> None:
         """Run a shell command to its end, and record it. The time limit counts from a line that matches `after`."""
         command = self.start(text)
         if after:
-            command.until(after, 60.0)
+            command.until(after, 100.0)
         command.finish(timeout_s)
 
     def write(self, name: str, text: str) -> None:

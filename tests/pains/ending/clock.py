@@ -27,7 +27,7 @@ def _two_agents(scene: Scene) -> None:
 def _one_driver(scene: Scene) -> None:
     command = scene.start("PYTHONPATH=. ddptrain run --ranks 2 train.py")
     _jump(scene, command)
-    command.finish(45)
+    command.finish()
 
 
 PROBLEM = Problem(

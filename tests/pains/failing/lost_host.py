@@ -33,12 +33,12 @@ def _workers() -> Play:
             worker.until("Registered to|Starting established connection")
         run = scene.start(
             "ddptrain run --cluster scheduler.json --set 'cluster.ranks={min: 1, max: 2}' --set "
-            "failure.max_losses=1 train.py"
+            "failure.max_losses=1 --set failure.rejoin_wait_s=2 train.py"
         )
         run.until("step 3")
         scene.kill_tree(workers[1])
         scene.record("(one of two Dask workers, and its rank, were killed after step 3)")
-        run.finish(50)
+        run.finish()
 
     return play
 
@@ -79,7 +79,8 @@ dist.destroy_process_group()
         keep=("ddptrain:", "trains with", "step (3|20)$", "^run "),
     ),
     avoided=(
-        "A lost worker ends the attempt at once. `failure.max_losses` starts another on the slots that are left: "
+        "A lost worker ends the attempt at once. `failure.max_losses` starts another on the slots that are left, "
+        "after `failure.rejoin_wait_s` (30 s): "
         "see [Preemption](checkpoints.md#preemption) and [Scale](scale.md)."
     ),
     equal="torchrun with `--nnodes 1:2` can continue on one host, when its keep-alive limits are over.",

@@ -10,7 +10,7 @@ def _on_small_disk(size_mb: int, *commands: str) -> Play:
     def play(scene: Scene) -> None:
         (scene.folder / "runs").mkdir()
         mount = f"mount -t tmpfs -o size={size_mb}m none runs"
-        scene.run(f"unshare --map-root-user --mount sh -c '{'; '.join([mount, *commands])}'", 60)
+        scene.run(f"unshare --map-root-user --mount sh -c '{'; '.join([mount, *commands])}'")
 
     return play
 

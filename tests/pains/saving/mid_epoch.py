@@ -69,13 +69,13 @@ for batch in DataLoader(data, batch_size=1, sampler=sampler):
 """,
     },
     peer=Show(
-        run(f"{TORCHRUN}; {TORCHRUN}", 60),
+        run(f"{TORCHRUN}; {TORCHRUN}"),
         must=(r"rank 0 step 1: sample (\d+)\n[\s\S]*rank 0 step 4: sample \1$",),
         keep=("rank 0 step",),
         verdict="Step 4 has the sample of step 1 again. The lines of rank 1 are left out.",
     ),
     ours=Show(
-        run(f"{DDPTRAIN}; {DDPTRAIN} --resume auto", 60),
+        run(f"{DDPTRAIN}; {DDPTRAIN} --resume auto"),
         must=(r"\[rank 0\] step 6: sample", "succeeded"),
         never=(r"\[rank 0\] step \d: sample (\d+)\n[\s\S]*\[rank 0\] step \d: sample \1$",),
         keep=(r"rank 0\] step", "ddptrain:", "^run "),

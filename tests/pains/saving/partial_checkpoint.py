@@ -8,8 +8,8 @@ from tests.pains.scene import Scene
 
 def _twice(text: str) -> Play:
     def play(scene: Scene) -> None:
-        scene.run(text, 30)
-        scene.run(text, 30)
+        scene.run(text)
+        scene.run(text)
 
     return play
 

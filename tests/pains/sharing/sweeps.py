@@ -59,7 +59,7 @@ optuna.create_study().optimize(objective, n_trials=2)
         ),
     ),
     ours=Show(
-        run("ddptrain sweep train.yaml", 58),
+        run("ddptrain sweep train.yaml"),
         must=(r"succeeded", "2 complete"),
         keep=("ddptrain: trial", "trains with", "^sweep", "best:"),
     ),

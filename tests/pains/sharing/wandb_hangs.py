@@ -71,7 +71,7 @@ for step in range(1, 11):
         verdict="No step is taken before `wandb.init` gives up, after 90 s.",
     ),
     ours=Show(
-        _silent_server(DDPTRAIN, 50),
+        _silent_server(DDPTRAIN, 150),
         must=(r"step 10", "succeeded"),
         keep=("ddptrain:", "step (1|10)$", "^run "),
     ),
