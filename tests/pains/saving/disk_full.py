@@ -58,8 +58,11 @@ for step in range(1, 21):
     },
     peer=Show(
         _on_small_disk(4, TORCHRUN, "python train.py $(ls -d runs/* | tail -1)"),
-        must=("PytorchStreamWriter failed|No space left", "PytorchStreamReader failed|EOFError"),
-        keep=("PytorchStream", "No space", "EOFError"),
+        must=(
+            "PytorchStreamWriter failed|No space left|iostream error|unexpected pos",
+            "PytorchStreamReader failed|EOFError",
+        ),
+        keep=("PytorchStream", "No space", "EOFError", "iostream error", "unexpected pos"),
         verdict="The second error is that of loading the newest file.",
     ),
     ours=Show(
