@@ -67,7 +67,7 @@ mutants: $(INSTALLED) ## make small wrong changes that tests must catch; options
 bench: $(INSTALLED) ## measure against torchrun; options go into ARGS
 	$(BIN)/python -m tests.bench $(ARGS)
 
-bench-pains: $(INSTALLED) ## show well-known problems with torchrun and with ddptrain, 15 minutes; options go into ARGS
+bench-pains: $(INSTALLED) ## show well-known problems with torchrun and with ddptrain, 20 minutes; options go into ARGS
 	$(BIN)/python -m tests.pains $(ARGS)
 
 docs: $(INSTALLED) ## build the docs site into site/; a dead link or a missing page fails
