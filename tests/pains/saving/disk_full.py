@@ -66,9 +66,9 @@ for step in range(1, 21):
         verdict="The second error is that of loading the newest file.",
     ),
     ours=Show(
-        _on_small_disk(6, "ddptrain train train.yaml", "ls -d runs/*/checkpoints/*"),
-        must=("exit code|No space left|full",),
-        keep=("ddptrain:", "^run ", "checkpoints/"),
+        _on_small_disk(6, "ddptrain train train.yaml", "echo exit code $?", "ls -d runs/*/checkpoints/*"),
+        must=("No space left", "^exit code 4", "checkpoints/step-5"),
+        keep=("ddptrain:", "^run ", "^exit code", "checkpoints/"),
     ),
     avoided=(
         "Files get their names when they are complete, so the last complete checkpoint stays; the message says "
