@@ -28,3 +28,25 @@ def test_warm_server_has_torch_and_dynamo_but_no_thread_no_cuda_and_no_false_das
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found == {"imported": [True] * 5, "dask_is_real": True, "cuda": False, "threads": 1}
+
+
+RANK = """
+import importlib.metadata, json, sys
+from ddptrain.rank.server import warmup
+warmup.import_everything()
+known, searches = set(sys.modules), []
+importlib.metadata.entry_points = lambda **group: searches.append(group) or []
+from ddptrain.rank.entrypoint import bind
+def workload(ctx, folder: str, steps: int = 1): ...
+bind(workload, {"folder": "x"})
+from ddptrain.rank.steps import step_clock, waiting_time
+from torch.distributed.distributed_c10d import BackendConfig
+BackendConfig("gloo")
+print(json.dumps({"new": sorted(set(sys.modules) - known), "searches": searches}))
+"""
+
+
+def test_forked_rank_imports_nothing_and_searches_no_packages_before_its_workload() -> None:
+    ended = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {"new": [], "searches": []}
