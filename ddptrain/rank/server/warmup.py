@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import sys
 import types
+import weakref
 
 # torch._dynamo: the constructor of any optimizer imports it, which takes a second. User code is never imported here.
 _MODULES = (
@@ -31,6 +32,7 @@ def import_everything() -> None:
     _import_dispatch()
     _import_pydantic()
     _find_backends()
+    _keep_operators()
 
 
 def _import_pydantic() -> None:
@@ -49,6 +51,14 @@ def _find_backends() -> None:
 
     with contextlib.suppress(Exception):  # of another package: the rank that creates a process group reports it
         BackendConfig("cpu:gloo,cuda:nccl")  # type: ignore[arg-type]
+
+
+def _keep_operators() -> None:
+    """Don't have each rank take back, at its exit, the operators that torch has registered: 0.05 s of CPU time."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public list
+        found = finalizer.peek()
+        if found is not None and getattr(found[1], "__module__", "") == "torch.library":
+            finalizer.atexit = False
 
 
 def _import_dispatch() -> None:
