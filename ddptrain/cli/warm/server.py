@@ -115,8 +115,9 @@ def _serve(folder: str, own: dict[str, Any]) -> Command | None:
         listener.bind(f"{path}/{SOCKET}")
         os.umask(before)
         listener.listen(_BACKLOG)
+        watched: list[Any] = [listener, 0]
         while True:
-            ready, _, _ = select.select([listener, 0], [], [])
+            ready, _, _ = select.select(watched, [], [])
             if 0 in ready:
                 with contextlib.suppress(OSError):
                     os.unlink(f"{path}/{SOCKET}")
@@ -221,7 +222,7 @@ def _enter(command: Command) -> None:
     sys.stderr = sys.__stderr__ = _stream(2, sys.stderr)  # type: ignore[misc]
 
 
-def _stream(fd: int, like: TextIO) -> TextIO:
+def _stream(fd: int, like: TextIO) -> io.TextIOWrapper:
     """A standard stream as the interpreter opens it."""
     lines = fd == 2 or os.isatty(fd)
     return open(fd, "w", buffering=1 if lines else -1, encoding=like.encoding, errors=like.errors, closefd=False)

@@ -50,7 +50,7 @@ def _find_backends() -> None:
     from torch.distributed.distributed_c10d import BackendConfig
 
     with contextlib.suppress(Exception):  # of another package: the rank that creates a process group reports it
-        BackendConfig("cpu:gloo,cuda:nccl")  # type: ignore[arg-type]
+        BackendConfig("cpu:gloo,cuda:nccl")
 
 
 def _keep_operators() -> None:
