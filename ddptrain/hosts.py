@@ -16,6 +16,7 @@ from pathlib import Path
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
+_MOUNT_NAMESPACE = Path("/proc/self/ns/mnt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,15 @@ def this_host() -> HostId:
         boot=_line(_BOOT_ID),
         pids=_link(_PID_NAMESPACE),
     )
+
+
+def file_view() -> str:
+    """What two processes have in common that see the same files with the same rights; "" where that is not known."""
+    mounts, boot = _link(_MOUNT_NAMESPACE), boot_id()
+    if not mounts or not boot:
+        return ""
+    root = os.stat("/")
+    return f"{boot} {mounts} {root.st_dev}:{root.st_ino} {os.geteuid()}"
 
 
 def boot_id() -> str:

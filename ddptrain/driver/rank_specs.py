@@ -111,6 +111,8 @@ class RankSpecs:
 
     def _with_code(self, specs: list[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
         """Copy the project to workers that do not see its folder; return the specs with the paths of the copies."""
+        if self.resolved.config.code.folder is None and all(place.same_files for place in places):
+            return specs
         project = project_of(self.resolved)
         if project is None:
             return specs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -119,6 +120,7 @@ def _git_environment() -> dict[str, str]:
     return {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
 
 
+@functools.cache
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter, without importing them."""
     versions = {"python": platform.python_version()}

@@ -22,6 +22,7 @@ from distributed import Worker
 from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
+from ddptrain.hosts import file_view
 from ddptrain.protocol import commands
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command
@@ -54,6 +55,7 @@ async def describe_host(run_id: str, dask_worker: Worker, lost_after_s: float | 
         "hostname": socket.gethostname(),
         "interface": host.interface or "",
         "gpus": ",".join(host.gpus),
+        "files": file_view(),
     }
 
 

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from ddptrain.hosts import HostId, Relation, is_loopback, relation, this_host, where_to_run
+from ddptrain import hosts
+from ddptrain.hosts import HostId, Relation, file_view, is_loopback, relation, this_host, where_to_run
 
 HERE = HostId(name="login1", machine="m1", boot="b1", pids="pid:[1]")
 
@@ -62,3 +63,11 @@ def test_this_host_is_known_by_more_than_its_name() -> None:
 )
 def test_loopback_addresses(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+def test_files_are_seen_alike_with_the_same_boot_mounts_root_and_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = file_view()
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    assert file_view() == "" or (file_view() != here and file_view().endswith(" 4711"))
+    monkeypatch.setattr(hosts, "_link", lambda path: "")
+    assert file_view() == ""

@@ -53,6 +53,7 @@ DOORS = {
     ("__init__.py", "ddptrain.rank.huggingface"),  # ddptrain.HuggingFaceCallback
     ("__init__.py", "ddptrain.rank.saved_checkpoint"),  # ddptrain.SavedCheckpoint
     ("__main__.py", "ddptrain.cli.main"),
+    ("__main__.py", "ddptrain.cli.warm.client"),
     ("api.py", "ddptrain.model_registry"),  # ddptrain.load_model
     ("api.py", "ddptrain.workloads.trained"),
     ("api.py", "ddptrain.driver"),  # runs from Python: what the command does, without its process

@@ -74,7 +74,7 @@ def _worker_arguments(cluster: Deployment, slots: int, gpus: Sequence[str]) -> l
 
 def _scheduler_arguments(cluster: Deployment) -> list[str]:
     arguments = ["-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(cluster.folder)]
-    return [*arguments, "--idle-timeout", str(cluster.record.idle_timeout_s)]
+    return [*arguments, "--idle-timeout", str(cluster.record.idle_timeout_s), "--warm-driver"]
 
 
 def _start(cluster: Deployment, name: str, arguments: list[str]) -> None:

@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dashboard-address", default=_DASHBOARD_ADDRESS, help="of Dask's dashboard, if bokeh is installed"
     )
     parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without a run; 0 is never (default)")
+    parser.add_argument("--warm-driver", action="store_true", help="keep a process that forks drivers for commands")
     parser.add_argument("--http-route", action="append", default=[], help="module with more routes for HTTP")
     return parser
 
@@ -85,6 +87,7 @@ async def _serve(options: argparse.Namespace) -> None:
     folder: Path = options.folder
     scheduler = await _started(options)
     write_private_json(folder / SCHEDULER_FILE, _card(scheduler))
+    warm = _start_warm_driver(folder) if options.warm_driver else None
     _log.info("scheduler listens", address=scheduler.address, idle_timeout_s=options.idle_timeout)
     ends = {
         asyncio.ensure_future(told.wait()): "",
@@ -98,10 +101,22 @@ async def _serve(options: argparse.Namespace) -> None:
     (folder / SCHEDULER_FILE).unlink(missing_ok=True)
     if reason:
         write_ended(folder, reason)
+    if warm is not None:
+        warm.terminate()
+        warm.wait()
     for end in ends:
         end.cancel()
     await scheduler.close(reason=reason or "told to end")
     unix_comm.remove_socket_dir(scheduler.address)
+
+
+def _start_warm_driver(folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process that forks drivers (cli/warm/server.py); it ends with this process, however that ends."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "ddptrain.cli.warm.server", str(folder)],
+        stdin=subprocess.PIPE,  # closed by the kernel at the end of this process
+        start_new_session=True,
+    )
 
 
 async def _started(options: argparse.Namespace) -> Scheduler:

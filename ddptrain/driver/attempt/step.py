@@ -249,7 +249,12 @@ class Transition(SlowRankDraft):
         if fault.timed_out and not self.state.inquiry.begun:
             self._begin_inquiry()
         until = self.now + (grace_periods.VICTIM_SETTLE_S if fault.victim else grace_periods.SETTLE_S)
+        if all(rank.over or rank.fault is not None for rank in self.state.ranks) and self._knows_cause():
+            until = self.now  # no earlier fault can arrive any more
         self.change(settle_until=_earlier(self.state.settle_until, until))
+
+    def _knows_cause(self) -> bool:
+        return any(not fault.victim for fault in self.state.faults)
 
     def _on_signal(self, signum: int) -> None:
         again = self.state.signum is not None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain.clusters.scheduler import slots
+from ddptrain.hosts import file_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class RankPlace:
     """Where one rank runs.
 
     scratch: the worker's folder. shared: whether the driver sees that folder, too. gpu: the slot's device, as an entry
-    of CUDA_VISIBLE_DEVICES; "" on the CPU.
+    of CUDA_VISIBLE_DEVICES; "" on the CPU. same_files: the worker sees all files as the driver does.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class RankPlace:
     scratch: Path
     shared: bool
     gpu: str = ""
+    same_files: bool = False
 
     @property
     def host(self) -> str:
@@ -45,7 +47,7 @@ def rank_places(
     hosts = {host: number for number, host in enumerate(dict.fromkeys(slot.host for slot in chosen))}
     size = Counter(slot.host for slot in chosen)
     seen: Counter[str] = Counter()
-    places = []
+    places, view = [], file_view()
     for rank, slot in enumerate(chosen):
         of_worker = about[slot.worker]
         gpus = of_worker["gpus"].split(",")
@@ -60,6 +62,7 @@ def rank_places(
                 scratch=Path(of_worker["scratch"]),
                 shared=shared[slot.worker],
                 gpu=gpus[slot.index] if slot.index < len(gpus) else "",
+                same_files=of_worker.get("files", "") == view != "",
             )
         )
         seen[slot.host] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import uuid
 from collections import Counter
@@ -69,7 +70,8 @@ class WorkerGroup:
         scheduler: Any = client.scheduler  # None only before it has connected
         self._address = str(scheduler.address)
         self._news = news or ClusterNews(client)
-        self._echo: set[str] = set()
+        self._ping = uuid.uuid4().hex
+        self._echoed = threading.Event()
         self._topic = rank_task.topic(run_id)
         self._workers: set[str] = set()
         self._avoided: set[str] = set()
@@ -162,20 +164,18 @@ class WorkerGroup:
         self.client.subscribe_topic(self._topic, weakly(self._on_notice))  # Dask never forgets a handler
         self.client.subscribe_topic(log.topic(self.run_id), lambda event: log.unpack(event[1]))
         self._news.add(self.run_id, self._on_all)
-        ping = uuid.uuid4().hex
         deadline = time.monotonic() + _SUBSCRIBE_S
-        while ping not in self._echo:
+        while not self._echoed.is_set():
             if time.monotonic() > deadline:
                 raise ClusterError("the Dask scheduler did not echo an event within 10 s: is it overloaded?")
-            self.client.log_event(self._topic, {"ping": ping})
-            pause_until = time.monotonic() + _PING_S
-            while ping not in self._echo and time.monotonic() < pause_until:
-                time.sleep(0.001)
+            self.client.log_event(self._topic, {"ping": self._ping})
+            self._echoed.wait(_PING_S)
 
     def _on_notice(self, event: tuple[float, object]) -> None:
         message = event[1]
         if isinstance(message, Mapping) and "ping" in message:
-            self._echo.add(str(message["ping"]))
+            if message["ping"] == self._ping:
+                self._echoed.set()
             return
         for notice in worker_notices.decode_all(message):
             if isinstance(notice, worker_notices.NoticeError):

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from ddptrain.cli.warm.client import SOCKET, SWITCH
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
-from tests.bench.stage import BenchError, Stage
+from tests.bench.stage import DDPTRAIN, BenchError, Stage
 
 _RANKS = (2, 8)
-_GOALS = {(2, "embedded"): 0.8, (8, "embedded"): 0.4, (2, "warm"): 0.25, (8, "warm"): 0.12}
+_MANY = {32: 2.5, 64: 5.0}  # ranks, goal in seconds
+_WARM_RANKS = (*_RANKS, *_MANY)
+_GOALS = {(2, "embedded"): 0.8, (8, "embedded"): 0.4, (2, "warm"): 0.15, (8, "warm"): 0.12}
 _WHERE = {"embedded": "an embedded cluster, which the command starts", "warm": "a cluster that is up, with warm ranks"}
 
 _PEERS = {"open": "tcp", "tls": "tls"}  # other transports than unix sockets
@@ -55,14 +58,33 @@ def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True, transpor
         yield options
 
 
-def _first_step(stage: Stage, command: Sequence[str], marks: Path, ranks: int) -> Figures:
+@contextmanager
+def named_cluster(stage: Stage, slots: int) -> Iterator[list[str]]:
+    """A local cluster as users start it, with `ddptrain cluster up`; gives the options that lead there."""
+    name = stage.new_folder("named-cluster").name
+    stage.run([DDPTRAIN, "cluster", "up", "--name", name, "--ranks", str(slots), "--gpus", "0"])
+    try:
+        socket = Path(stage.env["XDG_STATE_HOME"], "ddptrain", "clusters", name, SOCKET)
+        deadline = time.monotonic() + 60
+        while not socket.exists():
+            if time.monotonic() > deadline:
+                raise BenchError("the cluster's warm driver did not start within 60 s")
+            time.sleep(0.05)
+        yield ["--cluster", name]
+    finally:
+        stage.run([DDPTRAIN, "cluster", "down", name, "--now"])
+
+
+def _first_step(
+    stage: Stage, command: Sequence[str], marks: Path, ranks: int, env: Mapping[str, str] | None = None
+) -> Figures:
     """Run the command. Returns the seconds from its start to the last rank's first step."""
     files = [marks / f"step-{rank}" for rank in range(ranks)]
 
     def complete() -> bool:
         return all(file.exists() for file in files)
 
-    done = stage.run(command, complete=complete)
+    done = stage.run(command, env=env, complete=complete)
     if not complete():
         raise BenchError(f"not all of {ranks} ranks took a step: {done.stdout[-500:]} {done.stderr[-500:]}")
     last_ns = max(int(file.read_text()) for file in files)
@@ -77,20 +99,23 @@ def _open(stage: Stage) -> Iterator[Variants]:
 
     def ddptrain(ranks: int, *options: str) -> Figures:
         marks = stage.new_folder("ddptrain")
-        return _first_step(stage, stage.ddptrain("first_step", ranks, *options, folder=str(marks)), marks, ranks)
+        command = stage.ddptrain("first_step", ranks, *options, folder=str(marks))
+        return _first_step(stage, command, marks, ranks, {} if options else {SWITCH: "off"})
 
     with ExitStack() as stack:
         torchrun(2)  # everything is in the page cache, and byte code is written
         ddptrain(2)
-        clusters = {}
-        for name, transport in (("warm", "unix"), *_PEERS.items()):
+        clusters = {"warm": stack.enter_context(named_cluster(stage, max(_WARM_RANKS)))}
+        for name, transport in _PEERS.items():
             clusters[name] = stack.enter_context(warm_cluster(stage, max(_RANKS), transport=transport))
+        for name in clusters:
             ddptrain(max(_RANKS), *clusters[name])  # returns when the rank server is warm
         variants: dict[str, Callable[[], Figures]] = {}
         for ranks in _RANKS:
             variants[f"torchrun-{ranks}"] = partial(torchrun, ranks)
             variants[f"embedded-{ranks}"] = partial(ddptrain, ranks)
             variants |= {f"{name}-{ranks}": partial(ddptrain, ranks, *clusters[name]) for name in clusters}
+        variants |= {f"warm-{ranks}": partial(ddptrain, ranks, *clusters["warm"]) for ranks in _MANY}
         yield variants
 
 
@@ -103,6 +128,18 @@ def _row(ranks: int, where: str) -> Row:
         peer_name="torchrun",
         goal=Goal("ratio", "<=", _GOALS[ranks, where]),
         what=f"command to the last rank's first optimizer step, {ranks} ranks, on {_WHERE[where]}",
+    )
+
+
+def _many_row(ranks: int) -> Row:
+    return Row(
+        name=f"first-step-warm-{ranks}",
+        unit="s",
+        ours=Source(f"warm-{ranks}", "first_step_s"),
+        peer=None,
+        peer_name="",
+        goal=Goal("ours", "<=", _MANY[ranks]),
+        what=f"command to the last rank's first optimizer step, {ranks} ranks, on {_WHERE['warm']}",
     )
 
 
@@ -121,6 +158,7 @@ def _protection_row(peer: str) -> Row:
 EXPERIMENT = Experiment(
     rows=(
         *(_row(ranks, where) for where in _WHERE for ranks in _RANKS),
+        *(_many_row(ranks) for ranks in _MANY),
         *(_protection_row(peer) for peer in _PEERS),
     ),
     open=_open,

@@ -318,6 +318,18 @@ def test_others_are_stopped_015_s_after_the_first_fault() -> None:
     assert "stopping the other ranks" in play.texts()
 
 
+def test_others_are_stopped_at_once_if_every_rank_has_failed_or_ended_and_one_is_no_victim() -> None:
+    play = Play().start()
+    play.fail(0, lost_peer=True)
+    play.exit(1, -9)
+    play.tick(0.1)
+    assert play.stops() == []  # rank 2 may have failed first
+    play.fail(2, lost_peer=True)
+    play.tick()
+    assert play.stops() == [(0.1, (0, 2), GRACE_S)]
+    assert play.cause.rank == 1
+
+
 def test_clean_up_of_the_rank_that_failed_is_spared_for_two_seconds() -> None:
     play = Play().start()
     play.fail(1)
