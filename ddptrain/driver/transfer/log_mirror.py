@@ -57,12 +57,13 @@ class LogMirror:
         self.refused = 0
         fetch = read_chunk if shared else fetch
         self._events = _GrowingFile(spool.events, fetch, self._take_events)
-        self._log: _GrowingFile | None = None  # None if home_log is a hard link
+        self._log: _GrowingFile | None = _GrowingFile(spool.log, fetch, self._append)  # None if home_log is a hard link
+        self._may_link = shared
         self._log_size = 0
         self._partial_line = b""
         self._lines: list[bytes] = []
-        if not (shared and _link(spool.log, home_log)):
-            self._log = _GrowingFile(spool.log, fetch, self._append)
+        if not shared or os.path.lexists(home_log):  # an earlier attempt's log, or something that must not be there
+            self._may_link = False
             self._append(b"")
 
     def receive(self, stream: str, offset: int, data: bytes) -> None:
@@ -79,9 +80,20 @@ class LogMirror:
 
     def advance(self, log_size: int, events_size: int) -> None:
         """Fetches everything up to these sizes in bytes. Raises OSError or ClusterError if a file cannot be read."""
+        if self._may_link:  # only now: the worker creates the spool when it starts the rank
+            self._link()
         self._events.advance(events_size)
         if self._log is not None:
             self._log.advance(log_size)
+
+    def _link(self) -> None:
+        """Make the log in the run directory a hard link to the spool's; it is copied if the file system cannot."""
+        self._may_link = False
+        try:
+            os.link(self.spool.log, self.home_log)
+            self._log = None
+        except OSError:
+            self._append(b"")
 
     def catch_up(self) -> None:
         """Takes what can be read from a rank whose worker is gone."""
@@ -106,12 +118,3 @@ class LogMirror:
         if len(self._partial_line) > events.MAX_LINE_BYTES:
             self.refused += 1
             self._partial_line = b""
-
-
-def _link(source: Path, target: Path) -> bool:
-    """Creates a hard link; False if the file system cannot, or if `target` exists (from an earlier attempt)."""
-    try:
-        os.link(source, target)
-    except OSError:
-        return False
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from pathlib import Path
@@ -35,9 +36,36 @@ def append(path: Path, data: bytes) -> None:
 def test_log_on_a_shared_file_system_is_the_same_file(tmp_path: Path) -> None:
     spool = spool_in(tmp_path)
     mirror = mirror_of(spool, tmp_path, shared=True)
+    mirror.advance(0, 0)
     append(spool.log, b"printed later\n")
     assert os.path.samefile(spool.log, mirror.home_log)
     assert mirror.home_log.read_bytes() == b"printed later\n"
+
+
+def test_log_becomes_the_same_file_when_the_worker_has_created_it(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    spool = RankSpool(tmp_path / "spool")
+    mirror = mirror_of(spool, tmp_path, shared=True)  # before the rank is started
+    spool.create()
+    append(spool.log, b"first\n")
+    mirror.advance(6, 0)
+    assert os.path.samefile(spool.log, mirror.home_log)
+    append(spool.log, b"printed after the driver was killed\n")
+    assert mirror.home_log.read_bytes() == b"first\nprinted after the driver was killed\n"
+
+
+def test_log_is_copied_where_no_hard_link_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    spool = spool_in(tmp_path)
+    mirror = mirror_of(spool, tmp_path, shared=True)
+    append(spool.log, b"first\n")
+    monkeypatch.setattr(os, "link", refuse)
+    mirror.advance(3, 0)
+    mirror.advance(6, 0)
+    assert mirror.home_log.read_bytes() == b"first\n"
+    assert not os.path.samefile(spool.log, mirror.home_log)
 
 
 def test_log_of_an_earlier_attempt_is_added_to(tmp_path: Path) -> None:
