@@ -14,6 +14,7 @@ that imports ddptrain sees these records only if it configures logging itself.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 _IDENTITY = ("run", "attempt", "rank")  # the fields that stand before the message, in this order
 _MAX_CHARS = 2_000  # of a message or a value
 _MAX_FIELDS = 20
+_SHORT = 200  # characters of a text that is worth remembering
 _PLAIN = re.compile(r"[^\s\"'=]+")
 
 _logger = logging.getLogger("ddptrain")
@@ -114,7 +116,12 @@ def _text(value: object) -> str:
 
 def _clean(text: str) -> str:
     """The text on one line, without secrets and control characters, at most 2,000 characters."""
-    text = hide_credentials(hide_known(text, _secrets))
+    return _cleaned(text, _secrets) if len(text) < _SHORT else _cleaned.__wrapped__(text, _secrets)
+
+
+@functools.lru_cache(1024)  # messages, hosts and workers recur: a run with many ranks has thousands of records
+def _cleaned(text: str, secrets: tuple[str, ...]) -> str:
+    text = hide_credentials(hide_known(text, secrets))
     if len(text) > _MAX_CHARS:
         text = f"{text[:_MAX_CHARS]}... ({len(text)} characters)"
     return sanitized(text.replace("\n", "\\n").replace("\t", "\\t"))

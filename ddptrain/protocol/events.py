@@ -317,12 +317,6 @@ def encode(event: Event) -> bytes:
     return data
 
 
-_DECLARED = {  # the fields of each dataclass, and their types as text
-    cls: {field.name: str(field.type) for field in dataclasses.fields(cls)}
-    for cls in (*KINDS.values(), StagedFile, CheckpointPart)
-}
-
-
 def are_numbers(lines: bytes) -> bool:
     """Whether all these lines begin as metrics and progress do; such events can wait, others are urgent."""
     return all(line.startswith(_NUMBERS) for line in lines.splitlines())
@@ -337,6 +331,7 @@ def _plain(value: object) -> object:
 
 
 _ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=True)  # made once: making it is slow
+_DECODER = json.JSONDecoder()
 _NUMBERS = tuple(f'{{"event":"{cls.kind}",'.encode() for cls in (Metrics, Progress))
 
 
@@ -345,10 +340,9 @@ def decode(line: bytes) -> Event:
     if len(line) > MAX_LINE_BYTES:
         raise EventFormatError(f"line of {len(line)} bytes, over {MAX_LINE_BYTES}")
     try:
-        raw = json.loads(line)
+        raw = _DECODER.decode(line.decode())  # as json.loads, which would look for the encoding first
         cls = KINDS[raw.pop("event")]
-        known = _DECLARED[cls]
-        return _checked(cls, {key: value for key, value in raw.items() if key in known})
+        return _checked(cls, raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EventFormatError(f"not an event: {line[:200]!r} ({error})") from error
 
@@ -369,27 +363,33 @@ def _files(fields: dict[str, Any]) -> tuple[StagedFile, ...]:
 
 
 def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, if their JSON types are the declared ones. Raises TypeError otherwise."""
-    declared = _DECLARED[cls]
+    """The known fields, if their JSON types are the declared ones. Raises TypeError otherwise."""
+    checks, known = _CHECKS[cls], {}
     for name, value in fields.items():
-        if not _fits(declared[name], value):
-            raise TypeError(f"{name} is {value!r}, not {declared[name]}")
-    return fields
+        if (check := checks.get(name)) is not None:
+            kinds, kinds_of_items, declared = check
+            fits = type(value) in kinds
+            if not fits or (kinds_of_items and not kinds_of_items.issuperset(map(type, value.values()))):
+                raise TypeError(f"{name} is {value!r}, not {declared}")
+            known[name] = value
+    return known
 
 
-def _fits(declared: str, value: Any) -> bool:
-    if value is None:
-        return declared.endswith("| None")
-    if declared.startswith("int"):
-        return isinstance(value, int) and not isinstance(value, bool)
-    if declared.startswith("float"):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if declared.startswith("bool"):
-        return isinstance(value, bool)
-    if declared.startswith("str"):
-        return isinstance(value, str)
-    if declared == "Mapping[str, float]":
-        return isinstance(value, dict) and all(type(item) in (float, int) for item in value.values())
-    if declared == "Mapping[str, str]":
-        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-    return isinstance(value, dict | tuple)
+_Kinds = frozenset[type]
+_SCALARS = {"int": {int}, "float": {int, float}, "bool": {bool}, "str": {str}}
+
+
+def _check_of(declared: str) -> tuple[_Kinds, _Kinds, str]:
+    """The Python types of a field's JSON value and of its items (none: not checked), and the type as text."""
+    name, _, optional = declared.partition(" | ")
+    if name.startswith("Mapping[str, "):
+        items = frozenset(_SCALARS.get(name[len("Mapping[str, ") : -1], ()))
+        return frozenset({dict}), items, declared
+    kinds = _SCALARS.get(name, {dict, tuple})
+    return frozenset(kinds | ({type(None)} if optional else set())), frozenset(), declared
+
+
+_CHECKS = {  # of the fields of each dataclass; made once, because a run with many ranks has many events
+    cls: {field.name: _check_of(str(field.type)) for field in dataclasses.fields(cls)}
+    for cls in (*KINDS.values(), StagedFile, CheckpointPart)
+}

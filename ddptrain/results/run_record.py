@@ -218,7 +218,7 @@ class RunRecord(_Part):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as JSON data; a number that is not finite becomes null."""
-        return cast(dict[str, Any], as_json_data(dataclasses.asdict(self)))
+        return cast(dict[str, Any], as_json_data(self))
 
     def to_json(self) -> str:
         """Return the text of run.json."""
@@ -241,18 +241,18 @@ class RunRecord(_Part):
 
 def as_json_data(value: object) -> object:
     """Return the value as strict JSON data: NaN and infinities become null, other objects become text."""
-    if isinstance(value, bool | int | None):
-        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
         return str(value)
+    if value is None or isinstance(value, int):
+        return value
     if isinstance(value, Mapping):
         return {str(key): as_json_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [as_json_data(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return as_json_data(dataclasses.asdict(value))
+        return {field.name: as_json_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return str(value)
 
 

@@ -248,7 +248,9 @@ class RunWriter:
             "attempt": self._record.attempts[-1].attempt if self._record.attempts else 1,
         }
         # A metric may be called epoch or step: it counts as the position where none was given.
-        line.update((name, value) for name, value in event.values.items() if line.get(name) is None)
+        for name, value in event.values.items():
+            if line.get(name) is None:
+                line[name] = value
         with self._mutex:
             if self.loss is None:
                 self._metrics.add(line)

@@ -31,7 +31,8 @@ from ddptrain.worker.spool import rank_spool
 _log = Log(__name__)
 _TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection to the scheduler
 _BUSY_TICK_S = 0.05  # the same, while messages come all the time
-_TICK_S_PER_RANK = 0.0001  # each look goes through all ranks
+_TICK_S_PER_RANK = 0.0005  # each look goes through all ranks
+_LONGEST_TICK_S = 1.0
 _NUMBERS = (events.Metrics, events.Progress)  # the newest of a rank replace those before
 _DRAIN_S = 600.0  # for checkpoints and files that are on their way when the ranks have ended
 _WHY_LOST_S = 0.1  # from the end of a worker's connection until its exit status is known
@@ -63,7 +64,7 @@ class Attempt:
             watched, watchdog, start_timeout_s, lost_after_s, _now(), steps, replaces=slow.action == "replace"
         )
         self._looked_at = 0.0
-        self._tick_s = len(watched) * _TICK_S_PER_RANK
+        self._tick_s = min(len(watched) * _TICK_S_PER_RANK, _LONGEST_TICK_S)
 
     def _mirror(self, spec: RankSpec, place: RankPlace, home_log: Path) -> LogMirror:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)

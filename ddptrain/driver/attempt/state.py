@@ -60,6 +60,7 @@ class AttemptState(NamedTuple):
     replaces: bool = False
     moving: bool = False
     running: int = 0  # ranks that are not over
+    outside: int = 0  # ranks that have not entered the workload
 
     @property
     def over(self) -> bool:
@@ -98,7 +99,8 @@ def new_state(
     """The state before the first message."""
     presence = WorkerHeartbeat(start_timeout_s, lost_after_s, now.monotonic, now.monotonic)
     count = len(ranks)
-    state = AttemptState(tuple(ranks), (Activity(),) * count, watchdog, presence, running=count)
+    outside = sum(not rank.entered for rank in ranks)
+    state = AttemptState(tuple(ranks), (Activity(),) * count, watchdog, presence, running=count, outside=outside)
     return state._replace(steps=steps, uses=(RankUse({}, {}),) * count, replaces=replaces)
 
 
@@ -131,8 +133,10 @@ class Draft:
     def put_rank(self, rank: int, watched: RankState) -> None:
         """Replace what is known of a rank."""
         ranks = self.state.ranks
-        ended = watched.over and not ranks[rank].over
-        self.change(ranks=(*ranks[:rank], watched, *ranks[rank + 1 :]), running=self.state.running - ended)
+        before = ranks[rank]
+        ended, entered = watched.over and not before.over, watched.entered and not before.entered
+        counts = {"running": self.state.running - ended, "outside": self.state.outside - entered}
+        self.change(ranks=(*ranks[:rank], watched, *ranks[rank + 1 :]), **counts)
 
     def put_activity(self, rank: int, activity: Activity) -> None:
         """Replace the activity of a rank."""

@@ -147,7 +147,7 @@ class Transition(SlowRankDraft):
                 fault = failure_fault.from_failure(rank, event)
                 self.change_rank(rank, fault=fault)
                 self._add_fault(fault)
-            case events.Entered() if all(other.entered for other in self.state.ranks):
+            case events.Entered() if self.state.outside == 0:
                 self.do(actions.RecordTraining())
             case events.Waiting():
                 if not (self.state.stopping or self.state.faults or self.state.inquiry.begun):
@@ -273,7 +273,7 @@ class Transition(SlowRankDraft):
             return
         self.change(notice=notice)
         first = self.state.ranks[0].spec
-        if not all(rank.entered for rank in self.state.ranks):  # nothing is done yet that could be saved
+        if self.state.outside:  # nothing is done yet that could be saved
             self._stop(grace_periods.at_once_s(first))
             return
         text = f"{notice}: the ranks finish their step and save, within {self.grace_s:g} s (again to stop them)"

@@ -99,6 +99,8 @@ class LogMirror:
         """Takes what can be read from a rank whose worker is gone."""
         with suppress(Exception):  # it was on another machine, which is gone: what was read before stays
             self.advance(*self.spool.sizes())
+        if self._may_link:
+            self._link()  # an empty log, if the rank was never started
 
     def take_events(self) -> Iterator[events.Event]:
         """The events that have become complete since the last call. Invalid lines are counted and left out."""

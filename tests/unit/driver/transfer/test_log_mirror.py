@@ -54,6 +54,13 @@ def test_log_becomes_the_same_file_when_the_worker_has_created_it(tmp_path: Path
     assert mirror.home_log.read_bytes() == b"first\nprinted after the driver was killed\n"
 
 
+def test_rank_that_was_never_started_has_an_empty_log(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    mirror = mirror_of(RankSpool(tmp_path / "spool"), tmp_path, shared=True)
+    mirror.catch_up()
+    assert mirror.home_log.read_bytes() == b""
+
+
 def test_log_is_copied_where_no_hard_link_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
