@@ -61,8 +61,11 @@ class Request:
 
     def suits(self, slot: Slot) -> bool:
         """Whether the request accepts that slot."""
-        avoided = slot.worker in self.without or (slot.worker, slot.index) in self.without_slots
-        return not avoided and (slot.gpu or not self.gpus_only)
+        return not self.avoids(slot) and (slot.gpu or not self.gpus_only)
+
+    def avoids(self, slot: Slot) -> bool:
+        """Whether the request does not want that slot, or any of its worker."""
+        return slot.worker in self.without or (slot.worker, slot.index) in self.without_slots
 
 
 @dataclass(slots=True)
@@ -76,7 +79,10 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why there are no slots yet. `place` is the position in the queue: 1 is next, 0 is not in the queue."""
+    """Why there are no slots yet. `place` is the position in the queue: 1 is next, 0 is not in the queue.
+
+    total, hosts: slots that suit the request. of_any_kind: the same with those that lack a GPU.
+    """
 
     asked: int
     free: int
@@ -84,6 +90,7 @@ class Refusal:
     place: int
     holders: tuple[str, ...]
     hosts: Mapping[str, int] = field(default_factory=dict)
+    of_any_kind: int = 0
 
 
 class SlotTable(SchedulerPlugin):
@@ -136,7 +143,8 @@ class SlotTable(SchedulerPlugin):
         A run that holds slots requests others in their place. It does not queue again.
         """
         self._forget_the_silent()
-        everything = [slot for slot in self.all() if request.suits(slot)]
+        wanted = [slot for slot in self.all() if not request.avoids(slot)]
+        everything = [slot for slot in wanted if request.suits(slot)]
         asked = request.count if request.count is not None else max(1, len(everything))
         mine = {slot for slot, holder in self.holders.items() if holder.run_id == request.run_id}
         free = self.free(request, besides=mine)
@@ -157,7 +165,7 @@ class SlotTable(SchedulerPlugin):
         _log.debug("slots refused", run=request.run_id, asked=asked, free=len(free), total=len(everything), place=place)
         hosts = Counter(slot.host for slot in everything)
         holders = sorted({holder.run_id for holder in self.holders.values()})
-        return Refusal(asked, len(free), len(everything), place, tuple(holders), dict(hosts))
+        return Refusal(asked, len(free), len(everything), place, tuple(holders), dict(hosts), len(wanted))
 
     def release(self, run_id: str) -> None:
         """Release the slots of a run, and its place in the queue."""

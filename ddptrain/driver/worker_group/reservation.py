@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.clusters import RankRange
+from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError
 
 _QUIET_S = 1.0  # of waiting before it is shown
@@ -78,10 +79,12 @@ class SlotQueue:
         waited_s = time.monotonic() - self.started
         least = self.wish.least
         if least is not None and waited_s >= self.wish.gather_s and refusal.free >= least:
-            return min(refusal.free, self.wish.ranks or refusal.free)
+            offer = min(refusal.free, self.wish.ranks or refusal.free)
+            if offer != refusal.asked:  # else it was refused: others are before this run in the queue
+                return offer
         enough = refusal.total >= (least or refusal.asked)
         patience_s = self.wish.wait_s if enough else self.wish.start_timeout_s
-        hopeless = self.watchers.fixed and refusal.total > 0 and not enough
+        hopeless = self.watchers.fixed and max(refusal.total, refusal.of_any_kind) > 0 and not enough
         if hopeless or waited_s >= max(patience_s, self.wish.gather_s):
             raise ClusterError(self._held(refusal, waited_s) if enough else self._shortage(refusal, waited_s))
         if waited_s > _QUIET_S:
@@ -103,9 +106,14 @@ class SlotQueue:
         kind = "slots with a GPU" if self.wish.gpus_only else "slots"
         came = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items()) or "from nowhere"
         name = self.watchers.cluster
-        there = f"the cluster {name} has" if self.watchers.fixed and refusal.total else ""
-        there = f"{there} {refusal.total}" if there else f"{refusal.total} came within {waited_s:.0f} s"
-        text = f"{refusal.asked} {kind} were asked for, {there} ({came}). "
+        there = f"{refusal.total} came within {waited_s:.0f} s ({came})"
+        if self.watchers.fixed and refusal.total:
+            there = f"the cluster {name} has {refusal.total} ({came})"
+        elif self.watchers.fixed and refusal.of_any_kind:
+            there = f"the cluster {name} has none: there is no GPU in its {counted(refusal.of_any_kind, 'slot')}"
+        text = f"{refusal.asked} {kind} were asked for, {there}. "
+        if self.wish.gpus_only and not refusal.total and refusal.of_any_kind:
+            return f"{text}Use a cluster with GPUs, or train on the CPU with cluster.gpus: 0"
         words = self.watchers.last_words()
         more = f"give it more: ddptrain cluster scale {name} {refusal.asked}" if name else "start more workers"
         return f"{text}Ask for fewer with --ranks, or {more}" + (f"\n{words}" if words else "")

@@ -195,7 +195,10 @@ def test_only_slots_with_a_gpu_are_given_where_they_are_asked_for() -> None:
     there = scheduler(a=None, b=None)
     slots.learn({"tcp://a": (1, 0), "tcp://b": (1, 1)}, there)
     assert [slot[0] for slot in ask(there, "r1", 1, gpus_only=True)["slots"]] == ["tcp://b"]
-    assert ask(there, "r2", 2, gpus_only=True)["refusal"]["total"] == 1
+    refusal = ask(there, "r2", 2, gpus_only=True)["refusal"]
+    assert (refusal["total"], refusal["of_any_kind"]) == (1, 2)
+    avoided = ask(there, "r3", 2, gpus_only=True, without=list(there.workers))["refusal"]
+    assert (avoided["total"], avoided["of_any_kind"]) == (0, 0)
 
 
 def test_last_run_takes_the_book_along() -> None:

@@ -87,3 +87,31 @@ def test_cluster_that_does_not_grow_is_not_waited_for() -> None:
         ClusterError, match=r"^4 slots were asked for, the cluster dev has 1 \(1 on h0\)\. .*scale dev 4$"
     ):
         queue.wait(refusal(1, 1))
+
+
+def test_cluster_without_gpus_that_does_not_grow_is_not_waited_for() -> None:
+    hooks = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "dev", fixed=True)
+    queue = SlotQueue(replace(WISH, gpus_only=True), hooks)
+    assert queue.wait(refusal(0, 0)) == 4  # its worker is still starting
+    with pytest.raises(
+        ClusterError,
+        match=r"^4 slots with a GPU were asked for, the cluster dev has none: there is no GPU in its 8 slots\. ",
+    ):
+        queue.wait(replace(refusal(0, 0), of_any_kind=8))
+
+
+def test_offer_that_was_refused_is_not_asked_for_again_without_a_pause(clock: Clock) -> None:
+    """As many slots as asked for are free, but others are before this run in the queue."""
+    queue, _ = waiting(replace(WISH, least=2, gather_s=10.0))
+    clock.now = 1010.0
+    assert queue.wait(replace(refusal(3, 4), asked=4)) == 3
+    assert clock.now == 1010.0  # there is something new to ask for
+    queue.wait(replace(refusal(3, 4), asked=3))
+    assert clock.now > 1010.0
+
+
+def test_range_of_ranks_that_does_not_wait_ends_when_its_offer_is_refused(clock: Clock) -> None:
+    queue, _ = waiting(replace(WISH, least=2, wait_s=0.0))
+    assert queue.wait(replace(refusal(3, 4), asked=4)) == 3
+    with pytest.raises(ClusterError, match=r"3 slots were asked for, 3 of 4 are free after 0 s.*others wait for them"):
+        queue.wait(replace(refusal(3, 4), asked=3))

@@ -1,0 +1,143 @@
+"""The attempt's loop with many ranks that are no processes: real spools, notices, run directory and display."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from ddptrain.clusters.scheduler.slots import Slot
+from ddptrain.driver.attempt import inbox as messages
+from ddptrain.driver.attempt.inbox import Inbox
+from ddptrain.driver.attempt.loop import Attempt
+from ddptrain.driver.display.display import Display, open_display
+from ddptrain.driver.failure.slow_ranks import SlowPolicy
+from ddptrain.driver.failure.watchdog import new_watchdog
+from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.results.run_writer import RunWriter
+from ddptrain.worker.spool import RankSpool, rank_spool
+from tests.unit.specs import make_spec
+
+_RANKS, _SLOTS, _STEPS = 64, 8, 12
+
+
+class StubGroup:
+    """A worker group whose ranks write their files at once, and end."""
+
+    connected = True
+
+    def __init__(self, inbox: Inbox, scratch: Path) -> None:
+        self.inbox, self.scratch = inbox, scratch
+        self.submitted: list[int] = []
+
+    def submit(self, specs: Sequence[RankSpec], _: object) -> None:
+        for spec in specs:
+            self.submitted.append(spec.rank)
+            if spec.rank == 0:
+                self.inbox.put(worker_notices.StoreOpened(spec.attempt, 0, 4711))
+            for notice in train(spec, rank_spool(self.scratch, spec.run_id, spec.attempt, spec.rank)):
+                self.inbox.put(notice)
+
+    def has(self, _: str) -> bool:
+        return True
+
+    def fetch(self, *_: object) -> bytes:
+        raise AssertionError("the ranks share the driver's file system")
+
+
+def train(spec: RankSpec, spool: RankSpool) -> Iterator[worker_notices.Notice]:
+    """Write what a rank writes; the notices of it come in pieces that end within lines."""
+    spool.create()
+    written = [events.Started(1, 100 + spec.rank, "h"), events.Entered(2)]
+    written += [events.Metrics(3 + step, {"loss": 1.0 / (step + 1)}, step) for step in range(_STEPS)]
+    spool.events.write_bytes(b"".join(map(events.encode, [*written, events.Finished(99)])))
+    spool.log.write_text("".join(f"step {step}\n" for step in range(_STEPS)) + "the last line\n")
+    log_size, events_size = spool.sizes()
+    at = spec.attempt, spec.rank
+    for part in (3, 2):
+        yield worker_notices.Growth(*at, log_size // part, events_size // part)
+    yield worker_notices.RankExit(*at, 100 + spec.rank, 0, 100, log_size, events_size)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[RunWriter]:
+    (tmp_path / "runs").mkdir()
+    with RunWriter.create(tmp_path / "runs", "many", "many", "{}", "w") as made:
+        made.update(attempts=(made.next_attempt(None, _RANKS),))
+        yield made
+
+
+@pytest.fixture
+def display(writer: RunWriter) -> Iterator[Display]:
+    with open_display("plain", writer.layout.logs_dir, _RANKS, "many", stdout=io.StringIO()) as opened:
+        yield opened
+
+
+def attempt_of(count: int, writer: RunWriter, display: Display, folder: Path) -> Attempt:
+    inbox = Inbox()
+    ranks = []
+    for rank in range(count):
+        node, slot = divmod(rank, _SLOTS)
+        place = RankPlace(rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False), "h", folder, True)
+        ranks.append((make_spec(rank=rank, world_size=count), place, writer.layout.log(rank)))
+    parts = Recorder(writer, display), inbox, lambda: None, new_watchdog("auto", 60.0), 60.0, 60.0
+    group = StubGroup(inbox, folder)
+    return Attempt(cast(Any, group), ranks, cast(Any, None), *parts, SlowPolicy("warn", 1.5))
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_files_of_many_ranks_are_complete(tmp_path: Path, writer: RunWriter, display: Display) -> None:
+    attempt = attempt_of(_RANKS, writer, display, tmp_path / "scratch")
+    end = attempt.run()
+    assert end.finished
+    assert sorted(cast(StubGroup, attempt.worker_group).submitted) == list(range(_RANKS))
+    rows = [(row["rank"], row["step"]) for row in json_lines(writer.layout.metrics_jsonl)]
+    assert sorted(rows) == [(rank, step) for rank in range(_RANKS) for step in range(_STEPS)]
+    seen = [(line["event"], line["rank"]) for line in json_lines(writer.layout.events_jsonl) if "rank" in line]
+    kinds = ("rank_started", "entered", "finished", "rank_ended")
+    assert sorted(seen) == sorted((kind, rank) for kind in kinds for rank in range(_RANKS))
+    for rank in range(_RANKS):
+        log, spool = writer.layout.log(rank), attempt.mirrors[rank].spool.log
+        assert log.read_text().endswith(f"step {_STEPS - 1}\nthe last line\n")
+        assert os.path.samefile(log, spool)  # complete even if the driver is killed
+    assert [record.pid for record in writer.record.attempts[-1].ranks] == [100 + rank for rank in range(_RANKS)]
+
+
+def test_rank_without_new_events_changes_nothing(
+    tmp_path: Path, writer: RunWriter, display: Display, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch")
+    handled: list[messages.Message] = []
+    monkeypatch.setattr(attempt, "handle", handled.append)
+    before = writer.layout.events_jsonl.read_bytes()
+    attempt._take_events(1)
+    attempt.recorder.flush()
+    assert handled == []
+    assert writer.layout.events_jsonl.read_bytes() == before
+    assert writer.layout.metrics_jsonl.read_bytes() == b""
+
+
+def test_only_the_last_of_numbers_in_a_row_changes_the_state(
+    tmp_path: Path, writer: RunWriter, display: Display, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch")
+    numbers = [events.Metrics(step, {"loss": 0.5}, step) for step in range(3)]
+    batch: list[events.Event] = [*numbers[:2], events.Progress(2, 1.0), numbers[2], events.Finished(9)]
+    handled: list[messages.Message] = []
+    monkeypatch.setattr(attempt, "handle", handled.append)
+    monkeypatch.setattr(attempt.mirrors[1], "take_events", lambda: iter(batch))
+    attempt._take_events(1)
+    attempt.recorder.flush()
+    assert handled == [messages.RankEvent(1, event) for event in batch[1:]]
+    assert [row["step"] for row in json_lines(writer.layout.metrics_jsonl)] == [0, 1, 2]
