@@ -5,15 +5,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-_JSON_TYPES = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
+_JSON_TYPES = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "a mapping",
+}
 
 
 class UnknownFields(ValueError):
     """The data have fields that the dataclass does not have; the sender is probably of another version."""
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    """The fields of a dataclass; not dataclasses.asdict, which copies everything below, too."""
+    return {name: getattr(part, name) for name in part.__dataclass_fields__}
+
+
+_ENCODER = json.JSONEncoder(default=_fields)
 
 
 class JsonMessage:
@@ -21,7 +36,7 @@ class JsonMessage:
 
     def to_json(self) -> str:
         """The message as one line."""
-        return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
+        return _ENCODER.encode(self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -42,42 +57,58 @@ def decode_json_data(hint: Any, data: object, name: str = "") -> Any:
         UnknownFields: a dataclass has no such field.
         ValueError: a field is missing or has another type. The text names the field.
     """
+    return _decoder(hint)(data, name)
+
+
+_Decoder = Callable[[object, str], Any]
+
+
+@functools.cache  # a run with many ranks decodes the same types thousands of times
+def _decoder(hint: Any) -> _Decoder:
+    """The function that decodes a value of this type; it gets the data and the name."""
     if hint is Any:
-        return data
+        return lambda data, name: data
     if get_origin(hint) is UnionType:
-        return None if data is None else decode_json_data(get_args(hint)[0], data, name)
+        decode = _decoder(get_args(hint)[0])
+        return lambda data, name: None if data is None else decode(data, name)
     if get_origin(hint) is tuple:
-        items = _expect(list, data, name, "a list")
-        return tuple(decode_json_data(get_args(hint)[0], item, f"{name}[{i}]") for i, item in enumerate(items))
+        return functools.partial(_decode_tuple, _decoder(get_args(hint)[0]))
     if get_origin(hint) is Mapping:
-        items = _expect(dict, data, name, "a mapping")
-        return {key: decode_json_data(get_args(hint)[1], item, f"{name}.{key}") for key, item in items.items()}
+        return functools.partial(_decode_mapping, get_args(hint)[1])
     if dataclasses.is_dataclass(hint):
-        return _decode_dataclass(hint, _expect(dict, data, name, "a mapping"), name)
-    if hint is float and type(data) is int:
-        return float(data)
-    return _expect(hint, data, name, _JSON_TYPES[hint])
+        hints = get_type_hints(hint)
+        decoders = {field.name: _decoder(hints[field.name]) for field in dataclasses.fields(hint)}
+        return functools.partial(_decode_dataclass, hint, decoders)
+    return functools.partial(_expect, hint)
 
 
-def _expect(kind: Any, data: object, name: str, words: str) -> Any:
+def _expect(kind: Any, data: object, name: str) -> Any:
     if type(data) is not kind:
-        raise ValueError(f"{name or 'the message'} must be {words}, got {str(data)[:100]!r}")
+        if kind is float and type(data) is int:
+            return float(data)
+        raise ValueError(f"{name or 'the message'} must be {_JSON_TYPES[kind]}, got {str(data)[:100]!r}")
     return data
 
 
-def _decode_dataclass(cls: Any, data: Mapping[str, object], name: str) -> Any:
-    hints = _hints(cls)
+def _decode_tuple(decode: _Decoder, data: object, name: str) -> Any:
+    return tuple(decode(item, f"{name}[{i}]") for i, item in enumerate(_expect(list, data, name)))
+
+
+def _decode_mapping(hint: Any, data: object, name: str) -> Any:
+    items = _expect(dict, data, name)
+    if hint is str and all(type(item) is str for item in items.values()):
+        return items
+    decode = _decoder(hint)
+    return {key: decode(item, f"{name}.{key}") for key, item in items.items()}
+
+
+def _decode_dataclass(cls: Any, decoders: Mapping[str, _Decoder], data: object, name: str) -> Any:
+    items = _expect(dict, data, name)
     prefix = f"{name}." if name else ""
-    if unknown := sorted(data.keys() - hints.keys()):
+    if unknown := sorted(items.keys() - decoders.keys()):
         raise UnknownFields(", ".join(prefix + field for field in unknown))
-    values = {field: decode_json_data(hints[field], value, prefix + field) for field, value in data.items()}
+    values = {field: decoders[field](value, prefix + field) for field, value in items.items()}
     try:
         return cls(**values)
     except TypeError as error:  # the constructor names the fields that are missing
         raise ValueError(f"{name or cls.__name__}: {error}") from error
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
