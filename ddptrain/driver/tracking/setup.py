@@ -73,10 +73,10 @@ class TrackingSetup:
 
     def of(self, place: RankPlace) -> TrackingSpec | None:
         """The `tracking` field of the spec of the rank at a place; None if it has no tracker."""
-        told = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
         chosen = [each for each in self._config.for_rank(place.rank) if each.name != WANDB or self._wandb]
         if not chosen:
             return None
+        told = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
         return TrackingSpec(
             trackers=tuple(dataclasses.replace(each, told=told.get(each.name, {})) for each in chosen),
             name=self._name,

@@ -129,6 +129,24 @@ def test_run_with_a_key_is_online(make: Make, writer: RunWriter) -> None:
     assert elsewhere is not None and elsewhere.folder == ""
 
 
+def test_rank0_mode_costs_nothing_for_the_other_ranks(make: Make) -> None:
+    class Series(dict[tuple[str, int], Any]):
+        reads = 0
+
+        def items(self) -> Any:
+            self.reads += 1
+            return super().items()
+
+    tracking, said = make({"WANDB_API_KEY": KEY}, mode="rank0")
+    series = Series()
+    tracking.go_on_from(None, series)
+    before = series.reads
+    specs = [tracking.of(place(rank)) for rank in range(64)]
+    assert [rank for rank, spec in enumerate(specs) if spec is not None] == [0]
+    assert series.reads == before + 1  # the metrics of all ranks are searched for rank 0 alone
+    assert said == []
+
+
 def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: RunWriter) -> None:
     make({"WANDB_BASE_URL": "https://wandb.example.org"}, mode="rank0")
     Recorder(writer, cast(Any, None)).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
