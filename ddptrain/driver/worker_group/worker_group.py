@@ -206,7 +206,8 @@ class WorkerGroup:
 
         Raises ClusterError if a worker does not answer.
         """
-        workers = sorted({place.slot.worker for place, spec in zip(places, specs, strict=True) if has_secrets(spec)})
+        secret = [has_secrets(spec) for spec in specs]
+        workers = sorted({place.slot.worker for place, is_secret in zip(places, secret, strict=True) if is_secret})
         if not workers:
             return list(specs)
         try:
@@ -214,8 +215,8 @@ class WorkerGroup:
         except Exception as error:  # a worker's own exception arrives as it was raised there
             raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
         return [
-            encrypt_spec(spec, keys[place.slot.worker]) if has_secrets(spec) else spec
-            for spec, place in zip(specs, places, strict=True)
+            encrypt_spec(spec, keys[place.slot.worker]) if is_secret else spec
+            for spec, place, is_secret in zip(specs, places, secret, strict=True)
         ]
 
     def submit(self, specs: Sequence[RankSpec], chosen: Sequence[slots.Slot]) -> None:

@@ -135,6 +135,16 @@ EXPERIMENT = Experiment(
         ),
         _row("scale-per-rank", "ms", "per_rank_ms", 3.0, "the same from the placed ranks on, divided by their number"),
         _row("scale-cpu", "cores", "cores", 0.6, "CPU use of the driver while it receives 10,000 events/s"),
+        _row(
+            "scale-start-cpu",
+            "s",
+            "start_cpu_s",
+            3.0,
+            "CPU seconds of the driver until all have entered, imports included",
+        ),
+        _row(
+            "scale-event-cpu", "us", "event_us", 60.0, "CPU time of the driver for each event, however late it is read"
+        ),
         _row("scale-memory", "MB", "memory_mb", 250.0, "most memory of the driver"),
         _row("scale-lost", "events", "lost", 0.0, "events, ends and logs that are missing in the run directory"),
         _row("scale-end", "s", "end_s", 5.0, "last rank's end to the end of the command"),
