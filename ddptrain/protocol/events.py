@@ -376,7 +376,7 @@ def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
 
 
 _Kinds = frozenset[type]
-_SCALARS = {"int": {int}, "float": {int, float}, "bool": {bool}, "str": {str}}
+_SCALARS: dict[str, set[type]] = {"int": {int}, "float": {int, float}, "bool": {bool}, "str": {str}}
 
 
 def _check_of(declared: str) -> tuple[_Kinds, _Kinds, str]:
@@ -385,8 +385,8 @@ def _check_of(declared: str) -> tuple[_Kinds, _Kinds, str]:
     if name.startswith("Mapping[str, "):
         items = frozenset(_SCALARS.get(name[len("Mapping[str, ") : -1], ()))
         return frozenset({dict}), items, declared
-    kinds = _SCALARS.get(name, {dict, tuple})
-    return frozenset(kinds | ({type(None)} if optional else set())), frozenset(), declared
+    kinds = _SCALARS.get(name, {dict, tuple}) | ({type(None)} if optional else set())
+    return frozenset(kinds), frozenset(), declared
 
 
 _CHECKS = {  # of the fields of each dataclass; made once, because a run with many ranks has many events
