@@ -1,5 +1,6 @@
 """`python -m ddptrain` is the command `ddptrain`; neither imports from the working directory."""
 
+import os
 import sys
 
 from ddptrain.protocol.exec_env import leave_working_directory
@@ -8,7 +9,13 @@ from ddptrain.protocol.exec_env import leave_working_directory
 def main() -> int:
     """Run the command with the arguments of this process; return its exit code."""
     leave_working_directory()
-    from ddptrain.cli import main as command  # only now: the working directory may contain a pydantic.py
+    # Only now are modules imported: the working directory may contain a json.py or a pydantic.py.
+    if "_DDPTRAIN_COMPLETE" in os.environ:
+        from ddptrain.completion import shells
+
+        if shells.is_asked(os.environ):
+            return shells.answer(os.environ)
+    from ddptrain.cli import main as command
 
     return command.main()
 
