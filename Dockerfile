@@ -1,5 +1,5 @@
 # docker build -t ddptrain .            an image for `ddptrain train`, and for pods of the backend kubernetes
-# docker run --gpus all --shm-size 8g -v "$PWD/runs:/work/runs" ddptrain ddptrain train petnames
+# docker run --gpus all --shm-size 8g -v "$PWD/runs:/workspace/runs" ddptrain ddptrain train petnames
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
 WORKDIR /src
@@ -22,10 +22,10 @@ RUN pip install --no-cache-dir "$(echo /dist/*.whl)${EXTRAS}" \
     && rm -r /dist
 # Nobody's files are overwritten in mounted folders: --user "$(id -u):$(id -g)" chooses another user.
 RUN useradd --create-home --uid 1000 ddptrain \
-    && mkdir /work \
-    && chown ddptrain /work
+    && mkdir /workspace \
+    && chown ddptrain /workspace
 USER 1000
-WORKDIR /work
+WORKDIR /workspace
 # SIGTERM to the container reaches ddptrain: the ranks save, and it ends with 75. Pods of a cluster run `python -m ...`.
 ENTRYPOINT ["tini", "--"]
 CMD ["ddptrain", "--help"]

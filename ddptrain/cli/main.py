@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import itertools
 import json
 import os
 import sys
-import tempfile
-import traceback
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.main import get_command
+from typer.main import get_command, get_command_name
+from typer.models import CommandInfo
 
 from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
@@ -118,9 +118,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _app_for(full: typer.Typer, words: Container[str]) -> typer.Typer:
+    """Return the app with empty commands in place of those that `words` do not contain: to build all takes 70 ms."""
+    lean = copy.copy(full)
+    lean.registered_commands = [_named_or_empty(info, words) for info in full.registered_commands]
+    lean.registered_groups = [copy.copy(info) for info in full.registered_groups]
+    for info in lean.registered_groups:
+        if info.typer_instance is not None:
+            info.typer_instance = _app_for(info.typer_instance, words if info.name in words else ())
+    return lean
+
+
+def _named_or_empty(info: CommandInfo, words: Container[str]) -> CommandInfo:
+    function = info.callback
+    name = info.name or get_command_name(getattr(function, "__name__", ""))
+    if name in words:
+        return info
+
+    def empty() -> None:
+        """Stand for a command that is listed, and not called."""
+
+    empty.__doc__ = getattr(function, "__doc__", None)
+    other = copy.copy(info)
+    other.name, other.callback = name, empty
+    return other
+
+
 def _call(argv: Sequence[str] | None) -> int:
     try:
-        get_command(app)(args=argv, prog_name=PROGRAM)
+        words = sys.argv[1:] if argv is None else argv
+        get_command(_app_for(app, words))(args=words, prog_name=PROGRAM)
     except SystemExit as leaving:
         return _exit_code(leaving)
     except KeyboardInterrupt:
@@ -175,6 +202,8 @@ def _error_event(error: DdptrainError) -> dict[str, Any]:
 
 def _report_bug(error: Exception) -> int:
     """Write one line to stderr, and the traceback to a file that it names."""
+    import traceback
+
     summary = one_line("".join(traceback.format_exception_only(error)))
     try:
         where = f"the details are in {_write_crash_log(error)}"
@@ -187,6 +216,9 @@ def _report_bug(error: Exception) -> int:
 
 def _write_crash_log(error: Exception) -> Path:
     """Write the traceback to a new file that only this user can read; return its path. Raises OSError."""
+    import tempfile
+    import traceback
+
     # Only the name of the command: its options may contain secrets.
     command = " ".join(sys.argv[1:2])
     header = f"{PROGRAM} {__version__}, Python {sys.version}, {sys.platform}\ncommand: {command}\n\n"

@@ -16,6 +16,7 @@ from ddptrain.results.metrics import MetricsReader
 from ddptrain.results.select.recorded_config import params_of
 from ddptrain.results.show.notebook import run_table_html
 from ddptrain.results.show.tail import final_text
+from ddptrain.sanitize import sanitized
 from ddptrain.text_tables import clean_line
 
 EVERY_S = 1.0
@@ -45,7 +46,7 @@ class LiveTable:
 
     def write(self, text: str) -> None:
         """Add lines of output."""
-        self._lines.extend(clean_line(final_text(line)) for line in text.split("\n") if line.strip())
+        self._lines.extend(clean_line(sanitized(final_text(line))) for line in text.split("\n") if line.strip())
 
     def refresh(self, *, now: bool = False) -> None:
         """Show the present state, at most once in `every_s` seconds unless `now`."""

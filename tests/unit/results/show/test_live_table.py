@@ -58,7 +58,7 @@ def test_table_is_replaced_and_shows_the_newest_metrics(notebook: StubDisplay, t
     view.layout.metrics_jsonl.write_text("".join(json.dumps(each) + "\n" for each in (line, others)))
     table.refresh()  # too early
     assert (len(notebook.shown), notebook.updates) == (1, [])
-    table.write("10%\r20%\n<script>alert(1)</script>\x1b[2J\n")
+    table.write("10%\r20%\n\x1b[36m<script>alert(1)</script>\x1b[2J\n")
     table.refresh(now=True)
     (page,) = notebook.updates
     assert '<progress value="1" max="4"></progress> epoch 1 of 4' in page
