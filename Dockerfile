@@ -6,6 +6,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY ddptrain ddptrain
 COPY configs configs
+COPY docs/man docs/man
 RUN pip install --no-cache-dir "build>=1.2" "hatchling>=1.27" \
     && python -m build --no-isolation --wheel --outdir /dist
 

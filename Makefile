@@ -45,6 +45,7 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 schema: $(INSTALLED) ## write the schema of the configuration, the commands for shell completion and the man page anew
 	$(BIN)/ddptrain schema > configs/ddptrain.schema.json
 	$(BIN)/python -m tests.docs.command_table
+	$(BIN)/python -m tests.docs.man_page
 
 test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS
 	$(PYTEST) $(UNIT) tests/unit tests/end_to_end $(ARGS)

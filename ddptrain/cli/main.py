@@ -22,6 +22,7 @@ from typer.models import CommandInfo
 from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.doctor import doctor
+from ddptrain.cli.examples import add_examples
 from ddptrain.cli.explain import explain
 from ddptrain.cli.init import init
 from ddptrain.cli.models.evaluate import evaluate
@@ -99,6 +100,7 @@ app.command("doctor", short_help="Check this machine.")(doctor)
 app.command("explain", short_help="Explain an exit code, or the end of a run.")(explain)
 app.command("init", short_help="Write a starting point for code of your own.")(init)
 app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)
+add_examples(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
