@@ -1,11 +1,12 @@
 # docker build -t ddptrain .            an image for `ddptrain train`, and for pods of the backend kubernetes
-# docker run --gpus all --shm-size 8g -v "$PWD/runs:/work/runs" ddptrain ddptrain train petnames
+# docker run --gpus all --shm-size 8g -v "$PWD/runs:/workspace/runs" ddptrain ddptrain train petnames
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY ddptrain ddptrain
 COPY configs configs
+COPY docs/man docs/man
 RUN pip install --no-cache-dir "build>=1.2" "hatchling>=1.27" \
     && python -m build --no-isolation --wheel --outdir /dist
 
@@ -22,10 +23,10 @@ RUN pip install --no-cache-dir "$(echo /dist/*.whl)${EXTRAS}" \
     && rm -r /dist
 # Nobody's files are overwritten in mounted folders: --user "$(id -u):$(id -g)" chooses another user.
 RUN useradd --create-home --uid 1000 ddptrain \
-    && mkdir /work \
-    && chown ddptrain /work
+    && mkdir /workspace \
+    && chown ddptrain /workspace
 USER 1000
-WORKDIR /work
+WORKDIR /workspace
 # SIGTERM to the container reaches ddptrain: the ranks save, and it ends with 75. Pods of a cluster run `python -m ...`.
 ENTRYPOINT ["tini", "--"]
 CMD ["ddptrain", "--help"]

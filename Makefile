@@ -15,7 +15,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train lint format schema test test-integration test-all check long chaos mutants bench bench-pains docs docs-test recordings wheel release-check clean
+.PHONY: help venv train lint format schema test test-integration test-all check long chaos mutants bench bench-pains docs docs-test recordings wheel release release-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s%s\n' "$$target" "$$what"; done
@@ -42,8 +42,10 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-schema: $(INSTALLED) ## write configs/ddptrain.schema.json anew
+schema: $(INSTALLED) ## write the schema of the configuration, the commands for shell completion and the man page anew
 	$(BIN)/ddptrain schema > configs/ddptrain.schema.json
+	$(BIN)/python -m tests.docs.command_table
+	$(BIN)/python -m tests.docs.man_page
 
 test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS
 	$(PYTEST) $(UNIT) tests/unit tests/end_to_end $(ARGS)
@@ -82,8 +84,11 @@ recordings: $(INSTALLED) ## record docs/images/restart.svg anew: a rank is kille
 wheel: $(INSTALLED) ## build the source archive and the wheel into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-release-check: $(INSTALLED) ## check tag, changelog and wheel of a release; TAG=v0.2.0 names it
+release: $(INSTALLED) ## a dry run of a release: all checks, in empty environments of each Python; TAG=v0.2.0 names it
 	$(BIN)/python -m tests.release --tag $(TAG)
+
+release-check: $(INSTALLED) ## the same without these environments
+	$(BIN)/python -m tests.release --tag $(TAG) --quick
 
 clean: ## remove .venv, dist and caches; runs/ stays
 	rm -rf $(VENV) .bench-peers dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "launch", "load_model"]
 
-Output = Literal["auto", "plain", "json", "none"]
+Output = Literal["auto", "live", "plain", "json", "none"]
 
 
 def launch(
@@ -45,9 +45,9 @@ def launch(
 
     `params` are those of the workload, `overrides` any fields ({"checkpoint.keep": 5}, or texts as for --set);
     `ranks` to `allow_changes` are the options of `ddptrain train`. With `wait` the call returns when the run has
-    succeeded, prints its output (`output`: plain lines, JSON lines or none), and an exception such as Ctrl-C stops the
-    run. Without `wait` it returns when the run has begun; the run then continues without this process. It can be
-    called in any thread.
+    succeeded, shows its output, and an exception such as Ctrl-C stops the run. `output` is plain (lines), json (lines),
+    none, live (a table that Jupyter updates in place), or auto: live in Jupyter, plain elsewhere. Without `wait` the
+    call returns when the run has begun; the run then continues without this process. It can be called in any thread.
 
     Raises:
         UsageError, ConfigError: nothing was started.
@@ -58,6 +58,7 @@ def launch(
             "launch was called in a rank, which has imported this module for its function: "
             'put the call under if __name__ == "__main__":'
         )
+    live = wait and _is_live(output)
     path, data, folder = _described(config)
     changes = _changes(params, overrides)
     _check(path, data, folder, changes)
@@ -67,8 +68,17 @@ def launch(
     arguments += ["--output", "json" if output == "json" else "plain"]
     run = _started(path, data, folder, changes, arguments, wait)
     if wait:
-        run.attend(sys.stdout.write if output != "none" else lambda _: None)
+        run.attend(sys.stdout.write if output != "none" else lambda _: None, live=live)
     return run
+
+
+def _is_live(output: Output) -> bool:
+    """Whether the run is shown as a table. Raises UsageError if that is demanded outside of Jupyter."""
+    from ddptrain.results.show.live_table import in_notebook
+
+    if output == "live" and not in_notebook():
+        raise UsageError('output="live" needs a Jupyter notebook: leave it out, or use "plain"')
+    return output == "live" or (output == "auto" and in_notebook())
 
 
 def load_model(reference: str, models_dir: str | os.PathLike[str] = "models") -> torch.nn.Module:

@@ -191,6 +191,38 @@ class Run:
         self._raise()
         return self
 
+    def watch(self, timeout_s: float | None = None) -> Self:
+        """Show the run until it has succeeded: in Jupyter a table that is updated in place, elsewhere rank 0's output.
+
+        An exception during the wait, such as Ctrl-C, does not stop the run. Raises as `wait`.
+        """
+        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.show.live_table import LiveTable, in_notebook
+        from ddptrain.results.show.tail import LogCursor
+
+        every_s = _STORE_LOOK_S if self._is_stored else 1.0
+        live = in_notebook()
+        table = LiveTable(lambda: self._view(NeededFiles.METRICS), every_s) if live else None
+        log = LogCursor(self._view(NeededFiles.LOGS, 0).layout.log(0), lines=10)
+
+        def show(*, now: bool = False) -> None:
+            if self._is_stored:
+                self._view(NeededFiles.LOGS, 0)
+            for line in log.read():
+                (table.write if table else print)(line)
+            if table:
+                table.refresh(now=now)
+
+        deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+        while self._is_on():
+            show()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"run {self.id} is still on after {timeout_s:g} s")
+            time.sleep(min(every_s, max(0.0, deadline - time.monotonic())))
+        show(now=True)
+        self._raise()
+        return self
+
     def stop(self, *, now: bool = False) -> Self:
         """Stop the run and wait until it has ended; its ranks finish their step and save, unless `now`.
 
@@ -250,21 +282,37 @@ class Run:
             with suppress(OSError):
                 self._process.stdin.close()
 
-    def attend(self, say: Callable[[str], object]) -> None:
-        """For launch: print the driver's output until the end; an exception stops the run. Raises as wait()."""
+    def attend(self, say: Callable[[str], object], *, live: bool = False) -> None:
+        """For launch: print the driver's output until the end; an exception stops the run. Raises as wait().
+
+        With `live` the output is the last part of a table that the notebook updates in place.
+        """
+        if live:
+            from ddptrain.results.run_store import NeededFiles
+            from ddptrain.results.show.live_table import LiveTable
+
+            table = LiveTable(lambda: self._view(NeededFiles.METRICS), _STORE_LOOK_S if self._is_stored else 1.0)
+            self._attend(table.write, table.refresh)
+        else:
+            self._attend(say, lambda **_: None)
+
+    def _attend(self, say: Callable[[str], object], refresh: Callable[..., None]) -> None:
         said = _Said(self._desk / "driver.log", say, self._log_from)
         try:
             while self._is_on():
                 said.pass_on()
+                refresh()
                 time.sleep(_LOOK_S)
         except BaseException:
             self._end()
             with suppress(Exception):  # the first exception is raised
                 said.pass_on()
+                refresh(now=True)
             raise
         finally:
             self.let_go()
         said.pass_on()
+        refresh(now=True)
         self._raise()
 
     def _end(self) -> None:

@@ -1,4 +1,8 @@
-"""`make release-check TAG=v0.2.0`: checks that tag, version, changelog and wheel agree. It publishes nothing."""
+"""`make release TAG=v0.2.0`, a dry run: checks tag, version, changelog, source archive and wheel. It publishes nothing.
+
+The wheel is installed with its dependencies into an empty environment of each Python that is supported and there, and
+runs the console blocks of the README. `make release-check` checks the same without these environments.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,26 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 import venv
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
+
 import ddptrain
+from tests.release_environments import environment_problems
+from tests.release_wheel import archive_problems
 
 ROOT = Path(__file__).parents[1]
 _SECTION = re.compile(r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\S+))?$", re.MULTILINE)
-NEEDED_FILES = ("ddptrain/__init__.py", "ddptrain/py.typed", "ddptrain/configs/petnames.yaml")
+NEEDED_FILES = (
+    "ddptrain/__init__.py",
+    "ddptrain/completion/commands.json",
+    "ddptrain/configs/petnames.yaml",
+    "ddptrain/py.typed",
+)
 UNWANTED_FOLDERS = ("tests/", "docs/", "runs/", ".ci/")
 
 
@@ -58,6 +72,22 @@ def wheel_problems(names: Sequence[str], filename: str, version: str) -> list[st
     return problems
 
 
+def citation_problems(citation: Mapping[str, object], version: str, released: str | None) -> list[str]:
+    """What is wrong with CITATION.cff for a release on the day `released` (YYYY-MM-DD)."""
+    missing = [name for name in ("cff-version", "message", "title", "authors", "license") if not citation.get(name)]
+    problems = [f"CITATION.cff: {name} is missing" for name in missing]
+    if citation.get("version") != version:
+        problems.append(f"CITATION.cff: the version is {citation.get('version')}, not {version}")
+    if (date := citation.get("date-released")) is not None and str(date) != released:
+        problems.append(f"CITATION.cff: date-released is {date}, and CHANGELOG.md says {released}")
+    return problems
+
+
+def release_date(changelog: str, version: str) -> str | None:
+    """The date of the section of that version."""
+    return {match["version"]: match["date"] for match in _SECTION.finditer(changelog)}.get(version)
+
+
 def _git(*arguments: str) -> list[str]:
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
     return done.stdout.split("\n")[:-1]
@@ -70,43 +100,55 @@ def _tree_problems(tag: str) -> list[str]:
     return problems
 
 
-def _built_wheel_problems(version: str) -> list[str]:
-    """Build the wheel, look into it, install it into a new environment, and ask the command for its version."""
-    with tempfile.TemporaryDirectory(prefix="ddptrain-release-") as folder:
-        subprocess.run(
-            [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, str(ROOT)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        wheel = next(Path(folder).glob("*.whl"))
-        with zipfile.ZipFile(wheel) as archive:
-            problems = wheel_problems(archive.namelist(), wheel.name, version)
-        # The dependencies come from this environment: only what the wheel itself brings is checked.
-        environment = Path(folder) / "venv"
-        venv.create(environment, with_pip=True, system_site_packages=False)
-        python = environment / "bin" / "python"
-        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
-        site = next(path for path in sys.path if path.endswith("site-packages"))
-        command = [str(environment / "bin" / "ddptrain"), "--version"]
-        shown = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": site}, cwd=folder)
-        if shown.stdout.strip() != f"ddptrain {version}":
-            problems.append(f"the installed wheel's `ddptrain --version` prints {shown.stdout + shown.stderr!r}")
-    return problems
+def _built_problems(version: str, folder: Path, *, complete: bool) -> list[str]:
+    """Build both archives, look into them, and install the wheel."""
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    wheel, sdist = next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    with zipfile.ZipFile(wheel) as archive:
+        problems = wheel_problems(archive.namelist(), wheel.name, version)
+    problems += archive_problems(wheel, sdist, project)
+    problems += _installed_problems(wheel, version, folder)
+    return problems + (environment_problems(wheel, folder) if complete and not problems else [])
+
+
+def _installed_problems(wheel: Path, version: str, folder: Path) -> list[str]:
+    """Install the wheel alone into a new environment, and ask the command for its version."""
+    # The dependencies come from this environment: only what the wheel itself brings is checked.
+    environment = folder / "venv"
+    venv.create(environment, with_pip=True, system_site_packages=False)
+    python = environment / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    command = [str(environment / "bin" / "ddptrain"), "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": site}, cwd=folder)
+    if shown.stdout.strip() == f"ddptrain {version}":
+        return []
+    return [f"the installed wheel's `ddptrain --version` prints {shown.stdout + shown.stderr!r}"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="make release-check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make release", description=__doc__)
     parser.add_argument("--tag", required=True, help="the tag of the release, v and the version")
-    tag = parser.parse_args(arguments).tag
-    version = ddptrain.__version__
+    parser.add_argument("--quick", action="store_true", help="do not install the dependencies")
+    options = parser.parse_args(arguments)
+    tag, version = options.tag, ddptrain.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     problems = tag_problems(tag, version, _git("tag", "--points-at", "HEAD"))
     problems += _tree_problems(tag)
-    problems += changelog_problems((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
-    problems += _built_wheel_problems(version)
+    problems += changelog_problems(changelog, version)
+    problems += citation_problems(citation, version, release_date(changelog, version))
+    with tempfile.TemporaryDirectory(prefix="ddptrain-release-") as folder:
+        problems += _built_problems(version, Path(folder), complete=not options.quick)
     for problem in problems:
-        print(f"release-check: {problem}", file=sys.stderr)
+        print(f"release: {problem}", file=sys.stderr)
     if not problems:
-        print(f"release-check: {tag} may be released: git tag {tag} && git push origin {tag}")
+        print(f"release: {tag} may be released: git tag {tag} && git push origin {tag}")
     return 1 if problems else 0
 
 

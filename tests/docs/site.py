@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import re
 import sys
 from pathlib import Path
 
 import typer.cli
 import typer.main
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
@@ -21,6 +24,13 @@ from tests.docs.links import PAGES, site_links  # noqa: E402
 from tests.docs.reference import configuration_page  # noqa: E402
 
 _SOURCES = {page: file for file, page in PAGES.items()}
+# @mermaid-js/tiny 11.17.2 (MIT), compressed. The theme loads mermaid from another host; the site asks none.
+_MERMAID = ROOT / "tests" / "docs" / "mermaid" / "mermaid.tiny.js.gz"
+_REMOTE_MERMAID = re.compile(r'"https://unpkg\.com/mermaid@[^"]+"')
+_OWN_MERMAID = """new URL("mermaid.js",document.querySelector('script[src*="javascripts/bundle."]').src).href"""
+_LOADED = re.compile(
+    r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(https?:)?//|<link\b[^>]*\brel=["']?(?:stylesheet|preconnect|preload)["']?[^>]*\bhref=["']?(https?:)?//"""
+)
 _written: dict[str, tuple[str, str]] = {}  # page -> title, Markdown
 
 
@@ -68,3 +78,23 @@ def on_post_build(config: MkDocsConfig) -> None:
         copy.write_text(text, encoding="utf-8")
         lines.append(f"- [{title}]({page})")
     (site / "llms.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    _use_own_mermaid(site / "assets" / "javascripts")
+    _refuse_other_hosts(site)
+
+
+def _use_own_mermaid(folder: Path) -> None:
+    """Let the theme load mermaid from the site, on pages with diagrams. Raises PluginError if the theme has changed."""
+    (bundle,) = folder.glob("bundle.*.js")
+    text, count = _REMOTE_MERMAID.subn(lambda _: _OWN_MERMAID, bundle.read_text(encoding="utf-8"))
+    if count != 1:
+        raise PluginError(f"{bundle.name} names the address of mermaid {count} times, not once: see tests/docs/site.py")
+    bundle.write_text(text, encoding="utf-8")
+    (folder / "mermaid.js").write_bytes(gzip.decompress(_MERMAID.read_bytes()))
+    (folder / "mermaid.LICENSE").write_bytes(_MERMAID.with_name("LICENSE").read_bytes())
+
+
+def _refuse_other_hosts(site: Path) -> None:
+    """Raise PluginError if a page loads a script, a style or a picture from another host."""
+    for page in sorted(site.rglob("*.html")):
+        if found := _LOADED.search(page.read_text(encoding="utf-8")):
+            raise PluginError(f"{page.relative_to(site)} loads something from another host: {found.group()}")

@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     HALL: set(),
     "protocol": set(),
     "config": set(),
+    "completion": set(),
     "storage": set(),
     "model_registry": {"results", "storage"},
     "tracking": set(),
@@ -54,8 +55,10 @@ DOORS = {
     ("__init__.py", "ddptrain.rank.saved_checkpoint"),  # ddptrain.SavedCheckpoint
     ("__main__.py", "ddptrain.cli.main"),
     ("__main__.py", "ddptrain.cli.warm.client"),
+    ("__main__.py", "ddptrain.completion.shells"),  # the TAB key is answered without the rest of the command
     ("api.py", "ddptrain.model_registry"),  # ddptrain.load_model
     ("api.py", "ddptrain.workloads.trained"),
+    ("api.py", "ddptrain.results"),  # a table of the run in notebooks
     ("api.py", "ddptrain.driver"),  # runs from Python: what the command does, without its process
     ("run_handle.py", "ddptrain.driver"),
     ("run_handle.py", "ddptrain.results"),
@@ -66,6 +69,7 @@ LAZY_DOORS = {("cli", "workloads")}
 TORCH_FREE = (
     "cli",
     "clusters",
+    "completion",
     "config",
     "driver",
     "model_registry",

@@ -8,10 +8,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import kubernetes_validate
 import yaml
 from packaging.requirements import Requirement
+from typer.main import get_command
 
 import ddptrain
+from ddptrain.cli.main import app
 from ddptrain.config.known_names import TRACKER_EXTRAS, TRACKERS
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +52,17 @@ def test_dockerfile_has_no_findings() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_job_of_the_kubernetes_page_is_valid_and_its_command_is_accepted() -> None:
+    page = (ROOT / "docs" / "clusters" / "kubernetes.md").read_text(encoding="utf-8")
+    (job,) = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL))
+    kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    program, name, *words = container["args"]
+    get_command(app).commands[name].make_context(name, [*words]).close()  # type: ignore[attr-defined]
+    assert program == "ddptrain"
+    assert container["volumeMounts"][0]["mountPath"] == words[words.index("--runs-dir") + 1]
 
 
 def test_citation_names_version_and_licence_of_the_package() -> None:

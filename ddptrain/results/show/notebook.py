@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 
 from ddptrain.errors import one_line
@@ -10,13 +10,16 @@ from ddptrain.results.lookup import RunView
 from ddptrain.text_tables import clean_line, duration, number
 
 
-def run_table_html(view: RunView) -> str:
-    """Return the table; texts of the run are escaped."""
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(clean_line(text))}</td></tr>" for name, text in _rows(view))
+def run_table_html(view: RunView, metrics: Mapping[str, float | None] | None = None) -> str:
+    """Return the table; texts of the run are escaped. `metrics`: newer values than those of its record."""
+    rows = "".join(
+        f"<tr><th>{escape(clean_line(name))}</th><td>{escape(clean_line(text))}</td></tr>"
+        for name, text in _rows(view, metrics or {})
+    )
     return f"<table>{rows}</table>"
 
 
-def _rows(view: RunView) -> Iterator[tuple[str, str]]:
+def _rows(view: RunView, metrics: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
     record = view.record
     yield "run", view.run_id
     code = "" if record.exit_code is None or view.is_running else f" (exit code {record.exit_code})"
@@ -24,7 +27,7 @@ def _rows(view: RunView) -> Iterator[tuple[str, str]]:
     yield "duration", duration(view.duration_s)
     if record.world_size:
         yield "ranks", str(record.world_size)
-    for name, value in sorted(record.last_metrics.items()):
+    for name, value in sorted({**record.last_metrics, **metrics}.items()):
         yield name, number(value)
     if record.best is not None:
         yield "best", f"{record.best.metric} {number(record.best.value)} at step {record.best.step}"

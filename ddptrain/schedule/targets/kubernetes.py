@@ -23,7 +23,7 @@ from ddptrain.schedule.targets.target import (
 
 _MISSING = "install kubectl, or give --output and apply the file where it is"
 _CONFIG_FOLDER = "/etc/ddptrain"
-_WORK_FOLDER = "/work"
+_WORK_FOLDER = "/workspace"
 _LONGEST_NAME = 52  # of a CronJob, as Kubernetes adds 11 characters for its jobs
 _LONGEST_DEADLINE_S = 7 * 86_400
 _TRIES = 3

@@ -11,10 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import typer
+from typer.main import get_command
 
 import ddptrain
 from ddptrain.cli import main as cli
@@ -222,6 +223,23 @@ def test_closed_stdout_is_no_error() -> None:
     script = f"exec {sys.executable} -m ddptrain --version >&-"
     done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [(), ("results",), ("models", "show"), ("--help",), ("run", "train"), ("trian",)])
+def test_app_with_the_named_commands_alone_lists_the_same(words: tuple[str, ...]) -> None:
+    full, lean = get_command(cli.app), get_command(cli._app_for(cli.app, words))
+    assert listed(lean) == listed(full)
+    if words == ("models", "show"):
+        assert [param.name for param in lean.commands["models"].commands["show"].params] == [  # type: ignore[attr-defined]
+            param.name
+            for param in full.commands["models"].commands["show"].params  # type: ignore[attr-defined]
+        ]
+
+
+def listed(command: Any) -> dict[str, Any]:
+    """The commands below this one, with their lines in the list of commands."""
+    inner = getattr(command, "commands", {})
+    return {name: (each.get_short_help_str(200), each.hidden, listed(each)) for name, each in inner.items()}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -38,14 +38,14 @@ spec:
           - name: retrain
             image: registry.example.org/pets:1
             command: [ddptrain, retrain, /etc/ddptrain/nightly.yaml, --slot, Mon 03:00 Europe/Berlin, --output, plain]
-            workingDir: /work
+            workingDir: /workspace
             env:
             - name: SLACK_URL
               valueFrom: {secretKeyRef: {name: ddptrain-petnames-env, key: SLACK_URL, optional: true}}
             resources: {limits: {nvidia.com/gpu: 2}}
             volumeMounts:
             - {name: config, mountPath: /etc/ddptrain, readOnly: true}
-            - {name: work, mountPath: /work}
+            - {name: work, mountPath: /workspace}
           volumes:
           - {name: config, configMap: {name: ddptrain-petnames}}
           - {name: work, persistentVolumeClaim: {claimName: pets}}

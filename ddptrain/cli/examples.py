@@ -1,0 +1,72 @@
+"""Examples for `--help` of each command, and for the man page."""
+
+from __future__ import annotations
+
+import typer
+from typer.main import get_command_name
+
+# The words of a command -> command lines, without `ddptrain` before them.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "train": (
+        "train petnames --ranks 2 --set params.epochs=3",
+        "train train.yaml --cluster gpus --detach",
+        "train train.yaml --resume auto",
+        "train train.yaml --dry-run",
+    ),
+    "run": ("run --ranks 4 train.py -- --lr 0.1", "run -m package.train", "run --set failure.max_restarts=3 train.py"),
+    "retrain": ("retrain nightly.yaml", 'retrain nightly.yaml --promote-anyway "new labels"'),
+    "sweep": ("sweep petnames-sweep --set sweep.trials=16", "sweep sweep.yaml --resume"),
+    "stop": ("stop latest", "stop latest --now"),
+    "evaluate": ("evaluate latest", "evaluate pets@candidate --against pets@champion"),
+    "generate": ("generate latest --count 3 --seed 1", "generate petnames@champion --prefix Mi"),
+    "predict": ("predict latest photo.jpg", "predict pets@champion s3://bucket/new --top 3"),
+    "doctor": ("doctor", "doctor --runs-dir s3://bucket/runs"),
+    "explain": ("explain 5", "explain latest"),
+    "init": ("init demo", "init demo --workload images", 'init --from torchrun "torchrun --nproc-per-node 8 train.py"'),
+    "schema": ("schema > ddptrain.schema.json",),
+    "cluster up": ("cluster up --ranks 4", "cluster up --backend ssh --name lab --host a --host b"),
+    "cluster list": ("cluster list",),
+    "cluster status": ("cluster status lab",),
+    "cluster check": ("cluster check lab",),
+    "cluster logs": ("cluster logs lab --lines 50",),
+    "cluster scale": ("cluster scale lab 8",),
+    "cluster down": ("cluster down lab",),
+    "results list": ("results list", 'results list --where "status == failed"', "results list --json"),
+    "results show": ("results show latest",),
+    "results logs": ("results logs latest --follow", "results logs latest --rank 1 --lines 20"),
+    "results plot": ("results plot latest", "results plot latest --metric val/loss --out loss.png"),
+    "results compare": ("results compare pets-1 pets-2",),
+    "results tag": ("results tag latest +good -old",),
+    "results note": ('results note latest "larger batches"',),
+    "results export": ("results export latest --output metrics",),
+    "results consolidate": ("results consolidate latest --output model",),
+    "results prune": ("results prune --keep 20 --dry-run", "results prune --older-than 30d"),
+    "results report": ("results report latest --output report.html",),
+    "results sync": ("results sync latest", "results sync"),
+    "models list": ("models list",),
+    "models show": ("models show petnames", "models show petnames@champion"),
+    "models history": ("models history petnames",),
+    "models promote": ("models promote petnames 3", "models promote petnames latest"),
+    "models rollback": ('models rollback petnames --reason "wrong labels"',),
+    "models alias": ("models alias petnames@candidate 4",),
+    "models pin": ("models pin petnames@3",),
+    "models rm": ("models rm petnames 2",),
+    "models export": ("models export petnames@champion exported",),
+    "notify test": ("notify test nightly.yaml",),
+    "schedule add": ('schedule add nightly.yaml --at "Mon 03:00" --as systemd',),
+    "schedule list": ("schedule list",),
+    "schedule remove": ("schedule remove petnames",),
+    "schedule check": ("schedule check nightly.yaml",),
+}
+
+
+def add_examples(app: typer.Typer, path: tuple[str, ...] = ()) -> None:
+    """Show the examples at the end of each command's help."""
+    for command in app.registered_commands:
+        name = command.name or get_command_name(getattr(command.callback, "__name__", ""))
+        lines = [f"  ddptrain {line}" for line in EXAMPLES.get(" ".join((*path, name)), ())]
+        if lines:
+            command.epilog = "\n".join(("\b", "Examples:", *lines))  # \b: the lines are not joined
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            add_examples(group.typer_instance, (*path, group.name or ""))

@@ -1,0 +1,87 @@
+"""The words that may stand under the cursor, with a help text for the shells that show one."""
+
+from __future__ import annotations
+
+from ddptrain.completion import names
+from ddptrain.completion.command_line import Node, locate
+from ddptrain.completion.config_fields import Field, fields_of
+
+Candidates = dict[str, str]  # word -> help
+_CODES = ("1", "2", "3", "4", "5", "6", "7", "8", "9", "75", "130", "143")
+
+
+def candidates(table: Node, words: list[str], word: str) -> Candidates:
+    """Return what may stand in place of `word`; `words` are those before it, without the program's name.
+
+    Nothing means that the shell completes file names.
+    """
+    position = locate(table, words)
+    if position.foreign:
+        return {}
+    name, has_value, value = word.partition("=")
+    is_option = word.startswith("-") and not position.ended
+    if is_option and has_value and (option := position.node["options"].get(name)):
+        found = _values(option, position.given, value)
+        return {f"{name}={each}": text for each, text in found.items()}
+    if is_option and not (position.value and position.value["is_option"]):
+        found = {each: option["help"] for each, option in position.node["options"].items() if not option["hidden"]}
+    elif position.value is not None:
+        found = _values(position.value, position.given, word)
+    else:
+        found = {each: node["help"] for each, node in position.node["commands"].items()}
+    return {each: text for each, text in found.items() if each.startswith(word)}
+
+
+def _values(parameter: Node, given: dict[str, str], word: str) -> Candidates:
+    """The values of an option or argument that begin with `word`."""
+    found: Candidates = dict.fromkeys(parameter["choices"], "")
+    for kind in parameter["kinds"]:
+        found |= _named(kind, given, word)
+    return {each: text for each, text in found.items() if each.startswith(word)}
+
+
+def _named(kind: str, given: dict[str, str], word: str) -> Candidates:
+    runs_dir, models_dir = given.get("runs_dir", "runs"), given.get("models_dir") or names.models_dir()
+    match kind:
+        case "run":
+            return dict.fromkeys(["latest", *names.run_ids(runs_dir)], "")
+        case "exit code":
+            return dict.fromkeys(_CODES, "exit code")
+        case "cluster":
+            return dict.fromkeys(names.cluster_names(), "")
+        case "model":
+            return dict.fromkeys(names.model_names(models_dir), "")
+        case "version":
+            model, at, _ = word.partition("@")
+            found = names.model_names(models_dir)
+            return dict.fromkeys(names.model_references(models_dir, model) if at and model in found else found, "")
+        case "configuration":
+            return {each: path if path.startswith("./") else "example" for each, path in _configurations(word).items()}
+        case "field":
+            return changes(fields_of(given.get("config", "")), word)
+        case _:
+            return {}
+
+
+def _configurations(word: str) -> dict[str, str]:
+    return {} if "/" in word else names.configurations()
+
+
+def changes(fields: dict[str, Field], word: str) -> Candidates:
+    """Return the words KEY=VALUE that begin with `word`, one level of sections at a time."""
+    key, has_value, _ = word.partition("=")
+    if has_value:
+        field = fields.get(key, Field())
+        return {f"{key}={value}": "" for value in (field.values or ([field.default] if field.default else ()))}
+    heads: Candidates = {}
+    for name, field in fields.items():
+        if name.startswith(word):
+            head, dot, _ = name[len(word) :].partition(".")
+            heads[f"{word}{head}{dot or '='}"] = "" if dot else field.help
+    if len(heads) != 1:
+        return heads
+    (head,) = heads
+    if head.endswith("."):
+        return changes(fields, head)
+    values = fields[head[:-1]].values
+    return {f"{head}{value}": "" for value in values} if values else heads

@@ -1,0 +1,42 @@
+"""The examples in --help: every command has some, and its parser accepts them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from ddptrain.cli.examples import EXAMPLES
+from ddptrain.cli.main import app
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield " ".join(path), command
+    for name, each in (inner or {}).items():
+        yield from commands(each, (*path, name))
+
+
+COMMANDS = dict(commands(get_command(app)))
+
+
+def test_every_command_has_examples_and_every_example_a_command() -> None:
+    assert set(EXAMPLES) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_example_is_accepted_by_its_parser(line: str) -> None:
+    name = max((name for name in COMMANDS if line == name or line.startswith(f"{name} ")), key=len)
+    assert line in EXAMPLES[name]
+    words = shlex.split(line.removeprefix(name).partition(" > ")[0])
+    COMMANDS[name].make_context(name, words).close()
+
+
+def test_help_ends_with_the_examples_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        get_command(app)(["explain", "--help"])
+    assert capsys.readouterr().out.endswith("Examples:\n    ddptrain explain 5\n    ddptrain explain latest\n")

@@ -1,0 +1,105 @@
+"""The table of a running run in a notebook."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ddptrain
+from ddptrain.errors import TrainingFailed, UsageError
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
+from ddptrain.results.run_record import RunRecord
+from ddptrain.results.show.live_table import LiveTable, in_notebook
+from ddptrain.run_handle import Run
+
+
+class StubDisplay:
+    """Stands for IPython.display: remembers what was shown, and what replaced it."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.updates: list[str] = []
+
+    def display(self, page: str, *, display_id: bool) -> Any:
+        assert display_id
+        self.shown.append(page)
+        return SimpleNamespace(update=self.updates.append)
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> StubDisplay:
+    stub = StubDisplay()
+    ipython, display = ModuleType("IPython"), ModuleType("IPython.display")
+    vars(ipython)["get_ipython"] = lambda: SimpleNamespace(kernel=object())
+    vars(display).update({"HTML": str, "display": stub.display})
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    return stub
+
+
+def running(folder: Path, **more: Any) -> RunView:
+    folder.mkdir(exist_ok=True)
+    record = RunRecord(run_id="r-1", status="running", params={"epochs": 4}, last_metrics={"loss": 9.0}, **more)
+    return RunView(RunLayout(folder), record)
+
+
+def test_table_is_replaced_and_shows_the_newest_metrics(notebook: StubDisplay, tmp_path: Path) -> None:
+    view = running(tmp_path / "r-1")
+    table = LiveTable(lambda: view, every_s=3600)
+    table.refresh()
+    line = {"time_s": 1.0, "step": 3, "epoch": 1, "rank": 0, "loss": 0.5, "<i>": 1}
+    others = {**line, "rank": 1, "loss": 7.5}
+    view.layout.metrics_jsonl.write_text("".join(json.dumps(each) + "\n" for each in (line, others)))
+    table.refresh()  # too early
+    assert (len(notebook.shown), notebook.updates) == (1, [])
+    table.write("10%\r20%\n\x1b[36m<script>alert(1)</script>\x1b[2J\n")
+    table.refresh(now=True)
+    (page,) = notebook.updates
+    assert '<progress value="1" max="4"></progress> epoch 1 of 4' in page
+    assert "<tr><th>loss</th><td>0.5</td></tr>" in page and "<th>&lt;i&gt;</th>" in page
+    assert "20%\n&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "10%" not in page and "<script>" not in page and "\x1b" not in page
+
+
+def test_run_that_has_ended_is_shown_once_more(notebook: StubDisplay, tmp_path: Path) -> None:
+    run_dir = tmp_path / "r-2"
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / "run.json").write_text('{"run_id": "r-2", "status": "succeeded", "exit_code": 0}')
+    (run_dir / "logs" / "rank-0.log").write_text("epoch 1\nall done\n")
+    run = Run("r-2", str(run_dir))
+    assert run.watch() is run
+    (page,) = notebook.shown
+    assert "succeeded (exit code 0)" in page and "<pre>epoch 1\nall done</pre>" in page and notebook.updates == []
+
+
+def test_watch_prints_lines_elsewhere_and_raises_the_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "r-3"
+    (run_dir / "logs").mkdir(parents=True)
+    failure = {"rank": 1, "host": "h", "type": "ValueError", "message": "no", "log": "", "traceback": ""}
+    record = {"run_id": "r-3", "status": "failed", "exit_code": 1, "failure": failure}
+    (run_dir / "run.json").write_text(json.dumps(record))
+    (run_dir / "logs" / "rank-0.log").write_text("epoch 1\n")
+    with pytest.raises(TrainingFailed, match="rank 1 on h: ValueError: no"):
+        Run("r-3", str(run_dir)).watch()
+    assert capsys.readouterr().out == "epoch 1\n"
+
+
+def test_live_output_needs_a_notebook() -> None:
+    assert not in_notebook()
+    with pytest.raises(UsageError, match='output="live" needs a Jupyter notebook'):
+        ddptrain.launch("petnames", output="live")
+
+
+def test_terminal_of_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    ipython = ModuleType("IPython")
+    vars(ipython)["get_ipython"] = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert not in_notebook()
