@@ -105,9 +105,9 @@ add_examples(app)
 
 
 @functools.cache
-def command_tree(names: frozenset[str]) -> Callable[..., Any]:
+def command_tree(full: typer.Typer, names: frozenset[str]) -> Callable[..., Any]:
     """The commands of these names with their options: typer reads the signatures of functions, which is slow."""
-    return get_command(_app_for(app, names))
+    return get_command(_app_for(full, names))
 
 
 def _names(full: typer.Typer) -> Iterator[str]:
@@ -169,7 +169,7 @@ def _named_or_empty(info: CommandInfo, words: Container[str]) -> CommandInfo:
 def _call(argv: Sequence[str] | None) -> int:
     try:
         words = sys.argv[1:] if argv is None else argv
-        command_tree(frozenset(words) & {*_names(app)})(args=words, prog_name=PROGRAM)
+        command_tree(app, frozenset(words) & {*_names(app)})(args=words, prog_name=PROGRAM)
     except SystemExit as leaving:
         return _exit_code(leaving)
     except KeyboardInterrupt:

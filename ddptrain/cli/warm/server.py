@@ -100,8 +100,9 @@ def _import_driver() -> None:
 
     installed_versions()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception, SystemExit):
-        commands.command_tree(frozenset({"run"}))
-        commands.command_tree(frozenset({"train"}))(args=["train", "petnames", "--dry-run"], prog_name=commands.PROGRAM)
+        commands.command_tree(commands.app, frozenset({"run"}))
+        train = commands.command_tree(commands.app, frozenset({"train"}))
+        train(args=["train", "petnames", "--dry-run"], prog_name=commands.PROGRAM)
     gc.collect()
     gc.freeze()  # commands share these pages
 
