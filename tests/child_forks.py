@@ -29,6 +29,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -189,7 +190,7 @@ class ChildForks:
             "session": bool(call["start_new_session"]),
             "group": call.get("process_group", -1),
             "ignored": [number for number in _IGNORABLE if signal.getsignal(number) is signal.SIG_IGN],
-            "title": " ".join(words),
+            "words": words,
         }
 
     def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
@@ -200,6 +201,7 @@ class ChildForks:
 
     def _serve(self, link: socket.socket) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        set_command_line(["fork helper"])
         for number in _IGNORABLE:
             signal.signal(number, signal.SIG_IGN)
         os.closerange(3, link.fileno())
@@ -248,7 +250,7 @@ def become_program(order: Mapping[str, Any]) -> None:
     if not order["safe"]:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv = [order["module"], *order["args"]]
-    set_title(order["title"])
+    set_command_line(order["words"])
 
 
 def run_program(module: str) -> NoReturn:
@@ -273,11 +275,12 @@ def run_program(module: str) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def set_title(title: str) -> None:
+def set_command_line(words: Sequence[str]) -> None:
     """Set the command line in /proc, within the space that the program's arguments had."""
-    import setproctitle
-
-    setproctitle.setproctitle(title)
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    text = b"".join(word.encode() + b"\0" for word in words)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
 
 
 def _take_descriptors(given: Sequence[int], numbers: Sequence[int]) -> None:

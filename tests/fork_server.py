@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from ddptrain.rank.server.process_control import thread_count
+from ddptrain.rank.server import process_control
 from ddptrain.rank.server.warmup import import_everything
 from ddptrain.worker.environment import tuned_defaults
 from tests.child_forks import (
@@ -38,7 +38,6 @@ from tests.child_forks import (
     read_order,
     run_program,
     send_order,
-    set_title,
 )
 
 _STATUS = struct.Struct("!i")
@@ -135,8 +134,8 @@ class ForkServer:
         self, args: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
     ) -> ForkedProcess:
         """Start `python -m ddptrain ARGS` in a session of its own, with an empty stdin."""
-        title = " ".join([sys.executable, "-m", "ddptrain", *args])
-        order = {"module": "ddptrain", "args": list(args), "cwd": str(cwd), "env": dict(env), "title": title}
+        words = [sys.executable, "-m", "ddptrain", *args]
+        order = {"module": "ddptrain", "args": list(args), "cwd": str(cwd), "env": dict(env), "words": words}
         status, told = os.pipe()
         try:
             with self._lock, open(os.devnull, "rb") as nothing:
@@ -214,9 +213,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> None:
 def _main() -> NoReturn:
     del sys.path[0]  # the folder of the tests
     environment = dict(os.environ)
-    os.environ["SPT_NOENV"] = "1"  # titles leave the environment in /proc as it is
-    set_title(" ".join(sys.orig_argv[:4]))
-    del os.environ["SPT_NOENV"]
+    process_control.name_process("python", " ".join(sys.orig_argv[:4]))  # the first call finds the space for titles
     gc.disable()  # there is nothing to collect while modules are imported
     for name in _MODULES:
         importlib.import_module(name)
@@ -228,7 +225,7 @@ def _main() -> NoReturn:
     gc.enable()
     assert threading.active_count() == 1, threading.enumerate()
     _serve(socket.socket(fileno=int(sys.argv[1])))
-    if can_fork_siblings() and thread_count() == 1:
+    if can_fork_siblings() and process_control.thread_count() == 1:
         ChildForks(environment, _spare(), hidden).install()
     run_program("ddptrain")
 
