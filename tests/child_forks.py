@@ -42,7 +42,12 @@ _READ_AT_START = (
 _READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
 _RANK_SERVER = "ddptrain.rank.server.server"
 _STARTING = frozenset({"ddptrain", "ddptrain.worker"})  # they start further processes
-_MODULES = _STARTING | {_RANK_SERVER, "ddptrain.clusters.scheduler.scheduler_process"}
+_MODULES = _STARTING | {
+    _RANK_SERVER,
+    "ddptrain.clusters.backends.dask_class_process",
+    "ddptrain.clusters.scheduler.scheduler_process",
+    "ddptrain.driver.transfer.inputs_process",
+}
 _FIRST_SPARE_FD = 200
 _IGNORABLE = (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGHUP))
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
@@ -110,6 +115,7 @@ class HiddenModules(MetaPathFinder, Loader):
         if name not in self._modules:
             return None
         self.restore()
+        del sys.modules[name]  # or the import system would execute the module's file again
         return ModuleSpec(name, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
