@@ -37,7 +37,7 @@ LENGTH = struct.Struct("!I")
 # Read by Python, the C library, torch, Dask and fsspec when they start or are imported.
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "DASK_", "FSSPEC_", "OPENBLAS_", "OMP_", "KMP_", "GOMP_", "MKL_", "LC_"),
-    *("LANG", "TZ", "TORCH"),
+    *("LANG", "TZ", "TORCH_"),  # TORCHINDUCTOR_CACHE_DIR is set by an import of torch
 )
 _READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
 _RANK_SERVER = "ddptrain.rank.server.server"
