@@ -40,6 +40,7 @@ _READ_AT_START = (
     *("LANG", "TZ", "TORCH_"),  # TORCHINDUCTOR_CACHE_DIR is set by an import of torch
 )
 _READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
+_SET_BY_IMPORTS = frozenset({"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})  # by scikit-learn, for another OpenMP library
 _RANK_SERVER = "ddptrain.rank.server.server"
 _STARTING = frozenset({"ddptrain", "ddptrain.worker"})  # they start further processes
 _MODULES = _STARTING | {
@@ -57,7 +58,7 @@ _SYSTEM_CALLS = {"x86_64": 56, "aarch64": 220}  # clone
 
 def changed_at_start(environment: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
     """The variables that differ between both environments and that take effect only at a real start."""
-    names = {name for name in {*environment, *other} if environment.get(name) != other.get(name)}
+    names = {name for name in {*environment, *other} - _SET_BY_IMPORTS if environment.get(name) != other.get(name)}
     return {name for name in names if name.startswith(_READ_AT_START) or name in _READ_AT_START_NAMES}
 
 
