@@ -2,52 +2,62 @@
 
 A start of Python that imports ddptrain and Dask takes 0.4 to 1.0 s of CPU time, a fork 0.03 s, and the integration
 tests start the command more than 500 times. The forked process has its own session, environment, working directory,
-stdin, stdout and stderr. It runs `ddptrain.__main__` as `__main__` and ends as an interpreter ends, so signals, exit
-handlers and exit codes are those of a real start. What only a real start can show (import path, arguments in /proc)
-is tested with one: see `real_start` in conftest.py.
+stdin, stdout and stderr. It runs `ddptrain.__main__` as `__main__`; signals, exit handlers and exit codes are those of
+a real start. Its workers and rank servers are forked, too: see child_forks.py. What only a real start can show (import
+path, environment in /proc) is tested with one: see `real_start` in conftest.py.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import gc
 import importlib
-import json
 import os
-import runpy
 import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-_LENGTH = struct.Struct("!I")
+from ddptrain.rank.server import process_control
+from ddptrain.rank.server.warmup import import_everything
+from ddptrain.worker.environment import tuned_defaults
+from tests.child_forks import (
+    LENGTH,
+    ChildForks,
+    HiddenModules,
+    become_program,
+    can_fork_siblings,
+    changed_at_start,
+    read_order,
+    run_program,
+    send_order,
+)
+
 _STATUS = struct.Struct("!i")
-# Python, the C library, Dask and fsspec read these when they start or are imported.
-_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "DASK_", "FSSPEC_", "OPENBLAS_", "OMP_", "LC_", "LANG", "TZ")
-_READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
-# What a run on a cluster imports.
+# What a run on a cluster imports: the command, the scheduler and the worker.
 _MODULES = (
     "distributed",
     "ddptrain.cli.main",
     "ddptrain.clusters.lifecycle",
     "ddptrain.clusters.status",
+    "ddptrain.clusters.scheduler.slots",
     "ddptrain.driver.run",
+    "ddptrain.worker.rank_host",
+    "ddptrain.worker.rank_task",
 )
+_TITLE_ROOM = 2000  # bytes for the command lines of forked processes in /proc
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:
     """Whether a forked process behaves as one started with `environment`: equal values of what is read at a start."""
-    names = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
-    return not any(name.startswith(_READ_AT_START) or name in _READ_AT_START_NAMES for name in names)
+    return not changed_at_start(environment, os.environ)
 
 
 class ForkedProcess:
@@ -105,7 +115,9 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), "-" * _TITLE_ROOM],
+                cwd=Path(__file__).parent.parent,
+                env={**_spare(), **os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # sys.stdout of each forked process is buffered as that of a file
                 start_new_session=True,
@@ -122,14 +134,13 @@ class ForkServer:
         self, args: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
     ) -> ForkedProcess:
         """Start `python -m ddptrain ARGS` in a session of its own, with an empty stdin."""
-        order = json.dumps({"args": list(args), "cwd": str(cwd), "env": dict(env)}).encode()
+        words = [sys.executable, "-m", "ddptrain", *args]
+        order = {"module": "ddptrain", "args": list(args), "cwd": str(cwd), "env": dict(env), "words": words}
         status, told = os.pipe()
         try:
             with self._lock, open(os.devnull, "rb") as nothing:
-                fds = array.array("i", [nothing.fileno(), stdout.fileno(), stderr.fileno(), told])
-                self._socket.sendmsg([_LENGTH.pack(len(order))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-                self._socket.sendall(order)
-                (pid,) = _LENGTH.unpack(_receive(self._socket, _LENGTH.size))
+                fds = [nothing.fileno(), stdout.fileno(), stderr.fileno(), told]
+                pid = send_order(self._socket, {**order, "safe": False}, fds)
         finally:
             os.close(told)
         return ForkedProcess(["ddptrain", *args], pid, status)
@@ -140,21 +151,16 @@ class ForkServer:
         self._process.wait(30)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise EOFError
-        data += more
-    return data
+def _spare() -> dict[str, str]:
+    """Variables with which a worker starts its rank server."""
+    return {**tuned_defaults(), "OPENBLAS_NUM_THREADS": "1"}
 
 
 # --- in the process of the server ---
 
 
-def _serve(connection: socket.socket) -> list[str]:
-    """Fork for each order. Returns in each forked process, with its arguments; the server itself exits."""
+def _serve(connection: socket.socket) -> None:
+    """Fork for each order. Returns in each forked process; the server itself exits."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -168,17 +174,18 @@ def _serve(connection: socket.socket) -> list[str]:
             _report_ended(running)
         if connection in ready:
             try:
-                order, fds = _read_order(connection)
+                order, fds = read_order(connection)
             except (EOFError, ConnectionError):
                 sys.exit(0)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                return _become(order, fds)
+                _become(order, fds)
+                return
             running[pid] = fds.pop()
             for fd in fds:
                 os.close(fd)
-            connection.sendall(_LENGTH.pack(pid))
+            connection.sendall(LENGTH.pack(pid))
 
 
 def _report_ended(running: dict[int, int]) -> None:
@@ -191,17 +198,8 @@ def _report_ended(running: dict[int, int]) -> None:
         os.close(running.pop(pid))
 
 
-def _read_order(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 4)
-    if not head:
-        raise EOFError
-    (size,) = _LENGTH.unpack(head + _receive(connection, _LENGTH.size - len(head)))
-    order: dict[str, Any] = json.loads(_receive(connection, size))
-    return order, fds
-
-
-def _become(order: dict[str, Any], fds: list[int]) -> list[str]:
-    """Make the forked process what a real start would have made it; returns the arguments of the command."""
+def _become(order: dict[str, Any], fds: list[int]) -> None:
+    """Make the forked process what a real start would have made it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -209,24 +207,27 @@ def _become(order: dict[str, Any], fds: list[int]) -> list[str]:
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    os.chdir(order["cwd"])
-    os.environ.clear()
-    os.environ.update(order["env"])
-    tempfile.tempdir = None
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
-    return [str(argument) for argument in order["args"]]
+    become_program(order)
 
 
 def _main() -> NoReturn:
-    del sys.path[0]  # the folder of this file
+    del sys.path[0]  # the folder of the tests
+    environment = dict(os.environ)
+    process_control.name_process("python", " ".join(sys.orig_argv[:4]))  # the first call finds the space for titles
+    gc.disable()  # there is nothing to collect while modules are imported
     for name in _MODULES:
         importlib.import_module(name)
+    import_everything()
+    hidden = HiddenModules("torch")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # folders of tests may have modules of this name
     gc.freeze()  # fewer pages to copy after a fork
+    gc.enable()
     assert threading.active_count() == 1, threading.enumerate()
-    arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.argv = ["ddptrain", *arguments]
-    runpy.run_module("ddptrain", run_name="__main__", alter_sys=True)
-    raise AssertionError("the command has returned")
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    if can_fork_siblings() and process_control.thread_count() == 1:
+        ChildForks(environment, _spare(), hidden).install()
+    run_program("ddptrain")
 
 
 if __name__ == "__main__":

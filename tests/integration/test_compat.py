@@ -128,7 +128,7 @@ def train(epochs):
 def told_by_notebook(run_cli: Cli) -> tuple[dict[str, Any], str]:
     """What the program says of its jobs, and what its workers have printed."""
     (run_cli.folder / "notebook.py").write_text(NOTEBOOK)
-    done = run_cli("notebook.py", program=(sys.executable,), timeout_s=100)
+    done = run_cli("notebook.py", program=(sys.executable,), timeout_s=280)
     assert done.rc == 0, done.stderr + done.stdout
     said: dict[str, Any] = json.loads(done.stdout.partition("SAID ")[2])
     return said, done.stderr
@@ -139,6 +139,7 @@ def files(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # Dask's nannies start Python anew for each worker, and each rank imports torch
 def test_notebook_runs_after_its_import_has_changed(run_cli: Cli) -> None:
     """Jobs return, and hand over results, each time anew; those that die fail their futures, and stop the others."""
     said, printed = told_by_notebook(run_cli)

@@ -1,0 +1,326 @@
+"""Starts the processes of a forked command by fork, too: workers, schedulers and rank servers.
+
+An import of torch and Dask takes a rank server 2 s of CPU time and a worker 0.7 s, and the integration tests start
+hundreds of them. The fork server (tests/fork_server.py) has imported both. Each process that it forks has a helper: a
+fork of its own, made at its start, when it has one thread and no state. `subprocess.Popen` has the helper fork where
+it would start `python -m MODULE` with one of _MODULES. The new process has the caller as its parent (CLONE_PARENT), and
+session, environment, descriptors, signals and working directory as `Popen` would give them. Any other program, an
+environment that only a real start reads, and any other system than Linux on x86-64 or arm64 get a real start.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import ctypes
+import fcntl
+import inspect
+import json
+import os
+import platform
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+LENGTH = struct.Struct("!I")
+# Read by Python, the C library, torch, Dask and fsspec when they start or are imported.
+_READ_AT_START = (
+    *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "DASK_", "FSSPEC_", "OPENBLAS_", "OMP_", "KMP_", "GOMP_", "MKL_", "LC_"),
+    *("LANG", "TZ", "TORCH_"),  # TORCHINDUCTOR_CACHE_DIR is set by an import of torch
+)
+_READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
+_SET_BY_IMPORTS = frozenset({"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})  # by scikit-learn, for another OpenMP library
+_RANK_SERVER = "ddptrain.rank.server.server"
+_STARTING = frozenset({"ddptrain", "ddptrain.worker"})  # they start further processes
+_MODULES = _STARTING | {
+    _RANK_SERVER,
+    "ddptrain.clusters.backends.dask_class_process",
+    "ddptrain.clusters.scheduler.scheduler_process",
+    "ddptrain.driver.transfer.inputs_process",
+}
+_FIRST_SPARE_FD = 200
+_IGNORABLE = (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGHUP))
+_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+_PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 1, 40
+_SYSTEM_CALLS = {"x86_64": 56, "aarch64": 220}  # clone
+
+
+def changed_at_start(environment: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
+    """The variables that differ between both environments and that take effect only at a real start."""
+    names = {name for name in {*environment, *other} - _SET_BY_IMPORTS if environment.get(name) != other.get(name)}
+    return {name for name in names if name.startswith(_READ_AT_START) or name in _READ_AT_START_NAMES}
+
+
+def send_order(link: socket.socket, order: Mapping[str, Any], fds: Sequence[int]) -> int:
+    """Send an order with descriptors; returns the pid of the process that was forked for it."""
+    data = json.dumps(order).encode()
+    link.sendmsg([LENGTH.pack(len(data))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+    link.sendall(data)
+    (pid,) = LENGTH.unpack(_receive(link, LENGTH.size))
+    return int(pid)
+
+
+def read_order(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next order and its descriptors. Raises EOFError or ConnectionError where none comes any more."""
+    head, fds, _, _ = socket.recv_fds(link, LENGTH.size, 64)
+    if not head:
+        raise EOFError
+    (size,) = LENGTH.unpack(head + _receive(link, LENGTH.size - len(head)))
+    order: dict[str, Any] = json.loads(_receive(link, size))
+    return order, fds
+
+
+def _receive(link: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = link.recv(size - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+# --- modules that only rank servers have ---
+
+
+class HiddenModules(MetaPathFinder, Loader):
+    """Modules that are loaded but not in `sys.modules`: the first import of one of them brings all back."""
+
+    def __init__(self, package: str) -> None:
+        self._modules = {n: m for n, m in sys.modules.items() if n == package or n.startswith(package + ".")}
+        self._spec: ModuleSpec | None = None
+        for name in self._modules:
+            del sys.modules[name]
+        sys.meta_path.insert(0, self)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))  # a process that ends need not take them apart
+
+    def restore(self) -> None:
+        """Put them back."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            sys.modules.update(self._modules)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """A spec for a module that is loaded already."""
+        if name not in self._modules:
+            return None
+        self.restore()
+        del sys.modules[name]  # or the import system would execute the module's file again
+        return ModuleSpec(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The loaded module."""
+        module: ModuleType = self._modules[spec.name]
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: it has been executed."""
+        module.__spec__ = self._spec
+
+
+# --- in the process that starts others ---
+
+
+class ChildForks:
+    """The helper of this process, and what `subprocess.Popen` asks of it. Made while there is one thread."""
+
+    def __init__(self, environment: Mapping[str, str], spare: Mapping[str, str], hidden: HiddenModules) -> None:
+        """`environment` is that of the real start; of it a process may lack the variables `spare`."""
+        self._environment, self._spare, self._hidden = dict(environment), dict(spare), hidden
+        self._link, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            self._link.close()
+            self._serve(theirs)
+        theirs.close()
+
+    def install(self) -> None:
+        """Have `subprocess.Popen` of this process use the helper."""
+        forks = self
+        execute = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+
+        class Popen(subprocess.Popen):  # type: ignore[type-arg]
+            def _execute_child(self, *args: Any) -> None:
+                call = execute.bind(self, *args).arguments
+                order = forks.order(call)
+                if order is None:
+                    super()._execute_child(*args)  # type: ignore[misc]
+                    return
+                own = [call[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+                standard = [number if fd == -1 else fd for number, fd in enumerate(own)]
+                self.pid = forks.start(order, [*standard, *order["fds"]])
+                self._child_created = True
+                pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+                self._close_pipe_fds(*(call[name] for name in pipes))  # type: ignore[attr-defined]
+
+        subprocess.Popen = Popen  # type: ignore[misc]
+
+    def order(self, call: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What the helper has to do for a call of Popen; None where only a real start does."""
+        words = [os.fspath(word) for word in call["args"]] if isinstance(call["args"], list) else []
+        safe = words[1:2] == ["-P"]
+        module, *arguments = words[3 if safe else 2 :] or [""]
+        env = dict(os.environ if call["env"] is None else call["env"])
+        cwd = os.fspath(call["cwd"] or os.getcwd())
+        plain = (
+            words[:1] == [sys.executable]
+            and words[2 if safe else 1] == "-m"
+            and module in _MODULES
+            and call["preexec_fn"] is None
+            and call["close_fds"]
+            and (call["uid"], call["gid"], call["gids"], call["umask"]) == (None, None, None, -1)
+            and os.path.isdir(cwd)
+            and all(fd < _FIRST_SPARE_FD for fd in call["pass_fds"])
+            and not changed_at_start({**self._spare, **env}, self._environment)
+        )
+        if not plain:
+            return None
+        return {
+            "module": module,
+            "args": arguments,
+            "safe": safe,
+            "env": env,
+            "cwd": cwd,
+            "fds": list(call["pass_fds"]),
+            "session": bool(call["start_new_session"]),
+            "group": call.get("process_group", -1),
+            "ignored": [number for number in _IGNORABLE if signal.getsignal(number) is signal.SIG_IGN],
+            "words": words,
+        }
+
+    def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
+        """Have the helper fork; returns the pid of the new process, a child of this one."""
+        return send_order(self._link, order, fds)
+
+    # --- in the helper ---
+
+    def _serve(self, link: socket.socket) -> NoReturn:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        set_command_line(["fork helper"])
+        for number in _IGNORABLE:
+            signal.signal(number, signal.SIG_IGN)
+        os.closerange(3, link.fileno())
+        os.closerange(link.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nothing, number)
+        while True:
+            try:
+                order, fds = read_order(link)
+            except (EOFError, ConnectionError):
+                os._exit(0)
+            pid = _fork_sibling()
+            if pid == 0:
+                link.detach()  # it is closed with all other descriptors
+                self._run(order, fds)
+            for fd in fds:
+                os.close(fd)
+            link.sendall(LENGTH.pack(pid))
+
+    def _run(self, order: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
+        """Be the process of an order, to its end."""
+        _take_descriptors(fds, order["fds"])
+        for number in _IGNORABLE:
+            signal.signal(number, signal.SIG_IGN if number in order["ignored"] else signal.SIG_DFL)
+        if signal.SIGINT not in order["ignored"]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if order["session"]:
+            os.setsid()
+        elif order["group"] >= 0:
+            os.setpgid(0, order["group"])
+        become_program(order)
+        if order["module"] == _RANK_SERVER:
+            self._hidden.restore()
+        if order["module"] in _STARTING:
+            ChildForks(self._environment, self._spare, self._hidden).install()
+        run_program(order["module"])
+
+
+def become_program(order: Mapping[str, Any]) -> None:
+    """Folder, environment, arguments and import path of this process, as a real start would have them."""
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    tempfile.tempdir = None
+    if not order["safe"]:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    sys.argv = [order["module"], *order["args"]]
+    set_command_line(order["words"])
+
+
+def run_program(module: str) -> NoReturn:
+    """Run a module as `__main__`, and end as the interpreter does, but without taking apart hundreds of modules.
+
+    That takes 0.3 s of CPU time with Dask and torch. Threads, exit handlers and buffers get what they always get.
+    """
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        if stop.code is not None and not isinstance(stop.code, int):
+            raise  # the interpreter prints it
+        code = stop.code or 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(code)  # the interpreter tries again, says so and changes the code
+    os._exit(code & 0xFF)
+
+
+def set_command_line(words: Sequence[str]) -> None:
+    """Set the command line in /proc, within the space that the program's arguments had."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    text = b"".join(word.encode() + b"\0" for word in words)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
+
+
+def _take_descriptors(given: Sequence[int], numbers: Sequence[int]) -> None:
+    """Make `given` the descriptors 0, 1, 2 and `numbers`, and close all others."""
+    spare = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_SPARE_FD) for fd in given]
+    os.closerange(0, _FIRST_SPARE_FD)
+    for fd, number in zip(spare, [0, 1, 2, *numbers], strict=True):
+        os.dup2(fd, number)
+    os.closerange(_FIRST_SPARE_FD, os.sysconf("SC_OPEN_MAX"))
+
+
+def can_fork_siblings() -> bool:
+    """Whether this system has what `ChildForks` needs."""
+    return sys.platform == "linux" and platform.machine() in _SYSTEM_CALLS
+
+
+def _fork_sibling() -> int:
+    """`os.fork`, but the new process is a child of this process's parent."""
+    libc, python = ctypes.PyDLL(None), ctypes.pythonapi
+    address = ctypes.c_void_p()  # where the C library keeps the number of this thread
+    libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
+    flags = _CLONE_PARENT | int(signal.SIGCHLD)
+    if address.value:
+        flags |= _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID
+    none = ctypes.c_void_p()
+    places = [none, address, none] if platform.machine() == "x86_64" else [none, none, address]
+    arguments = [ctypes.c_long(_SYSTEM_CALLS[platform.machine()]), ctypes.c_long(flags), none, *places]
+    libc.syscall.restype = ctypes.c_long
+    python.PyOS_BeforeFork()
+    pid = int(libc.syscall(*arguments))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    assert pid >= 0, "clone failed"
+    return pid
