@@ -132,4 +132,4 @@ def test_option_of_torchrun_is_answered_with_ours(
 
 def test_option_that_nobody_has_is_refused_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--nope", "script.py"]) == 2
-    assert "No such option: --nope" in capsys.readouterr().err
+    assert "there is no option --nope" in capsys.readouterr().err
