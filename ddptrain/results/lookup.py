@@ -134,7 +134,7 @@ def _latest(runs_dir: Path) -> Path:
     runs = list_runs(runs_dir)
     if not runs:
         raise RunNotFound(
-            f"there is no run in {where_of(runs_dir)} yet; start one with ddptrain train, or say where with --runs-dir"
+            f"there is no run in {where_of(runs_dir)} yet; start one with ddptrain train (--runs-dir: another folder)"
         )
     return runs[0].layout.root
 
@@ -148,16 +148,16 @@ def newest_trained(views: Sequence[RunView], workload: str) -> RunView:
     place = views[0].layout.where.rpartition("/")[0] if views else "the folder"
     if of_workload:
         raise RunNotFound(f"no run of {workload} in {place} has a checkpoint yet: train one for an epoch first")
-    raise RunNotFound(f"there is no run of {workload} in {place}: train one first, or say where with --runs-dir")
+    raise RunNotFound(f"there is no run of {workload} in {place}: train one first (--runs-dir names another folder)")
 
 
 def _nothing_found(runs_dir: Path, run: str) -> str:
     names = _names(runs_dir)
     what = f'no run "{shorten(run)}" in {where_of(runs_dir)}'
     if os.path.isdir(run):
-        what += f', and the folder "{shorten(run)}" holds no run.json'
+        what += f', and the folder "{shorten(run)}" contains no run.json'
     if not names:
-        return f"{what}, which has no runs; say where they are with --runs-dir"
+        return f"{what}, which contains no runs (--runs-dir names another folder)"
     match = nearest(run, names)
     newest = [view.run_id for view in list_runs(runs_dir)]
     return f"{what}; " + (f"did you mean {match}?" if match else f"there are: {_some(newest)}")

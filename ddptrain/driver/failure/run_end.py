@@ -90,9 +90,13 @@ def _others(ranks: Sequence[RankState], first: int) -> str:
     others = [(rank.spec.rank, rank.fault) for rank in ranks if rank.spec.rank != first and rank.fault is not None]
     victims = [rank for rank, fault in others if fault.victim]
     same = [rank for rank, fault in others if not fault.victim and first_fault and fault.line == first_fault.line]
-    parts = [f"likewise rank {format_ranks(same)}"] if same else []
-    parts += [f"only victims: rank {format_ranks(victims)}"] if victims else []
+    parts = [f"the same error: {_counted_ranks(same)}"] if same else []
+    parts += [f"failed as a consequence: {_counted_ranks(victims)}"] if victims else []
     return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _counted_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
 def judge_error(error: BaseException, writer: RunWriter) -> RunEnd:

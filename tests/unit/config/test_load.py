@@ -386,3 +386,23 @@ def test_mode_of_the_wandb_library_is_answered_with_its_variable(refuse: Refuse)
     (problem,) = refuse("workload: toy\ntracking: {wandb: {mode: offline}}\n")
     assert "tracking.wandb.mode: expected off, rank0, process or shared" in problem
     assert "env: {WANDB_MODE: offline}" in problem
+
+
+def test_script_given_as_configuration_names_the_command_that_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "train.py")
+    script = tmp_path / "train.py"
+    assert str(caught.value) == f"{script}: is not a YAML file (ddptrain run {script} runs a script)"
+
+
+def test_missing_file_names_the_files_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "spirals.yaml").write_text("workload: petnames\n")
+    with pytest.raises(ConfigError, match=r"there is no such file \(in this folder: spirals\.yaml\)"):
+        load_config(tmp_path / "xyz")
+
+
+def test_key_in_the_wrong_section_is_named_with_its_full_key(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("workload: petnames\ncluster:\n  hosts: [a]\n")
+    with pytest.raises(ConfigError, match=r"cluster\.hosts: unknown key \(did you mean cluster\.ssh\.hosts\?\)"):
+        load_config(tmp_path / "c.yaml")
