@@ -88,3 +88,25 @@ def test_wrong_field_is_named_with_its_line(tmp_path: Path, section: str, key: s
     text = str(caught.value)
     assert f"{path}:2" in text and key in text and message in text, text
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "metric", "mode"),
+    [
+        ("", "val/loss", "min"),
+        ("checkpoint: {metric: accuracy, mode: max}\n", "accuracy", "max"),
+        ("checkpoint: {metric: loss}\n", "loss", "min"),
+        ("checkpoint: {metric: null}\n", "val/loss", "min"),
+    ],
+)
+def test_gate_is_the_metric_of_the_best_checkpoint_unless_given(
+    tmp_path: Path, more: str, metric: str, mode: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"workload: petnames\nretrain: {{model: m}}\n{more}")
+    retrain = load_config(path).config.retrain
+    assert retrain is not None
+    assert [(rule.metric, rule.mode) for rule in retrain.gate] == [(metric, mode)]
+    path.write_text(f"workload: petnames\nretrain: {{model: m, gate: {{metric: other}}}}\n{more}")
+    retrain = load_config(path).config.retrain
+    assert retrain is not None and [rule.metric for rule in retrain.gate] == ["other"]
