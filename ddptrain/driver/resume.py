@@ -158,7 +158,7 @@ def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
         old, new = flat_before.get(key), flat_now.get(key)
         if old != new and not (key == f"params.{PARAM}" and same_model(old, new)):
             before_text = shorten(str(old), 40) if key in flat_before else "not given"
-            now_text = shorten(str(new), 40) if key in flat_now else "not given"
+            now_text = shorten(str(new), 40) if key in flat_now else "not given: its default"
             yield f"{key} {before_text} (now {now_text})"
 
 

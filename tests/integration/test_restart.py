@@ -193,7 +193,7 @@ def test_auto_resumes_what_failed_and_starts_afresh_after_a_success(trainer: Tra
     assert again.rc == 1 and f"starting afresh: the last run of this name, {failed}, has succeeded" in again.stderr
     other = trainer.train("--resume", "auto", epochs=3)
     assert (
-        other.rc == 0 and "starting afresh: run " in other.stderr and "params.die_in 3 (now not given)" in other.stderr
+        other.rc == 0 and "starting afresh: run " in other.stderr and "params.die_in 3 (now not given: its default)" in other.stderr
     )
 
 
