@@ -93,15 +93,17 @@ def load_data(data: bytes, name: str) -> Any:
     return plain(root) if root is not None else None
 
 
-def place_in_file(path: Path, key: tuple[str, ...]) -> str:
-    """Return the place of a key as FILE:LINE; the file alone if it does not contain the key."""
+def place_in_file(path: Path, key: tuple[str, ...], value: object) -> str:
+    """Return the place of a key as FILE:LINE; the file alone if it has another value there, as with --set."""
     name = shorten(str(path), 300)
     try:
         root, _ = parse_yaml(read_text(path), lambda line, column: Place(0, line, column, f"{name}:{line}"))
     except ConfigError:
         return name
-    found = root.value if root is not None else None
-    return place_of(root, key).text if root is not None and isinstance(found, dict) and key[0] in found else name
+    found = plain(root) if root is not None else None
+    for part in key:
+        found = found.get(part) if isinstance(found, dict) else None
+    return place_of(root, key).text if root is not None and found == value else name
 
 
 def _read(source: Path | str) -> tuple[Path, Node, list[Located]]:
@@ -114,7 +116,7 @@ def _read(source: Path | str) -> tuple[Path, Node, list[Located]]:
     name = shorten(str(path), 300)
     root, problems = parse_yaml(text, lambda line, column: Place(0, line, column, f"{name}:{line}"))
     if root is None or root.value is None:
-        what = "holds only comments" if text.strip() else "is empty"
+        what = "contains only comments" if text.strip() else "is empty"
         raise ConfigError([Problem(name, "", what, "a configuration has at least a line as workload: petnames")])
     if not isinstance(root.value, dict):
         got = f"expected a mapping, as workload: petnames, got {describe_value(root.value)}"

@@ -28,7 +28,7 @@ def check_workload(resolved: ResolvedConfig) -> None:
         return
     module, _, function = workload_target(workload).partition(":")
     folders = [*resolved.import_folders, *sys.path]
-    where = place_in_file(resolved.path, ("workload",))
+    where = place_in_file(resolved.path, ("workload",), workload)
     if (error := syntax_error(module, folders)) is not None:
         raise ConfigError([_not_python(where, "workload", error)])
     if of_file(workload) or not _may_exist(module.partition(".")[0], folders):
@@ -45,7 +45,9 @@ def _check_script(resolved: ResolvedConfig) -> None:
         (path for path in (Path(folder, script.script) for folder in resolved.import_folders) if path.is_file()), None
     )
     if found is not None and (error := syntax_error_of_file(found)) is not None:
-        where = place_in_file(resolved.path, ("workload", "script")) if resolved.path.is_file() else "ddptrain run"
+        where = "ddptrain run"
+        if resolved.path.is_file():
+            where = place_in_file(resolved.path, ("workload", "script"), script.script)
         raise ConfigError([_not_python(where, "workload.script", error)])
 
 

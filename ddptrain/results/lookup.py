@@ -124,7 +124,9 @@ def find_run(runs_dir: Path, run: str) -> Path:
         if len(matches) == 1:
             return runs_dir / matches[0]
         if matches:
-            raise RunNotFound(f'"{shorten(run)}" fits {len(matches)} runs: {_some(matches)}; give more of the name')
+            raise RunNotFound(
+                f'"{shorten(run)}" matches {len(matches)} runs: {_some(matches)}; give more characters of the name'
+            )
     if run and _is_run(Path(run)):
         return Path(os.path.abspath(run))
     raise RunNotFound(_nothing_found(runs_dir, run))

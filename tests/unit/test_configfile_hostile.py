@@ -45,8 +45,8 @@ def refusal(path: Path) -> str:
     [
         ("", "c.yaml: is empty (a configuration has"),
         ("  \n\n", "c.yaml: is empty"),
-        ("# nothing\n", "c.yaml: holds only comments"),
-        ("---\n# nothing\n...\n", "c.yaml: holds only comments"),
+        ("# nothing\n", "c.yaml: contains only comments"),
+        ("---\n# nothing\n...\n", "c.yaml: contains only comments"),
         ("- a\n", "c.yaml:1: expected a mapping, as workload: petnames, got a list"),
         ("\nhello\n", 'c.yaml:2: expected a mapping, as workload: petnames, got the text "hello"'),
         ("name: x\nparams:\n\tepochs: 3\n", "c.yaml:3: a tab stands where YAML takes only spaces"),

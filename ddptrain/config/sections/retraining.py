@@ -22,7 +22,7 @@ def duration_s(text: str) -> float:
     parts = _DURATION.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text.replace(" ", ""):
         raise ValueError(
-            f'{describe_value(text)} is no duration: write a number with s, m, h, d or w, as in "6h" or "1h30m"'
+            f'{describe_value(text)} is not a duration: write a number with s, m, h, d or w, as in "6h" or "1h30m"'
         )
     return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
 

@@ -53,18 +53,20 @@ def _preempted(notice: str, writer: RunWriter) -> RunEnd:
     """The run was told to end, and can continue from its newest checkpoint."""
     newest = writer.record.checkpoints[0]
     failure = FailureRecord(kind="preempted", message=notice)
-    cause = f"{notice}; checkpoint {newest} is saved, go on with --resume {writer.run_id}"
+    cause = f"{notice}; checkpoint {newest} is saved, continue with --resume {writer.run_id}"
     return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, cause, failure)
 
 
 def _saved_itself(notice: str) -> RunEnd:
     failure = FailureRecord(kind="preempted", message=notice)
-    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; it has saved, run it again to go on", failure)
+    return RunEnd(
+        RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; it has saved its state: run it again to continue", failure
+    )
 
 
 def _gone(notice: str) -> RunEnd:
     failure = FailureRecord(kind="worker_lost", message=notice)
-    return RunEnd(RunStatus.FAILED, ExitCode.CLUSTER, f"{notice}; there is no checkpoint to go on from", failure)
+    return RunEnd(RunStatus.FAILED, ExitCode.CLUSTER, f"{notice}; there is no checkpoint to continue from", failure)
 
 
 def _tracker_failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:

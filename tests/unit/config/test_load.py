@@ -204,7 +204,7 @@ def test_thousands_of_problems_are_cut_short(refuse: Refuse) -> None:
         ("params: {sizes: [1, x]}", 'params.sizes[1]: expected a whole number, got the text "x"'),
         ("params: null", "params: expected a mapping, as key: value, got nothing"),
         ("params: [1]", "params: expected a mapping, as key: value, got a list"),
-        ("env: {'A=B': x}", "env.A=B: is no name for an environment variable"),
+        ("env: {'A=B': x}", "env.A=B: is not a name of an environment variable"),
         ("results: {dir: ''}", "results.dir: expected text of 1 or more characters"),
     ],
 )
@@ -342,7 +342,7 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
         ("cluster: {tls: {ca_file: a, cert_file: b, key_file: c}}", "cluster.tls: is given, but cluster.backend is"),
         ("cluster: {address: 'tcp://h:1', scheduler_file: s}", "cluster.scheduler_file: is given, and so is"),
         ("cluster: {ssh: {hosts: []}}", "cluster.ssh.hosts: expected 1 or more values"),
-        ("cluster: {ssh: {hosts: [-oX]}}", "cluster.ssh.hosts[0]: is no host: ssh would take it for an option"),
+        ("cluster: {ssh: {hosts: [-oX]}}", "cluster.ssh.hosts[0]: is not a host: ssh would read it as an option"),
         ('cluster: {slurm: {partition: "a\\nb"}}', "cluster.slurm.partition:"),
         ("cluster: {name: Dev}", "cluster.name: expected a name of 1 to 64 lower-case letters, digits"),
     ],

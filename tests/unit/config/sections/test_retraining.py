@@ -23,7 +23,7 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "6", "h", "6 hours", "6h30", "-1h", "1e3s", "6h;"])
 def test_text_that_is_no_duration(text: str) -> None:
-    with pytest.raises(ValueError, match=r'is no duration: write a number with s, m, h, d or w, as in "6h"'):
+    with pytest.raises(ValueError, match=r'is not a duration: write a number with s, m, h, d or w, as in "6h"'):
         duration_s(text)
 
 
