@@ -49,7 +49,7 @@ def refusal(path: Path) -> str:
         ("---\n# nothing\n...\n", "c.yaml: contains only comments"),
         ("- a\n", "c.yaml:1: expected a mapping, as workload: petnames, got a list"),
         ("\nhello\n", 'c.yaml:2: expected a mapping, as workload: petnames, got the text "hello"'),
-        ("name: x\nparams:\n\tepochs: 3\n", "c.yaml:3: a tab stands where YAML takes only spaces"),
+        ("name: x\nparams:\n\tepochs: 3\n", "c.yaml:3: a tab is used for indentation: YAML allows only spaces"),
         ("a: 1\nb: x: y\n", "c.yaml:2: not valid YAML: mapping values are not allowed"),
         ('a: "x\n', "not valid YAML: found unexpected end of stream"),
         ("a: 1\n b: 2\n", "c.yaml:2: not valid YAML"),
