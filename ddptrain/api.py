@@ -122,7 +122,7 @@ def _workload(function: Callable[..., Any]) -> tuple[str, Path]:
     module = sys.modules.get(module_name or "")
     if module is None or not name or "<" in name:
         raise UsageError(
-            f"{function!r} is no function of a module, which ranks could import: define it at its top level"
+            f"{function!r} is not a function of a module, which ranks could import: define it at its top level"
         )
     file, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
     if module_name == "__main__":

@@ -186,7 +186,7 @@ class Run:
         while self._is_on():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError(f"run {self.id} is still on after {timeout_s:g} s")
+                raise TimeoutError(f"run {self.id} is still running after {timeout_s:g} s")
             time.sleep(min(left_s, _STORE_LOOK_S if self._is_stored and self._process is None else _LOOK_S))
         self._raise()
         return self
@@ -271,7 +271,7 @@ class Run:
         words = [word for word in (failure.type, one_line(failure.message)) if word]
         place = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
         log = f"; log: {failure.log}" if failure.log else ""
-        again = f"; go on with resume={self.id!r}" if code == ExitCode.PREEMPTED else ""
+        again = f"; continue with resume={self.id!r}" if code == ExitCode.PREEMPTED else ""
         raise error_of(
             ExitCode.CLUSTER if code is None else code, f"run {self.id}: {place}{': '.join(words)}{log}{again}"
         )

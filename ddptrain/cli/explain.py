@@ -34,7 +34,7 @@ def _explain_code(code: int, json: bool) -> None:
     from ddptrain.explain import as_text, explanation_of
 
     if code > _HIGHEST_CODE:
-        raise UsageError(f"{code} is no exit code: they are 0 to {_HIGHEST_CODE}")
+        raise UsageError(f"{code} is not an exit code: exit codes are 0 to {_HIGHEST_CODE}")
     if json:
         print_json({"exit_code": code, **dataclasses.asdict(explanation_of(code))})
     else:

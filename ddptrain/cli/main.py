@@ -41,6 +41,7 @@ from ddptrain.cli.train import train
 from ddptrain.cli.unattended.notify import app as notify
 from ddptrain.cli.unattended.retrain import retrain
 from ddptrain.cli.unattended.schedule import app as schedule
+from ddptrain.cli.usage_errors import RootGroup
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, one_line
 
 PROGRAM = "ddptrain"
@@ -56,6 +57,7 @@ def _leave_with(code: int | None, **_: Any) -> None:
 # Without markup the help does not import rich, which takes two thirds of the time.
 app = typer.Typer(
     name=PROGRAM,
+    cls=RootGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

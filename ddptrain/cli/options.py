@@ -47,7 +47,7 @@ DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, also the cluster; print what would run, start nothing.")
 ]
 DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Leave once the run has begun: it goes on without this shell.")
+    bool, typer.Option("--detach", help="Leave once the run has begun: it continues without this shell.")
 ]
 FullTracebackOption = Annotated[
     bool, typer.Option("--full-traceback", help="Show the frames of torch and ddptrain, too, where ranks fail.")

@@ -111,7 +111,7 @@ def _refuse_configuration(script: str) -> None:
     import shlex
 
     if script.lower().endswith((".yaml", ".yml")):
-        raise UsageError(f"{script} is a configuration, no script: ddptrain train {shlex.quote(script)}")
+        raise UsageError(f"{script} is a configuration, not a script: ddptrain train {shlex.quote(script)}")
 
 
 def _own(args: list[str]) -> list[str]:

@@ -67,7 +67,7 @@ def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
         write([json.dumps(fields)], is_json=True)
     else:
         ended = f"{record.status} (exit code {record.exit_code})"
-        hint = "; go on with ddptrain sweep CONFIG --resume" if was_running and record.exit_code else ""
+        hint = "; continue with ddptrain sweep CONFIG --resume" if was_running and record.exit_code else ""
         write([f"sweep {target.name} {'' if was_running else 'is not running, it has ended: '}{ended}{hint}"])
     return True
 
@@ -113,7 +113,7 @@ def _words(view: RunView, *, was_active: bool) -> str:
     record = view.record
     code = "" if record.exit_code is None else f" (exit code {record.exit_code})"
     why = f": {one_line(record.failure.message)}" if record.failure and record.failure.message else ""
-    saved = f"; go on with --resume {view.run_id}" if view.status == RunStatus.PREEMPTED else ""
+    saved = f"; continue with --resume {view.run_id}" if view.status == RunStatus.PREEMPTED else ""
     how = f"{view.status}{code}{why}{saved}"
     return f"run {view.run_id} {how}" if was_active else f"run {view.run_id} is not running, it has ended: {how}"
 

@@ -51,9 +51,7 @@ def sweep(
     if ranks is not None:
         options[f"sweep.ranks={ranks}"] = f"--ranks {ranks}"
     if config is None and not resume:
-        raise UsageError(
-            "name the configuration: ddptrain sweep CONFIG, or go on with a sweep: ddptrain sweep --resume"
-        )
+        raise UsageError("name the configuration: ddptrain sweep CONFIG, or continue a sweep: ddptrain sweep --resume")
     from ddptrain.sweep.sweep import SweepOptions, last_source, run_sweep
 
     if config is None:

@@ -123,8 +123,8 @@ def start(
 
     if resume not in (None, "auto") and run_id is not None:
         raise UsageError(
-            "--resume RUN goes on with a run that has its id: leave --run-id out, or give --resume auto, which starts "
-            "the run with that id or goes on with it"
+            "--resume RUN continues a run that has its id: leave --run-id out, or give --resume auto, which starts "
+            "the run with that id or continues it"
         )
     if detach:
         raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=output is OutputMode.JSON))
@@ -157,7 +157,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
         return 0
     run = begun.run_id if runs_dir == "runs" else shlex.quote(begun.run_dir)
     told = [
-        f"run {begun.run_id} in {begun.run_dir} goes on without this shell: process {begun.pid} on {begun.host}",
+        f"run {begun.run_id} in {begun.run_dir} continues without this shell: process {begun.pid} on {begun.host}",
         *([begun.reason] if begun.reason else []),
         f"follow it with ddptrain results logs {run} --follow, stop it with ddptrain stop {run}",
     ]

@@ -54,6 +54,8 @@ def _missing_hint(path: Path, shipped: dict[str, Path]) -> str:
         return f"did you mean {shorten(str(path.parent / beside[match]), 300)}?"
     if match := nearest(path.stem, shipped):
         return f"did you mean {match}?"
+    if beside:
+        return f"in this folder: {shorten(', '.join(sorted(beside.values())), 200)}"
     return f"shipped examples are: {', '.join(shipped)}" if shipped else ""
 
 

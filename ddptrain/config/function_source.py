@@ -52,14 +52,19 @@ def syntax_error(module: str, folders: Sequence[str]) -> SyntaxError | None:
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         path = _find_file(".".join(parts[:count]), folders)
-        if path is None:
-            continue
-        try:
-            compile(_read(path), str(path), "exec", dont_inherit=True)
-        except SyntaxError as error:
+        if path is not None and (error := syntax_error_of_file(path)) is not None:
             return error
-        except _UNREADABLE:
-            continue
+    return None
+
+
+def syntax_error_of_file(path: Path) -> SyntaxError | None:
+    """Return the error of a file that is no valid Python; None if there is none, or the file can't be read."""
+    try:
+        compile(_read(path), str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return error
+    except _UNREADABLE:
+        pass
     return None
 
 
@@ -98,6 +103,12 @@ def names_in(found: Found) -> list[str] | None:
             return None
         names += _bound(node)
     return None if {"__getattr__", "globals", "exec"} & {*names, *_called(found.tree)} else names
+
+
+def is_module(found: Found, name: str) -> bool:
+    """Return whether the only statement that defines the name is `import name`."""
+    nodes = [node for node in _statements(found.tree.body) if name in _bound(node)]
+    return len(nodes) == 1 and isinstance(nodes[0], ast.Import)
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

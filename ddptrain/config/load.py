@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,14 +93,30 @@ def load_data(data: bytes, name: str) -> Any:
     return plain(root) if root is not None else None
 
 
+def place_in_file(path: Path, key: tuple[str, ...], value: object) -> str:
+    """Return the place of a key as FILE:LINE; the file alone if it has another value there, as with --set."""
+    name = shorten(str(path), 300)
+    try:
+        root, _ = parse_yaml(read_text(path), lambda line, column: Place(0, line, column, f"{name}:{line}"))
+    except ConfigError:
+        return name
+    found = plain(root) if root is not None else None
+    for part in key:
+        found = found.get(part) if isinstance(found, dict) else None
+    return place_of(root, key).text if root is not None and found == value else name
+
+
 def _read(source: Path | str) -> tuple[Path, Node, list[Located]]:
     """Return the path of the file, its tree (a mapping) and the problems found so far."""
     path = find_config(source)
+    if path.suffix in (".py", ".ipynb") and path.is_file():
+        hint = f"ddptrain run {shlex.quote(str(path))} runs a script" if path.suffix == ".py" else "name a YAML file"
+        raise ConfigError([Problem(shorten(str(path), 300), "", "is not a YAML file", hint)])
     text = read_text(path)
     name = shorten(str(path), 300)
     root, problems = parse_yaml(text, lambda line, column: Place(0, line, column, f"{name}:{line}"))
     if root is None or root.value is None:
-        what = "holds only comments" if text.strip() else "is empty"
+        what = "contains only comments" if text.strip() else "is empty"
         raise ConfigError([Problem(name, "", what, "a configuration has at least a line as workload: petnames")])
     if not isinstance(root.value, dict):
         got = f"expected a mapping, as workload: petnames, got {describe_value(root.value)}"
@@ -156,11 +173,19 @@ def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool =
 def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]:
     """The problem that the script does not exist. An absolute path may exist on the file system of a cluster."""
     script = config.script
+    if script is not None and script.script is not None and script.script.endswith(".ipynb"):
+        place = place_of(root, ("workload", "script"))
+        message = f"expected a Python file, got the notebook {describe_value(script.script).removeprefix('the text ')}"
+        hint = f"convert it: jupyter nbconvert --to script {shorten(script.script)}"
+        return [Located(place, Problem(place.text, "workload.script", message, hint))]
     if script is None or script.script is None or any(_is_file(found) for found in _candidates(script.script, path)):
         return []
     if os.path.isabs(script.script) and not config.cluster.is_embedded:
         return []
     place = place_of(root, ("workload", "script"))
+    if any(found.is_dir() for found in _candidates(script.script, path)):
+        message = f"expected a Python file, got the folder {describe_value(script.script).removeprefix('the text ')}"
+        return [Located(place, Problem(place.text, "workload.script", message, "name the file in it"))]
     message = f"there is no such file, got {describe_value(script.script)}"
     name = Path(script.script)
     beside = [found.name for found in _candidates(str(name.parent), path) for found in python_files(found)]
@@ -205,6 +230,12 @@ def _model_of_function(workload: str, path: Path, root: Node, problems: list[Loc
         message = f"{shorten(str(found.path), 300)} has no {first}, got {describe_value(workload)}"
         match = nearest(first, names)
         hint = f"did you mean {module}:{match}?" if match else "name a function that it has"
+        problems.append(Located(place, Problem(place.text, "workload", message, hint)))
+        return None
+    if config_params.is_module(found, name):
+        place = place_of(root, ("workload",))
+        message = f"{name} is a module that {shorten(str(found.path), 300)} imports, not a function"
+        hint = f"name a function of {module}, as {module}:train"
         problems.append(Located(place, Problem(place.text, "workload", message, hint)))
         return None
     return config_params.params_model(found, name)

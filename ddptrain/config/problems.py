@@ -195,9 +195,17 @@ def _unknown_hint(path: PathKey, schema: Schema) -> str:
     siblings = schema.siblings(parent)
     match = nearest(name, siblings)
     elsewhere = [key for key in schema.keys() if key.rpartition(".")[2] == name]  # noqa: SIM118
+    if match is None and (below := _key_below(name, parent, schema)):
+        return f"did you mean {below}?"
     if match is None and elsewhere:
         return f"did you mean {elsewhere[0]}?"
     return f"did you mean {dotted((*parent, match))}?" if match else did_you_mean(name, siblings)
+
+
+def _key_below(name: str, parent: PathKey, schema: Schema) -> str | None:
+    """The key of that name in one of the sections beside it, as cluster.ssh.hosts for cluster.hosts."""
+    sections = [section for section in schema.siblings(parent) if name in schema.siblings((*parent, section))]
+    return dotted((*parent, sections[0], name)) if parent and sections else None
 
 
 def _value_hint(path: PathKey, value: object, types: set[str], choices: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from ddptrain.config.known_names import is_built_in
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.sections.profiling import ProfileConfig, check_profiled_ranks
-from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
+from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig, with_default_gate
 from ddptrain.config.sections.sharding import ShardingConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.sections.system import Slow, SystemConfig, off_word
@@ -258,6 +258,11 @@ class RunConfig(Strict):
     def workload_name(self) -> str:
         """The name of the workload: "petnames", "mine.train:main", "train.py", "-m package.module"."""
         return self.workload.words if isinstance(self.workload, ScriptWorkload) else self.workload
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gate_follows_the_best_checkpoint(cls, data: Any) -> Any:
+        return with_default_gate(data)
 
     @model_validator(mode="after")
     def _params_are_a_functions(self) -> Self:

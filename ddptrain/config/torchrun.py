@@ -100,7 +100,7 @@ def _without_program(words: Sequence[str]) -> tuple[bool, Sequence[str]]:
         if words[place + 1 : place + 2] and words[place + 1] in _RUNNERS:
             return words[place + 1] == _RUNNERS[1], words[place + 2 :]
     raise UsageError(
-        f'--from torchrun: "{program or "nothing"}" is no command of torchrun: give all of it in quotes, as '
+        f'--from torchrun: "{program or "nothing"}" is not a command of torchrun: give all of it in quotes, as '
         '"torchrun --nproc-per-node 2 train.py"'
     )
 

@@ -34,26 +34,26 @@ def default_name(workload: str, stem: str = "") -> str:
 
 def _without_nul(text: str) -> str:
     if "\0" in text:
-        raise ValueError("holds a NUL character, which the system does not take")
+        raise ValueError("contains a NUL character, which is not allowed")
     return text
 
 
 def _one_line(text: str) -> str:
     if re.search(r"[\x00-\x1f\x7f]", text):
-        raise ValueError("holds a line break or another control character")
+        raise ValueError("contains a line break or another control character")
     return text
 
 
 def _variable_name(name: str) -> str:
     if not name or "=" in name:
-        raise ValueError('is no name for an environment variable: it is empty or holds "="')
+        raise ValueError('is not a name of an environment variable: it is empty or contains "="')
     return _without_nul(name)
 
 
 def _scheduler_address(text: str) -> str:
     tcp = r"((tcp|tls|ws|wss|ucx)://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}"
     if not re.fullmatch(rf"{tcp}|unix:///[^:#]+", text):
-        raise ValueError("is no scheduler's address: expected something like tcp://host:8786")
+        raise ValueError("is not a scheduler's address: expected something like tcp://host:8786")
     return text
 
 

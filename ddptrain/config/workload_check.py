@@ -1,4 +1,4 @@
-"""Checks, before anything is started, that the module of the user's function exists and is valid Python."""
+"""Checks, before anything is started, that the user's function or script exists and is valid Python."""
 
 from __future__ import annotations
 
@@ -7,31 +7,54 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddptrain.config.files import MAX_NEIGHBOURS, python_files
-from ddptrain.config.function_source import syntax_error
+from ddptrain.config.function_source import syntax_error, syntax_error_of_file
 from ddptrain.config.known_names import of_file, workload_target
+from ddptrain.config.load import place_in_file
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import describe_value, nearest, shorten
 from ddptrain.errors import ConfigError, Problem
 
 
 def check_workload(resolved: ResolvedConfig) -> None:
-    """Raises ConfigError if the module of the workload's function is missing or is no valid Python.
+    """Raises ConfigError if the module of the workload's function is missing, or it or the script is no valid Python.
 
     Only if the ranks run on this machine, as part of the driver: the hosts of a cluster may have other modules.
     """
     workload = resolved.config.workload
-    if not isinstance(workload, str) or not resolved.config.cluster.is_embedded:
+    if not resolved.config.cluster.is_embedded:
+        return
+    if not isinstance(workload, str):
+        _check_script(resolved)
         return
     module, _, function = workload_target(workload).partition(":")
     folders = [*resolved.import_folders, *sys.path]
-    where = shorten(str(resolved.path), 300)
+    where = place_in_file(resolved.path, ("workload",), workload)
     if (error := syntax_error(module, folders)) is not None:
-        message = f"{shorten(error.filename or module, 300)}:{error.lineno} is not valid Python: {error.msg}"
-        raise ConfigError([Problem(where, "workload", message, shorten((error.text or "").strip(), 120))])
+        raise ConfigError([_not_python(where, "workload", error)])
     if of_file(workload) or not _may_exist(module.partition(".")[0], folders):
         message = f"there is no module {shorten(module)}, got {describe_value(workload)}"
         hint = of_file(workload) or _hint(module, function, resolved.import_folders)
         raise ConfigError([Problem(where, "workload", message, hint)])
+
+
+def _check_script(resolved: ResolvedConfig) -> None:
+    script = resolved.config.script
+    if script is None or script.script is None:
+        return
+    found = next(
+        (path for path in (Path(folder, script.script) for folder in resolved.import_folders) if path.is_file()), None
+    )
+    if found is not None and (error := syntax_error_of_file(found)) is not None:
+        where = "ddptrain run"
+        if resolved.path.is_file():
+            where = place_in_file(resolved.path, ("workload", "script"), script.script)
+        raise ConfigError([_not_python(where, "workload.script", error)])
+
+
+def _not_python(where: str, key: str, error: SyntaxError) -> Problem:
+    message = f"{shorten(error.filename or '', 300)}:{error.lineno} is not valid Python: {error.msg}"
+    line = shorten((error.text or "").strip(), 120)
+    return Problem(where, key, message, f"the line is: {line}" if line else "")
 
 
 def _may_exist(name: str, folders: Sequence[str]) -> bool:

@@ -124,7 +124,12 @@ def _syntax_error(error: yaml.YAMLError, text: str, place: Callable[[int, int], 
     indent = start[: len(start) - len(start.lstrip(" \t"))]
     where = place(line, column).text
     if "\t" in indent or start[column - 1 : column] == "\t":
-        return _stop(where, "a tab stands where YAML takes only spaces", "indent with spaces", dotted(prefix))
+        return _stop(
+            where,
+            "a tab is used for indentation: YAML allows only spaces",
+            "replace the tab with spaces",
+            dotted(prefix),
+        )
     context = str(getattr(error, "context", None) or "").strip()
     message = f"not valid YAML: {reason}" + (f" {context}" if context else "")
     hint = next((hint for part, hint in _HINTS.items() if part in message), "")

@@ -239,6 +239,6 @@ def _talks_tls(target: Target, plain: socket.socket) -> str:
         return port_diagnosis.SILENT
     address = target.address.replace("tcp", "tls", 1)
     raise ClusterError(
-        f"the scheduler at {target.address} speaks TLS: write the address as {address}, and give cluster.tls.ca_file, "
+        f"the scheduler at {target.address} uses TLS: write the address as {address}, and give cluster.tls.ca_file, "
         "cert_file and key_file"
     )

@@ -40,7 +40,7 @@ def check_http(address: str, host: str, port: int) -> None:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         answer = _read(connection, _HTTP_S)
     if answer.startswith(b"HTTP/"):
-        raise ClusterError(f"{not_a_scheduler(address)}: it speaks HTTP, as Dask's dashboard does on a port of its own")
+        raise ClusterError(f"{not_a_scheduler(address)}: it uses HTTP: is that the port of Dask's dashboard?")
 
 
 def is_not_dask(greeting: bytes) -> bool:

@@ -157,7 +157,7 @@ class Recorder:
 
     def _checkpoint_failed(self, rank: int, event: events.CheckpointFailed) -> None:
         self.event("checkpoint_failed", rank=rank, **_fields(event))
-        then = "given up" if event.given_up else "trying again"
+        then = "not tried again" if event.given_up else "trying again"
         text = f"rank {rank}: checkpoint step-{event.step} could not be written (failure {event.failures} in a row)"
         self.display.notice(f"{text}, {then}: {event.message}", level="warning")
 

@@ -57,7 +57,7 @@ def choose(
         return _newest(runs_dir, resolved, allow_changes=allow_changes)
     layout = RunLayout(runs_dir / run_id)
     if not layout.run_json.is_file():
-        return Choice(None, f"starting afresh: there is no run {run_id} in {where_of(runs_dir)}")
+        return Choice(None, f"starting a new run: there is no run {run_id} in {where_of(runs_dir)}")
     view = load_run(layout.root)
     _require_own(view)
     _require_ended(view)
@@ -76,15 +76,13 @@ def _named(view: RunView, resolved: ResolvedConfig, *, allow_changes: bool) -> C
     changes = list(_changes(view.layout, resolved))
     if changes and not allow_changes:
         lines = "".join(f"\n  {change}" for change in changes)
-        raise UsageError(
-            f"run {view.run_id} was made with other settings; --allow-changes goes on all the same:{lines}"
-        )
+        raise UsageError(f"run {view.run_id} was made with other settings; --allow-changes continues anyway:{lines}")
     return _going_on(view, changes)
 
 
 def _going_on(view: RunView, changes: Sequence[str]) -> Choice:
     changed = f", with {', '.join(changes)}" if changes else ""
-    reason = f"going on with run {view.run_id}, which {_how_it_ended(view)}{changed}"
+    reason = f"continuing run {view.run_id}, which {_how_it_ended(view)}{changed}"
     return Choice(view.layout.root, reason, view.record.driver)
 
 
@@ -96,15 +94,15 @@ def _newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) ->
     for view in [*ours[:1], *(each for each in ours[1:] if each.is_running)]:
         _require_ended(view)
     if not ours:
-        return Choice(None, f"starting afresh: there is no run named {name} to resume in {where_of(runs_dir)}")
+        return Choice(None, f"starting a new run: there is no run named {name} to resume in {where_of(runs_dir)}")
     view, changes = ours[0], list(_changes(ours[0].layout, resolved))
     if changes and allow_changes:
         return _going_on(view, changes)
     if view.status == RunStatus.SUCCEEDED:
-        return Choice(None, f"starting afresh: the last run of this name, {view.run_id}, has succeeded")
+        return Choice(None, f"starting a new run: the last run of this name, {view.run_id}, has succeeded")
     if changes:
         had = ", ".join(changes)
-        return Choice(None, f"starting afresh: run {view.run_id} {_how_it_ended(view)}, but had {had}")
+        return Choice(None, f"starting a new run: run {view.run_id} {_how_it_ended(view)}, but had {had}")
     return _going_on(view, ())
 
 
@@ -130,7 +128,7 @@ def _require_ended(view: RunView) -> None:
     if view.status == RunStatus.UNKNOWN:
         raise RunLocked(
             f"run {view.run_id} may be running: {driver.words}, which cannot be seen from this host; if it has ended, "
-            f"go on with --resume {view.run_id}"
+            f"continue with --resume {view.run_id}"
         )
 
 
@@ -158,7 +156,7 @@ def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
         old, new = flat_before.get(key), flat_now.get(key)
         if old != new and not (key == f"params.{PARAM}" and same_model(old, new)):
             before_text = shorten(str(old), 40) if key in flat_before else "not given"
-            now_text = shorten(str(new), 40) if key in flat_now else "not given"
+            now_text = shorten(str(new), 40) if key in flat_now else "not given: its default"
             yield f"{key} {before_text} (now {now_text})"
 
 

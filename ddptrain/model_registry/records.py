@@ -137,7 +137,7 @@ def _decoded(cls: Any, data: bytes, name: str) -> Any:
     except (ValueError, RecursionError):
         raise RegistryDamaged(f"{name} is damaged: it is not JSON") from None
     if not isinstance(raw, dict):
-        raise RegistryDamaged(f"{name} is damaged: it is no JSON object")
+        raise RegistryDamaged(f"{name} is damaged: it is not a JSON object")
     known = {field.name for field in dataclasses.fields(cls)}
     try:
         return decode_json_data(cls, {field: value for field, value in raw.items() if field in known})
@@ -147,7 +147,7 @@ def _decoded(cls: Any, data: bytes, name: str) -> Any:
 
 def _require_counts(name: str, *numbers: int) -> None:
     if min(numbers) < 0:
-        raise RegistryDamaged(f"{name} is damaged: {min(numbers)} is no number of 0 or more")
+        raise RegistryDamaged(f"{name} is damaged: {min(numbers)} is not a number of 0 or more")
 
 
 def _file_problem(file: ModelFile) -> str:

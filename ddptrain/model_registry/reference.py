@@ -48,7 +48,7 @@ def check_model_name(name: str) -> None:
     """Raise UsageError for a name that cannot be a model's: it becomes a folder, so it must not lead elsewhere."""
     if not _MODEL_NAME.fullmatch(name) or ".." in name:
         raise UsageError(
-            f'"{shorten(name)}" is no model name: use up to 64 lower-case letters, digits, dots, dashes and '
+            f'"{shorten(name)}" is not a model name: use up to 64 lower-case letters, digits, dots, dashes and '
             "underscores, without two dots in a row, beginning with a letter or digit"
         )
 

@@ -170,7 +170,7 @@ def _slices(file: Path) -> tuple[dict[str, tuple[str, Slice]], dict[str, str]]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > min(_LONGEST_HEADER, total - 8):
-            raise SlicesError(f"{file} is damaged: it is no safetensors file")
+            raise SlicesError(f"{file} is damaged: it is not a safetensors file")
         text = opened.read(length)
     try:
         header = json.loads(text)
@@ -189,7 +189,7 @@ def _entry(file: Path, entry: Mapping[str, Any], data_at: int, total: int) -> tu
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError("a shape has a value that is no size")
+        raise ValueError("a shape has a value that is not a size")
     return tuple(numbers)
 
 
@@ -200,5 +200,5 @@ def _indexed(index: Path) -> list[str]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise SlicesError(f"{index} is damaged: {error}") from error
     if bad := [name for name in names if name != Path(name).name or "\\" in name or name in ("", ".", "..")]:
-        raise SlicesError(f"{index} names {bad[0]!r}, which is no plain file name")
+        raise SlicesError(f"{index} names {bad[0]!r}, which is not a plain file name")
     return names

@@ -177,7 +177,7 @@ def decode(message: object) -> Notice:
     Unknown fields are ignored: the scheduler adds fields of its own.
     """
     if not isinstance(message, Mapping):
-        raise NoticeError(f"the message is no mapping but {_quoted(message)}")
+        raise NoticeError(f"the message is not a mapping but {_quoted(message)}")
     kind = message.get("notice")
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:

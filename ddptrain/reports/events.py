@@ -39,5 +39,5 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         event = json.loads(line)
         is_event = isinstance(event, dict) and isinstance(event.get("event"), str)
         return event if is_event and 0.0 <= event.get("time_s") < _LATEST_S else None
-    except (ValueError, RecursionError, TypeError):  # TypeError: time_s is no number
+    except (ValueError, RecursionError, TypeError):  # TypeError: time_s is not a number
         return None

@@ -61,7 +61,7 @@ def newest_verified(layout: RunLayout, warn: Callable[[str], None]) -> VerifiedC
         try:
             return verify(folder)
         except CheckpointDamaged as error:
-            warn(f"checkpoint {folder.name} is passed over: {error}")
+            warn(f"checkpoint {folder.name} is skipped: {error}")
     return None
 
 

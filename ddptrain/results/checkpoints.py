@@ -151,7 +151,7 @@ def _check_names(event: CheckpointSaved, staged: Sequence[tuple[Path, StagedFile
     for name in names:
         if not is_plain_name(name):
             raise CheckpointDamaged(
-                f'the checkpoint of step {event.step} lists "{shorten(name)}", which is no plain file name'
+                f'the checkpoint of step {event.step} lists "{shorten(name)}", which is not a plain file name'
             )
     if not names or len(set(names)) < len(names):
         raise CheckpointDamaged(f"the checkpoint of step {event.step} lists {'a file twice' if names else 'no files'}")

@@ -125,7 +125,9 @@ def find_run(runs_dir: Path, run: str) -> Path:
         if len(matches) == 1:
             return runs_dir / matches[0]
         if matches:
-            raise RunNotFound(f'"{shorten(run)}" fits {len(matches)} runs: {_some(matches)}; give more of the name')
+            raise RunNotFound(
+                f'"{shorten(run)}" matches {len(matches)} runs: {_some(matches)}; give more characters of the name'
+            )
     if run and _is_run(Path(run)):
         return Path(os.path.abspath(run))
     if (trial := _trial(runs_dir, run)) is not None:
@@ -146,7 +148,7 @@ def _latest(runs_dir: Path) -> Path:
     runs = list_runs(runs_dir)
     if not runs:
         raise RunNotFound(
-            f"there is no run in {where_of(runs_dir)} yet; start one with ddptrain train, or say where with --runs-dir"
+            f"there is no run in {where_of(runs_dir)} yet; start one with ddptrain train (--runs-dir: another folder)"
         )
     return runs[0].layout.root
 
@@ -160,16 +162,16 @@ def newest_trained(views: Sequence[RunView], workload: str) -> RunView:
     place = views[0].layout.where.rpartition("/")[0] if views else "the folder"
     if of_workload:
         raise RunNotFound(f"no run of {workload} in {place} has a checkpoint yet: train one for an epoch first")
-    raise RunNotFound(f"there is no run of {workload} in {place}: train one first, or say where with --runs-dir")
+    raise RunNotFound(f"there is no run of {workload} in {place}: train one first (--runs-dir names another folder)")
 
 
 def _nothing_found(runs_dir: Path, run: str) -> str:
     names = _names(runs_dir)
     what = f'no run "{shorten(run)}" in {where_of(runs_dir)}'
     if os.path.isdir(run):
-        what += f', and the folder "{shorten(run)}" holds no run.json'
+        what += f', and the folder "{shorten(run)}" contains no run.json'
     if not names:
-        return f"{what}, which has no runs; say where they are with --runs-dir"
+        return f"{what}, which contains no runs (--runs-dir names another folder)"
     match = nearest(run, names)
     newest = [view.run_id for view in list_runs(runs_dir)]
     return f"{what}; " + (f"did you mean {match}?" if match else f"there are: {_some(newest)}")

@@ -31,7 +31,7 @@ def check_data(start: Start) -> End | None:
     if problem := plan.data_problem(before, listing, limit, has_sources=has_sources):
         if not start.options.force:
             raise UsageError(f"{problem}; nothing was trained. If the data are right, add --force")
-        start.out.notice(f"{problem}; training all the same, because of --force", level="warning")
+        start.out.notice(f"{problem}; training anyway, because of --force", level="warning")
     text = _describe(start, listing, changes, known=before is not None, has_sources=has_sources)
     start.out.stage(Stage.CHECK_DATA, text, difference=changes, files=len(listing.files), size_bytes=listing.size_bytes)
     data = listing.digest

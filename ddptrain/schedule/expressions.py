@@ -51,7 +51,7 @@ def to_cron(text: str) -> str:
         minute, hours = _from_times(times)
         month_days, week_days = _from_days(days[0] if days else "daily")
         return f"{minute} {hours} {month_days} * {week_days}"
-    raise UsageError(f'--at is "{shorten(text)}", which is no time: write {EXAMPLES}')
+    raise UsageError(f'--at is "{shorten(text)}", which is not a time: write {EXAMPLES}')
 
 
 def values(field: str, position: int) -> set[int]:
@@ -68,7 +68,7 @@ def _from_times(word: str) -> tuple[str, str]:
     times = [(int(match[1]), int(match[2])) for match in map(_TIME.fullmatch, word.split(",")) if match]
     for hour, minute in times:
         if hour > 23 or minute > 59:
-            raise UsageError(f"--at: {hour:02}:{minute:02} is no time of the day: write 00:00 to 23:59")
+            raise UsageError(f"--at: {hour:02}:{minute:02} is not a time of the day: write 00:00 to 23:59")
     minutes = {minute for _, minute in times}
     if len(minutes) > 1:
         raise UsageError(f"--at: the times {word} have different minutes, which one schedule can't have: add two")
@@ -150,18 +150,20 @@ def _numbers(field: str, position: int) -> list[int]:
     noun, low, high, names = _FIELDS[position]
     if any(word not in names for word in re.findall(r"[a-z]+", field)):
         known = f"a number from {low} to {high}" + (f", or {names[0]} to {names[-1]}" if names else "")
-        raise UsageError(f'--at: "{shorten(field)}" is no {noun} in a cron expression: write {known}, or *')
+        raise UsageError(f'--at: "{shorten(field)}" is not a valid {noun} in a cron expression: write {known}, or *')
     found: set[int] = set()
     for part in _without_names(field, position).split(","):
         match = _PART.fullmatch(part)
         if match is None:
-            raise UsageError(f'--at: "{shorten(field)}" is no {noun} in a cron expression: write as 5, 1-5, */15 or *')
+            raise UsageError(
+                f'--at: "{shorten(field)}" is not a valid {noun} in a cron expression: write as 5, 1-5, */15 or *'
+            )
         start, end, step = match[1], match[2], match[3]
         if start and step and not end:
             raise UsageError(f"--at: {part} is read in different ways by schedulers: write {start}-{high}/{step}")
         first = int(start) if start else low
         last = int(end or start) if start else (6 if position == 4 else high)
         if not low <= first <= last <= high or (step and int(step) < 1):
-            raise UsageError(f"--at: {part} is no {noun}: it must be within {low} and {high}")
+            raise UsageError(f"--at: {part} is not a valid {noun}: it must be within {low} and {high}")
         found |= set(range(first, last + 1, int(step or 1)))
     return sorted(found)

@@ -135,7 +135,7 @@ def checked_name(name: str) -> str:
     """Return the name of a schedule. Raises UsageError if it can't be one: it becomes the name of files."""
     if not re.fullmatch(NAME_PATTERN.rstrip("$"), name) or ".." in name:
         raise UsageError(
-            f"{name!r} is no name of a schedule: use up to 64 lower-case letters, digits, dots, dashes and "
+            f"{name!r} is not a name of a schedule: use up to 64 lower-case letters, digits, dots, dashes and "
             "underscores, without two dots in a row, beginning with a letter or digit"
         )
     return name
@@ -172,11 +172,13 @@ def _variables(text: str, path: Path) -> Iterator[tuple[str, str]]:
         try:
             words = shlex.split(line.removeprefix("export "))
         except ValueError as error:
-            raise UsageError(f"{path}:{number} is no line like NAME=value: {error}") from None
+            raise UsageError(f"{path}:{number} is not a line like NAME=value: {error}") from None
         if words:
             name, equals, value = words[0].partition("=")
             if not equals or len(words) > 1:
-                raise UsageError(f"{path}:{number} is no line like NAME=value; put quotes around a value with blanks")
+                raise UsageError(
+                    f"{path}:{number} is not a line like NAME=value; put quotes around a value with blanks"
+                )
             yield name, value
 
 

@@ -112,7 +112,7 @@ def check_zone(zone: str) -> None:
         match = nearest(zone, known)
         hint = f"did you mean {match}?" if match else "write a name as Europe/Berlin"
         hint = hint if known else "install the package tzdata"
-        raise UsageError(f'--timezone: "{shorten(zone)}" is no time zone: {hint}') from None
+        raise UsageError(f'--timezone: "{shorten(zone)}" is not a time zone: {hint}') from None
 
 
 def resolve_slot(text: str, now: datetime | None = None) -> str:
@@ -127,7 +127,9 @@ def resolve_slot(text: str, now: datetime | None = None) -> str:
         try:
             return slot_text(datetime.fromisoformat(text))
         except (ValueError, OverflowError):
-            raise UsageError(f'--slot is "{shorten(text)}", which is no time: write as 2026-03-01T03:00:00Z') from None
+            raise UsageError(
+                f'--slot is "{shorten(text)}", which is not a time: write as 2026-03-01T03:00:00Z'
+            ) from None
     try:
         schedule = parse_schedule(*split_zone(text))
     except UsageError as error:

@@ -102,7 +102,7 @@ def _wrong(location: Location, name: str, what: str) -> UsageError:
 
 
 def _unknown(key: str, name: str, known: list[str], location: Location) -> UsageError:
-    said = f"{location.options_setting}.{shorten(key)} is no option of {location.protocol}://"
+    said = f"{location.options_setting}.{shorten(key)} is not an option of {location.protocol}://"
     hint = did_you_mean(name, known)
     return UsageError(f"{said}: {hint}" if hint else f"{said}; known are {', '.join(known)}")
 

@@ -140,7 +140,7 @@ def parse_sweep(data: bytes, where: str) -> SweepRecord:
         trials = [_record(TrialRecord, {**each, "state": TrialState(each["state"])}) for each in raw["trials"]]
         return _record(SweepRecord, {**raw, "trials": trials})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"cannot read {where}: it is no sweep of this version ({error})") from error
+        raise UsageError(f"cannot read {where}: it is not a sweep of this version ({error})") from error
 
 
 def _record(kind: type[Record], raw: Mapping[str, Any]) -> Record:

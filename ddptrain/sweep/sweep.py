@@ -198,9 +198,7 @@ class Sweep:
                 self.waiting.append(trial)
         if self.record.trials:
             ended = len(self.record.trials) - len(self.waiting)
-            text = (
-                f"going on with {self.home.sweep_id}: {counted(ended, 'trial')} ended, {len(self.waiting)} to continue"
-            )
+            text = f"continuing {self.home.sweep_id}: {counted(ended, 'trial')} ended, {len(self.waiting)} to continue"
             self.display.notice(text)
         self._save(now=True)
 
@@ -321,7 +319,9 @@ class Sweep:
             self.exit_code = int(codes.get(signal.Signals(signum), 128 + signum))
             self.record.message = f"the driver was sent {signal.Signals(signum).name}"
             running = counted(len(self.running), "trial")
-            self.display.notice(f"{self.record.message}: {running} save and end; go on with --resume", level="warning")
+            self.display.notice(
+                f"{self.record.message}: {running} save and end; continue with --resume", level="warning"
+            )
         self.ending = True
 
     def _stop_all(self) -> None:

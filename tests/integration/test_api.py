@@ -100,7 +100,7 @@ def test_program_launches_in_background_in_a_thread_and_in_an_event_loop(run_cli
     assert done.rc == 0, done.stderr + done.stdout
     said = json.loads(done.stdout.partition("SAID ")[2])
     assert said["background"] == "running" and said["stopped"] == "cancelled"
-    assert said["timeout"] == "run back is still on after 0.1 s"
+    assert said["timeout"] == "run back is still running after 0.1 s"
     assert said["metrics"].items() >= {"step": 0, "rank": 0, "loss": 1.0}.items()
     assert said["thread"] == ["succeeded", "token t0ken\n"]
     assert "ValueError: no more; log: " in said["failed"]
@@ -110,7 +110,7 @@ def test_program_launches_in_background_in_a_thread_and_in_an_event_loop(run_cli
 
 def test_what_the_driver_refuses_is_raised_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r'^"../outside" is no run id'):
+    with pytest.raises(UsageError, match=r'^"../outside" is not a run id'):
         ddptrain.launch("petnames", run_id="../outside", runs_dir="runs", output="none")
     assert list(tmp_path.iterdir()) == []
 

@@ -294,7 +294,7 @@ def test_cluster_with_tls_refuses_who_has_no_certificate_of_it(others: Others) -
         ({"address": address}, "wants a certificate, and none was given: set cluster.tls.ca_file"),
         ({"address": address, **wrong.settings()}, "shows a certificate that ours does not vouch for"),
         ({"address": address, **stranger}, "refuses our certificate"),
-        ({"address": address.replace("tls", "tcp")}, f"speaks TLS: write the address as {address}"),
+        ({"address": address.replace("tls", "tcp")}, f"uses TLS: write the address as {address}"),
         (
             {"address": address, **keys.settings(key_file=others.folder / "none.pem")},
             f"the TLS file {others.folder / 'none.pem'} can't be read: No such file or directory",

@@ -91,13 +91,13 @@ def test_detached_run_is_followed_shown_stopped_and_resumed_from_other_shells(de
     saved = int(detached.record(run)["checkpoints"][0].removeprefix("step-"))
     assert f"step {saved}\n" in followed.stdout
     log = (cli.folder / "runs" / run / "driver.log").read_text()
-    assert "starting afresh" in log and "step 1\n" in log and f"run {run} preempted" in log
+    assert "starting a new run" in log and "step 1\n" in log and f"run {run} preempted" in log
     (asked,) = [line for line in _events(cli.folder / "runs" / run) if line["event"] == "stop_requested"]
     assert asked["now"] is False and "@" in asked["by"]
 
     again = cli("train", "night.yaml", "--detach", "--resume", "auto", "--set", "env.NIGHT=x", "--output", "json")
     begun = json.loads(again.stdout)
-    assert begun["run_id"] == run and f"going on with run {run}, which was preempted" in begun["reason"]
+    assert begun["run_id"] == run and f"continuing run {run}, which was preempted" in begun["reason"]
     following = cli.start("results", "logs", begun["run_dir"], "--follow", "--lines", "5", cwd=Path("/"))
     following.wait_for(f"begins after step {saved}")
     ended = cli("stop", begun["run_dir"], "--now", cwd=Path("/"))

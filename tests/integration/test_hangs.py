@@ -286,4 +286,4 @@ def test_rank_that_the_kernel_kills_for_its_memory_is_told_with_the_limit(
     ended = run_cli("train", "run.yaml", program=program)
     assert ended.rc == 1
     assert "killed by SIGKILL: out of memory (the memory limit of 1.5 GiB of its control group)" in ended.stderr
-    assert "only victims: rank 0" in ended.stderr
+    assert "failed as a consequence: rank 0" in ended.stderr

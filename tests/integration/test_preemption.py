@@ -131,7 +131,7 @@ def test_driver_that_is_told_to_go_saves_and_ends_with_75_and_is_resumed(on_warm
     record = on_warm.record("night")
     assert (record["status"], record["exit_code"], record["failure"]["kind"]) == ("preempted", 75, "preempted")
     (saved,) = record["checkpoints"]
-    assert f"checkpoint {saved} is saved, go on with --resume night" in ended.stderr
+    assert f"checkpoint {saved} is saved, continue with --resume night" in ended.stderr
     resumed = on_warm.train("--resume", "auto")
     assert resumed.rc == 0, resumed.stderr
     assert f"begins after step {saved.removeprefix('step-')} with 2" in resumed.stdout
@@ -288,7 +288,7 @@ def test_function_that_returns_because_it_is_to_end_is_preempted_and_goes_on(pol
     assert (record["status"], record["failure"]["kind"]) == ("preempted", "preempted")
     assert "result" not in record or record["result"] is None
     saved = record["checkpoints"][0]
-    assert f"checkpoint {saved} is saved, go on with --resume polled" in ended.stderr
+    assert f"checkpoint {saved} is saved, continue with --resume polled" in ended.stderr
     resumed = poller.train("--resume", "auto", then="return")
     assert resumed.rc == 0, resumed.stderr
     assert f"begins after step {saved.removeprefix('step-')}" in resumed.stdout
@@ -298,7 +298,7 @@ def test_function_that_returns_because_it_is_to_end_is_preempted_and_goes_on(pol
 def test_function_that_exits_with_75_has_seen_to_its_state_itself(poller: Poller) -> None:
     ended, record = poller.told_to_go("exits", then="exit", every=0)
     assert (ended.rc, record["status"], record["checkpoints"]) == (75, "preempted", []), ended.stderr
-    assert "it has saved, run it again to go on" in ended.stderr
+    assert "it has saved its state: run it again to continue" in ended.stderr
     ended, record = poller.told_to_go("handles", function="handles")
     assert (ended.rc, record["status"]) == (75, "preempted"), ended.stderr
 

@@ -175,7 +175,7 @@ def test_run_of_a_killed_driver_is_resumed_and_says_from_where(trainer: Trainer)
     assert "params.epochs not given (now 5)" in refused.stderr
     resumed = trainer.train("--resume", "night", die_in=3, how="wait", wait_for=go)
     assert resumed.rc == 0, resumed.stderr
-    assert "going on with run night, which failed (the driver is gone (killed?))" in resumed.stderr
+    assert "continuing run night, which failed (the driver is gone (killed?))" in resumed.stderr
     assert "resuming from step 2, epoch 2" in resumed.stderr
     assert "[rank 0] attempt 2 begins with epoch 3 note of 2" in resumed.stdout
     assert "attempt 1" not in resumed.stdout  # what was shown before is not shown again
@@ -185,15 +185,17 @@ def test_run_of_a_killed_driver_is_resumed_and_says_from_where(trainer: Trainer)
 
 def test_auto_resumes_what_failed_and_starts_afresh_after_a_success(trainer: Trainer) -> None:
     afresh = trainer.train("--resume", "auto", die_in=3)
-    assert afresh.rc == 1 and "starting afresh: there is no run named steps to resume" in afresh.stderr
+    assert afresh.rc == 1 and "starting a new run: there is no run named steps to resume" in afresh.stderr
     (failed,) = os.listdir(trainer.cli.folder / "runs")
     resumed = trainer.train("--resume", "auto", die_in=3)
-    assert resumed.rc == 0 and f"going on with run {failed}" in resumed.stderr
+    assert resumed.rc == 0 and f"continuing run {failed}" in resumed.stderr
     again = trainer.train("--resume", "auto", die_in=3)
-    assert again.rc == 1 and f"starting afresh: the last run of this name, {failed}, has succeeded" in again.stderr
+    assert again.rc == 1 and f"starting a new run: the last run of this name, {failed}, has succeeded" in again.stderr
     other = trainer.train("--resume", "auto", epochs=3)
     assert (
-        other.rc == 0 and "starting afresh: run " in other.stderr and "params.die_in 3 (now not given)" in other.stderr
+        other.rc == 0
+        and "starting a new run: run " in other.stderr
+        and "params.die_in 3 (now not given: its default)" in other.stderr
     )
 
 
@@ -206,7 +208,7 @@ def test_damaged_newest_checkpoint_gives_way_to_the_one_before(trainer: Trainer)
     newest.write_bytes(data)
     resumed = trainer.train("--resume", "damaged", die_in=4)
     assert resumed.rc == 0, resumed.stderr
-    assert "checkpoint step-3 is passed over: the SHA-256 of model.safetensors is not" in resumed.stderr
+    assert "checkpoint step-3 is skipped: the SHA-256 of model.safetensors is not" in resumed.stderr
     assert "resuming from step 2, epoch 2" in resumed.stderr
     assert trainer.weights("damaged") == trainer.weights("undisturbed")
 
@@ -260,9 +262,9 @@ def test_driver_whose_run_was_taken_over_on_another_host_ends_and_leaves_the_run
 def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None:
     command = ("--run-id", "nightly", "--resume", "auto")
     failed = trainer.train(*command, die_in=3)
-    assert failed.rc == 1 and "starting afresh: there is no run nightly" in failed.stderr
+    assert failed.rc == 1 and "starting a new run: there is no run nightly" in failed.stderr
     resumed = trainer.train(*command, die_in=3)
-    assert resumed.rc == 0 and "going on with run nightly, which failed" in resumed.stderr
+    assert resumed.rc == 0 and "continuing run nightly, which failed" in resumed.stderr
     record = trainer.record("nightly")
     done = trainer.train(*command, die_in=3)
     assert (done.rc, done.stdout) == (0, "")
@@ -283,7 +285,7 @@ def test_auto_that_allows_changes_goes_on_with_more_epochs(trainer: Trainer) -> 
     assert trainer.train("--run-id", "failed", die_in=3).rc == 1
     longer = trainer.train("--resume", "auto", "--allow-changes", epochs=5, die_in=3)
     assert longer.rc == 0, longer.stderr
-    assert "going on with run failed" in longer.stderr and "resuming from step 2, epoch 2" in longer.stderr
+    assert "continuing run failed" in longer.stderr and "resuming from step 2, epoch 2" in longer.stderr
     assert os.listdir(trainer.cli.folder / "runs") == ["failed"]
 
 

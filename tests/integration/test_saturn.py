@@ -188,7 +188,7 @@ def test_start_whose_id_is_not_known_yet_is_ended_by_a_later_down(
 ) -> None:
     saturn.never_ready, saturn.id_at_once = True, False
     said = clusters.up_in_saturn("--start-timeout", "1", rc=4).stderr
-    assert "Saturn starts the cluster, and has not told its id yet" in said
+    assert "Saturn starts the cluster, and has not returned its id yet" in said
     assert "try ddptrain cluster down dev" in said
     saturn.never_ready = False
     wait_until(lambda: saturn.dask.info() is not None)
@@ -227,7 +227,7 @@ def test_cluster_that_ends_in_saturn_is_told(clusters: SaturnClusters, saturn: S
     [
         ({"SATURN_TOKEN": ""}, 2, "SATURN_TOKEN is not set"),
         ({"SATURN_BASE_URL": ""}, 2, "SATURN_BASE_URL or cluster.saturn.url must tell where Saturn is"),
-        ({"SATURN_BASE_URL": "app.saturn"}, 2, 'must tell where Saturn is, as https://..., got "app.saturn"'),
+        ({"SATURN_BASE_URL": "app.saturn"}, 2, 'must be the address of Saturn, as https://..., got "app.saturn"'),
         ({"SATURN_TOKEN": "wrong"}, 2, "refuses the token in SATURN_TOKEN (401: Invalid token)"),
         (
             {"SATURN_BASE_URL": "http://127.0.0.1:1"},

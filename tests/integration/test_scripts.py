@@ -133,7 +133,7 @@ def test_script_with_a_handler_is_told_to_go_and_ends_as_preempted(
     said = running.finish()
     assert (said.rc, run_json(tmp_path)["status"]) == (75, "preempted")
     assert said.stdout.count("saving") == 2
-    assert "it has saved, run it again to go on" in said.stderr
+    assert "it has saved its state: run it again to continue" in said.stderr
 
 
 def test_detached_script_is_stopped_and_resumed_in_its_run_directory(
@@ -152,7 +152,7 @@ def test_detached_script_is_stopped_and_resumed_in_its_run_directory(
     assert following.finish().rc == 0
 
     resumed = run_cli(*command, *script)
-    assert resumed.rc == 0 and f"going on with run {run}, which was preempted" in resumed.stderr, resumed
+    assert resumed.rc == 0 and f"continuing run {run}, which was preempted" in resumed.stderr, resumed
     assert f"[rank 1] resumed from step 7 restarts 1 run {run}" in resumed.stdout
     record = run_json(tmp_path)  # there is one run directory
     assert (record["status"], [each["attempt"] for each in record["attempts"]]) == ("succeeded", [1, 2])

@@ -175,7 +175,7 @@ def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHost
         (["--set", "cluster.ssh.python=python3"], "ddptrain is missing there: python3 -m pip install ddptrain=="),
         (["--host", "nowhere.invalid"], "nowhere.invalid: ssh can't get there: ssh: Could not resolve"),
         (["--set", "cluster.ssh.command=/nowhere/ssh"], "there is no program /nowhere/ssh"),
-        (["--host", "-oProxyCommand=true"], "is no host: ssh would take it for an option"),
+        (["--host", "-oProxyCommand=true"], "is not a host: ssh would read it as an option"),
         (["--ranks-per-host", "1", "--ranks", "9"], "9 slots don't fit on 2 hosts with 1 each"),
     ],
 )

@@ -119,7 +119,7 @@ def test_host_names_and_clocks_of_hosts_do_not_matter(store: RemoteFolder, monke
     hour_s = 3600.0
     write_claim(store, machine="another boot pid:[1]", pid=2**22, time_s=time.time() - hour_s)
     late = StoreLock(store)
-    with pytest.raises(RunLocked, match=r"heard of \d s ago"):
+    with pytest.raises(RunLocked, match=r"last heartbeat \d s ago"):
         late.take(contested=True)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + hour_s)

@@ -81,7 +81,7 @@ def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTar
             raise
         found = _champion(source, runs_dir, models_dir)
         if found is None:
-            raise RunNotFound(f"{error}; nor is there a model of that name") from None
+            raise RunNotFound(f"{error}; there is no model of that name either") from None
         folder, about = found
     name = f"{about['model']}@{about['version']}" if "model" in about else str(about["run_id"])
     return EvaluationTarget(name, folder)
@@ -110,7 +110,7 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
     except OSError as error:
         raise UsageError(f"can't read the configuration {path}: {error.strerror}") from error
     if not isinstance(recorded, dict):
-        raise UsageError(f"{path} is no configuration of a run")
+        raise UsageError(f"{path} is not a configuration of a run")
     kept, secret = _without_secrets(recorded)
     if secret:
         say(

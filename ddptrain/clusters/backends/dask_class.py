@@ -172,7 +172,7 @@ def _order(cluster: Deployment, keeper: DaemonId, slots: int) -> Mapping[str, An
                 f"the keeper (pid {keeper.pid}) of the cluster {cluster.name} does not answer: {error}{_said(cluster)}"
             ) from error
     if "error" in answer:
-        raise ClusterError(f"{answer['error']}; more stands in ddptrain cluster logs {cluster.name}")
+        raise ClusterError(f"{answer['error']}; for details: ddptrain cluster logs {cluster.name}")
     return answer
 
 

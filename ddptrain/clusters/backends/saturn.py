@@ -98,7 +98,7 @@ def close(cluster: Deployment, tell: Tell) -> None:
             told = status
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"Saturn was told to close the cluster {cluster_id}, but it is {status} after {_STOP_S:g} s"
+                f"Saturn was asked to close the cluster {cluster_id}, but it is {status} after {_STOP_S:g} s"
             )
         time.sleep(_POLL_S)
 
@@ -107,7 +107,9 @@ def _id_of_broken_start(cluster: Deployment, saturn: Saturn) -> str:
     """The id of a cluster whose start was interrupted: a second request returns it. "" if there is nothing to close."""
     answer = saturn.order(_order(_settings(cluster), 1))
     if not answer.get("id") and answer.get("status") != "error":
-        raise ClusterError("Saturn starts the cluster, and has not told its id yet: try again, or end it on its pages")
+        raise ClusterError(
+            "Saturn starts the cluster, and has not returned its id yet: try again, or end it on its pages"
+        )
     return str(answer.get("id") or "")
 
 

@@ -54,10 +54,12 @@ class Saturn:
         self.url = url or os.environ.get("SATURN_BASE_URL", "")
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc:
             got = f', got "{shorten(hide_credentials(self.url))}"' if self.url else ""
-            raise UsageError(f"SATURN_BASE_URL or cluster.saturn.url must tell where Saturn is, as https://...{got}")
+            raise UsageError(
+                f"SATURN_BASE_URL or cluster.saturn.url must be the address of Saturn, as https://...{got}"
+            )
         token = os.environ.get("SATURN_TOKEN", "")
         if not token:
-            raise UsageError("SATURN_TOKEN is not set: it must hold a token of Saturn's (its user settings show it)")
+            raise UsageError("SATURN_TOKEN is not set: it must contain a token of Saturn (its user settings show it)")
         self._settings = _settings(self.url, token)
         self._place = shorten(hide_credentials(self.url))
 
@@ -139,7 +141,7 @@ class Saturn:
         except TimeoutError as error:
             raise ClusterError(f"Saturn at {self._place} was asked {what}: no answer in {_CALL_S:g} s") from error
         except requests.JSONDecodeError as error:
-            raise ClusterError(f"Saturn at {self._place} was asked {what}: its answer is no JSON") from error
+            raise ClusterError(f"Saturn at {self._place} was asked {what}: its answer is not JSON") from error
         except requests.ConnectionError as error:
             raise self._unreachable(error) from error
         except (requests.RequestException, ValueError, KeyError) as error:

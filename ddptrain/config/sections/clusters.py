@@ -26,7 +26,7 @@ from ddptrain.config.wording import describe_value, did_you_mean
 
 def _no_option(host: str) -> str:
     if host.startswith("-"):
-        raise ValueError("is no host: ssh would take it for an option")
+        raise ValueError("is not a host: ssh would read it as an option")
     return host
 
 

@@ -22,7 +22,7 @@ def duration_s(text: str) -> float:
     parts = _DURATION.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text.replace(" ", ""):
         raise ValueError(
-            f'{describe_value(text)} is no duration: write a number with s, m, h, d or w, as in "6h" or "1h30m"'
+            f'{describe_value(text)} is not a duration: write a number with s, m, h, d or w, as in "6h" or "1h30m"'
         )
     return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
 
@@ -103,10 +103,24 @@ class RetrainConfig(Strict):
     gate: Annotated[list[GateRule], BeforeValidator(_as_list, json_schema_input_type=GateRule | list[GateRule])] = (
         Field(
             default_factory=lambda: [GateRule(metric="val/loss")],
-            description="Conditions that a new version must fulfil to become the champion: one, or a list.",
+            description="Conditions that a new version must fulfil to become the champion: one, or a list. By default "
+            "at least as good as the champion in checkpoint.metric.",
         )
     )
     keep: KeepConfig = Field(default=KeepConfig(), description="What the cleanup keeps.")
+
+
+def with_default_gate(data: Any) -> Any:
+    """Return the data of a configuration with a gate for checkpoint.metric if retrain.gate is not given."""
+    retrain, checkpoint = (
+        (data.get(key) for key in ("retrain", "checkpoint")) if isinstance(data, dict) else (None, None)
+    )
+    if not isinstance(retrain, dict) or "gate" in retrain or not isinstance(checkpoint, dict):
+        return data
+    metric, mode = checkpoint.get("metric"), checkpoint.get("mode", "min")
+    if not isinstance(metric, str) or not metric or mode not in ("min", "max"):
+        return data  # the errors name the fields of checkpoint
+    return {**data, "retrain": {**retrain, "gate": {"metric": metric, "mode": mode}}}
 
 
 class DataConfig(Strict):

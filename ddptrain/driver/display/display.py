@@ -218,7 +218,9 @@ class Display:
             self._finish()
         except Exception as error:  # a display that fails must not end the training
             self._failed = f"{type(error).__name__}: {error}"
-            self._write_last(f"the display failed ({self._failed}); the run goes on, its logs are in {self._logs_dir}")
+            self._write_last(
+                f"the display failed ({self._failed}); the run continues, its logs are in {self._logs_dir}"
+            )
         finally:
             log.divert(None)
             for tail in self._tails.values():
@@ -318,7 +320,7 @@ class Display:
                 self._finish_log(rank, tail)
             self._renderer_tell(self._close.message)
         if self._stdout.broken:
-            text = f"stdout can't be written any more ({self._stdout.broken}); the run goes on silently"
+            text = f"stdout can't be written any more ({self._stdout.broken}); the run continues without output"
             self._write_last(f"{text}, its logs are in {self._logs_dir}")
 
     def _finish_log(self, rank: int, tail: LogTail) -> None:

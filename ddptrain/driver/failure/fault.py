@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -74,11 +75,20 @@ class Fault:
         """The fault in one line, without its rank."""
         first = one_line(self.message)
         text = f"{self.type}: {first}" if self.type and self.type != "SystemExit" else first
-        return text + _PHASES.get(self.phase, "")
+        return text + _PHASES.get(self.phase, "") + _interface_hint(text)
 
     def record(self, host: str, log: str) -> FailureRecord:
         """The fault as run.json contains it; `log` is the path of the rank's log."""
         return FailureRecord(self.rank, host, self.kind, self.type, self.message, self.traceback, log)
+
+
+def _interface_hint(text: str) -> str:
+    """What to do about a network interface that the host does not have: gloo's message and NCCL's don't say it."""
+    if (found := re.search(r"Unable to find address for: (\S+)", text)) is not None:
+        return f"; the host has no network interface {found[1]}: change GLOO_SOCKET_IFNAME (`ip link` lists them)"
+    if "no socket interface found" in text.lower():
+        return "; the host has no such network interface: change NCCL_SOCKET_IFNAME (`ip link` lists them)"
+    return ""
 
 
 def from_failure(rank: int, failure: events.Failure) -> Fault:

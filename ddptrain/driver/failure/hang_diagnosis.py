@@ -64,7 +64,7 @@ class RankReport:
     def place(self) -> str:
         """Where the rank is, as text; "" if that is not known."""
         if self.stacks is None:
-            return "it did not say where it is" if not self.over else ""
+            return "its place in the code is not known" if not self.over else ""
         if self.stacks.state in _STATES:
             return _STATES[self.stacks.state]
         where = users_frame(self.stacks.main)

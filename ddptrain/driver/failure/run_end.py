@@ -53,18 +53,20 @@ def _preempted(notice: str, writer: RunWriter) -> RunEnd:
     """The run was told to end, and can continue from its newest checkpoint."""
     newest = writer.record.checkpoints[0]
     failure = FailureRecord(kind="preempted", message=notice)
-    cause = f"{notice}; checkpoint {newest} is saved, go on with --resume {writer.run_id}"
+    cause = f"{notice}; checkpoint {newest} is saved, continue with --resume {writer.run_id}"
     return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, cause, failure)
 
 
 def _saved_itself(notice: str) -> RunEnd:
     failure = FailureRecord(kind="preempted", message=notice)
-    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; it has saved, run it again to go on", failure)
+    return RunEnd(
+        RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; it has saved its state: run it again to continue", failure
+    )
 
 
 def _gone(notice: str) -> RunEnd:
     failure = FailureRecord(kind="worker_lost", message=notice)
-    return RunEnd(RunStatus.FAILED, ExitCode.CLUSTER, f"{notice}; there is no checkpoint to go on from", failure)
+    return RunEnd(RunStatus.FAILED, ExitCode.CLUSTER, f"{notice}; there is no checkpoint to continue from", failure)
 
 
 def _tracker_failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
@@ -90,9 +92,13 @@ def _others(ranks: Sequence[RankState], first: int) -> str:
     others = [(rank.spec.rank, rank.fault) for rank in ranks if rank.spec.rank != first and rank.fault is not None]
     victims = [rank for rank, fault in others if fault.victim]
     same = [rank for rank, fault in others if not fault.victim and first_fault and fault.line == first_fault.line]
-    parts = [f"likewise rank {format_ranks(same)}"] if same else []
-    parts += [f"only victims: rank {format_ranks(victims)}"] if victims else []
+    parts = [f"the same error: {_counted_ranks(same)}"] if same else []
+    parts += [f"failed as a consequence: {_counted_ranks(victims)}"] if victims else []
     return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _counted_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
 def judge_error(error: BaseException, writer: RunWriter) -> RunEnd:

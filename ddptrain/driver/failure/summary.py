@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.wording import counted
-from ddptrain.results.run_record import as_json_data
+from ddptrain.results.run_record import RunStatus, as_json_data
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.timing.time_use import read_events, time_use
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import RunView
     from ddptrain.results.run_record import FailureRecord, RunRecord
+
+_RUNS_DIR = "runs"  # the default of results.dir, and of --runs-dir
 
 
 def last_event(writer: RunWriter, verdict: RunEnd, duration_s: float) -> dict[str, Any]:
@@ -70,7 +74,19 @@ def summary_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list
     if spent and record.attempts:
         text.append(f"  time    {spent}")
     text.append(f"  results {writer.layout.where}")
+    if verdict.status != RunStatus.SUCCEEDED:
+        text.append(f"  next    {_next_step(writer)}")
     return text
+
+
+def _next_step(writer: RunWriter) -> str:
+    """What to do after a run that has not succeeded: its explanation, and the resume if it has a checkpoint."""
+    place = os.path.dirname(writer.layout.where)
+    option = "" if place == os.path.abspath(_RUNS_DIR) else f" --runs-dir {shlex.quote(place)}"
+    step = f"ddptrain explain {writer.run_id}{option}"
+    if not writer.record.checkpoints:
+        return step
+    return f"{step}; --resume {writer.run_id} continues from {writer.record.checkpoints[0]}"
 
 
 def evaluation_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list[str]:

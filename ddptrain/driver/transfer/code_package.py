@@ -159,7 +159,7 @@ def _readable() -> Iterator[None]:
 def project_of(resolved: ResolvedConfig) -> Project | None:
     """Return the project of the workload; None if it is installed or built in, or if code.ship is false.
 
-    Raises UsageError if code.folder is no folder.
+    Raises UsageError if code.folder is not a folder.
     """
     config, path = resolved.config, resolved.import_folders
     if not config.code.ship:
@@ -186,7 +186,7 @@ def project_folder(beside: Path, chosen: str | None) -> Path | None:
     if chosen is not None:
         folder = Path(chosen).expanduser().resolve()
         if not folder.is_dir():
-            raise UsageError(f"code.folder is {chosen!r}, which is no folder")
+            raise UsageError(f"code.folder is {chosen!r}, which is not a folder")
         return folder
     root = _git(beside, "rev-parse", "--show-toplevel")
     folder = Path(root.strip()).resolve() if root and root.strip() else beside.resolve()

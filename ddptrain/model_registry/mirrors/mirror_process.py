@@ -55,7 +55,7 @@ def load(request: MirrorRequest) -> Callable[[MirroredModel], object]:
     for part in attribute.split("."):
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(f"{request.mirror} is no function")
+        raise UsageError(f"{request.mirror} is not a function")
     return found  # type: ignore[no-any-return]  # the user's function: its signature is unknown
 
 

@@ -43,7 +43,7 @@ def loaded(
         if name in extra:
             value.load_state_dict(extra[name])
         else:
-            note(f"the checkpoint of step {state['step']} holds no {name!r}: it begins afresh")
+            note(f"the checkpoint of step {state['step']} contains no {name!r}: it starts from the beginning")
     ranks = state.get("ranks") or []
     own = ranks[spec.rank] if len(ranks) == spec.placement.world_size else None
     data = {name: _on(device, value) for name, value in extra.items() if name not in more}
@@ -61,7 +61,7 @@ def _restore_random(
     elif ranks:
         world_size = spec.placement.world_size
         note(
-            f"the checkpoint is of {len(ranks)} ranks, this run has {world_size}: it goes on where they were, "
+            f"the checkpoint is of {len(ranks)} ranks, this run has {world_size}: it continues where they were, "
             "with new random states"
             if len(ranks) != world_size
             else "the checkpoint lacks the random states of some ranks: those are new"

@@ -81,6 +81,7 @@ class CheckpointWriter:
         self._emitter = emitter
         self._store = store
         self._thread: threading.Thread | None = None
+        self._folder: Path | None = None  # of the last checkpoint: a full disk is named by it
         self._hurry = threading.Event()
         self._silent: set[int] = set()  # ranks that missed a checkpoint: not waited for again
         self.error: BaseException | None = None
@@ -94,6 +95,7 @@ class CheckpointWriter:
 
     def start(self, save: PendingCheckpoint) -> None:
         """Start to write a checkpoint; no other one may be in progress."""
+        self._folder = save.folder.parent
         self._thread = threading.Thread(target=self._run, args=(save,), name="ddptrain-saver", daemon=True)
         self._thread.start()
 
@@ -118,9 +120,8 @@ class CheckpointWriter:
         """Raise the error that ended a save, once."""
         error, self.error = self.error, None
         if isinstance(error, OSError):
-            raise CheckpointNotWritten(
-                error.errno, f"a checkpoint could not be written: {error.strerror or error}"
-            ) from error
+            what = f"a checkpoint could not be written into {self._folder}: {error.strerror or error}"
+            raise CheckpointNotWritten(error.errno, what) from error
         if error is not None:
             raise error
 

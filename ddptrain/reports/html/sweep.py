@@ -99,7 +99,7 @@ def read_sweep(folder: Path) -> Sweep:
             f"cannot read {path}: it is not JSON; the folder is not that of a sweep, or damaged"
         ) from error
     if not isinstance(raw, dict):
-        raise UsageError(f"cannot read {path}: it is no JSON object; the folder is not that of a sweep, or damaged")
+        raise UsageError(f"cannot read {path}: it is not a JSON object; the folder is not that of a sweep, or damaged")
     found = [trial for trial in _list(raw.get("trials")) if isinstance(trial, dict)]
     names = list(_mapping(raw.get("space")))[:_MOST_PARAMS]
     importance = _mapping(raw.get("importance"))

@@ -68,8 +68,8 @@ def tag_changes(words: Iterable[str]) -> tuple[list[str], list[str]]:
         tag = word[1:] if word[:1] in ("+", "-") else word
         if not _is_tag(tag):
             raise UsageError(
-                f'"{shorten(word)}" is no tag: take up to 64 letters, digits and . : / _ -, beginning with a letter or '
-                "a digit, as +good to add one and -old to remove one"
+                f'"{shorten(word)}" is not a tag: use up to 64 letters, digits and . : / _ -, beginning with a letter '
+                "or a digit, as +good to add one and -old to remove one"
             )
         (remove if word[0] == "-" else add).append(tag)
     if both := sorted({*add} & {*remove}):

@@ -128,5 +128,5 @@ def size_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     unit = match[2].upper() if match else "?"
     if match is None or unit not in _UNITS:
-        raise ValueError(f'{describe_value(text)} is no size: write a number with KB, MB, GB or TB, as in "200GB"')
+        raise ValueError(f'{describe_value(text)} is not a size: write a number with KB, MB, GB or TB, as in "200GB"')
     return int(float(match[1]) * _UNITS[unit])

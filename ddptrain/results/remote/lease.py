@@ -264,9 +264,9 @@ class StoreLock:
 
     def _locked(self, claim: Claim, age_s: float) -> RunLocked:
         return RunLocked(
-            f"run {self.store.url} is held by process {claim.pid} on {claim.host}, heard of {max(0.0, age_s):.0f} s "
-            f"ago; wait for it (a driver that is gone is taken for dead after {STALE_S:g} s), or choose another "
-            "--run-id"
+            f"run {self.store.url} is held by process {claim.pid} on {claim.host}, last heartbeat "
+            f"{max(0.0, age_s):.0f} s ago; wait for it (a driver without a heartbeat is considered dead after "
+            f"{STALE_S:g} s), or choose another --run-id"
         )
 
 

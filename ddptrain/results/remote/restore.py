@@ -35,7 +35,7 @@ def download_run(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -
         try:
             _fetch(run, folder, step, manifests[step])
         except CheckpointDamaged as error:
-            warn(f"checkpoint {step_name(step)} of {run.url} is passed over: {error}")
+            warn(f"checkpoint {step_name(step)} of {run.url} is skipped: {error}")
             shutil.rmtree(folder / CHECKPOINTS / step_name(step), ignore_errors=True)
             continue
         for other in sorted(manifests):

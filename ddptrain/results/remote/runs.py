@@ -345,7 +345,7 @@ def split_run(run: str, place: str) -> tuple[str, str]:
         return place, run
     parent, _, name = run.rstrip("/").rpartition("/")
     if not name or not is_url(f"{parent}/") or parent.endswith(":/"):
-        raise RunNotFound(f"{run} is no run's address; give one like s3://bucket/runs/petnames-20250101-120000-ab12")
+        raise RunNotFound(f"{run} is not a run's address; give one like s3://bucket/runs/petnames-20250101-120000-ab12")
     return parent, name
 
 

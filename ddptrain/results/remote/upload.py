@@ -191,7 +191,11 @@ class StoreUpload:
         self._problem = str(error)
         _log.info("upload failed", store=self.store.url, failures=self._failures, error=error)
         if self._failures == self._max_failures:
-            self.lose(StoreError(f"{error}; given up after {self._failures} failures, all is kept in {self.root}"))
+            self.lose(
+                StoreError(
+                    f"{error}; no more attempts after {self._failures} failures; all files are kept in {self.root}"
+                )
+            )
         pause_s = _PAUSES_S[min(self._failures, len(_PAUSES_S)) - 1]
         with self._state:
             flushing = self._asked > self._done

@@ -80,7 +80,7 @@ class WandbTracker:
     def _report_run(self) -> None:
         facts, run = self._facts, self._run
         if self._offline_reason:
-            text = f"{self._offline_reason}: training goes on, and is recorded offline; {self._sync} sends it later"
+            text = f"{self._offline_reason}: training continues, and is recorded offline; {self._sync} sends it later"
             if facts.rank == 0:
                 facts.tell(text)
             else:  # the user gets the message once; the log of each rank has it
@@ -183,7 +183,9 @@ class WandbTracker:
     def _report_full_disk(self) -> None:
         if self._is_first("full disk"):
             folder = self._run.settings.sync_dir
-            self._facts.tell(f"the disk of W&B's folder {folder} is full: training goes on, rows may be missing there")
+            self._facts.tell(
+                f"the disk of W&B's folder {folder} is full: training continues, rows may be missing there"
+            )
 
     def _is_first(self, what: str) -> bool:
         is_first = what not in self._done

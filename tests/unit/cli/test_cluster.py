@@ -112,7 +112,7 @@ def test_backend_without_its_settings_has_defaults_or_says_which_field_is_missin
         ("--ranks 0", "--ranks 0: cluster.ranks: expected 'auto' or at least 1, got 0"),
         ("--gpus all", "--gpus all: cluster.gpus: expected 'auto' or a whole number, got the text \"all\""),
         ("--backend slrm", '--backend slrm: cluster.backend: there is no such cluster backend, got the text "slrm"'),
-        ("--host a --host", "Option '--host' requires an argument"),
+        ("--host a --host", "option '--host' requires an argument"),
         ("--name A", 'a letter or digit, got the text "A" (as in a)'),
         ("--backend address --set cluster.address=a:1", "uses a cluster that is up: there is nothing to start"),
     ],

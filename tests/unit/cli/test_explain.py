@@ -16,7 +16,7 @@ def test_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "75", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["exit_code"] == 75
     assert main(["explain", "999"]) == 2
-    assert "999 is no exit code: they are 0 to 255" in capsys.readouterr().err
+    assert "999 is not an exit code: exit codes are 0 to 255" in capsys.readouterr().err
 
 
 def test_run_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

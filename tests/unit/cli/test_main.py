@@ -175,15 +175,15 @@ def test_every_command_has_help(command: str) -> None:
     assert f"Usage: ddptrain {command}" in done.stdout
 
 
-@pytest.mark.parametrize("args", [[], ["trian"], ["train"], ["train", "--no-such-option"], ["--no-such-option"]])
+@pytest.mark.parametrize("args", [["trian"], ["train"], ["train", "--no-such-option"], ["--no-such-option"]])
 def test_wrong_usage_is_2_and_says_so_on_stderr(args: list[str]) -> None:
     done = ddptrain_(*args)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Usage: ddptrain" in done.stderr
+    assert re.fullmatch(r"ddptrain: error: .*; see ddptrain.* --help\n", done.stderr)
 
 
 def test_misspelt_command_is_answered_with_the_nearest() -> None:
-    assert "'train'" in ddptrain_("trian").stderr
+    assert "did you mean train?" in ddptrain_("trian").stderr
 
 
 def test_help_loads_none_of_the_heavy_packages() -> None:

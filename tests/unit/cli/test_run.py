@@ -104,7 +104,7 @@ def test_configuration_given_as_a_script_is_told_how_it_is_trained(
         (folder / name).write_text("workload: petnames\n")
         for option in ((), ("--dry-run",)):
             assert main(["run", *option, name]) == 2
-            assert f"{name} is a configuration, no script: ddptrain train {typed}\n" in capsys.readouterr().err
+            assert f"{name} is a configuration, not a script: ddptrain train {typed}\n" in capsys.readouterr().err
     assert main(["run", "--dry-run", "-m", "package.yaml"]) == 0
     assert not (folder / "runs").exists()
 
@@ -132,4 +132,4 @@ def test_option_of_torchrun_is_answered_with_ours(
 
 def test_option_that_nobody_has_is_refused_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--nope", "script.py"]) == 2
-    assert "No such option: --nope" in capsys.readouterr().err
+    assert "there is no option --nope" in capsys.readouterr().err

@@ -204,7 +204,7 @@ def test_thousands_of_problems_are_cut_short(refuse: Refuse) -> None:
         ("params: {sizes: [1, x]}", 'params.sizes[1]: expected a whole number, got the text "x"'),
         ("params: null", "params: expected a mapping, as key: value, got nothing"),
         ("params: [1]", "params: expected a mapping, as key: value, got a list"),
-        ("env: {'A=B': x}", "env.A=B: is no name for an environment variable"),
+        ("env: {'A=B': x}", "env.A=B: is not a name of an environment variable"),
         ("results: {dir: ''}", "results.dir: expected text of 1 or more characters"),
     ],
 )
@@ -342,7 +342,7 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
         ("cluster: {tls: {ca_file: a, cert_file: b, key_file: c}}", "cluster.tls: is given, but cluster.backend is"),
         ("cluster: {address: 'tcp://h:1', scheduler_file: s}", "cluster.scheduler_file: is given, and so is"),
         ("cluster: {ssh: {hosts: []}}", "cluster.ssh.hosts: expected 1 or more values"),
-        ("cluster: {ssh: {hosts: [-oX]}}", "cluster.ssh.hosts[0]: is no host: ssh would take it for an option"),
+        ("cluster: {ssh: {hosts: [-oX]}}", "cluster.ssh.hosts[0]: is not a host: ssh would read it as an option"),
         ('cluster: {slurm: {partition: "a\\nb"}}', "cluster.slurm.partition:"),
         ("cluster: {name: Dev}", "cluster.name: expected a name of 1 to 64 lower-case letters, digits"),
     ],
@@ -386,3 +386,23 @@ def test_mode_of_the_wandb_library_is_answered_with_its_variable(refuse: Refuse)
     (problem,) = refuse("workload: toy\ntracking: {wandb: {mode: offline}}\n")
     assert "tracking.wandb.mode: expected off, rank0, process or shared" in problem
     assert "env: {WANDB_MODE: offline}" in problem
+
+
+def test_script_given_as_configuration_names_the_command_that_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "train.py")
+    script = tmp_path / "train.py"
+    assert str(caught.value) == f"{script}: is not a YAML file (ddptrain run {script} runs a script)"
+
+
+def test_missing_file_names_the_files_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "spirals.yaml").write_text("workload: petnames\n")
+    with pytest.raises(ConfigError, match=r"there is no such file \(in this folder: spirals\.yaml\)"):
+        load_config(tmp_path / "xyz")
+
+
+def test_key_in_the_wrong_section_is_named_with_its_full_key(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("workload: petnames\ncluster:\n  hosts: [a]\n")
+    with pytest.raises(ConfigError, match=r"cluster\.hosts: unknown key \(did you mean cluster\.ssh\.hosts\?\)"):
+        load_config(tmp_path / "c.yaml")

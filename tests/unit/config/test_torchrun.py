@@ -61,8 +61,8 @@ def test_options_without_a_field_are_named() -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("python train.py", r'"python" is no command of torchrun'),
-        ("", r'"nothing" is no command of torchrun'),
+        ("python train.py", r'"python" is not a command of torchrun'),
+        ("", r'"nothing" is not a command of torchrun'),
         ("torchrun 'train.py", "can't be read: No closing quotation"),
         ("torchrun", "names no script"),
         ("torchrun --foo 3 train.py", "torchrun has no option --foo"),

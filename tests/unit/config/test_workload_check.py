@@ -27,14 +27,17 @@ def problem_of(folder: Path, workload: str, more: str = "") -> str:
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [
-        ("nothere:main", 'c.yaml: workload: there is no module nothere, got the text "nothere:main"'),
+        ("nothere:main", 'c.yaml:1: workload: there is no module nothere, got the text "nothere:main"'),
         (
             "digist:main",
-            'c.yaml: workload: there is no module digist, got the text "digist:main" (did you mean digits:main?)',
+            'c.yaml:1: workload: there is no module digist, got the text "digist:main" (did you mean digits:main?)',
         ),
         (
             "digits.py:main",
-            'c.yaml: workload: there is no module digits.py, got the text "digits.py:main" (did you mean digits:main?)',
+            (
+                'c.yaml:1: workload: there is no module digits.py, got the text "digits.py:main" '
+                "(did you mean digits:main?)"
+            ),
         ),
         (
             "./digits.py:main",
@@ -44,8 +47,11 @@ def problem_of(folder: Path, workload: str, more: str = "") -> str:
             "digits.main",
             f'{FORM}, got the text "digits.main" (did you mean digits:main?)',
         ),
-        ("broken:main", "c.yaml: workload: broken.py:2 is not valid Python: invalid syntax (x = = 1)"),
-        ("pack.inside:main", "c.yaml: workload: pack/__init__.py:1 is not valid Python: invalid syntax (from)"),
+        ("broken:main", "c.yaml:1: workload: broken.py:2 is not valid Python: invalid syntax (the line is: x = = 1)"),
+        (
+            "pack.inside:main",
+            "c.yaml:1: workload: pack/__init__.py:1 is not valid Python: invalid syntax (the line is: from)",
+        ),
         ("digits:main", ""),
         ("asyncio:all_tasks", ""),
         ("space.inside:main", ""),
@@ -66,3 +72,37 @@ def test_missing_or_broken_module_is_named_with_what_was_meant(tmp_path: Path, w
 
 def test_hosts_of_a_cluster_may_have_other_modules(tmp_path: Path) -> None:
     assert problem_of(tmp_path, "nothere:main", "cluster: {address: 'tcp://host:8786'}\n") == ""
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("ok.py", ""),
+        (
+            "broken.py",
+            "c.yaml:2: workload.script: broken.py:1 is not valid Python: invalid syntax (the line is: x = = 1)",
+        ),
+        (
+            "a.ipynb",
+            (
+                'c.yaml:2: workload.script: expected a Python file, got the notebook "a.ipynb" '
+                "(convert it: jupyter nbconvert --to script a.ipynb)"
+            ),
+        ),
+        ("pack", 'c.yaml:2: workload.script: expected a Python file, got the folder "pack" (name the file in it)'),
+    ],
+)
+def test_script_that_python_cannot_run_is_named_with_its_line(tmp_path: Path, script: str, expected: str) -> None:
+    (tmp_path / "ok.py").write_text("print(1)\n")
+    (tmp_path / "broken.py").write_text("x = = 1\n")
+    (tmp_path / "a.ipynb").write_text('{"cells": []}')
+    (tmp_path / "pack").mkdir()
+    assert problem_of(tmp_path, "", f"  script: {script}\n") == expected
+
+
+def test_module_that_is_only_imported_is_no_function(tmp_path: Path) -> None:
+    (tmp_path / "digits.py").write_text("import math\n\ndef main(ctx): ...\n")
+    assert problem_of(tmp_path, "digits:math") == (
+        "c.yaml:1: workload: math is a module that digits.py imports, not a function (name a function of digits, "
+        "as digits:train)"
+    )

@@ -65,7 +65,7 @@ def test_all_problems_are_found_and_their_values_dropped_or_replaced() -> None:
         ("a: [*b]", "c:1:5: a[0]: *b is not defined above (quote text that starts with *)"),
         ("a: &b\n  c: *b\n", "c:2:6: a.c: *b holds itself (quote text that starts with *)"),
         ("a: 1\n---\nb: 2\n", "c:2:1: a second document starts here (keep one, and delete the --- line)"),
-        ("a:\n\t- b\n", "c:2:1: a tab stands where YAML takes only spaces (indent with spaces)"),
+        ("a:\n\t- b\n", "c:2:1: a tab is used for indentation: YAML allows only spaces (replace the tab with spaces)"),
         ("[" * 51 + "]" * 51, "c:1:51: values are nested more than 50 deep (make it flatter)"),
     ],
 )

@@ -129,7 +129,7 @@ def sends(data: bytes) -> Callable[[socket.socket], object]:
         (sends(b"220 mail.example \x1b[31mESMTP\r\n"), "it sends other bytes (32 32 30 20 6d 61 69 6c ...)"),
         (sends(bytes(range(255, 127, -1)) * 64), "it sends other bytes (ff fe fd fc fb fa f9 f8 ...)"),
         (sends(bytes(4096)), "it sends other bytes (00 00 00 00 00 00 00 00 ...)"),
-        (speak_http, "it speaks HTTP, as Dask's dashboard does"),
+        (speak_http, "it uses HTTP: is that the port of Dask's dashboard?"),
     ],
 )
 def test_what_is_no_scheduler_is_told_within_seconds(answer: Callable[[socket.socket], object], reason: str) -> None:
@@ -253,7 +253,7 @@ def test_certificate_of_another_cluster_is_told(speaks_tls: int, tmp_path: Path)
 
 def test_address_without_tls_of_a_scheduler_with_it_is_told(speaks_tls: int) -> None:
     told = refused(Target(f"tcp://127.0.0.1:{speaks_tls}"), timeout_s=30)
-    assert f"speaks TLS: write the address as tls://127.0.0.1:{speaks_tls}" in told
+    assert f"uses TLS: write the address as tls://127.0.0.1:{speaks_tls}" in told
 
 
 def test_scheduler_of_an_old_dask_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,12 +45,12 @@ def test_auto_takes_the_newest_that_did_not_succeed(tmp_path: Path) -> None:
     ended(tmp_path, "older", RunStatus.FAILED)
     ended(tmp_path, "newer", RunStatus.CANCELLED)
     ended(tmp_path, "of-another-name", RunStatus.FAILED, config("day"))
-    assert auto(tmp_path) == ("newer", "going on with run newer, which was cancelled")
+    assert auto(tmp_path) == ("newer", "continuing run newer, which was cancelled")
 
 
 def test_auto_says_what_had_failed(tmp_path: Path) -> None:
     ended(tmp_path, "one", RunStatus.FAILED)
-    assert auto(tmp_path)[1] == "going on with run one, which failed (killed by SIGKILL)"
+    assert auto(tmp_path)[1] == "continuing run one, which failed (killed by SIGKILL)"
 
 
 def test_alias_of_the_starting_weights_stands_for_the_version_that_a_run_began_with(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_configuration_of_a_run_that_is_a_bomb_is_not_read(tmp_path: Path, text:
     began = time.process_time()
     assert auto(tmp_path) == (
         None,
-        "starting afresh: run one failed (killed by SIGKILL), but had a config.yaml that can't be read",
+        "starting a new run: run one failed (killed by SIGKILL), but had a config.yaml that can't be read",
     )
     assert time.process_time() - began < 5.0
 
@@ -80,7 +80,7 @@ def test_configuration_of_a_run_that_is_a_bomb_is_not_read(tmp_path: Path, text:
 def test_auto_starts_afresh_after_a_success(tmp_path: Path) -> None:
     ended(tmp_path, "failed", RunStatus.FAILED)
     ended(tmp_path, "good", RunStatus.SUCCEEDED)
-    assert auto(tmp_path) == (None, "starting afresh: the last run of this name, good, has succeeded")
+    assert auto(tmp_path) == (None, "starting a new run: the last run of this name, good, has succeeded")
 
 
 def test_auto_starts_afresh_where_the_parameters_are_others(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_auto_with_a_run_id_creates_goes_on_with_or_is_done_with_that_run(tmp_pa
         writer.finish(RunStatus.PREEMPTED, 75)
     resumed = idempotent(tmp_path, "night")
     assert (resumed.folder, resumed.done) == (tmp_path / "night", None)
-    assert resumed.reason == "going on with run night, which was preempted"
+    assert resumed.reason == "continuing run night, which was preempted"
     with pytest.raises(UsageError, match="made with other settings"):
         idempotent(tmp_path, "night", config(epochs=9))
     with RunWriter.reopen(tmp_path / "night", config().yaml_text) as writer:
@@ -216,7 +216,7 @@ def test_named_run_is_refused_where_it_succeeded_or_was_another(tmp_path: Path) 
     ended(tmp_path, "other", RunStatus.FAILED, config(epochs=1))
     with pytest.raises(UsageError, match="run good has succeeded"):
         choose(tmp_path, "good", config(), allow_changes=False)
-    with pytest.raises(UsageError, match=r"other settings; --allow-changes goes on.*\n  params\.epochs 1 \(now 5\)"):
+    with pytest.raises(UsageError, match=r"other settings; --allow-changes continues.*\n  params\.epochs 1 \(now 5\)"):
         choose(tmp_path, "other", config(), allow_changes=False)
     with pytest.raises(RunNotFound):
         choose(tmp_path, "nothing", config(), allow_changes=False)

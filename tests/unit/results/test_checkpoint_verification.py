@@ -85,7 +85,7 @@ def test_damaged_newest_one_gives_way_to_the_one_before(
     told: list[str] = []
     found = newest_verified(writer.layout, told.append)
     assert found is not None and found.step == 1
-    assert len(told) == 1 and told[0].startswith("checkpoint step-2 is passed over: ")
+    assert len(told) == 1 and told[0].startswith("checkpoint step-2 is skipped: ")
     with pytest.raises(CheckpointDamaged, match=why):
         verify(writer.layout.checkpoints_dir / "step-2")
 

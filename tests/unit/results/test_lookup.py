@@ -46,7 +46,7 @@ def test_a_run_is_found_by_id_prefix_latest_and_path(tmp_path: Path, monkeypatch
 def test_an_ambiguous_prefix_names_the_candidates(tmp_path: Path) -> None:
     put(tmp_path, "pets-1")
     put(tmp_path, "pets-2")
-    with pytest.raises(RunNotFound, match='"pets" fits 2 runs: pets-1, pets-2; give more'):
+    with pytest.raises(RunNotFound, match='"pets" matches 2 runs: pets-1, pets-2; give more'):
         find_run(tmp_path, "pets")
 
 

@@ -231,7 +231,7 @@ def test_an_empty_folder_is_taken_and_a_strange_one_is_left_alone(tmp_path: Path
 
 @pytest.mark.parametrize("run_id", ["../x", "latest", "", "a/b"])
 def test_a_run_id_that_is_no_name_is_refused(tmp_path: Path, run_id: str) -> None:
-    with pytest.raises(UsageError, match="is no run id"):
+    with pytest.raises(UsageError, match="is not a run id"):
         make(tmp_path / "runs", run_id)
     assert not os.listdir(tmp_path)
 

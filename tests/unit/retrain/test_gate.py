@@ -81,8 +81,15 @@ CASES: list[tuple[str, GateRule, float | None, float | str | None, bool, str]] =
     ("infinite", rule(), INF, 2.0, False, "val/loss is inf"),
     ("minus infinite", rule(), -INF, 2.0, False, "val/loss is -inf"),
     ("infinite, higher is better", best(), INF, 0.5, False, "val/accuracy is inf"),
-    ("missing", rule(), None, 2.0, False, "the evaluation has no val/loss; it has other"),
-    ("missing, first version", rule(), None, "none", False, "the evaluation has no val/loss; it has other"),
+    ("missing", rule(), None, 2.0, False, "the evaluation has no val/loss (retrain.gate.metric); it has other"),
+    (
+        "missing, first version",
+        rule(),
+        None,
+        "none",
+        False,
+        "the evaluation has no val/loss (retrain.gate.metric); it has other",
+    ),
 ]
 
 

@@ -73,7 +73,7 @@ def test_jitter_of_a_whole_interval_is_refused(config: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "a..b", "A", "a b", "a/b", "-a", "", "a\n", "a" * 65])
 def test_name_that_is_no_file_name_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="is no name of a schedule"):
+    with pytest.raises(UsageError, match="is not a name of a schedule"):
         checked_name(name)
 
 
@@ -93,9 +93,9 @@ def test_secret_variables_are_read_as_by_a_shell(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("A=1\nB=x y\n", r"petnames.env:2 is no line like NAME=value; put quotes"),
-        ("A\n", r"petnames.env:1 is no line like NAME=value"),
-        ("A='x\n", r"petnames.env:1 is no line like NAME=value: No closing quotation"),
+        ("A=1\nB=x y\n", r"petnames.env:2 is not a line like NAME=value; put quotes"),
+        ("A\n", r"petnames.env:1 is not a line like NAME=value"),
+        ("A='x\n", r"petnames.env:1 is not a line like NAME=value: No closing quotation"),
     ],
 )
 def test_wrong_line_of_the_secret_variables_is_named(tmp_path: Path, text: str, message: str) -> None:

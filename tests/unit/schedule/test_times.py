@@ -170,13 +170,13 @@ def test_text_of_a_schedule_is_read_back(schedule: str) -> None:
 
 
 def test_unknown_zone_is_refused_with_a_hint() -> None:
-    with pytest.raises(UsageError, match=r'"Europe/Berlln" is no time zone: did you mean Europe/Berlin\?'):
+    with pytest.raises(UsageError, match=r'"Europe/Berlln" is not a time zone: did you mean Europe/Berlin\?'):
         parse_schedule("03:00", "Europe/Berlln")
 
 
 @pytest.mark.parametrize("zone", ["../../etc/passwd", "/etc/localtime", "", "a\0b"])
 def test_zone_is_not_a_path(zone: str) -> None:
-    with pytest.raises(UsageError, match="is no time zone"):
+    with pytest.raises(UsageError, match="is not a time zone"):
         parse_schedule("03:00", zone)
 
 

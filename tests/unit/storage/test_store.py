@@ -291,8 +291,11 @@ def test_names_of_gcsfs_and_adlfs_become_those_of_obstore() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"anonymous": True}, "params.source_options.anonymous is no option of s3://: did you mean anon?"),
-        ({"client_kwargs": {"region": "x"}}, "client_kwargs.region is no option of s3://: did you mean region_name?"),
+        ({"anonymous": True}, "params.source_options.anonymous is not an option of s3://: did you mean anon?"),
+        (
+            {"client_kwargs": {"region": "x"}},
+            "client_kwargs.region is not an option of s3://: did you mean region_name?",
+        ),
         ({"client_kwargs": 3}, "params.source_options.client_kwargs must be a mapping"),
         ({"anon": "yes"}, "params.source_options.anon must be true or false"),
         ({"endpoint_url": 9000}, "params.source_options.endpoint_url must be text, not 9000"),

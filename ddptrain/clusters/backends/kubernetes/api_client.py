@@ -170,7 +170,9 @@ def _not_configured(error: Exception, context: str | None) -> DdptrainError:
     if "valid credentials" in str(error):
         missing = [name for name in source.split(":") if not Path(name).expanduser().exists()]
         why = f"{' and '.join(missing)} does not exist" if missing else f"{source} names no server"
-        return ClusterError(f"there is no usable kubeconfig ({why}), and this is no pod of a cluster: set KUBECONFIG")
+        return ClusterError(
+            f"there is no usable kubeconfig ({why}), and this is not a pod of a cluster: set KUBECONFIG"
+        )
     if "No such context" in str(error):
         return ClusterError(f'the kubeconfig {source} has no context "{context}": see kubectl config get-contexts')
     return ClusterError(f"the kubeconfig {source} can't be used: {type(error).__name__}: {_words(error)}")

@@ -51,7 +51,7 @@ def _joined(cluster: Deployment) -> dict[str, status.WorkerView]:
     """The workers by name, as the scheduler reports them. Raises ClusterError."""
     view = status.probe(cluster, _ASK_S)
     if view.state != status.State.UP:
-        raise ClusterError(f"which workers are free can't be told: {view.reason}")
+        raise ClusterError(f"it is not known which workers are free: {view.reason}")
     return {worker.name: worker for worker in view.workers}
 
 

@@ -54,16 +54,18 @@ def parse_labels(data: bytes, source: str) -> Labels:
         labels = tuple(_label(output, entry) for output, entry in enumerate(_entries(text.strip())))
         _refuse_repeated_ids(labels)
     except UnicodeDecodeError as error:
-        raise UsageError(f"no labels in {source}: byte {error.start:,} is not UTF-8; it should hold {_FORMS}") from None
+        raise UsageError(
+            f"no labels in {source}: byte {error.start:,} is not UTF-8; it should contain {_FORMS}"
+        ) from None
     except _Wrong as error:
-        raise UsageError(f"no labels in {source}: {error}; it should hold {_FORMS}") from None
+        raise UsageError(f"no labels in {source}: {error}; it should contain {_FORMS}") from None
     return Labels(source, labels)
 
 
 def _read(path: Path) -> bytes:
     try:
         if not path.is_file():  # opening a FIFO would wait for a writer
-            raise UsageError(f"there is no labels file {path}" if not path.exists() else f"{path} is no labels file")
+            raise UsageError(f"there is no labels file {path}" if not path.exists() else f"{path} is not a labels file")
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
     except OSError as error:

@@ -53,7 +53,7 @@ def test_run_without_a_usable_configuration_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="can't read the configuration"):
         command._configuration(tmp_path, [], {})
     (tmp_path / "config.yaml").write_text("- 1\n")
-    with pytest.raises(UsageError, match="is no configuration of a run"):
+    with pytest.raises(UsageError, match="is not a configuration of a run"):
         command._configuration(tmp_path, [], {})
     (tmp_path / "config.yaml").write_text("workload: petnames\n")
     with pytest.raises(ConfigError, match="--ranks 0"):

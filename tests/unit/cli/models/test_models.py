@@ -134,7 +134,7 @@ def test_alias_pin_and_rm(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["promote", "../x", "1"], '"../x" is no model name'),
+        (["promote", "../x", "1"], '"../x" is not a model name'),
         (["promote", "names", "7"], "model names has no version 7; it has none"),
         (["promote", "names", "nothing"], 'no run "nothing" in runs'),
         (["promote", "names", "latest", "--checkpoint", "step-6"], "has no checkpoint step-6; it has step-5"),

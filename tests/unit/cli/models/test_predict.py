@@ -132,13 +132,13 @@ def test_options_reach_the_model(seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["predict", "latest"], "Missing argument 'PATH|URL...'"),
+        (["predict", "latest"], "PATH|URL... is missing: write ddptrain predict [OPTIONS] RUN|MODEL PATH|URL..."),
         (["predict", "latest", "nowhere"], "error: nowhere: no such file or folder"),
         (["predict", "none", "pictures"], 'error: no run "none" in runs'),
         (["predict", "latest", "pictures", "--json", "--csv"], "give --json or --csv, not both"),
-        (["predict", "latest", "pictures", "--top", "0"], "Invalid value for '--top'"),
-        (["predict", "latest", "pictures", "--batch-size", "0"], "Invalid value for '--batch-size'"),
-        (["predict", "latest", "pictures", "--device", "tpu"], "Invalid value for '--device'"),
+        (["predict", "latest", "pictures", "--top", "0"], "--top: must be "),
+        (["predict", "latest", "pictures", "--batch-size", "0"], "--batch-size: must be "),
+        (["predict", "latest", "pictures", "--device", "tpu"], "--device: 'tpu' is not one of"),
         (
             ["predict", "latest", "pictures", "--source-option", "secret"],
             "--source-option <left out> is not NAME=VALUE",

@@ -93,10 +93,16 @@ def test_other_folder_without_models_is_pointed_out(runs: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--older-than", "30"], 'error: --older-than: the text "30" is no duration: write a number with s, m, h, d'),
-        (["--max-size", "much"], 'error: --max-size: the text "much" is no size: write a number with KB, MB, GB or TB'),
-        (["--keep", "-1"], "Invalid value for '--keep': Input should be greater than or equal to 0"),
-        (["--keep", "few"], "Invalid value for '--keep': Input should be a valid integer"),
+        (
+            ["--older-than", "30"],
+            'error: --older-than: the text "30" is not a duration: write a number with s, m, h, d',
+        ),
+        (
+            ["--max-size", "much"],
+            'error: --max-size: the text "much" is not a size: write a number with KB, MB, GB or TB',
+        ),
+        (["--keep", "-1"], '--keep: must be greater than or equal to 0, got "-1"'),
+        (["--keep", "few"], '--keep: must be a valid integer, got "few"'),
         (["--runs-dir", "ftp:///"], "error: cannot keep runs in ftp:///"),
     ],
 )

@@ -132,11 +132,11 @@ def test_file_for_secrets_is_prepared_without_values(place: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--at", "soon"], '--at is "soon", which is no time'),
-        (["--at", "03:00", "--timezone", "Mars/Base"], '"Mars/Base" is no time zone'),
-        (["--at", "03:00", "--jitter", "soon"], '--jitter: the text "soon" is no duration'),
+        (["--at", "soon"], '--at is "soon", which is not a time'),
+        (["--at", "03:00", "--timezone", "Mars/Base"], '"Mars/Base" is not a time zone'),
+        (["--at", "03:00", "--jitter", "soon"], '--jitter: the text "soon" is not a duration'),
         (["--at", "03:00", "--jitter", "24h"], "make it shorter"),
-        (["--at", "03:00", "--name", "../x"], "is no name of a schedule"),
+        (["--at", "03:00", "--name", "../x"], "is not a name of a schedule"),
         (["--at", "03:00", "--image", "x"], "--image is for --as kubernetes or gitlab, not for cron: leave it out"),
         (["--at", "03:00", "--system"], "--system is for --as systemd, not for cron"),
         (["--at", "03:00", "--install", "--output", "x"], "--install and --output exclude each other"),

@@ -23,7 +23,7 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "6", "h", "6 hours", "6h30", "-1h", "1e3s", "6h;"])
 def test_text_that_is_no_duration(text: str) -> None:
-    with pytest.raises(ValueError, match=r'is no duration: write a number with s, m, h, d or w, as in "6h"'):
+    with pytest.raises(ValueError, match=r'is not a duration: write a number with s, m, h, d or w, as in "6h"'):
         duration_s(text)
 
 
@@ -53,11 +53,11 @@ def test_urls_of_the_file_are_recorded_nowhere(tmp_path: Path) -> None:
         ("retrain: {model: ../up}", "retrain.model", "../up"),
         ("retrain: {model: UPPER}", "retrain.model", "UPPER"),
         ("retrain: {model: m, overlap: sometimes}", "retrain.overlap", "sometimes"),
-        ("retrain: {model: m, wait: soon}", "retrain.wait", "no duration"),
+        ("retrain: {model: m, wait: soon}", "retrain.wait", "not a duration"),
         ("retrain: {model: m, wait: -1}", "retrain.wait", "-1"),
         ("retrain: {model: m, if_unchanged: maybe}", "retrain.if_unchanged", "maybe"),
         ("retrain: {model: m, max_age: 0s}", "retrain.max_age", "0"),
-        ("retrain: {model: m, deadline: 6 hours}", "retrain.deadline", "no duration"),
+        ("retrain: {model: m, deadline: 6 hours}", "retrain.deadline", "not a duration"),
         ("retrain: {model: m, gate: {}}", "metric", "is required"),
         ("retrain: {model: m, gate: {metric: a, mode: best}}", "mode", "best"),
         ("retrain: {model: m, gate: {metric: a, at_most: low}}", "at_most", "low"),
@@ -88,3 +88,25 @@ def test_wrong_field_is_named_with_its_line(tmp_path: Path, section: str, key: s
     text = str(caught.value)
     assert f"{path}:2" in text and key in text and message in text, text
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "metric", "mode"),
+    [
+        ("", "val/loss", "min"),
+        ("checkpoint: {metric: accuracy, mode: max}\n", "accuracy", "max"),
+        ("checkpoint: {metric: loss}\n", "loss", "min"),
+        ("checkpoint: {metric: null}\n", "val/loss", "min"),
+    ],
+)
+def test_gate_is_the_metric_of_the_best_checkpoint_unless_given(
+    tmp_path: Path, more: str, metric: str, mode: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"workload: petnames\nretrain: {{model: m}}\n{more}")
+    retrain = load_config(path).config.retrain
+    assert retrain is not None
+    assert [(rule.metric, rule.mode) for rule in retrain.gate] == [(metric, mode)]
+    path.write_text(f"workload: petnames\nretrain: {{model: m, gate: {{metric: other}}}}\n{more}")
+    retrain = load_config(path).config.retrain
+    assert retrain is not None and [rule.metric for rule in retrain.gate] == ["other"]

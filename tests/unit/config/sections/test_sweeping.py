@@ -67,7 +67,7 @@ def test_wrong_space_is_named_with_its_line(tmp_path: Path, space: str, problem:
     [
         ("seeds: 2", "sweep.trials: is required, and not given (write trials: 32, or for: 2h)"),
         ("trials: 0", "5: sweep.trials: "),
-        ("for: soon", " is no duration: write a number with"),
+        ("for: soon", " is not a duration: write a number with"),
         ("trails: 3", "5: sweep.trails: unknown key (did you mean sweep.trials?)"),
         ("search: grid", "4: sweep.space.params.dropout: has no list of values, which search: grid needs"),
     ],

@@ -623,7 +623,7 @@ def test_rank_that_does_not_answer_is_waited_for_five_seconds() -> None:
     play.wait(4.5)
     assert play.stops() == []
     play.wait(0.6)
-    assert play.cause.rank == 1 and "it did not say where it is" in play.cause.message
+    assert play.cause.rank == 1 and "its place in the code is not known" in play.cause.message
 
 
 def test_rank_at_work_is_no_hang_and_its_stacks_are_not_kept() -> None:

@@ -107,7 +107,7 @@ def test_run_that_saved_for_a_request_says_so_and_one_that_failed_says_what_fail
     writer.update(checkpoints=("step-3",))
     said = verdicts.name_stop_command(verdicts.judge_error(Interrupted(signal.SIGTERM), writer))
     assert said.failure is not None and said.failure.message == "ended by ddptrain stop"
-    assert said.cause.startswith("ended by ddptrain stop; checkpoint step-3 is saved, go on with --resume")
+    assert said.cause.startswith("ended by ddptrain stop; checkpoint step-3 is saved, continue with --resume")
     for untouched in (verdicts.judge_error(ClusterError("gone"), writer), RunEnd(RunStatus.SUCCEEDED, 0)):
         assert verdicts.name_stop_command(untouched) is untouched
 

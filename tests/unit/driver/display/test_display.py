@@ -292,7 +292,7 @@ def test_fault_of_the_display_itself_does_not_stop_the_run(tmp_path: Path, monke
     shown.print(0, b"one\n")
     wait_until(lambda: shown.display.broken, "the fault")
     shown.close(summary=["end"])
-    assert "the display failed (RuntimeError: boom); the run goes on" in shown.err
+    assert "the display failed (RuntimeError: boom); the run continues" in shown.err
     assert shown.err.endswith("end\n")
 
 

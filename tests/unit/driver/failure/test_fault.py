@@ -121,3 +121,13 @@ def test_exception_of_a_thread_before_is_told_with_a_fault() -> None:
     assert told.traceback.index("of the rank") < told.traceback.index("of the thread")
     assert failure_fault.add_thread_failure(fault(1, 0), ended) == fault(1, 0)  # it was earlier
     assert failure_fault.add_thread_failure(failed, None) is failed
+
+
+def test_missing_network_interface_is_named_with_its_variable() -> None:
+    message = "[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: eth77"
+    fault = Fault(0, FaultKind.EXCEPTION, 0, message, type="RuntimeError", phase="rendezvous")
+    assert fault.line.endswith(
+        "the host has no network interface eth77: change GLOO_SOCKET_IFNAME (`ip link` lists them)"
+    )
+    nccl = Fault(0, FaultKind.EXCEPTION, 0, "Bootstrap : no socket interface found", type="DistBackendError")
+    assert "change NCCL_SOCKET_IFNAME" in nccl.line

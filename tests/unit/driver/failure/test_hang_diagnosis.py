@@ -84,7 +84,7 @@ def test_rank_that_waits_in_no_collective_is_missing_where_counts_tell_nothing()
 def test_rank_that_says_nothing_at_all_is_missing() -> None:
     fault = find_missing_rank([report(0, ALL_REDUCE, 3), RankReport(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0, 5)
     assert fault.rank == 1
-    assert "it did not say where it is while rank 0, 2 wait for it" in fault.message
+    assert "its place in the code is not known while rank 0, 2 wait for it" in fault.message
 
 
 def test_rank_that_has_been_silent_for_longest_is_missing_where_all_are_alike() -> None:

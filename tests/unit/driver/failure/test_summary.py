@@ -17,7 +17,20 @@ from ddptrain.results.run_writer import RunWriter
 def test_the_ranks_are_counted_where_there_were_any(tmp_path: Path, ranks: int, on: str) -> None:
     with RunWriter.create(tmp_path, "r", "name", "", "workload", world_size=ranks) as writer:
         told = summary_lines(writer, RunEnd(RunStatus.FAILED, 4, "no cluster"), 1.25)
-    assert told == [f"run r failed after 1.2 s{on}", f"  results {tmp_path / 'r'}"]
+    assert told == [
+        f"run r failed after 1.2 s{on}",
+        f"  results {tmp_path / 'r'}",
+        f"  next    ddptrain explain r --runs-dir {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.CANCELLED, RunStatus.PREEMPTED])
+def test_run_that_can_be_resumed_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: RunStatus) -> None:
+    monkeypatch.chdir(tmp_path)
+    with RunWriter.create(tmp_path / "runs", "r", "name", "", "workload") as writer:
+        writer.update(checkpoints=("step-20", "step-10"))
+        told = summary_lines(writer, RunEnd(status, 1), 1.0)
+    assert told[-1] == "  next    ddptrain explain r; --resume r continues from step-20"
 
 
 def test_where_the_time_went_is_one_line(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def test_damaged_version_is_refused_and_the_file_is_named(registry: ModelRegistr
         ("model:cats@champion", "there is no model cats.*models.dir is"),
         ("model:dogs@9", "has no version 9"),
         ("model:dogs@best", "has no alias best"),
-        ("model:../dogs", "is no model name"),
-        ("model:", "is no model name"),
+        ("model:../dogs", "is not a model name"),
+        ("model:", "is not a model name"),
     ],
 )
 def test_unknown_version_is_an_error(weights: str, message: str, registry: ModelRegistry, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_function_of_the_user_is_found_in_its_folder(tmp_path: Path, monkeypatch
     )
     folder = str(tmp_path)
     assert load(request("mirror_of_mine:Mine.mirror", folder=folder)).__name__ == "mirror"
-    with pytest.raises(UsageError, match="mirror_of_mine:number is no function"):
+    with pytest.raises(UsageError, match="mirror_of_mine:number is not a function"):
         load(request("mirror_of_mine:number", folder=folder))
     with pytest.raises(AttributeError):
         load(request("mirror_of_mine:missing", folder=folder))

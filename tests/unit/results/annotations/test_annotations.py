@@ -42,7 +42,7 @@ def test_words_are_changes() -> None:
 
 @pytest.mark.parametrize("word", ["", "+", "-", "++a", "a b", "+_a", "x" * 65, "a\n", "+a\u202eb", "a,b"])
 def test_invalid_tags_are_refused(word: str) -> None:
-    with pytest.raises(UsageError, match="is no tag"):
+    with pytest.raises(UsageError, match="is not a tag"):
         tag_changes([word])
 
 

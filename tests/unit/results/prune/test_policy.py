@@ -225,5 +225,5 @@ def test_size_is_read(text: str, expected: int) -> None:
     "text", ["", "GB", "-1GB", "1e3", "5 XB", "5iB", "1GB2", "1,5GB", "nan", "\u0663GB", "9" * 400]
 )
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match='is no size: write a number with KB, MB, GB or TB, as in "200GB"'):
+    with pytest.raises(ValueError, match='is not a size: write a number with KB, MB, GB or TB, as in "200GB"'):
         size_bytes(text)

@@ -29,7 +29,7 @@ def write_claim(store: RemoteFolder, **changes: Any) -> Claim:
 def test_driver_that_was_heard_of_lately_keeps_others_out() -> None:
     store, _ = watched_store()
     write_claim(store, pid=7, time_s=time.time() - 60)
-    with pytest.raises(RunLocked, match=r"is held by process 7 on elsewhere, heard of 6\d s ago"):
+    with pytest.raises(RunLocked, match=r"is held by process 7 on elsewhere, last heartbeat 6\d s ago"):
         StoreLock(store, settle_s=0).take(contested=True)
 
 

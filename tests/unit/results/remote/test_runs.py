@@ -205,5 +205,5 @@ def test_run_may_be_given_by_its_address() -> None:
     assert split_run("s3://bucket/deep/runs/a-1/", "runs") == ("s3://bucket/deep/runs", "a-1")
     assert split_run("runs/a-1", "s3://bucket") == ("s3://bucket", "runs/a-1")
     for text in ("s3://", "s3://bucket"):
-        with pytest.raises(RunNotFound, match="is no run's address"):
+        with pytest.raises(RunNotFound, match="is not a run's address"):
             split_run(text, "runs")

@@ -224,7 +224,7 @@ def test_strict_run_that_went_offline_says_so_at_its_end(tmp_path: Path, monkeyp
     tracker.start(heard.facts(tmp_path, online=True, strict=True))
     tracker.log(numbers(1, loss=1.0))
     (line,) = heard.lines
-    assert "training goes on, and is recorded offline" in line
+    assert "training continues, and is recorded offline" in line
     assert "kkkk" not in line
     with pytest.raises(WentOffline, match="opened no run online"):
         tracker.finish("finished")

@@ -259,5 +259,5 @@ def test_labels_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_a_labels_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no labels file .*missing.txt"):
         read_labels(str(tmp_path / "missing.txt"))
-    with pytest.raises(UsageError, match="is no labels file"):
+    with pytest.raises(UsageError, match="is not a labels file"):
         read_labels(str(tmp_path))

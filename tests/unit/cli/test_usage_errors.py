@@ -1,0 +1,43 @@
+"""Errors of the command line's parser have the format of all errors: one line, the value, and what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ddptrain.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train", "config is missing: write ddptrain train [OPTIONS] config; see ddptrain train --help"),
+        ("trian x", 'there is no command "trian" (did you mean train?); see ddptrain --help'),
+        ("xyzzy", 'there is no command "xyzzy"; see ddptrain --help'),
+        ("results shw", 'there is no command "shw" (did you mean show?); see ddptrain results --help'),
+        ("train x --rank 2", "there is no option --rank (did you mean --ranks?); see ddptrain train --help"),
+        ("train x --ranks two", '--ranks: must be a valid integer, got "two"; see ddptrain train --help'),
+        ("train x --output yaml", "--output: 'yaml' is not one of 'auto', 'live', 'plain', 'json'; see ddptrain "),
+        ("results prune --keep -1", '--keep: must be greater than or equal to 0, got "-1"; see ddptrain results '),
+        ("train a b", "got unexpected extra argument (b); see ddptrain train --help"),
+    ],
+)
+def test_parser_errors_are_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"ddptrain: error: {message}")
+    assert printed.err.count("\n") == 1
+
+
+def test_with_json_the_error_is_an_object_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "x", "--rank", "2", "--output", "json"]) == 2
+    event = json.loads(capsys.readouterr().out)
+    assert (event["event"], event["exit_code"]) == ("error", 2)
+    assert "--rank" in event["message"]
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Usage: ddptrain" in "".join(capsys.readouterr())
