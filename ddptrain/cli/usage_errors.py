@@ -41,7 +41,7 @@ def _as_usage_error() -> Iterator[None]:
 def describe(error: Any) -> str:
     """Describe an error of the parser: what is wrong, the value, and the command's help."""
     ctx = getattr(error, "ctx", None)
-    text = _what(error, ctx).rstrip(".")
+    text = _what(error, ctx)
     return f"{text}; see {ctx.command_path} --help" if ctx is not None else text
 
 
@@ -57,11 +57,11 @@ def _what(error: Any, ctx: Any) -> str:
         hint = _did_you_mean(command[1], ctx.command.list_commands(ctx))
         return f'there is no command "{shorten(command[1])}"{hint}'
     if kind == "MissingParameter" and param is not None and ctx is not None:
-        usage = re.sub("[{}]", "", " ".join(ctx.command.collect_usage_pieces(ctx)))
+        usage = re.sub("[{}]", "", " ".join(ctx.command.collect_usage_pieces(ctx))).replace("......", "...")
         return f"{_name(param)} is missing: write {ctx.command_path} {usage}"
     if kind == "BadParameter" and param is not None:
         return f"{_name(param)}: {_wrong_value(error)}"
-    return message[:1].lower() + message[1:].replace("(s)", "")
+    return message[:1].lower() + message[1:].rstrip(".").replace("(s)", "")
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
@@ -81,6 +81,6 @@ def _wrong_value(error: Any) -> str:
     cause = error.__cause__
     details = cause.errors(include_url=False)[0] if hasattr(cause, "errors") else {}
     if not message.startswith("Input should be ") or "input" not in details:
-        return message
+        return message.rstrip(".")
     expected = message.removeprefix("Input should be ").partition(", unable to")[0].rstrip(".")
     return f'must be {expected}, got "{shorten(str(details["input"]))}"'

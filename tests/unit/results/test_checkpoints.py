@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_changes_nothing(
 )
 def test_a_file_name_that_leads_elsewhere_is_refused(writer: RunWriter, stage: Stage, name: str) -> None:
     event, folder = stage(1)
-    with pytest.raises(CheckpointDamaged, match="no plain file name"):
+    with pytest.raises(CheckpointDamaged, match="not a plain file name"):
         writer.adopt_checkpoint(0, changed(event, name=name), folder, POLICY)
     assert names(writer) == set()
 

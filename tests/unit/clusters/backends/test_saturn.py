@@ -189,13 +189,13 @@ def test_cluster_that_saturn_has_forgotten_is_down(server: Answers) -> None:
 def test_cluster_that_saturn_does_not_close_is_told(server: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saturn, "_STOP_S", 0.1)
     server.prepared = [(200, {"status": "ready"}), (200, {}), (200, {"status": "closing"})]
-    with pytest.raises(ClusterError, match=r"told to close the cluster c1, but it is closing after 0\.1 s"):
+    with pytest.raises(ClusterError, match=r"asked to close the cluster c1, but it is closing after 0\.1 s"):
         SaturnProvider().stop(ordered(deployment(), server.url), print)
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [((409, {"message": "Cluster is busy"}), "was asked to scale it: Cluster is busy"), ((500, b"<"), "is no JSON")],
+    [((409, {"message": "Cluster is busy"}), "was asked to scale it: Cluster is busy"), ((500, b"<"), "is not JSON")],
 )
 def test_what_dask_saturn_raises_becomes_one_line(server: Answers, answer: tuple[int, Any], words: str) -> None:
     server.prepared = [answer]

@@ -135,7 +135,7 @@ def test_home_is_no_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("HOME", str(tmp_path))
     assert project_folder(tmp_path, None) is None
     assert project_folder(tmp_path, str(tmp_path)) == tmp_path
-    with pytest.raises(UsageError, match="no folder"):
+    with pytest.raises(UsageError, match="not a folder"):
         project_folder(tmp_path, str(tmp_path / "nothing"))
 
 

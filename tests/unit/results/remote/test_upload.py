@@ -179,7 +179,7 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
     assert "the store is away (failure 1 of 2; again in 0.02 s)" in kept.warnings[0]
     (loss,) = kept.losses
     assert isinstance(loss, StoreError) and loss.exit_code == 4
-    assert f"given up after 2 failures, all is kept in {kept.writer.layout.root}" in str(loss)
+    assert f"no more attempts after 2 failures; all files are kept in {kept.writer.layout.root}" in str(loss)
     problem = kept.uploads.flush(0.2)
     assert problem.startswith(f"the results are not all in {kept.store.url} (memory://")
     assert problem.endswith(f"they are kept in {kept.writer.layout.root}, and --resume a-run uploads them")
