@@ -54,38 +54,38 @@ class RunContext:
 class AttemptSeries:
     """Runs attempts; the first one starts from `checkpoint`, or from scratch."""
 
-    def __init__(self, scene: RunContext, checkpoint: VerifiedCheckpoint | None) -> None:
-        self.scene = scene
-        self.config = scene.resolved.config
-        activity = "training" if scene.evaluation is None else "evaluating"
-        self.recorder = Recorder(scene.writer, scene.display, self.config.checkpoint.metric, activity)
+    def __init__(self, context: RunContext, checkpoint: VerifiedCheckpoint | None) -> None:
+        self.context = context
+        self.config = context.resolved.config
+        activity = "training" if context.evaluation is None else "evaluating"
+        self.recorder = Recorder(context.writer, context.display, self.config.checkpoint.metric, activity)
         self.checkpoint = checkpoint
         settings = self.config.checkpoint
         self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
-        self.tracking = TrackingSetup(scene.resolved, scene.writer, os.environ, self.recorder.notice)
+        self.tracking = TrackingSetup(context.resolved, context.writer, os.environ, self.recorder.notice)
         self.specs = RankSpecs(
-            scene.resolved,
-            scene.writer,
-            scene.worker_group,
-            scene.inputs,
+            context.resolved,
+            context.writer,
+            context.worker_group,
+            context.inputs,
             self.tracking,
-            scene.display.status,
-            scene.full_traceback,
-            scene.evaluation,
+            context.display.status,
+            context.full_traceback,
+            context.evaluation,
         )
 
     def run(self) -> RunEnd:
         """Run attempts until one ends the run; return how it ends."""
         restarts = RestartPolicy(self.config.failure)
         while True:
-            end = self._attempt(self.scene.reserve())
-            verdict = judge_attempt(end, self.scene.writer)
-            self._record_end(end, verdict)
+            end = self._attempt(self.context.reserve())
+            run_end = judge_attempt(end, self.context.writer)
+            self._record_end(end, run_end)
             step = self._reached(end, end.fault.rank) if end.fault else None
-            decision = restarts.after(end, step, scheduler_is_there=self.scene.worker_group.connected)
+            decision = restarts.after(end, step, scheduler_is_there=self.context.worker_group.connected)
             _log.info(
                 "attempt ended",
-                status=verdict.status,
+                status=run_end.status,
                 cause_rank=end.fault.rank if end.fault else None,
                 cause=f"{end.fault.kind}: {end.fault.line}" if end.fault else None,
                 step=step,
@@ -96,13 +96,13 @@ class AttemptSeries:
                     if reason:
                         self.recorder.warn(f"not started again: {reason}")
                     self._warn_of_rejected()
-                    return verdict
+                    return run_end
                 case Restart() as again:
                     self.recorder.attempt_over(end.fault)
                     self._prepare_another(again, leaving=end.leaving)
 
     def _warn_of_rejected(self) -> None:
-        worker_group = self.scene.worker_group
+        worker_group = self.context.worker_group
         if worker_group.rejected:
             self.recorder.warn(
                 f"{worker_group.rejected} messages of workers were not valid and were ignored; the first: "
@@ -115,53 +115,53 @@ class AttemptSeries:
         return self.checkpoint.step if step is None and self.checkpoint else step
 
     def _prepare_another(self, again: Restart, *, leaving: bool) -> None:
-        self.scene.worker_group.end_attempt()
-        self.scene.writer.update(waiting=True)
-        self.checkpoint = newest_verified(self.scene.writer.layout, self.recorder.warn)
-        start = starting_point(self.checkpoint, is_script=self.scene.resolved.config.script is not None)
+        self.context.worker_group.end_attempt()
+        self.context.writer.update(waiting=True)
+        self.checkpoint = newest_verified(self.context.writer.layout, self.recorder.warn)
+        start = starting_point(self.checkpoint, is_script=self.context.resolved.config.script is not None)
         self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
-        self.scene.signals.pause(again.pause_s)
-        self.scene.cluster.mend(leaving=leaving)
+        self.context.signals.pause(again.pause_s)
+        self.context.cluster.mend(leaving=leaving)
 
     def _attempt(self, places: Sequence[RankPlace]) -> AttemptEnd:
-        scene = self.scene
-        number = len(scene.writer.record.attempts) + 1
+        context = self.context
+        number = len(context.writer.record.attempts) + 1
         set_context(attempt=number)
-        self.tracking.go_on_from(self.checkpoint, scene.writer.go_on_from(self.checkpoint, self.policy))
+        self.tracking.go_on_from(self.checkpoint, context.writer.go_on_from(self.checkpoint, self.policy))
         specs = [
-            (spec, place, scene.writer.layout.log(place.rank))
+            (spec, place, context.writer.layout.log(place.rank))
             for spec, place in zip(self.specs.build(number, places, self.checkpoint), places, strict=True)
         ]
         self.recorder.event(
             "run_started",
-            run_id=scene.writer.run_id,
-            run_dir=scene.writer.layout.where,
+            run_id=context.writer.run_id,
+            run_dir=context.writer.layout.where,
             world_size=len(places),
             attempt=number,
             resumed_from=self.checkpoint.step if self.checkpoint else None,
         )
-        record = scene.writer.next_attempt(self.checkpoint, len(places))
-        attempts = (*scene.writer.record.attempts, record)
-        scene.writer.update(world_size=len(places), attempts=attempts, waiting=False)
+        record = context.writer.next_attempt(self.checkpoint, len(places))
+        attempts = (*context.writer.record.attempts, record)
+        context.writer.update(world_size=len(places), attempts=attempts, waiting=False)
         transfer = ArtifactTransfer(
-            scene.writer, self.policy, scene.worker_group.inbox, self.config.checkpoint.max_failures
+            context.writer, self.policy, context.worker_group.inbox, self.config.checkpoint.max_failures
         )
         start_timeout_s = self.config.cluster.start_timeout_s
-        fault = scene.cluster.worker_fault
+        fault = context.cluster.worker_fault
         try:
             watchdog = new_watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
-            parts = (transfer, self.recorder, scene.worker_group.inbox, fault, watchdog, start_timeout_s)
+            parts = (transfer, self.recorder, context.worker_group.inbox, fault, watchdog, start_timeout_s)
             lost_after_s = self.config.failure.lost_after_s
             slow = SlowPolicy(self.config.failure.slow, self.config.failure.slow_factor)
-            return Attempt(scene.worker_group, specs, *parts, lost_after_s, slow).run()
+            return Attempt(context.worker_group, specs, *parts, lost_after_s, slow).run()
         finally:
             transfer.close(_STORE_DEADLINE_S)
 
-    def _record_end(self, end: AttemptEnd, verdict: RunEnd) -> None:
-        *others, last = self.scene.writer.record.attempts
+    def _record_end(self, end: AttemptEnd, run_end: RunEnd) -> None:
+        *others, last = self.context.writer.record.attempts
         ranks = tuple(rank.record() for rank in end.ranks)
-        ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(verdict.status), ranks=ranks)
-        self.scene.writer.update(attempts=(*others, ended))
+        ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks)
+        self.context.writer.update(attempts=(*others, ended))
 
 
 def starting_point(checkpoint: VerifiedCheckpoint | None, *, is_script: bool) -> str:

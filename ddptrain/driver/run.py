@@ -26,7 +26,7 @@ from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
-from ddptrain.driver.failure import run_end as verdicts
+from ddptrain.driver.failure import run_end as run_ends
 from ddptrain.driver.failure import summary
 from ddptrain.driver.local_resources import LocalResources, crowding, local_resources
 from ddptrain.driver.recorder import Recorder
@@ -228,16 +228,16 @@ class _Run:
     def run(self) -> int:
         """Train, write the end to run.json, and show it. Exceptions that are bugs are raised after that."""
         try:
-            verdict = self._train()
+            run_end = self._train()
         except BaseException as error:  # run.json must contain the end in every case
-            verdict = self._end(verdicts.judge_error(error, self.writer))
+            run_end = self._end(run_ends.judge_error(error, self.writer))
             if not isinstance(error, DdptrainError):
                 raise
         else:
-            verdict = self._end(verdict)
-        return int(verdict.exit_code)
+            run_end = self._end(run_end)
+        return int(run_end.exit_code)
 
-    def _train(self) -> verdicts.RunEnd:
+    def _train(self) -> run_ends.RunEnd:
         with ExitStack() as stack:
             stack.callback(self.cluster.close)
             stack.callback(self.inputs.close)
@@ -267,22 +267,22 @@ class _Run:
                 )
                 worker_group.subscribe()
                 self.inputs.wait(self.display.notice)
-            watchers = self._watchers(client, session.target)
+            hooks = self._wait_hooks(client, session.target)
             recorder = Recorder(self.writer, self.display)
             checked = CheckedSlots(self.config, worker_group, recorder, self.signals.check)
-            scene = RunContext(
+            context = RunContext(
                 self.resolved,
                 self.writer,
                 self.display,
                 self.signals,
                 self.cluster,
                 worker_group,
-                lambda: self._reserved(worker_group, watchers, checked),
+                lambda: self._reserved(worker_group, hooks, checked),
                 self.inputs,
                 self.options.full_traceback,
                 self.options.evaluation,
             )
-            return AttemptSeries(scene, self._checkpoint()).run()
+            return AttemptSeries(context, self._checkpoint()).run()
 
     def _checkpoint(self) -> VerifiedCheckpoint | None:
         """The checkpoint that a resumed run starts from, which the user is told; None if there is none."""
@@ -295,19 +295,19 @@ class _Run:
         self.display.notice(f"resuming{f' from {found.words}' if found else from_start}")
         return found
 
-    def _reserved(self, worker_group: WorkerGroup, watchers: WaitHooks, checked: CheckedSlots) -> list[RankPlace]:
+    def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks, checked: CheckedSlots) -> list[RankPlace]:
         from ddptrain.driver.worker_group.reservation import request_for
 
-        wish = request_for(self.config, self.machine.ranks if self.machine is not None else None)
-        at_once = replace(wish, gather_s=0.0)
+        request = request_for(self.config, self.machine.ranks if self.machine is not None else None)
+        at_once = replace(request, gather_s=0.0)
         with self.signals.interrupting():
-            places = checked.reserve(lambda gather: worker_group.reserve(wish if gather else at_once, watchers))
+            places = checked.reserve(lambda gather: worker_group.reserve(request if gather else at_once, hooks))
         self.display.expect(len(places), self.log_sizes)
         if self.machine is None:
             self.display.status(f"starting {counted(len(places), 'rank')} on {self.cluster.words}")
         return places
 
-    def _watchers(self, client: Client, target: Target) -> WaitHooks:
+    def _wait_hooks(self, client: Client, target: Target) -> WaitHooks:
         from ddptrain.driver.worker_group.reservation import WaitHooks
 
         return WaitHooks(
@@ -348,51 +348,51 @@ class _Run:
         else:
             self.display.status(f"connecting to {self.cluster.words}")
 
-    def _end(self, verdict: verdicts.RunEnd) -> verdicts.RunEnd:
+    def _end(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
         """Write the end to run.json, then show it: when the last line appears, the file is complete.
 
-        Returns another verdict if a run that succeeded could not be stored.
+        Returns another run_end if a run that succeeded could not be stored.
         """
-        verdict = self._flushed(verdicts.name_stop_command(verdict) if self.signals.asked else verdict)
-        _log.info("run ends", status=verdict.status, exit_code=int(verdict.exit_code), cause=verdict.cause or None)
-        last_event = self._finish(verdict)
-        if (kept := self._flushed(verdict)) is not verdict:
-            verdict, last_event = kept, self._finish(kept)
+        run_end = self._flushed(run_ends.name_stop_command(run_end) if self.signals.asked else run_end)
+        _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.cause or None)
+        last_event = self._finish(run_end)
+        if (kept := self._flushed(run_end)) is not run_end:
+            run_end, last_event = kept, self._finish(kept)
         duration_s = float(last_event["duration_s"])
         display = self.display
-        if verdict.cause and self.options.evaluation is None:  # the caller of an evaluation gets its error
-            display.notice(f"run {self.writer.run_id} {verdict.status}: {verdict.cause}", level="error")
+        if run_end.cause and self.options.evaluation is None:  # the caller of an evaluation gets its error
+            display.notice(f"run {self.writer.run_id} {run_end.status}: {run_end.cause}", level="error")
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
         plan = self.options.evaluation
         lines = summary.summary_lines if plan is None else summary.evaluation_lines
-        display.close(sizes, lines(self.writer, verdict, duration_s), last_event)
+        display.close(sizes, lines(self.writer, run_end, duration_s), last_event)
         if self.options.ended is not None:
             self.options.ended(RunView(self.writer.layout, self.writer.record))
-        return verdict
+        return run_end
 
-    def _finish(self, verdict: verdicts.RunEnd) -> dict[str, Any]:
+    def _finish(self, run_end: run_ends.RunEnd) -> dict[str, Any]:
         """Write the end of the run; return the last event."""
-        self.writer.finish(verdict.status, verdict.exit_code, verdict.failure)
-        last_event = summary.last_event(self.writer, verdict, self.writer.record.duration_s or 0.0)
+        self.writer.finish(run_end.status, run_end.exit_code, run_end.failure)
+        last_event = summary.last_event(self.writer, run_end, self.writer.record.duration_s or 0.0)
         self.writer.event(last_event)
         return last_event
 
-    def _flushed(self, verdict: verdicts.RunEnd) -> verdicts.RunEnd:
-        """Finish the uploads; return the verdict, or a failure if a run that succeeded could not be stored."""
-        asked_to_go = bool(self.signals.taken) or verdict.status == RunStatus.PREEMPTED
+    def _flushed(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
+        """Finish the uploads; return the run_end, or a failure if a run that succeeded could not be stored."""
+        asked_to_go = bool(self.signals.taken) or run_end.status == RunStatus.PREEMPTED
         deadline_s = self.config.failure.grace_s if asked_to_go else _KEEP_S
         try:
             with nullcontext() if self.signals.taken else self.signals.interrupting():
                 problem = self.keeping.flush(deadline_s)
         except Interrupted:
             problem = self.keeping.flush(0.0)
-        if not problem and self.writer.loss is not None and verdict.exit_code == ExitCode.SUCCEEDED:
-            return verdicts.judge_error(self.writer.loss, self.writer)
+        if not problem and self.writer.loss is not None and run_end.exit_code == ExitCode.SUCCEEDED:
+            return run_ends.judge_error(self.writer.loss, self.writer)
         if not problem:
-            return verdict
+            return run_end
         told, self.warned = self.warned, True
-        if verdict.exit_code == ExitCode.SUCCEEDED:
-            return verdicts.judge_error(ResultsError(problem), self.writer)
+        if run_end.exit_code == ExitCode.SUCCEEDED:
+            return run_ends.judge_error(ResultsError(problem), self.writer)
         if not told:
             self.display.notice(problem, level="warning")
-        return verdict
+        return run_end

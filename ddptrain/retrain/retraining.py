@@ -33,9 +33,9 @@ from ddptrain.notify.sender import missing_variables
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain import plan
 from ddptrain.retrain.check_data import check_data, would
-from ddptrain.retrain.decide import decide, outcome
 from ddptrain.retrain.fingerprint import config_digest
 from ddptrain.retrain.finish import conclude, report_end
+from ddptrain.retrain.promotion import decide, outcome
 from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
 from ddptrain.retrain.start import End, RetrainOptions, Start
 from ddptrain.retrain.train_run import train_run

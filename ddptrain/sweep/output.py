@@ -18,9 +18,9 @@ from ddptrain.driver.display import messages, terminal
 from ddptrain.driver.display.display import Display
 from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.live import LiveRenderer
+from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer
 from ddptrain.driver.display.progress_bars import Piece, Row
-from ddptrain.driver.display.stream import Stream
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
 from ddptrain.sweep.trial import Trial
 

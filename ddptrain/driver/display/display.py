@@ -20,14 +20,14 @@ from typing import Any, Self, TextIO
 
 from ddptrain import ci, log
 from ddptrain.driver.display import messages, terminal
-from ddptrain.driver.display.folding import FoldingRenderer
+from ddptrain.driver.display.ci_folding import FoldingRenderer
 from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper
 from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.display.live import LiveRenderer
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
+from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
-from ddptrain.driver.display.stream import Stream
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
 

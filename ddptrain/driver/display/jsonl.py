@@ -10,7 +10,7 @@ from typing import Any
 
 from ddptrain.driver.display import messages
 from ddptrain.driver.display.lines import RankLine
-from ddptrain.driver.display.stream import Stream
+from ddptrain.driver.display.output_stream import Stream
 from ddptrain.protocol.events import Progress
 
 PROGRESS_EVERY_S = 1.0

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from ddptrain.driver.display import messages, progress_bars, terminal
 from ddptrain.driver.display.lines import RankLine
+from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import format_lines, format_notice, format_own
-from ddptrain.driver.display.stream import Stream
 
 CLEAR_ROW, UP_AND_CLEAR_ROW = "\r\x1b[2K", "\x1b[1A\x1b[2K"
 NOTICE_COLOURS = {"warning": terminal.YELLOW, "error": terminal.RED}

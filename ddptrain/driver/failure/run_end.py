@@ -121,14 +121,14 @@ def was_sent(signum: int) -> str:
     return f"the driver was sent {signal.Signals(signum).name}"
 
 
-def name_stop_command(verdict: RunEnd) -> RunEnd:
+def name_stop_command(end: RunEnd) -> RunEnd:
     """The end of a run that `ddptrain stop` has ended: it names the command instead of the signal."""
-    failure = verdict.failure
+    failure = end.failure
     if failure is None or failure.message not in (was_sent(signal.SIGINT), was_sent(signal.SIGTERM)):
-        return verdict
+        return end
     by_command = "ended by ddptrain stop"
-    cause = by_command if failure.kind == "interrupted" else verdict.cause.replace(failure.message, by_command, 1)
-    return replace(verdict, cause=cause, failure=replace(failure, message=by_command))
+    cause = by_command if failure.kind == "interrupted" else end.cause.replace(failure.message, by_command, 1)
+    return replace(end, cause=cause, failure=replace(failure, message=by_command))
 
 
 def _interrupted(signum: int) -> RunEnd:

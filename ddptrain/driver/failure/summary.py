@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _RUNS_DIR = "runs"  # the default of results.dir, and of --runs-dir
 
 
-def last_event(writer: RunWriter, verdict: RunEnd, duration_s: float) -> dict[str, Any]:
+def last_event(writer: RunWriter, run_end: RunEnd, duration_s: float) -> dict[str, Any]:
     """The last line of --output json and of events.jsonl, as an object. Writes where the time went into run.json."""
     spent = time_use(writer.record, read_events(writer.layout.events_jsonl), duration_s)
     writer.update(time_use_s=spent.as_dict(), goodput=spent.goodput)
-    return _finished(writer.layout, writer.record, verdict.status, verdict.exit_code, duration_s, verdict.failure)
+    return _finished(writer.layout, writer.record, run_end.status, run_end.exit_code, duration_s, run_end.failure)
 
 
 def past_run_event(view: RunView) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def _finished(
     }
 
 
-def summary_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list[str]:
+def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list[str]:
     """The lines of the summary: status, metrics, best checkpoint, where the time went, run directory."""
     record = writer.record
     ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: no rank was started
     earlier_s = record.earlier_s
     resumed = f" ({duration_s - earlier_s:.1f} s since it was resumed)" if earlier_s else ""
-    text = [f"run {writer.run_id} {verdict.status} after {duration_s:.1f} s{resumed}{ranks}"]
+    text = [f"run {writer.run_id} {run_end.status} after {duration_s:.1f} s{resumed}{ranks}"]
     figures = [f"{name} {_figure(value)}" for name, value in sorted(record.last_metrics.items()) if value is not None]
     if figures:
         text.append(f"  last    {', '.join(figures)}")
@@ -74,7 +74,7 @@ def summary_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list
     if spent and record.attempts:
         text.append(f"  time    {spent}")
     text.append(f"  results {writer.layout.where}")
-    if verdict.status != RunStatus.SUCCEEDED:
+    if run_end.status != RunStatus.SUCCEEDED:
         text.append(f"  next    {_next_step(writer)}")
     return text
 
@@ -89,11 +89,11 @@ def _next_step(writer: RunWriter) -> str:
     return f"{step}; --resume {writer.run_id} continues from {writer.record.checkpoints[0]}"
 
 
-def evaluation_lines(writer: RunWriter, verdict: RunEnd, duration_s: float) -> list[str]:
+def evaluation_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list[str]:
     """The line at the end of a run that scores checkpoints. Its run directory is removed if it has succeeded."""
     world_size = writer.record.world_size
     ranks = f" on {counted(world_size, 'rank')}" if world_size else ""
-    return [f"evaluation {verdict.status} after {duration_s:.1f} s{ranks}"]
+    return [f"evaluation {run_end.status} after {duration_s:.1f} s{ranks}"]
 
 
 def _figure(value: float) -> str:

@@ -89,14 +89,14 @@ class TrackingSetup:
 
     def _set_up_wandb(self, environ: Mapping[str, str], *, embedded: bool) -> None:
         access = find_access(environ)
-        wish = (environ.get("WANDB_MODE") or access.mode or "").lower()
-        if wish == "disabled":
+        variable = (environ.get("WANDB_MODE") or access.mode or "").lower()
+        if variable == "disabled":
             self._tell("W&B is off: WANDB_MODE is disabled")
             return
-        mode = "shared" if wish == "shared" else str(self._config.wandb.mode)
-        online = wish not in _OFFLINE and access.is_there
+        mode = "shared" if variable == "shared" else str(self._config.wandb.mode)
+        online = variable not in _OFFLINE and access.is_there
         if not online:
-            why = f"WANDB_MODE is {wish}" if wish in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
+            why = f"WANDB_MODE is {variable}" if variable in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
             apart = ", one run for each rank, because ranks can share a run only online" if mode == "shared" else ""
             mode = "process" if mode == "shared" else mode
             self._tell(f"W&B records offline ({why}){apart}; `{self._sync_command}` sends it later")

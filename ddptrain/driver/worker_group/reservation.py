@@ -64,8 +64,8 @@ class WaitHooks:
 class SlotQueue:
     """The wait for slots: shows what it waits for, and ends it in time."""
 
-    def __init__(self, wish: SlotRequest, watchers: WaitHooks) -> None:
-        self.wish, self.watchers = wish, watchers
+    def __init__(self, request: SlotRequest, hooks: WaitHooks) -> None:
+        self.request, self.hooks = request, hooks
         self.started = time.monotonic()
         self.told = ""
 
@@ -74,23 +74,23 @@ class SlotQueue:
 
         Raises ClusterError if the wait is over, or if it cannot succeed.
         """
-        if (fault := self.watchers.worker_fault()) is not None:
+        if (fault := self.hooks.worker_fault()) is not None:
             raise ClusterError(fault)
         waited_s = time.monotonic() - self.started
-        least = self.wish.least
-        if least is not None and waited_s >= self.wish.gather_s and refusal.free >= least:
-            offer = min(refusal.free, self.wish.ranks or refusal.free)
+        least = self.request.least
+        if least is not None and waited_s >= self.request.gather_s and refusal.free >= least:
+            offer = min(refusal.free, self.request.ranks or refusal.free)
             if offer != refusal.asked:  # else it was refused: others are before this run in the queue
                 return offer
         enough = refusal.total >= (least or refusal.asked)
-        patience_s = self.wish.wait_s if enough else self.wish.start_timeout_s
-        hopeless = self.watchers.fixed and max(refusal.total, refusal.of_any_kind) > 0 and not enough
-        if hopeless or waited_s >= max(patience_s, self.wish.gather_s):
+        patience_s = self.request.wait_s if enough else self.request.start_timeout_s
+        hopeless = self.hooks.fixed and max(refusal.total, refusal.of_any_kind) > 0 and not enough
+        if hopeless or waited_s >= max(patience_s, self.request.gather_s):
             raise ClusterError(self._held(refusal, waited_s) if enough else self._shortage(refusal, waited_s))
         if waited_s > _QUIET_S:
             self._tell(refusal, enough=enough)
         time.sleep(0.01 if waited_s < 5.0 else 0.2)
-        return self.wish.ranks
+        return self.request.ranks
 
     def _tell(self, refusal: slots.Refusal, *, enough: bool) -> None:
         if enough:
@@ -100,28 +100,28 @@ class SlotQueue:
             text = f"waiting for workers: {refusal.total} of {refusal.asked} slots are there"
         if text != self.told:
             self.told = text
-            self.watchers.tell(text)
+            self.hooks.tell(text)
 
     def _shortage(self, refusal: slots.Refusal, waited_s: float) -> str:
-        kind = "slots with a GPU" if self.wish.gpus_only else "slots"
+        kind = "slots with a GPU" if self.request.gpus_only else "slots"
         came = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items()) or "from nowhere"
-        name = self.watchers.cluster
+        name = self.hooks.cluster
         there = f"{refusal.total} came within {waited_s:.0f} s ({came})"
-        if self.watchers.fixed and refusal.total:
+        if self.hooks.fixed and refusal.total:
             there = f"the cluster {name} has {refusal.total} ({came})"
-        elif self.watchers.fixed and refusal.of_any_kind:
+        elif self.hooks.fixed and refusal.of_any_kind:
             there = f"the cluster {name} has none: there is no GPU in its {counted(refusal.of_any_kind, 'slot')}"
         text = f"{refusal.asked} {kind} were asked for, {there}. "
-        if self.wish.gpus_only and not refusal.total and refusal.of_any_kind:
+        if self.request.gpus_only and not refusal.total and refusal.of_any_kind:
             return f"{text}Use a cluster with GPUs, or train on the CPU with cluster.gpus: 0"
-        words = self.watchers.last_words()
+        words = self.hooks.last_words()
         more = f"give it more: ddptrain cluster scale {name} {refusal.asked}" if name else "start more workers"
         return f"{text}Ask for fewer with --ranks, or {more}" + (f"\n{words}" if words else "")
 
     def _held(self, refusal: slots.Refusal, waited_s: float) -> str:
         holders = f", held by {', '.join(refusal.holders)}" if refusal.holders else ""
         ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""
-        wait = "Wait longer" if self.wish.wait_s else "Wait in line"
+        wait = "Wait longer" if self.request.wait_s else "Wait in line"
         return (
             f"{refusal.asked} slots were asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
             f"{holders}{ahead}. {wait} with cluster.wait_s, or ask for fewer with --ranks"

@@ -87,19 +87,19 @@ class WorkerGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def reserve(self, wish: SlotRequest, watchers: WaitHooks) -> list[RankPlace]:
+    def reserve(self, request: SlotRequest, hooks: WaitHooks) -> list[RankPlace]:
         """Reserve slots for all ranks. Raises ClusterError after the longest allowed wait."""
         checked = list(self.client.nthreads())
-        if watchers.check is not None:
-            watchers.check(checked)
-        queue = SlotQueue(wish, watchers)
-        count = wish.ranks
+        if hooks.check is not None:
+            hooks.check(checked)
+        queue = SlotQueue(request, hooks)
+        count = request.ranks
         while True:
-            answer = self._ask_for_slots(wish, count)
+            answer = self._ask_for_slots(request, count)
             if "unknown" in answer:
                 new = [worker for worker in answer["unknown"] if worker not in checked]
-                if watchers.check is not None and new:
-                    watchers.check(new)
+                if hooks.check is not None and new:
+                    hooks.check(new)
                 self._learn(answer["unknown"])
             elif "slots" in answer:
                 chosen = [slots.Slot(*item) for item in answer["slots"]]
@@ -108,15 +108,15 @@ class WorkerGroup:
                 _log.debug("no slots yet", **answer["refusal"])
                 count = queue.wait(slots.Refusal(**answer["refusal"]))
 
-    def _ask_for_slots(self, wish: SlotRequest, count: int | None) -> dict[str, Any]:
+    def _ask_for_slots(self, request: SlotRequest, count: int | None) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = self.client.run_on_scheduler(
                 slots.reserve,
                 self.client.id,
                 self.run_id,
                 count,
-                gpus_only=wish.gpus_only,
-                in_line=wish.wait_s > 0,
+                gpus_only=request.gpus_only,
+                in_line=request.wait_s > 0,
                 without=sorted(self._avoided),
                 lost_after_s=self._cluster_limit_s,
                 without_slots=self.spares.avoided,

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.steps.other_time import OtherTime, other_time
+from ddptrain.rank.steps.non_training_time import OtherTime, other_time
 from ddptrain.rank.steps.step_window import StepWindow
 from ddptrain.rank.steps.waiting_time import WaitingTime
 

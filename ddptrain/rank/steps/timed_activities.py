@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.rank_identity import RankIdentity
-from ddptrain.rank.steps.other_time import other_time
+from ddptrain.rank.steps.non_training_time import other_time
 
 _LEAST_S = 0.01  # shorter ones are not recorded: ctx.checkpoint may be called after each step
 

@@ -33,9 +33,9 @@ def mirror(model: MirroredModel) -> None:
     Raises ClusterError if W&B does not take them; RegistryDamaged, StoreError.
     """
     access = find_access(os.environ)
-    wish = (os.environ.get("WANDB_MODE") or access.mode).lower()
-    if wish in _OFFLINE or not access.is_there:
-        why = f"WANDB_MODE is {wish}" if wish in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
+    variable = (os.environ.get("WANDB_MODE") or access.mode).lower()
+    if variable in _OFFLINE or not access.is_there:
+        why = f"WANDB_MODE is {variable}" if variable in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
         model.tell(f"W&B does not get the versions of {model.name}: {why}")
         return
     with tempfile.TemporaryDirectory(prefix="ddptrain-wandb-", ignore_cleanup_errors=True) as scratch:

@@ -16,7 +16,7 @@ from torch import distributed, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.rank.steps.other_time import OtherTime
+from ddptrain.rank.steps.non_training_time import OtherTime
 from ddptrain.rank.steps.step_clock import StepClock
 
 SLEEP_S = 0.1

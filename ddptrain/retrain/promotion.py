@@ -68,9 +68,9 @@ def _judge(start: Start) -> None:
     record = start.began
     why_none = "; ".join(record.notes) if record.champion is not None else ""
     outcomes = judge(start.settings.gate, record.scores.get("candidate", {}), record.scores.get("champion"), why_none)
-    verdict = "passed" if passed(outcomes) else "rejected"
+    result = "passed" if passed(outcomes) else "rejected"
     reasons = "; ".join(each.reason for each in outcomes) or "there are no conditions"
-    start.out.stage(Stage.GATE, f"{verdict}: {reasons}", passed=passed(outcomes), conditions=outcomes)
+    start.out.stage(Stage.GATE, f"{result}: {reasons}", passed=passed(outcomes), conditions=outcomes)
     start.update(stage=Stage.GATE, gate=outcomes)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from ddptrain.ci import CiService
 from ddptrain.driver.display import messages, open_display
-from ddptrain.driver.display.folding import VISIBLE_LINES, FoldingRenderer
+from ddptrain.driver.display.ci_folding import VISIBLE_LINES, FoldingRenderer
 from ddptrain.driver.display.lines import RankLine
+from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer
-from ddptrain.driver.display.stream import Stream
 
 START, END = "::group::more output of the ranks", "::endgroup::"
 

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import pytest
 
-from ddptrain.driver.display.stream import Stream
+from ddptrain.driver.display.output_stream import Stream
 
 
 @pytest.fixture
