@@ -50,23 +50,34 @@ def train(ctx, epochs=3, die_at=0):
 """
 
 
-def test_function_that_leaves_it_to_the_context_ends_alike_with_and_without_a_fault(
-    run_cli: Cli, warm_cluster: str
+def assert_equal_after_a_fault(
+    run_cli: Cli, address: str, workload: str, prepare: dict[str, Any], result: dict[str, int]
 ) -> None:
-    (run_cli.folder / "work.py").write_text(WORKLOAD)
+    """Train without a fault, and again with a rank killed at step 6: both have the same result and the same weights."""
+    (run_cli.folder / "work.py").write_text(workload)
     config = run_cli.folder / "config.yaml"
-    cluster = {"ranks": 2, "address": warm_cluster}
-    content = {"workload": "work:train", "cluster": cluster, "prepare": {"precision": "bf16"}}
-    failure = {"max_restarts": 1, "backoff_s": 0.1}
-    config.write_text(json.dumps({**content, "failure": failure, "checkpoint": {"metric": None, "every_steps": 1}}))
+    content = {
+        "workload": "work:train",
+        "cluster": {"ranks": 2, "address": address},
+        "prepare": prepare,
+        "failure": {"max_restarts": 1, "backoff_s": 0.1},
+        "checkpoint": {"metric": None, "every_steps": 1},
+    }
+    config.write_text(json.dumps(content))
     whole = run_cli("train", config, "--run-id", "whole")
     assert whole.rc == 0, whole.stderr
     killed = run_cli("train", config, "--run-id", "killed", "--set", "params.die_at=6")
     assert killed.rc == 0, killed.stderr
     assert "starting the ranks again in 0.1 s, from step 6" in killed.stderr
     runs = run_cli.folder / "runs"
-    assert record(runs / "killed")["result"] == record(runs / "whole")["result"] == {"steps": 12}
+    assert record(runs / "killed")["result"] == record(runs / "whole")["result"] == result
     assert weights(runs / "killed", 12) == weights(runs / "whole", 12)
+
+
+def test_function_that_leaves_it_to_the_context_ends_alike_with_and_without_a_fault(
+    run_cli: Cli, warm_cluster: str
+) -> None:
+    assert_equal_after_a_fault(run_cli, warm_cluster, WORKLOAD, {"precision": "bf16"}, {"steps": 12})
 
 
 ACCUMULATING = """
@@ -111,19 +122,8 @@ def test_run_that_is_killed_within_an_accumulation_window_ends_with_equal_weight
     run_cli: Cli, warm_cluster: str
 ) -> None:
     """Four batches an epoch in windows of three: step 6 is the second of a window, whose gradients differ by rank."""
-    (run_cli.folder / "work.py").write_text(ACCUMULATING)
-    config = run_cli.folder / "config.yaml"
-    content = {"workload": "work:train", "cluster": {"ranks": 2, "address": warm_cluster}, "prepare": {"accumulate": 3}}
-    failure = {"max_restarts": 1, "backoff_s": 0.1}
-    config.write_text(json.dumps({**content, "failure": failure, "checkpoint": {"metric": None, "every_steps": 1}}))
-    whole = run_cli("train", config, "--run-id", "whole")
-    assert whole.rc == 0, whole.stderr
-    killed = run_cli("train", config, "--run-id", "killed", "--set", "params.die_at=6")
-    assert killed.rc == 0, killed.stderr
-    assert "starting the ranks again in 0.1 s, from step 6" in killed.stderr
-    runs = run_cli.folder / "runs"
-    assert record(runs / "killed")["result"] == record(runs / "whole")["result"] == {"steps": 12, "taken": 6}
-    assert weights(runs / "killed", 12) == weights(runs / "whole", 12)
+    result = {"steps": 12, "taken": 6}
+    assert_equal_after_a_fault(run_cli, warm_cluster, ACCUMULATING, {"accumulate": 3}, result)
 
 
 def record(run: Path) -> dict[str, Any]:
