@@ -7,6 +7,7 @@ extracted, so that the user sees the original message and frames.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 import time
@@ -102,9 +103,16 @@ def exit_code(stop: SystemExit) -> int:
 
 
 def add_search_path(error: BaseException) -> None:
-    """Add the interpreter and sys.path to an import error: they are the worker's, not those of the command."""
+    """Add the interpreter and sys.path to an import error: they are the worker's, not those of the command.
+
+    The folders of the standard library are left out, and so are repetitions.
+    """
     if isinstance(error, ModuleNotFoundError) and sys.executable not in str(error):
-        error.add_note(f"looked for by {sys.executable} in sys.path {sys.path}")
+        library = os.path.dirname(os.__file__)
+        zipped = os.path.join(os.path.dirname(library), f"python{sys.version_info.major}{sys.version_info.minor}.zip")
+        own = {library, os.path.join(library, "lib-dynload"), zipped}
+        folders = [folder or "." for folder in dict.fromkeys(sys.path) if folder not in own]
+        error.add_note(f"not found by {sys.executable} in {', '.join(folders)}")
 
 
 def lost_peer(error: BaseException) -> bool:

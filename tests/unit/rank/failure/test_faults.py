@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 from torch._utils import ExceptionWrapper
 
@@ -77,3 +80,11 @@ def test_a_checkpoint_that_cannot_be_written_is_marked() -> None:
     full = CheckpointNotWritten(28, "a checkpoint could not be written: No space left on device")
     assert faults.failure(full, "train").unwritable
     assert not faults.failure(OSError(28, "No space left on device"), "train").unwritable  # of the user's own files
+
+
+def test_import_error_names_the_interpreter_and_the_folders_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = os.path.dirname(os.__file__)
+    monkeypatch.setattr("sys.path", ["/project", "/project", library, f"{library}/lib-dynload", "/site-packages", ""])
+    error = ModuleNotFoundError("No module named 'x'", name="x")
+    faults.add_search_path(error)
+    assert error.__notes__ == [f"not found by {sys.executable} in /project, /site-packages, ."]
