@@ -102,7 +102,7 @@ EXPLANATIONS: dict[int, Explanation] = {
             Cause("a resume with changed parameters", "--allow-changes, or start a new run"),
             Cause(
                 "retrain: the data check found a class without images, or half of the files gone",
-                "check the data; --force trains all the same",
+                "check the data; --force trains anyway",
             ),
         ),
         ("ddptrain train CONFIG --dry-run checks the configuration and the cluster, and starts nothing.",),

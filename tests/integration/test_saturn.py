@@ -226,7 +226,7 @@ def test_cluster_that_ends_in_saturn_is_told(clusters: SaturnClusters, saturn: S
     ("change", "rc", "words"),
     [
         ({"SATURN_TOKEN": ""}, 2, "SATURN_TOKEN is not set"),
-        ({"SATURN_BASE_URL": ""}, 2, "SATURN_BASE_URL or cluster.saturn.url must tell where Saturn is"),
+        ({"SATURN_BASE_URL": ""}, 2, "SATURN_BASE_URL or cluster.saturn.url must be the address of Saturn"),
         ({"SATURN_BASE_URL": "app.saturn"}, 2, 'must be the address of Saturn, as https://..., got "app.saturn"'),
         ({"SATURN_TOKEN": "wrong"}, 2, "refuses the token in SATURN_TOKEN (401: Invalid token)"),
         (
