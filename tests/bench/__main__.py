@@ -22,8 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     known = [row.name for experiment in EXPERIMENTS for row in experiment.rows]
-    chosen = options.rows.split(",") if options.rows else known
-    if unknown := sorted({*chosen} - {*known}):
+    asked = options.rows.split(",") if options.rows else known
+    chosen = [row for name in asked for row in _rows(name, known)]
+    if unknown := [name for name in asked if not _rows(name, known)]:
         parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(known)}")
     runs = options.runs or (1 if options.quick else 5)
 
@@ -46,9 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(result.error for result in results) or (options.strict and bool(missed)))
 
 
+def _rows(name: str, known: Sequence[str]) -> list[str]:
+    """The row of that name, or else all rows whose names begin with it: `first-step` is first-step-warm-2 and others."""
+    return [name] if name in known else [row for row in known if row.startswith(f"{name}-")]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--rows", default="", metavar="NAME,...", help="these rows only")
+    parser.add_argument("--rows", default="", metavar="NAME,...", help="these rows only, or all whose names begin so")
     parser.add_argument("--runs", type=int, default=0, help="runs of each variant (default 5)")
     parser.add_argument("--slow-runs", type=int, default=1, help="runs of a peer that takes minutes (default 1)")
     parser.add_argument("--quick", action="store_true", help="one run, small sizes: does it work at all?")
