@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rows(name: str, known: Sequence[str]) -> list[str]:
-    """The row of that name, or else all rows whose names begin with it: `first-step` is first-step-warm-2 and others."""
+    """The row of that name, or else all rows whose names begin with it, as first-step-warm-2 with first-step."""
     return [name] if name in known else [row for row in known if row.startswith(f"{name}-")]
 
 
