@@ -17,7 +17,17 @@ _SPACE: dict[str, list[object]] = {
     "params.hidden_size": [32, 64, 128],
     "params.output_dropout": [0.0, 0.3],
 }
-_PARAMS = {"names": "builtin", "context": "full", "input": "embedding", "embedding_size": 16, "batch_size": 64}
+_PARAMS = {
+    "names": "builtin",
+    "context": "full",
+    "input": "embedding",
+    "embedding_size": 32,
+    "layers": 1,
+    "dropout": 0.0,
+    "batch_size": 64,
+    "weight_decay": 0.05,
+    "grad_clip": 1.0,
+}
 _TIMEOUT_S = 3600.0
 
 
