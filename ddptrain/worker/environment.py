@@ -41,16 +41,20 @@ def without_nanny(environ: Mapping[str, str], nanny: Mapping[str, object]) -> di
 
 
 @dataclass(frozen=True, slots=True)
-class RankResources:
-    """What a worker provides for a rank.
+class HostResources:
+    """What the ranks of a worker share: cores, slots, and the network interface of its address (None if unknown)."""
 
-    `gpu` is the entry for CUDA_VISIBLE_DEVICES (None on the CPU), `cpus` the number of cores that the ranks of the
-    host share, and `interface` the network interface with the worker's address (None if unknown).
-    """
+    cores: int
+    slots: int
+    interface: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankResources:
+    """What a worker provides for a rank; `gpu` is the entry for CUDA_VISIBLE_DEVICES, None on the CPU."""
 
     gpu: str | None
-    cpus: int
-    interface: str | None
+    host: HostResources
     staging: str
 
 
@@ -61,11 +65,12 @@ def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResource
     """
     chosen = {**environ, **spec.env}
     gpu = resources.gpu if spec.placement.use_gpu else None
-    threads = max(1, resources.cpus // spec.placement.local_world_size)
+    # A slot that is free now may get a rank of another run: threads on cores that are in use wait for each other.
+    threads = max(1, resources.host.cores // max(spec.placement.local_world_size, resources.host.slots))
     tuned = {**tuned_defaults(), "OMP_NUM_THREADS": str(threads)}
-    if resources.interface is not None:
+    if resources.host.interface is not None:
         # Otherwise gloo resolves the host name, which often gives a wrong address.
-        tuned["GLOO_SOCKET_IFNAME"] = resources.interface
+        tuned["GLOO_SOCKET_IFNAME"] = resources.host.interface
     if "nccl" in spec.group.backend:
         tuned |= _flight_recorder(resources.staging)
     env = {**tuned, **chosen, **_torchrun_variables(spec, gpu, resources.staging)}

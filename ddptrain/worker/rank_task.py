@@ -17,7 +17,8 @@ from ddptrain.protocol import worker_notices
 from ddptrain.protocol.encryption import decrypt_spec
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import Notice, RankExit
-from ddptrain.worker.foreign_worker import rank_host
+from ddptrain.worker.environment import HostResources
+from ddptrain.worker.foreign_worker import offered_slots, rank_host
 from ddptrain.worker.rank_host import RankHost
 from ddptrain.worker.rank_watch import RankWatch
 
@@ -86,6 +87,7 @@ class _RanksTask:
     """The ranks of an attempt on one worker, from the first start to the last exit."""
 
     def __init__(self, worker: Worker, host: RankHost, specs: Sequence[RankSpec]) -> None:
+        self.worker = worker
         self.host = host
         self.specs = specs
         self.key = specs[0].key
@@ -106,9 +108,9 @@ class _RanksTask:
         for spec in self.specs:  # first of all: Dask may release the key at any time
             self.host.register(self.key, spec.key, spec.supervision.grace_s)
         port = self._store_port()
-        interface, cpus = self.host.interface, cpu_count()
+        resources = HostResources(cpu_count(), offered_slots(self.worker)[0], self.host.interface)
         for watch in self.watches:
-            self._guarded(watch, lambda watch=watch: watch.start(port, cpus, interface, self.woken))  # type: ignore[misc]
+            self._guarded(watch, lambda watch=watch: watch.start(port, resources, self.woken))  # type: ignore[misc]
         if self.host.is_released(self.key):  # Dask has released the key in the meantime
             for spec in self.specs:
                 self.host.kill(spec.key)

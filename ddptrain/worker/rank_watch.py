@@ -16,7 +16,7 @@ from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import Notice, RankExit, SystemSample
 from ddptrain.worker import environment, spool, stack_reports
-from ddptrain.worker.environment import RankResources
+from ddptrain.worker.environment import HostResources, RankResources
 from ddptrain.worker.oom import MemoryWatch
 from ddptrain.worker.process_monitor import ProcessMonitor
 from ddptrain.worker.rank_host import RankHost
@@ -48,13 +48,13 @@ class RankWatch:
         self._numbers_s = spec.placement.world_size * _NUMBERS_S_PER_RANK
         self.log = logged
 
-    def start(self, port: int, cpus: int, interface: str | None, woken: threading.Event) -> None:
+    def start(self, port: int, resources: HostResources, woken: threading.Event) -> None:
         """Request the rank; `woken` is set when the rank server reports anything of it.
 
         Raises RankServerLost, and OSError if the spool cannot be made.
         """
         self.spool.create()
-        spec = self._completed(port, cpus, interface)
+        spec = self._completed(port, resources)
         log_fd, events_fd = open_append(self.spool.log), open_append(self.spool.events)
         slot = self.host.slot_name(spec.placement.slot)
         try:
@@ -63,14 +63,14 @@ class RankWatch:
             os.close(log_fd)
             os.close(events_fd)
 
-    def _completed(self, port: int, cpus: int, interface: str | None) -> RankSpec:
+    def _completed(self, port: int, resources: HostResources) -> RankSpec:
         """The spec with everything that the worker adds."""
         spec = self.spec if self.spec.group.master_port else self.spec.with_port(port)
         if not os.path.isdir(spec.code.workdir):  # the driver's working directory does not exist on this host
             spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))
         gpu = self.host.gpu_of(spec.placement.slot)
-        resources = RankResources(gpu, cpus, interface, str(self.spool.staging))
-        return environment.complete(spec, self.host.environ, resources)
+        own = RankResources(gpu, resources, str(self.spool.staging))
+        return environment.complete(spec, self.host.environ, own)
 
     def look(self) -> bool:
         """Report what is new. Returns whether the rank's files have grown. Raises RankServerLost, OSError."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import psutil
+import pytest
 
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import environment
@@ -16,12 +17,14 @@ def completed(
     environ: Mapping[str, str],
     *,
     gpu: str | None = None,
-    cpus: int = 8,
+    cores: int = 8,
+    slots: int = 2,
     interface: str | None = "eth7",
     **changes: Any,
 ) -> RankSpec:
     spec = make_spec(**{"rank": 3, "local_rank": 1, "node_rank": 1, "slot": 1, **changes})
-    return environment.complete(spec, environ, environment.RankResources(gpu, cpus, interface, staging="/s"))
+    host = environment.HostResources(cores, slots, interface)
+    return environment.complete(spec, environ, environment.RankResources(gpu, host, staging="/s"))
 
 
 def test_torchruns_variables_are_set() -> None:
@@ -36,10 +39,19 @@ def test_torchruns_variables_are_set() -> None:
     assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]) == ("10.0.0.1", "1234", "r-1")
 
 
-def test_cores_are_shared_by_the_ranks_of_a_host() -> None:
-    spec = completed({}, cpus=8)
-    assert (spec.env["OMP_NUM_THREADS"], spec.host.cpu_threads) == ("4", 4)
-    assert completed({}, cpus=1).host.cpu_threads == 1
+@pytest.mark.parametrize(
+    ("cores", "ranks", "slots", "threads"),
+    [
+        (8, 2, 2, 4),
+        (8, 2, 1, 4),  # two workers with a slot each
+        (8, 1, 4, 2),  # the other slots may get ranks of other runs
+        (8, 1, 1, 8),
+        (1, 2, 2, 1),
+    ],
+)
+def test_cores_are_shared_by_the_ranks_and_slots_of_a_host(cores: int, ranks: int, slots: int, threads: int) -> None:
+    spec = completed({}, cores=cores, slots=slots, local_world_size=ranks)
+    assert (spec.env["OMP_NUM_THREADS"], spec.host.cpu_threads) == (str(threads), threads)
 
 
 def test_users_environment_wins_over_tuned_values() -> None:

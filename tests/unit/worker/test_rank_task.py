@@ -12,7 +12,7 @@ import pytest
 from distributed import Worker
 
 from ddptrain.protocol import events, worker_notices
-from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec
 from ddptrain.protocol.worker_notices import Broken, Growth, Notice, OutputBytes, RankExit
 from ddptrain.worker import rank_task
 from ddptrain.worker.rank_host import RankHost
@@ -68,7 +68,8 @@ class Stage:
     def __init__(self, folder: Path, server: FakeServer) -> None:
         self.messages: list[dict[str, Any]] = []
         self.tasks = {"ddptrain/r-1/1/0": SimpleNamespace(state="executing")}
-        worker = SimpleNamespace(name="w", address="tcp://127.0.0.1:1", state=SimpleNamespace(tasks=self.tasks))
+        state = SimpleNamespace(tasks=self.tasks, total_resources={SLOT_RESOURCE: 2}, nthreads=2)
+        worker = SimpleNamespace(name="w", address="tcp://127.0.0.1:1", state=state, plugins={}, nanny=None)
         worker.log_event = self._take
         self.worker = cast(Worker, worker)
         client = cast(RankServerClient, server)
