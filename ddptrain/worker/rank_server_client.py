@@ -20,6 +20,7 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol import socket_dir
 from ddptrain.protocol.worker_notices import describe_status
 
+_LAST_REPORTS_S = 1.0  # for reading them after the server has ended
 _MAX_REPORT_BYTES = 64 * 1024
 _STORE_LOST_GRACE_S = 2.0  # time for a rank to complete its checkpoint after its store has died
 _SOCKET_CLOSE_S = 0.5  # the kernel closes all sockets of a killed process within this time
@@ -142,6 +143,8 @@ class RankServerClient:
         try:
             socket.send_fds(self._control, [json.dumps(message).encode()], fds or [])
         except OSError as error:
+            if self._reader.is_alive() and threading.current_thread() is not self._reader:
+                self._reader.join(_LAST_REPORTS_S)  # the server's last report is the reason
             raise RankServerLost(self.fault or f"{self.name} is gone: {error}") from error
 
     def _read_reports(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +14,12 @@ import psutil
 import pytest
 
 from ddptrain.errors import ClusterError
-from ddptrain.worker.rank_server_client import OwnRankServerClient, RankServerLost, SharedRankServerClient
+from ddptrain.worker.rank_server_client import (
+    OwnRankServerClient,
+    RankServerClient,
+    RankServerLost,
+    SharedRankServerClient,
+)
 from tests.unit.worker.stubs import Bench, is_gone, listening, status, until
 
 PARENT = "import os, time; print(os.getppid(), flush=True); time.sleep(600)"
@@ -195,3 +202,21 @@ print(child.pid, flush=True)
         assert status(server, "r") == 0
         child = int(bench.said("r"))
         until(lambda: not psutil.pid_exists(child), "the end of the rank's child")
+
+
+def test_request_to_a_server_that_has_ended_names_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request may fail before the reason was read."""
+    control, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client = RankServerClient(control, tmp_path / "log")
+    may_read = threading.Event()
+    read = client._next_report
+    monkeypatch.setattr(client, "_next_report", lambda: read() if may_read.wait(60) else b"")
+    server.send(json.dumps({"report": "failed", "message": "Traceback\nImportError: no libcudart"}).encode())
+    server.close()
+    client.listen()
+    threading.Timer(0.2, may_read.set).start()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as port,
+        pytest.raises(RankServerLost, match="could not start: ImportError: no libcudart"),
+    ):
+        client.start_store("s", "127.0.0.1", port)
