@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,15 @@ class StoredCheckpoints:
         self._pointers: dict[str, bytes] = {}
         self._turns = 0
 
-    def sync(self) -> None:
-        """Upload one new checkpoint and the pointers, and delete what the folder no longer has. Raises StoreError."""
+    def sync(self, before_upload: Callable[[], None]) -> None:
+        """Upload one new checkpoint and the pointers, and delete what the folder no longer has. Raises StoreError.
+
+        before_upload: called when the new checkpoint was found in the folder.
+        """
         if self._there is None:
             self._look()
         if (step := self._next()) is not None:
+            before_upload()
             self._upload(step)
         self._point()
         self._prune()

@@ -212,9 +212,7 @@ class StoreUpload:
         least_s = 0.0 if flushing or not self._checkpoints.is_synced else _FILE_EVERY_S
         for path in self._files():
             self._send_file(path, least_s, flushing)
-        if not self._checkpoints.is_synced:
-            self._send_new_attempt()
-        self._checkpoints.sync()
+        self._checkpoints.sync(before_upload=self._send_new_attempt)
         if not self._checkpoints.is_synced:
             if not flushing:
                 self._send_record()
