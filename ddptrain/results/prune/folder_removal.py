@@ -88,8 +88,11 @@ class FolderRemoval:
     def finish(self, name: str) -> None:
         """Delete one of `leftovers`. Raises ResultsError."""
         leftover = self._folder / name
-        if leftover.exists():  # otherwise another prune was faster
+        try:
             _delete(leftover, FolderIdentity.of(leftover))
+        except ResultsError:
+            if leftover.exists():  # otherwise another prune was faster
+                raise
 
 
 def folder_bytes(folder: Path) -> int:
@@ -132,8 +135,15 @@ def _is_marked(folder: Path) -> bool:
     try:
         return bool(json.loads(read_bytes(folder / MARK))["folder"] == folder.name)
     except FileNotFoundError:
-        return not any(folder.iterdir())  # the mark is deleted last
+        return _is_empty(folder)  # the mark is deleted last
     except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        return not any(folder.iterdir())
+    except OSError:  # another prune was faster
         return False
 
 

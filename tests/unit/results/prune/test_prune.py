@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from ddptrain.results.ownership.claim import continue_run
 from ddptrain.results.prune.folder_removal import MARK, FolderRemoval
 from ddptrain.results.prune.policy import PrunePolicy
 from ddptrain.results.prune.prune import prune
+from ddptrain.results.run_files import FolderIdentity
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.run_store import LocalRuns
 
@@ -145,6 +147,33 @@ def test_two_prunes_at_once_delete_everything_without_a_problem(runs: Path) -> N
         reports = list(pool.map(lambda _: prune(LocalRuns(runs), PrunePolicy(keep=2)), range(4)))
     assert sorted(os.listdir(runs)) == ["run-19", "run-20"]
     assert [report.problems for report in reports] == [()] * 4
+
+
+def test_leftover_that_another_prune_deletes_meanwhile_is_no_problem(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftover = put(runs, ".pruned-night-12345678")
+    removal = FolderRemoval(LocalRuns(runs))
+
+    def of(path: Path) -> FolderIdentity:
+        shutil.rmtree(leftover)  # between the look at the folder and its deletion
+        return real(path)
+
+    real = FolderIdentity.of
+    monkeypatch.setattr(FolderIdentity, "of", of)
+    removal.finish(leftover.name)
+    assert os.listdir(runs) == []
+
+
+def test_leftover_that_vanishes_while_its_mark_is_read_is_none(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leftover = put(runs, ".pruned-night-12345678")
+
+    def gone(path: Path) -> bytes:
+        shutil.rmtree(leftover)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("ddptrain.results.prune.folder_removal.read_bytes", gone)
+    assert FolderRemoval(LocalRuns(runs)).leftovers() == []
 
 
 def test_leftover_of_a_killed_prune_is_no_run_and_is_finished(runs: Path) -> None:
