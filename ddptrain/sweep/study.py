@@ -7,6 +7,7 @@ import inspect
 import itertools
 import json
 import os
+import random
 import sys
 import threading
 import warnings
@@ -44,6 +45,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "PatientPruner": {"wrapped_pruner": None},
 }
 _RESULT = ("values", "step", "error", "value", "spread", "duration_s", "run_ids")
+_GRID_POINT = "grid_point"  # the attribute of a trial that has the number of its point in the grid
 _PRUNED = "pruned"  # the attribute of a trial that is to be ended early
 _IMPORTANCE_TRIALS = 2  # complete ones, at least
 _log = Log(__name__)
@@ -86,6 +88,7 @@ class Study:
             # A sampler with the same seed would repeat its points after a resume.
             self._study.sampler = make_sampler(sweep, sweep.seed + len(self._frozen()))
             self._journal = journal
+            self._grid_order = _grid_order(sweep)
             self._asked: dict[int, optuna.Trial] = {}
             self._complete_points()
 
@@ -99,7 +102,7 @@ class Study:
         """Choose the next point. Raises UsageError if the sampler fails, ResultsError."""
         with self._mutex, self._naming(self._journal):
             if self._sweep.searcher == "grid" and not any(t.state == OptunaState.WAITING for t in self._frozen()):
-                self._study.enqueue_trial(self._grid_point(len(self._frozen())))
+                self._enqueue_grid_point()
             try:
                 trial = self._study.ask(self._distributions)
             except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
@@ -196,12 +199,14 @@ class Study:
                     self._trial(trial.number)._suggest(name, distribution)  # noqa: SLF001  # as Study.ask does
                 _log.info("point completed", trial=trial.number)
 
-    def _grid_point(self, number: int) -> dict[str, Any]:
-        """The point of the grid with this number; the last field changes fastest."""
-        spaces = self._sweep.space
-        values = [values_of(space) or [] for space in spaces.values()]
-        point = next(itertools.islice(itertools.product(*values), number, None))
-        return {name: _encoded(value) for name, value in zip(spaces, point, strict=True)}
+    def _enqueue_grid_point(self) -> None:
+        """Let the next trial have the first point of the grid that no trial has had."""
+        tried = {trial.user_attrs.get(_GRID_POINT, trial.number) for trial in self._frozen()}
+        index = next(each for each in self._grid_order if each not in tried)
+        values = [values_of(space) or [] for space in self._sweep.space.values()]
+        point = next(itertools.islice(itertools.product(*values), index, None))
+        encoded = {name: _encoded(value) for name, value in zip(self._sweep.space, point, strict=True)}
+        self._study.enqueue_trial(encoded, user_attrs={_GRID_POINT: index})
 
     def _decoded(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a point in the order of the space, as the configuration has them."""
@@ -282,6 +287,16 @@ def _made(field: str, name: str, kind: Any, options: Mapping[str, Any]) -> Any:
         raise UsageError(
             f"sweep.{field}: {name}: {text}; options are written as {{{name}: {{OPTION: VALUE}}}}"
         ) from error
+
+
+def _grid_order(sweep: SweepConfig) -> Sequence[int]:
+    """Return the numbers of a grid's points in the order of their trials; points 0 and 1 differ in the last field.
+
+    With a pruner the order is random: a pruner compares a trial with earlier ones, and if each point were a little
+    better than the one before, no trial would end early.
+    """
+    order = range(sweep.grid_size or 0)
+    return order if sweep.pruner == "none" else random.Random(sweep.seed).sample(order, len(order))
 
 
 def _distribution(space: Distribution | list[Any]) -> BaseDistribution:

@@ -47,6 +47,24 @@ def test_grid_tries_every_point_once_also_after_a_resume(tmp_path: Path) -> None
     assert first + rest == expected
 
 
+def test_grid_with_a_pruner_has_a_random_order_that_a_resume_keeps(tmp_path: Path) -> None:
+    space = {"params.a": {"int": [1, 12]}}
+    grid, other_seed = (section(search="grid", space=space, trials=None, prune="asha", seed=seed) for seed in (0, 1))
+    found = [
+        each["params.a"] for each in points(Study(tmp_path / "j", grid), 7) + points(Study(tmp_path / "j", grid), 5)
+    ]
+    assert sorted(found) == list(range(1, 13)) and found != sorted(found)
+    again = [each["params.a"] for each in points(Study(tmp_path / "a", grid), 12)]
+    assert again == found != [each["params.a"] for each in points(Study(tmp_path / "b", other_seed), 12)]
+
+
+def test_grid_whose_pruner_changes_at_a_resume_still_tries_every_point_once(tmp_path: Path) -> None:
+    space = {"params.a": {"int": [1, 12]}}
+    plain, pruned = (section(search="grid", space=space, trials=None, prune=prune) for prune in ("none", "asha"))
+    found = points(Study(tmp_path / "j", plain), 5) + points(Study(tmp_path / "j", pruned), 7)
+    assert sorted(each["params.a"] for each in found) == list(range(1, 13))
+
+
 def test_the_same_seed_chooses_the_same_points_and_a_resume_chooses_others(tmp_path: Path) -> None:
     one = points(Study(tmp_path / "a", section(seed=7)), 4)
     assert points(Study(tmp_path / "b", section(seed=7)), 4) == one
