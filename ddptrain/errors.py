@@ -8,8 +8,6 @@ DdptrainError               3  (only as a base; a bare one is a bug of ours)
 ├── ClusterError            4  no cluster, too few slots, a worker lost
 ├── TrainingFailed          1  the training code failed
 ├── HangDetected            5  no progress in time
-├── ModelRejected           7  retrain: the new version did not pass the gate
-├── DeadlineReached         8  retrain: out of time; saved, the next start continues
 ├── RunPreempted           75  the run was preempted and has saved a checkpoint
 └── Interrupted       130/143  Ctrl-C or SIGTERM
 """
@@ -38,8 +36,8 @@ class ExitCode(IntEnum):
     CLUSTER = 4
     HANG = 5
     LOCKED = 6
-    REJECTED = 7
-    DEADLINE = 8
+    REJECTED = 7  # retrain: the new version did not pass the gate
+    DEADLINE = 8  # retrain: out of time; it has saved, and the next start continues
     LATE = 9  # schedule check: a model has no successful retraining for longer than its schedule allows
     PREEMPTED = 75
     INTERRUPTED = 130
@@ -112,18 +110,6 @@ class HangDetected(DdptrainError):
 
 class CheckpointNotWritten(OSError):
     """In a rank: a checkpoint could not be written, however often it was tried. The run then ends with exit code 4."""
-
-
-class ModelRejected(DdptrainError):
-    """The new version of a model did not pass the gate; it is kept, and the champion stays."""
-
-    exit_code = ExitCode.REJECTED
-
-
-class DeadlineReached(DdptrainError):
-    """The time of a retraining is over; it has saved, and the next start continues."""
-
-    exit_code = ExitCode.DEADLINE
 
 
 class RunPreempted(DdptrainError):

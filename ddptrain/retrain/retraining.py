@@ -20,7 +20,6 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.control.signals import signals_to
 from ddptrain.errors import (
     DdptrainError,
-    DeadlineReached,
     ExitCode,
     Interrupted,
     RunLocked,
@@ -153,7 +152,7 @@ class Retraining:
         if isinstance(error, Interrupted | RunPreempted | KeyboardInterrupt):
             if self.deadline.is_reached:
                 text = f"the deadline of {self.deadline.seconds:g} s was reached; the next start continues"
-                return End(RetrainStatus.DEADLINE, DeadlineReached.exit_code, text)
+                return End(RetrainStatus.DEADLINE, ExitCode.DEADLINE, text)
             if owner.lost is not None:
                 return End(RetrainStatus.INTERRUPTED, ExitCode.LOCKED, one_line(owner.lost))
             if owner.replaced_by:
