@@ -71,11 +71,12 @@ def test_citation_names_version_and_licence_of_the_package() -> None:
     assert citation["abstract"] == f"{PROJECT['description']}."
 
 
-def test_readme_is_short_and_shows_a_recording() -> None:
+def test_readme_is_short_and_shows_a_recording_and_a_report() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.encode()) <= 7000
-    (recording,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", readme)
-    assert (ROOT / recording).stat().st_size <= 1_500_000
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", readme)
+    assert pictures == ["docs/images/restart.svg", "docs/images/report.png"]
+    assert sum((ROOT / picture).stat().st_size for picture in pictures) <= 1_500_000
 
 
 def test_all_public_names_can_be_imported() -> None:
