@@ -81,6 +81,7 @@ class Waiter:
 class Refusal:
     """Why there are no slots yet. `place` is the position in the queue: 1 is next, 0 is not in the queue.
 
+    holders: the other runs that have slots.
     total, hosts: slots that suit the request. of_any_kind: the same with those that lack a GPU.
     """
 
@@ -164,7 +165,7 @@ class SlotTable(SchedulerPlugin):
             place = self._enqueue(request)
         _log.debug("slots refused", run=request.run_id, asked=asked, free=len(free), total=len(everything), place=place)
         hosts = Counter(slot.host for slot in everything)
-        holders = sorted({holder.run_id for holder in self.holders.values()})
+        holders = sorted({holder.run_id for holder in self.holders.values()} - {request.run_id})
         return Refusal(asked, len(free), len(everything), place, tuple(holders), dict(hosts), len(wanted))
 
     def release(self, run_id: str) -> None:

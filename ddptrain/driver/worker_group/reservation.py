@@ -95,7 +95,7 @@ class SlotQueue:
     def _tell(self, refusal: slots.Refusal, *, enough: bool) -> None:
         if enough:
             text = f"waiting for {refusal.asked} slots, {refusal.free} of {refusal.total} are free"
-            text += f": number {refusal.place} in line, held by {', '.join(refusal.holders) or 'nobody'}"
+            text += f": number {refusal.place} in line{_held_by(refusal)}"
         else:
             text = f"waiting for workers: {refusal.total} of {refusal.asked} slots are there"
         if text != self.told:
@@ -119,10 +119,13 @@ class SlotQueue:
         return f"{text}Ask for fewer with --ranks, or {more}" + (f"\n{words}" if words else "")
 
     def _held(self, refusal: slots.Refusal, waited_s: float) -> str:
-        holders = f", held by {', '.join(refusal.holders)}" if refusal.holders else ""
         ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""
         wait = "Wait longer" if self.request.wait_s else "Wait in line"
         return (
             f"{refusal.asked} slots were asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
-            f"{holders}{ahead}. {wait} with cluster.wait_s, or ask for fewer with --ranks"
+            f"{_held_by(refusal)}{ahead}. {wait} with cluster.wait_s, or ask for fewer with --ranks"
         )
+
+
+def _held_by(refusal: slots.Refusal) -> str:
+    return f", held by {', '.join(refusal.holders)}" if refusal.holders else ""

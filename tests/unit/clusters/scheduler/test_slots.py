@@ -83,6 +83,14 @@ def test_second_gang_is_told_who_holds_the_slots() -> None:
     assert (refusal["free"], refusal["total"], refusal["holders"], refusal["place"]) == (0, 2, ("r1",), 0)
 
 
+def test_run_that_requests_more_slots_is_not_named_as_their_holder() -> None:
+    there = scheduler(a=3)
+    ask(there, "r1", 2)
+    ask(there, "r2", 1)
+    refusal = ask(there, "r1", 3)["refusal"]
+    assert (refusal["free"], refusal["holders"]) == (2, ("r2",))
+
+
 def test_gang_stays_on_one_host_where_it_fits() -> None:
     there = scheduler(a1=2, b1=2, b2=2)
     assert {slot[1] for slot in ask(there, "r1", 4)["slots"]} == {"b"}
