@@ -100,6 +100,22 @@ class OwnFolder(Store):
             with suppress(OSError):  # it is not empty
                 (self._root / parent).rmdir()
 
+    def delete_temporary_files(self, folder: str) -> None:
+        """Delete what killed writers have left below a folder: files that listing() leaves out."""
+        for path in (self._root / folder).rglob("*.tmp"):
+            with suppress(OSError):
+                path.unlink()
+
+    def get_versioned(self, key: str) -> Versioned | None:
+        """See Store; the version is left out, because a file is not replaced."""
+        try:
+            with os.fdopen(file_ops.open_regular(self._root / key), "rb") as file:
+                return Versioned(file.read(), written_s=os.fstat(file.fileno()).st_mtime)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._error("read", key, error) from error
+
     def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
         """See Store: the file must be new. It gets its name with link(2), which fails if the name exists."""
         if before is not None:

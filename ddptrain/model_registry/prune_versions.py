@@ -25,7 +25,7 @@ def prune_versions(registry: ModelRegistry, model: str, keep: int, *, dry_run: b
     """Delete all but the newest `keep` versions of a model.
 
     Versions with an alias (champion, previous, or a user's) and pinned versions stay as well, also if they get it at
-    this moment. What a killed process had begun to delete is deleted too.
+    this moment. What a killed process had begun to delete, or to write a day ago, is deleted too.
 
     Raises StoreError if the registry cannot be read or written; RegistryDamaged.
     """
@@ -42,8 +42,7 @@ def prune_versions(registry: ModelRegistry, model: str, keep: int, *, dry_run: b
         except UsageError:  # another process has just pinned or promoted it, or given it an alias
             kept[record.version] = "in use"
     if not dry_run:
-        for number in registry.partly_removed(model):
-            registry.remove(model, number)
+        registry.delete_leftovers(model)
     numbers = tuple(record.version for record in removed)
     return VersionsReport(model, numbers, kept, sum(record.size_bytes for record in removed), dry_run)
 

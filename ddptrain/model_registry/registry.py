@@ -14,6 +14,7 @@ import getpass
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from ddptrain.storage.store import NoConditionalWrites, WriteConflict
 
 _CLAIM = "claim.json"
 _MOST_CONFLICTS = 50
+_ABANDONED_S = 86_400.0  # no version takes as long to write
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class ModelRegistry(ModelReader):
         """Write a new version, and return its record with number, time and files.
 
         sources: the path of each file in the version -> its content, or a local file with it. The same run and step is
-        added once: a second call returns the existing version. If the process dies on the way, nothing has been added.
+        added once: a second call returns the existing version. If the process dies on the way, nothing has been added,
+        and prune_versions() deletes what was written a day later.
 
         Raises UsageError if a local file cannot be read.
         """
@@ -175,17 +178,32 @@ class ModelRegistry(ModelReader):
             return Edit("removed", number, state.aliases, state.pinned)
 
         change = self.change(model, edit, reason)
-        folder = self._version_folder(model, number)
-        folder.remove(RECORD)  # first: from now on nobody finds the version, however far the rest gets
-        for path in folder.files():
-            folder.remove(path)
+        self._delete_files(model, number)
         return change
 
-    def partly_removed(self, model: str) -> list[int]:
-        """Return the versions whose deletion was interrupted: remove() finishes it."""
-        removed = self.state(model).removed
-        names = self._below(model, "versions").folders() if removed else []
-        return sorted(int(name) for name in names if name.isdecimal() and int(name) in removed)
+    def delete_leftovers(self, model: str) -> list[int]:
+        """Delete the files of versions whose deletion, or whose writing a day ago, was interrupted; return these."""
+        folders = [int(name) for name in self._below(model, "versions").folders() if name.isdecimal()]
+        removed = self.state(model).removed if folders else ()
+        complete = {record.version for record in self.versions(model)}
+        left = [
+            each for each in folders if each in removed or (each not in complete and self._is_abandoned(model, each))
+        ]
+        for number in left:
+            self._delete_files(model, number)
+        return sorted(left)
+
+    def _is_abandoned(self, model: str, number: int) -> bool:
+        claim = self._version_folder(model, number).read_versioned(_CLAIM)
+        return claim is not None and claim.written_s is not None and time.time() - claim.written_s > _ABANDONED_S
+
+    def _delete_files(self, model: str, number: int) -> None:
+        folder = self._version_folder(model, number)
+        folder.remove(RECORD)  # first: from now on nobody finds the version, however far the rest gets
+        if isinstance(folder.store, OwnFolder):
+            folder.store.delete_temporary_files(folder.path)
+        for path in sorted(folder.files(), key=lambda path: path == _CLAIM):  # last: it tells that this is a leftover
+            folder.remove(path)
 
     def change(self, model: str, edit: Callable[[ModelState], Edit | None], reason: str = "") -> Change | None:
         """Write the next entry of the history: what `edit` makes of the present state; nothing if it returns None.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ddptrain.errors import UsageError
+from ddptrain.model_registry import registry as registry_module
 from ddptrain.model_registry.model_reader import RECORD
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.prune_versions import prune_versions
@@ -82,6 +85,27 @@ def test_deletion_that_was_killed_is_finished(
     assert folder.files() == {} and numbers(registry) == [1, 2, 3, 4, 6]
     assert registry.state("names").number == changes  # it is removed once in the history
     assert registry.state("names").removed == (5,)
+
+
+def test_files_of_a_version_that_was_never_complete_are_deleted_a_day_later(
+    registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(registry_module, "utc_now", lambda: (_ for _ in ()).throw(KeyboardInterrupt))  # killed here
+        with pytest.raises(KeyboardInterrupt):
+            registry.add_version("names", {"weights": WEIGHTS}, VersionRecord("", 0, "", "r", "petnames", 1, {}, ()))
+    folder = registry._version_folder("names", 7)
+    assert set(folder.files()) == {"claim.json", "weights"}
+    where = Path(registry.where) / "names/versions/7"
+    (where / ".more-weights.1a2b.tmp").write_bytes(WEIGHTS)
+    prune_versions(registry, "names", 10)
+    assert set(folder.files()) == {"claim.json", "weights"}  # another process may still be writing it
+    tomorrow = time.time() + 25 * 3600
+    monkeypatch.setattr(registry_module, "time", SimpleNamespace(time=lambda: tomorrow))
+    prune_versions(registry, "names", 10, dry_run=True)
+    assert folder.files()
+    prune_versions(registry, "names", 10)
+    assert not where.exists() and numbers(registry) == [1, 2, 3, 4, 5, 6]
 
 
 def test_version_that_is_promoted_at_the_same_moment_stays_complete(
