@@ -47,7 +47,7 @@ class Sizes:
     image_keys: int = 20_000
     gpu_steps: int = 100
     trials: int = 16
-    asha_epochs: int = 9
+    asha_epochs: int = 18
     scale_hosts: int = 128
     scale_slots: int = 8
     scale_s: float = 15.0
