@@ -113,6 +113,19 @@ def test_model_is_built_from_all_params(kind: Any) -> None:
     assert "params.lr: is required" in refused(train, {})
 
 
+def test_fields_of_a_dataclass_that_have_a_default_may_be_left_out() -> None:
+    @dataclass
+    class Options:
+        lr: float
+        epochs: int = 3
+
+    def train(ctx: Any, options: Any) -> Any:
+        return options
+
+    train.__annotations__["options"] = Options
+    assert called(train, {"lr": 0.5}) == Options(0.5, 3)
+
+
 def test_function_with_keywords_takes_further_params() -> None:
     def train(ctx: Any, lr: float = 1.0, **more: Any) -> Any:
         return lr, more

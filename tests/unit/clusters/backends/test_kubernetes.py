@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import math
 import socket
 import time
+from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 import yaml
 
-from ddptrain.clusters.backends.kubernetes import reach, spec
+from ddptrain.clusters.backends.kubernetes import provider, reach, spec, worker_pods
 from ddptrain.clusters.backends.kubernetes.api_client import Kubernetes, connected
 from ddptrain.clusters.backends.kubernetes.pods import trouble_of
 from ddptrain.clusters.backends.kubernetes.provider import KubernetesProvider
@@ -22,6 +24,7 @@ from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.security import make_tls
 from ddptrain.config.sections.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
+from ddptrain.worker import driver_calls
 
 needs_dask_kubernetes = pytest.mark.skipif(
     find_spec("dask_kubernetes") is None, reason='dask-kubernetes is not installed: pip install "ddptrain[kubernetes]"'
@@ -237,6 +240,77 @@ def test_cluster_of_which_nothing_was_ordered_stops_and_has_no_logs(tmp_path: Pa
     cluster = Deployment(tmp_path, ClusterRecord("dev", "kubernetes", "now"))
     KubernetesProvider().stop(cluster, print)
     assert KubernetesProvider().logs(cluster, 5) == {}
+
+
+class _Creating:
+    """Stands for an API server without clusters: records what is created, and ends the order afterwards."""
+
+    namespace = "ml"
+    context = ""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, str, Any]] = []
+
+    async def get(self, group: str, path: str) -> None:
+        assert (group, path) == ("apis/kubernetes.dask.org/v1", "daskclusters/dev")
+
+    async def create(self, group: str, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.calls.append(("create", group, kind, body["metadata"]["name"]))
+        return {"metadata": {"uid": "u-1"}}
+
+    async def patch(self, group: str, path: str, body: dict[str, Any]) -> None:
+        self.calls.append(("patch", group, path, body))
+        raise InterruptedError
+
+
+@needs_dask_kubernetes
+def test_new_cluster_is_created_after_its_key_which_is_deleted_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    api = _Creating()
+
+    @contextlib.asynccontextmanager
+    async def opened(context: str, namespace: str) -> AsyncIterator[_Creating]:
+        yield api
+
+    monkeypatch.setattr(provider, "connected", opened)
+    said = {"kubernetes": settings(workers=3).model_dump(mode="json"), "start_timeout_s": 1, "ranks": None}
+    cluster = Deployment(tmp_path, ClusterRecord("dev", "kubernetes", "now", settings=said))
+    with pytest.raises(InterruptedError):
+        KubernetesProvider().scale(cluster, None, lambda text: None)
+    secret = spec.secret_name("dev")
+    owner = {"apiVersion": "kubernetes.dask.org/v1", "kind": "DaskCluster", "name": "dev", "uid": "u-1"}
+    assert api.calls == [
+        ("create", "api/v1", "secrets", secret),
+        ("create", "apis/kubernetes.dask.org/v1", "daskclusters", "dev"),
+        ("patch", "api/v1", f"secrets/{secret}", {"metadata": {"ownerReferences": [owner]}}),
+    ]
+    assert cluster.record.workers == 3
+
+
+def test_slots_are_set_on_each_worker_by_its_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+
+    class Client:
+        def __init__(self, address: str, **options: Any) -> None:
+            assert address == "tcp://127.0.0.1:8786"
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            calls.append("closed")
+
+        def run(self, function: Any, *arguments: Any, workers: list[str]) -> None:
+            calls.append((function, *arguments, *workers))
+
+    monkeypatch.setattr("distributed.Client", Client)
+    cluster = Deployment(tmp_path, ClusterRecord("dev", "kubernetes", "now", address="tcp://127.0.0.1:8786"))
+    worker_pods._set_slots(cluster, {"tcp://a": 2, "tcp://b": 1})
+    set_slots = driver_calls.set_slots
+    assert calls == [(set_slots, 2, "tcp://a"), (set_slots, 1, "tcp://b"), "closed"]
+    worker_pods._set_slots(cluster, {})
+    assert len(calls) == 3
 
 
 # --- how the scheduler is reached ---

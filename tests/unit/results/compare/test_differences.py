@@ -62,6 +62,13 @@ def test_equal_runs_differ_in_nothing(tmp_path: Path) -> None:
     assert all(not found for found in find_differences(views).values())
 
 
+def test_run_without_a_folder_of_inputs_has_no_data(tmp_path: Path) -> None:
+    views = [put(tmp_path, name, "name: n", "[1]") for name in "ab"]
+    (views[1].layout.inputs_dir / "manifest.json").unlink()
+    views[1].layout.inputs_dir.rmdir()
+    assert find_differences(views)["data"] == {"manifest.json": ["sha256 080a9ed42855", None]}
+
+
 def test_values_are_compared_with_their_types() -> None:
     assert differing([{"a": 1, "b": True, "c": [1]}, {"a": 1, "b": 1, "c": [1]}]) == {"b": [True, 1]}
 

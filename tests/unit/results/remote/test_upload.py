@@ -187,6 +187,20 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
     assert kept.writer.layout.run_json.exists()
 
 
+def test_flush_and_the_end_do_not_wait_for_the_pause_after_a_failure(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_upload, "_PAUSES_S", (3600.0,))
+    kept.uploads.begin()
+    kept.uploads.flush(60)
+    kept.fs.errors = [OSError("the store is away")] * 20
+    kept.save(1)
+    wait_until(lambda: kept.warnings)
+    kept.fs.errors = []
+    assert kept.uploads.flush(60) == ""
+    assert "checkpoints/step-1/checkpoint.json" in kept.there()
+
+
 def test_error_that_passes_is_not_told(kept: Kept) -> None:
     kept.uploads.begin()
     kept.fs.errors = [TimeoutError(), TimeoutError()]
