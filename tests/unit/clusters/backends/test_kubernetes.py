@@ -289,7 +289,7 @@ def test_new_cluster_is_created_after_its_key_which_is_deleted_with_it(
 
 
 def test_slots_are_set_on_each_worker_by_its_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = []
+    calls: list[Any] = []
 
     class Client:
         def __init__(self, address: str, **options: Any) -> None:
