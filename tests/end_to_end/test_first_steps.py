@@ -62,7 +62,9 @@ def test_images_are_trained_and_classified(run_cli: Cli, warm_cluster: str) -> N
     ended(run_cli("train", *on(warm_cluster, config), "--set", "params.epochs=1"))
     record = last_run(run_cli)
     assert (record["status"], record["world_size"]) == ("succeeded", 2)
-    assert 0 <= record["last_metrics"]["val/accuracy"] <= 1
+    last = record["last_metrics"]
+    assert 0 <= last["val/accuracy"] <= 1 and 0 <= last["train/accuracy"] <= 1 and last["samples"] == 480
+    assert last["samples_per_s"] > 0 and last["train/loss"] > 0
 
 
 def test_script_for_torchrun_runs_unchanged(run_cli: Cli, warm_cluster: str) -> None:

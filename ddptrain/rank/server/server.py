@@ -133,7 +133,6 @@ class RankServer:
             self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.serving = True
         self._greet(self.connections)
-        self._accept()
         while not self._is_over():
             for key, _ in self._selector.select(self._timeout_s()):
                 handle: Callable[[], object] = key.data

@@ -80,6 +80,29 @@ def entry(name: str, **fields: str) -> Deployment:
     return cluster_records.create(ClusterRecord(name, "local", "2026-01-01T00:00:00+00:00", **fields))  # type: ignore[arg-type]
 
 
+def test_record_of_a_cluster_that_is_up_has_its_address_and_dashboard(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ready(contextlib.nullcontext[Any]):
+        def __init__(self, deployment: Deployment, *others: object) -> None:
+            super().__init__(self)
+            self.deployment = deployment
+
+        def until_ready(self, slots: int | None) -> status.View:
+            return status.View(self.deployment, status.State.UP)
+
+    def start(cluster: Deployment, tell: Tell) -> None:
+        said = {"address": "unix:///run/s", "dashboard": "http://127.0.0.1:9"}
+        (cluster.folder / "scheduler.json").write_text(json.dumps(said))
+
+    provider.on_scale = start
+    monkeypatch.setattr(wait_ready, "ReadinessWait", Ready)
+    up()
+    [cluster] = cluster_records.every()
+    (cluster.folder / "scheduler.json").unlink()
+    assert (cluster.record.address, cluster.record.dashboard) == ("unix:///run/s", "http://127.0.0.1:9")
+
+
 def test_up_without_a_scheduler_quotes_the_logs_and_leaves_nothing(provider: Provider) -> None:
     provider.written = {"scheduler": "Traceback\nboom\n", "worker a": "\n"}
     with pytest.raises(ClusterError) as caught:

@@ -22,6 +22,7 @@ def test_two_ranks_agree_on_the_bandwidth(tmp_path: Path, monkeypatch: pytest.Mo
     def measured(rank: int) -> dict[str, float]:
         store = FileStore(str(tmp_path / "store"), 2)
         group = Group(store, "pair", rank, 2, 20.0, CPU, nccl=False)
+        assert group._zeros(4096).nbytes == 4096
         return group.measure(0.05, 1 << 20)
 
     with ThreadPoolExecutor(2) as pool:
