@@ -27,7 +27,7 @@ from ddptrain.driver.worker_group.spare_slots import SpareSlots
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
-from ddptrain.protocol.encryption import encrypt_spec, has_secrets
+from ddptrain.protocol.encryption import encrypt_specs, has_secrets
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import driver_calls, rank_task
 
@@ -214,10 +214,10 @@ class WorkerGroup:
             keys = self.client.run(driver_calls.encryption_key, self.run_id, workers=workers)
         except Exception as error:  # a worker's own exception arrives as it was raised there
             raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
-        return [
-            encrypt_spec(spec, keys[place.slot.worker]) if is_secret else spec
-            for spec, place, is_secret in zip(specs, places, secret, strict=True)
-        ]
+        chosen = [number for number, is_secret in enumerate(secret) if is_secret]
+        public = [keys[places[number].slot.worker] for number in chosen]
+        encrypted = dict(zip(chosen, encrypt_specs([specs[number] for number in chosen], public), strict=True))
+        return [encrypted.get(number, spec) for number, spec in enumerate(specs)]
 
     def submit(self, specs: Sequence[RankSpec], chosen: Sequence[slots.Slot]) -> None:
         """Start these ranks in their slots, by one task for each worker."""

@@ -79,10 +79,12 @@ def _figures(run: Path, usage: _Usage, ranks: int, seconds: float, began_s: floa
     wanted = ranks * round(seconds * _EVENTS_PER_S)
     logs = sum((run / "logs" / f"rank-{rank}.log").read_text().endswith("the last line\n") for rank in range(ranks))
     lost = abs(wanted - len({(row["rank"], row["step"]) for row in rows}))
+    cpu_s = usage.cpu_s(min(entered), read_s)  # for all events, however late they are read
     return {
         "start_s": max(entered) - began_s,
         "per_rank_ms": 1000 * (max(entered) - begun) / ranks,
-        "cores": usage.cpu_s(min(entered), read_s) / seconds,  # all events, however late they are read
+        "cores": cpu_s / seconds,
+        "event_us": 1e6 * cpu_s / wanted,
         "start_cpu_s": usage.cpu_s(began_s, max(entered)),
         "memory_mb": max(row[2] for row in usage.rows) / 1e6,
         "lost": lost + 2 * ranks - len(entered) - len(finished) + ranks - logs,
