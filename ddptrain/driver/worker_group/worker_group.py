@@ -20,6 +20,7 @@ from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.worker_group import dask_call
 from ddptrain.driver.worker_group.cluster_news import ClusterNews, weakly
+from ddptrain.driver.worker_group.dask_call import WorkerTask
 from ddptrain.driver.worker_group.folder_copy import copy_folder
 from ddptrain.driver.worker_group.rank_place import RankPlace, rank_places
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
@@ -227,17 +228,17 @@ class WorkerGroup:
             self._worker_of[spec.rank] = slot.worker
             _log.info("rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port)
         counted = {slot.worker for slot in chosen if slot.counted}
-        for worker, group in by_worker.items():
-            future = self.client.submit(
-                rank_task.run_ranks,
+        tasks = [
+            WorkerTask(
+                group[0].key,
+                worker,
                 [spec.to_json() for spec in group],
-                key=group[0].key,
-                workers=[worker],
-                allow_other_workers=False,
-                resources={SLOT_RESOURCE: len(group)} if worker in counted else None,
-                pure=False,
-                retries=0,
+                {SLOT_RESOURCE: len(group)} if worker in counted else {},
             )
+            for worker, group in by_worker.items()
+        ]
+        futures = dask_call.submit(self.client, rank_task.run_ranks, tasks)
+        for group, future in zip(by_worker.values(), futures, strict=True):
             self.futures.update((spec.rank, future) for spec in group)
             future.add_done_callback(partial(self._on_done, group))
 
