@@ -5,6 +5,7 @@ A step is some matrix products, which keep a core busy.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
@@ -37,6 +38,28 @@ def _excess(times: list[float]) -> float:
     return sum(times) - len(times) * statistics.median(times)
 
 
+def _saver(ctx: Any, model: nn.Module, optimizer: torch.optim.Optimizer, out: Path, kind: str) -> Callable[[int], None]:
+    """The function that saves a checkpoint, of a step, in this way. Of the peers' checkpoints the last two are kept."""
+    pending: list[Future[Any]] = []  # DCP's last checkpoint
+    number = itertools.count()
+
+    def with_dcp(_: int) -> None:
+        weights, moments = get_state_dict(model, optimizer)
+        for earlier in pending:
+            earlier.result()
+        folder = out.with_suffix(f".{next(number) % 2}.dcp")
+        pending[:] = [dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=str(folder), no_dist=True)]
+
+    def with_torch(_: int) -> None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, out.with_suffix(f".{next(number) % 2}.pt"))
+
+    def with_ours(step: int) -> None:
+        ctx.checkpoint(model=model, optimizer=optimizer, step=step)
+
+    return {"ours": with_ours, "torch": with_torch, "dcp": with_dcp}[kind]
+
+
 def workload(ctx: Any, out: str, mega_bytes: int, checkpoints: int, kind: str) -> None:
     """Trains with `checkpoints` of them; writes the seconds lost to each to `out`."""
     torch.manual_seed(0)
@@ -55,8 +78,7 @@ def workload(ctx: Any, out: str, mega_bytes: int, checkpoints: int, kind: str) -
         for _ in range(4):
             torch.tanh(busy @ busy * 1e-3)
 
-    pending: list[Future[Any]] = []  # DCP's last checkpoint
-
+    save_now = _saver(ctx, model, optimizer, Path(out), kind)
     calls: list[float] = []  # seconds of each call that saves
 
     def save(number: int) -> None:
@@ -65,26 +87,10 @@ def workload(ctx: Any, out: str, mega_bytes: int, checkpoints: int, kind: str) -
             save_now(number)
             calls.append(time.perf_counter() - began)
 
-    def save_now(number: int) -> None:
-        file = Path(out).with_suffix(f".{number // between % 2}.pt")  # the last two are kept
-        if kind == "ours":
-            ctx.checkpoint(model=model, optimizer=optimizer, step=number)
-        elif kind == "dcp":
-            weights, moments = get_state_dict(model, optimizer)
-            for earlier in pending:
-                earlier.result()
-            state = {"model": weights, "optimizer": moments}
-            pending[:] = [dcp.async_save(state, checkpoint_id=str(file), no_dist=True)]
-        else:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-
     times = _took(step, 100, lambda _: None)
     between = max(10, round(_BETWEEN_S / statistics.median(times)))
     _took(step, between, save)  # the first allocates memory, and makes the page cache grow
     plain = _excess(_took(step, checkpoints * between, lambda _: None))
     lost_s = (_excess(_took(step, checkpoints * between, save)) - plain) / checkpoints
-    for last in pending:
-        last.result()
-    Path(out).write_text(
-        json.dumps({"lost_s": lost_s, "noise_s": plain / checkpoints, "call_s": statistics.mean(calls[1:])})
-    )
+    figures = {"lost_s": lost_s, "noise_s": plain / checkpoints, "call_s": statistics.mean(calls[1:])}
+    Path(out).write_text(json.dumps(figures))
