@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +19,8 @@ _PAIR = Limits(bad=0.5, warning=0.7)
 _LATENCY_TIMES, _LATENCY_US = 5.0, 2_000.0  # of the median, and at least that much
 _EXPECTED = Limits(bad=0.02, warning=0.1)  # of the speed of the slower interface
 _MOST_EXPECTED_GBIT = 10.0  # one TCP connection of gloo does not use more of a faster interface
+_BUSY = 0.3  # part of a measurement in which a rank had no core
+_BUSY_HINT = "check again when nothing else runs there"
 _SLOWEST_GBIT = 0.1  # less is bad on every network
 _WORDS = {
     "start": "the start",
@@ -33,20 +36,37 @@ def judge_speed(readings: Readings) -> list[Finding]:
     hosts = readings.hosts
     on_gpus = any(rank.device for host in hosts for rank in host.ranks)
     found = [finding for host in hosts for finding in _failures(host)]
-    found += _of_ranks(hosts)
-    found += below_median(
+    found += _of_ranks(hosts) if on_gpus else _excused("gemm", _of_ranks(hosts), hosts)
+    inside = below_median(
         {host.host: value for host in hosts if (value := host.best("local", "gb_s")) is not None},
         "all-reduce inside",
         "GB/s",
         _LOCAL_GPU if on_gpus else _LOCAL_CPU,
         hint=f"{'compare `nvidia-smi topo -m` of the hosts; ' if on_gpus else ''}look for other processes on this host",
     )
+    found += inside if on_gpus else _excused("local", inside, hosts)
     found += _network(readings)
     if readings.everyone_error:
         found.append(
             Finding(Level.BAD, "", "all ranks", f"the all-reduce of all ranks failed: {readings.everyone_error}")
         )
     return found
+
+
+def _excused(stage: str, findings: Iterable[Finding], hosts: Sequence[HostReading]) -> Iterable[Finding]:
+    """Of hosts whose cores were in use, a slow measurement is only a warning: it says nothing about the hardware.
+
+    A rank with a slow network sleeps meanwhile, and does not wait for a core.
+    """
+    busy = {host.host: host for host in hosts if host.waited(stage) >= _BUSY}
+    for finding in findings:
+        names = [busy[host] for host in (finding.host, finding.other) if host in busy]
+        if finding.level is Level.BAD and names:
+            waits = " and ".join(f"{100 * host.waited(stage):.0f} % of the time on {host.name}" for host in names)
+            text = f"{finding.text}; other processes had the cores {waits}"
+            yield dataclasses.replace(finding, level=Level.WARNING, text=text, hint=_BUSY_HINT)
+        else:
+            yield finding
 
 
 def _failures(host: HostReading) -> Iterable[Finding]:
@@ -103,14 +123,15 @@ def _network(readings: Readings) -> list[Finding]:
         if pair.error and not {pair.first, pair.second} & unreachable.keys()
     ]
     own = _own_speed(readings.pairs)
-    slow = list(below_median(own, "network", "GB/s", _PAIR))
-    for finding in slow:
+    slow = []
+    for finding in below_median(own, "network", "GB/s", _PAIR):
         slow_host = by_name[finding.host]
         text = f"all-reduce with other hosts over {link_of(slow_host)}: {finding.text}"
-        found.append(Finding(finding.level, finding.host, "network", text, network_hint(slow_host)))
+        slow.append(dataclasses.replace(finding, text=text, hint=network_hint(slow_host)))
+    found += _excused("pair", slow, readings.hosts)
     named = {finding.host for finding in slow} | unreachable.keys()
     rest = [pair for pair in readings.pairs if not {pair.first, pair.second} & named]
-    found += _slow_pairs(rest, by_name)
+    found += _excused("pair", _slow_pairs(rest, by_name), readings.hosts)
     return found
 
 
