@@ -86,9 +86,9 @@ class Recorder:
         metrics = [event for event in numbers if isinstance(event, events.Metrics)]
         if metrics:
             self.writer.add_metrics(metrics, rank)
-        for event in metrics:
-            self._logged |= event.values.keys()
-            self.display.metrics(rank, event)
+        for each in metrics:
+            self._logged |= each.values.keys()
+            self.display.metrics(rank, each)
         for event in numbers:
             if isinstance(event, events.Progress):
                 self.display.progress(rank, event)

@@ -367,11 +367,19 @@ class RunWriter:
 
 
 def _metrics_line(event: Metrics, rank: int, attempt: int) -> dict[str, object]:
-    line = {"time_s": event.time_ns / 1e9, "step": event.step, "epoch": event.epoch, "rank": rank, "attempt": attempt}
-    if line.keys().isdisjoint(event.values):
-        return line | event.values
+    line: dict[str, object] = {
+        "time_s": event.time_ns / 1e9,
+        "step": event.step,
+        "epoch": event.epoch,
+        "rank": rank,
+        "attempt": attempt,
+    }
     # A metric may be called epoch or step: it counts as the position where none was given.
-    return line | {name: value for name, value in event.values.items() if line.get(name) is None}
+    clear = line.keys().isdisjoint(event.values)
+    line.update(
+        event.values if clear else {name: event.values[name] for name in event.values if line.get(name) is None}
+    )
+    return line
 
 
 def _params_in(config_text: str) -> Mapping[str, Any]:

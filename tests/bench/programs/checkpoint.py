@@ -10,14 +10,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 _BETWEEN_S = 4.0  # more than the writing takes
 
@@ -40,7 +39,7 @@ def _excess(times: list[float]) -> float:
 
 def _saver(ctx: Any, model: nn.Module, optimizer: torch.optim.Optimizer, out: Path, kind: str) -> Callable[[int], None]:
     """The function that saves a checkpoint, of a step, in this way. Of the peers' checkpoints the last two are kept."""
-    pending: list[Future[Any]] = []  # DCP's last checkpoint
+    pending: list[Any] = []  # DCP's last checkpoint
     number = itertools.count()
 
     def with_dcp(_: int) -> None:
@@ -48,7 +47,7 @@ def _saver(ctx: Any, model: nn.Module, optimizer: torch.optim.Optimizer, out: Pa
         for earlier in pending:
             earlier.result()
         folder = out.with_suffix(f".{next(number) % 2}.dcp")
-        pending[:] = [dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=str(folder), no_dist=True)]
+        pending[:] = [async_save({"model": weights, "optimizer": moments}, checkpoint_id=str(folder), no_dist=True)]
 
     def with_torch(_: int) -> None:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

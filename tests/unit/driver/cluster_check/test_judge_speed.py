@@ -125,12 +125,14 @@ def with_wait(found: Readings, node: int, share: float) -> Readings:
 
 
 def test_slow_measurement_on_a_busy_host_is_a_warning_that_says_so() -> None:
-    slow = measured({(0, 1): 1.0, (0, 2): 0.1, (1, 2): 0.1}, 3)
+    slow = measured({(0, 1): 1.0, (0, 2): 0.3, (1, 2): 0.3}, 3)
     (found,) = judge_speed(with_wait(slow, 2, 0.45))
     assert (found.level, found.host) == (Level.WARNING, "c")
-    assert found.text.endswith("10 % of the median of 3 (1); other processes had the cores 45 % of the time on c")
+    assert found.text.endswith("30 % of the median of 3 (1); other processes had the cores 45 % of the time on c")
     (found,) = judge_speed(with_wait(slow, 2, 0.1))
     assert found.level is Level.BAD  # its network is slow: its ranks slept
+    (found,) = judge_speed(with_wait(measured({(0, 1): 1.0, (0, 2): 0.05, (1, 2): 0.05}, 3), 2, 0.9))
+    assert found.level is Level.BAD  # the waits do not explain that
     (found,) = judge_speed(with_wait(slow, 0, 0.9))
     assert found.level is Level.BAD  # another host was busy
 
@@ -147,7 +149,7 @@ def test_pair_with_a_busy_host_is_a_warning() -> None:
     speeds = {(a, b): 1.0 for a in range(4) for b in range(a + 1, 4)}
     (found,) = judge_speed(with_wait(measured({**speeds, (1, 3): 0.3}, 4), 3, 0.5))
     assert (found.level, found.host, found.other) == (Level.WARNING, "b", "d")
-    assert found.text.endswith("other processes had the cores 50 % of the time on d")
+    assert found.text.endswith("other processes had the cores 0 % of the time on b and 50 % of the time on d")
 
 
 def test_of_two_measurements_the_one_without_waits_tells_whether_a_host_was_busy() -> None:

@@ -83,9 +83,10 @@ class FakeClient:
             layer = graph.layers[key]
             ((function, specs),) = layer.values()
             assert function is run_ranks
-            found = [json.loads(spec)["rank"] for spec in specs], layer.annotations.get("resources")
-            assert layer.annotations["allow_other_workers"] is False
-            self.submitted.append((layer.annotations["workers"], key, *found))
+            annotations = layer.annotations or {}
+            assert annotations["allow_other_workers"] is False
+            ranks = [json.loads(spec)["rank"] for spec in specs]
+            self.submitted.append((annotations["workers"], key, ranks, annotations.get("resources")))
         self.messages += 1
         return [FakeFuture(key) for key in keys]
 
