@@ -30,6 +30,7 @@ from ddptrain import ci
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials, hide_known, hide_secrets
 from ddptrain.sanitize import sanitized
+from ddptrain.secret_rules import is_secret_name
 
 VARIABLE = "DDPTRAIN_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
@@ -102,10 +103,17 @@ def set_context(*, secrets: Iterable[str] | None = None, **fields: object) -> No
 def _clean_fields(fields: Mapping[str, object]) -> dict[str, object]:
     own = getattr(_own, "fields", {})
     kept = {name: value for name, value in {**_context, **own, **fields}.items() if value is not None}
-    texts = {
-        name: value if isinstance(value, int | float) else _text(value) for name, value in hide_secrets(kept).items()
-    }
-    return {name: _clean(value) if isinstance(value, str) else value for name, value in texts.items()}
+    if "value" in kept:  # it is secret if the field `name` says so
+        kept = hide_secrets(kept)
+    return {name: _clean_value(name, value) for name, value in kept.items()}
+
+
+def _clean_value(name: str, value: object) -> object:
+    if is_secret_name(name) or not isinstance(value, str | int | float):
+        value = hide_secrets({name: value})[name]
+    if isinstance(value, int | float):
+        return value
+    return _clean(value if isinstance(value, str) else _text(value))  # without the secrets inside texts, too
 
 
 def _text(value: object) -> str:

@@ -81,15 +81,23 @@ class Recorder:
         """Write the metrics that wait into the run directory."""
         self.writer.flush()
 
-    def rank_event(self, rank: int, event: events.Event) -> None:
-        """Show and record an event that a rank sent; metrics are written with flush()."""
-        match event:
-            case events.Metrics():
-                self._logged |= event.values.keys()
-                self.writer.metrics(event, rank, later=True)
-                self.display.metrics(rank, event)
-            case events.Progress():
+    def rank_numbers(self, rank: int, numbers: Sequence[events.Event]) -> None:
+        """Show and record metrics, or progress, that a rank sent in a row; metrics are written with flush()."""
+        metrics = [event for event in numbers if isinstance(event, events.Metrics)]
+        if metrics:
+            self.writer.add_metrics(metrics, rank)
+        for each in metrics:
+            self._logged |= each.values.keys()
+            self.display.metrics(rank, each)
+        for event in numbers:
+            if isinstance(event, events.Progress):
                 self.display.progress(rank, event)
+
+    def rank_event(self, rank: int, event: events.Event) -> None:
+        """Show and record an event that a rank sent."""
+        match event:
+            case events.Metrics() | events.Progress():
+                self.rank_numbers(rank, [event])
             case events.Started():
                 self._started(rank, event)
             case events.Note():

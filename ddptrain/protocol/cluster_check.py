@@ -10,6 +10,7 @@ from typing import Any
 from ddptrain.protocol.typed_json import JsonMessage
 
 LINE_PREFIX = "ddptrain-check "  # of a measurement in the log of a rank
+WAITED = "waited"  # value of a measurement: the part of its time in which the rank could run and had no core
 _MAX_TEXT = 500
 _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "FI_", "UCX_")
 

@@ -10,11 +10,11 @@ import base64
 import dataclasses
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.rank_spec import RankSpec, TrackingSpec
+from ddptrain.protocol.rank_spec import RankSpec, TrackingSpec, key_prefix
 from ddptrain.protocol.typed_json import decode_json_data
 from ddptrain.redact import hide_secrets
 
@@ -119,18 +119,45 @@ def _with_parts(spec: RankSpec, parts: Mapping[str, Any]) -> RankSpec:
     return dataclasses.replace(spec, **changes)
 
 
-def encrypt_spec(spec: RankSpec, public: str) -> RankSpec:
-    """Encrypt the environment and the parts with secrets, so that only the owner of `public` can read them."""
-    parts, hidden = _parts(spec), _hidden_parts(spec)
-    env = {**spec.env, **{_FIELD + name: json.dumps(parts[name]) for name in hidden}}
-    return dataclasses.replace(_with_parts(spec, hidden), env=seal(env, public, spec.key))
+def encrypt_specs(specs: Sequence[RankSpec], keys: Sequence[str]) -> list[RankSpec]:
+    """Encrypt environments and parts with secrets, so that only the owner of the public key of each spec can read them.
+
+    What ranks have in common is searched once, and encrypted once for each worker: with a key agreement for each of a
+    thousand ranks, their start would take longer.
+    """
+    found: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+    sealed: dict[tuple[str, str, str], dict[str, str]] = {}
+    encrypted = []
+    for spec, public in zip(specs, keys, strict=True):
+        of_spec = id(spec.code.params), id(spec.code.args), id(spec.tracking)  # specs share these objects
+        if of_spec not in found:
+            found[of_spec] = _parts(spec), _hidden_parts(spec)
+        parts, hidden = found[of_spec]
+        env = {**spec.env, **{_FIELD + name: json.dumps(parts[name]) for name in hidden}}
+        message = public, _purpose(spec), json.dumps(env)
+        if message not in sealed:
+            sealed[message] = seal(env, public, _purpose(spec))
+        encrypted.append(dataclasses.replace(_with_parts(spec, hidden) if hidden else spec, env=sealed[message]))
+    return encrypted
 
 
-def decrypt_spec(spec: RankSpec, opener: WorkerKey) -> RankSpec:
-    """Return the spec as it was before seal_spec. Raises ClusterError if it was encrypted for another worker."""
-    env = opener.open(spec.env, spec.key)
-    parts = {name: json.loads(env.pop(_FIELD + name)) for name in _PARTS if _FIELD + name in env}
-    return dataclasses.replace(_with_parts(spec, parts), env=env)
+def decrypt_specs(specs: Sequence[RankSpec], opener: WorkerKey) -> list[RankSpec]:
+    """Return the specs as they were before encrypt_specs. Raises ClusterError if another worker is to read them."""
+    opened: dict[str, dict[str, str]] = {}
+    decrypted = []
+    for spec in specs:
+        text = spec.env.get(SEALED, "")
+        if text not in opened:
+            opened[text] = opener.open(spec.env, _purpose(spec))
+        env = dict(opened[text]) if text else dict(spec.env)
+        parts = {name: json.loads(env.pop(_FIELD + name)) for name in _PARTS if _FIELD + name in env}
+        decrypted.append(dataclasses.replace(_with_parts(spec, parts) if parts else spec, env=env))
+    return decrypted
+
+
+def _purpose(spec: RankSpec) -> str:
+    """What a message is bound to: one attempt of a run."""
+    return f"{key_prefix(spec.run_id)}{spec.attempt}"
 
 
 def _cipher(shared: bytes, sender: bytes) -> ChaCha20Poly1305:

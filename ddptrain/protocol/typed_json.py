@@ -112,3 +112,37 @@ def _decode_dataclass(cls: Any, decoders: Mapping[str, _Decoder], data: object, 
         return cls(**values)
     except TypeError as error:  # the constructor names the fields that are missing
         raise ValueError(f"{name or cls.__name__}: {error}") from error
+
+
+# --- for messages that come by the thousand: types of fields and of the items of mappings, looked up once ---
+
+_Kinds = frozenset[type]
+FieldCheck = tuple[_Kinds, _Kinds, str]
+_SCALARS: dict[str, set[type]] = {"int": {int}, "float": {int, float}, "bool": {bool}, "str": {str}}
+
+
+def field_checks(cls: Any) -> dict[str, FieldCheck]:
+    """What known_fields() needs to know of each field of a dataclass whose annotations are text."""
+    return {field.name: _check_of(str(field.type)) for field in dataclasses.fields(cls)}
+
+
+def known_fields(checks: Mapping[str, FieldCheck], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a check, if their JSON types are the declared ones. Raises TypeError otherwise."""
+    known = {}
+    for name, value in fields.items():
+        if (check := checks.get(name)) is not None:
+            kinds, of_items, declared = check
+            if type(value) not in kinds or (of_items and not of_items.issuperset(map(type, value.values()))):
+                raise TypeError(f"{name} is {value!r}, not {declared}")
+            known[name] = value
+    return known
+
+
+def _check_of(declared: str) -> FieldCheck:
+    """The Python types of a field's JSON value and of its items (none: not checked), and the type as text."""
+    name, _, optional = declared.partition(" | ")
+    if name.startswith("Mapping[str, "):
+        items = frozenset(_SCALARS.get(name[len("Mapping[str, ") : -1], ()))
+        return frozenset({dict}), items, declared
+    kinds = _SCALARS.get(name, {dict, tuple}) | ({type(None)} if optional else set())
+    return frozenset(kinds), frozenset(), declared

@@ -8,7 +8,6 @@ and lines are either complete or not appended.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import stat
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from ddptrain import file_ops
 from ddptrain.results.errors import ResultsError, naming
-from ddptrain.results.run_record import as_json_data
+from ddptrain.results.run_record import ascii_json
 
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _LARGEST_BYTES = 64 << 20  # of a file that is read into memory at once: another user may have written it
@@ -196,7 +195,6 @@ class FolderIdentity:
 
 
 _MOST_WAITING_BYTES = 1 << 16
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # made once: making it is slow
 
 
 class JsonLines:
@@ -218,11 +216,8 @@ class JsonLines:
 
     def add(self, record: Mapping[str, object]) -> None:
         """Append one line with the next flush(): a system call for each would be most of the cost. May flush itself."""
-        try:
-            line = _ENCODER.encode(record)
-        except (TypeError, ValueError):  # NaN, infinity, or an object that is no JSON
-            line = _ENCODER.encode(as_json_data(record))
-        self._waiting += line.encode() + b"\n"
+        self._waiting += ascii_json(record)
+        self._waiting += b"\n"
         if len(self._waiting) > _MOST_WAITING_BYTES:
             self.flush()
 

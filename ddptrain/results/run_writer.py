@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -235,28 +235,20 @@ class RunWriter:
     def _hidden(self, text: str) -> str:
         return hide_credentials(str(hide_known(text, self.secrets)))
 
-    def metrics(self, event: Metrics, rank: int, *, later: bool = False) -> None:
-        """Append one line to metrics.jsonl; run.json follows a second or more later, or with the next call.
-
-        `later`: the line may wait for flush(), or for run.json, which never contains metrics that are not in the file.
-        """
-        line: dict[str, object] = {
-            "time_s": event.time_ns / 1e9,
-            "step": event.step,
-            "epoch": event.epoch,
-            "rank": rank,
-            "attempt": self._record.attempts[-1].attempt if self._record.attempts else 1,
-        }
-        # A metric may be called epoch or step: it counts as the position where none was given.
-        for name, value in event.values.items():
-            if line.get(name) is None:
-                line[name] = value
+    def metrics(self, event: Metrics, rank: int) -> None:
+        """Append one line to metrics.jsonl; run.json follows a second or more later, or with the next call."""
         with self._mutex:
-            if self.loss is None:
-                self._metrics.add(line)
-                if not later:
-                    self._metrics.flush()
-            self._latest.logged(rank, event.step, event.values)
+            self.add_metrics([event], rank)
+            self.flush()
+
+    def add_metrics(self, logged: Iterable[Metrics], rank: int) -> None:
+        """Append lines to metrics.jsonl with the next flush(); run.json never has metrics that are not in the file."""
+        attempt = self._record.attempts[-1].attempt if self._record.attempts else 1
+        with self._mutex:
+            for event in logged:
+                if self.loss is None:
+                    self._metrics.add(_metrics_line(event, rank, attempt))
+                self._latest.logged(rank, event.step, event.values)
             if time.monotonic() - self._saved_at >= max(_METRICS_EVERY_S, _SAVING_SHARE * self._saving_s):
                 self._save()
 
@@ -372,6 +364,22 @@ class RunWriter:
         self._metrics.flush()
         write_file(self.layout.run_json, self.record.to_json().encode())
         self._saving_s = time.monotonic() - began
+
+
+def _metrics_line(event: Metrics, rank: int, attempt: int) -> dict[str, object]:
+    line: dict[str, object] = {
+        "time_s": event.time_ns / 1e9,
+        "step": event.step,
+        "epoch": event.epoch,
+        "rank": rank,
+        "attempt": attempt,
+    }
+    # A metric may be called epoch or step: it counts as the position where none was given.
+    clear = line.keys().isdisjoint(event.values)
+    line.update(
+        event.values if clear else {name: event.values[name] for name in event.values if line.get(name) is None}
+    )
+    return line
 
 
 def _params_in(config_text: str) -> Mapping[str, Any]:

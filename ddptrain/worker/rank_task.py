@@ -14,7 +14,7 @@ from distributed import Worker, get_worker
 
 from ddptrain import log
 from ddptrain.protocol import worker_notices
-from ddptrain.protocol.encryption import decrypt_spec
+from ddptrain.protocol.encryption import decrypt_specs
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import Notice, RankExit
 from ddptrain.worker.environment import HostResources
@@ -57,7 +57,7 @@ def _run(texts: Sequence[str]) -> list[RankExit | Exception]:
     specs = [RankSpec.from_json(text) for text in texts]
     worker = get_worker()
     host = rank_host(worker, specs[0].run_id)
-    return _RanksTask(worker, host, [decrypt_spec(spec, host.opener) for spec in specs]).run()
+    return _RanksTask(worker, host, decrypt_specs(specs, host.opener)).run()
 
 
 class NoticeBatch:

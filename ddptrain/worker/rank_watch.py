@@ -24,7 +24,8 @@ from ddptrain.worker.system.gpu_metrics import gpu_percent
 from ddptrain.worker.system.sampler import SampledRank
 
 _MEMORY_S = 1.0  # between two checks of the memory
-_NUMBERS_S_PER_RANK = 0.0005  # of the world size, between two notices of a rank with nothing but numbers
+_NUMBERS_S_PER_RANK = 0.001  # of the world size, between two notices of a rank with nothing but numbers
+_LONGEST_NUMBERS_S = 2.0  # the same for any world size
 _OUTPUT_BYTES = 12 * 1024  # of log or events in one notice: the scheduler keeps the last thousand of a topic
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
 
@@ -45,7 +46,7 @@ class RankWatch:
         self._process: ProcessMonitor | None = None  # these two are set when the process has started
         self._memory: MemoryWatch | None = None
         self._checked_at = 0.0
-        self._numbers_s = spec.placement.world_size * _NUMBERS_S_PER_RANK
+        self._numbers_s = min(spec.placement.world_size * _NUMBERS_S_PER_RANK, _LONGEST_NUMBERS_S)
         self.log = logged
 
     def start(self, port: int, resources: HostResources, woken: threading.Event) -> None:

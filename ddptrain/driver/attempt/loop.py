@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -214,12 +215,15 @@ class Attempt:
 
     def _take_events(self, rank: int) -> None:
         """Handle new events. Of numbers in a row only the last ones count for the state; all are recorded."""
-        found = list(self.mirrors[rank].take_events())
-        for place, event in enumerate(found, 1):
-            after = found[place] if place < len(found) else None
-            if not (isinstance(event, _NUMBERS) and type(after) is type(event)):
+        for kind, several in itertools.groupby(self.mirrors[rank].take_events(), type):
+            if kind in _NUMBERS:
+                numbers = list(several)
+                self.handle(inbox.RankEvent(rank, numbers[-1]))
+                self.recorder.rank_numbers(rank, numbers)
+                continue
+            for event in several:
                 self.handle(inbox.RankEvent(rank, event))
-            self.recorder.rank_event(rank, event)
+                self.recorder.rank_event(rank, event)
 
     def _submit(self, ranks: Sequence[int], port: int) -> None:
         specs = [spec.with_port(port) if port else spec for spec in self._specs(ranks)]

@@ -30,6 +30,7 @@ class Finding:
     text: str
     hint: str = ""
     other: str = ""  # the second host of a pair: either of the two may be at fault
+    of_limit: float = 0.0  # a bad value as a part of the lowest one that is not bad; 0: it is not a slow measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def below_median(
         if median > 0 and value < limits.warning * median:
             level = Level.BAD if value < limits.bad * median else Level.WARNING
             text = f"{value:.3g} {unit}, {100 * value / median:.0f} % of the median of {len(values)} ({median:.3g})"
-            yield Finding(level, host, subject, text, hint)
+            yield Finding(level, host, subject, text, hint, of_limit=value / (limits.bad * median))
 
 
 def usual(values: Iterable[_Value]) -> _Value | None:

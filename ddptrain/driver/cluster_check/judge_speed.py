@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +19,8 @@ _PAIR = Limits(bad=0.5, warning=0.7)
 _LATENCY_TIMES, _LATENCY_US = 5.0, 2_000.0  # of the median, and at least that much
 _EXPECTED = Limits(bad=0.02, warning=0.1)  # of the speed of the slower interface
 _MOST_EXPECTED_GBIT = 10.0  # one TCP connection of gloo does not use more of a faster interface
+_MOST_WAITED = 0.8  # part of a measurement in which ranks had no core; more would explain anything
+_BUSY_HINT = "check again when nothing else runs there"
 _SLOWEST_GBIT = 0.1  # less is bad on every network
 _WORDS = {
     "start": "the start",
@@ -33,20 +36,40 @@ def judge_speed(readings: Readings) -> list[Finding]:
     hosts = readings.hosts
     on_gpus = any(rank.device for host in hosts for rank in host.ranks)
     found = [finding for host in hosts for finding in _failures(host)]
-    found += _of_ranks(hosts)
-    found += below_median(
+    found += _of_ranks(hosts) if on_gpus else _excused("gemm", _of_ranks(hosts), hosts)
+    inside = below_median(
         {host.host: value for host in hosts if (value := host.best("local", "gb_s")) is not None},
         "all-reduce inside",
         "GB/s",
         _LOCAL_GPU if on_gpus else _LOCAL_CPU,
         hint=f"{'compare `nvidia-smi topo -m` of the hosts; ' if on_gpus else ''}look for other processes on this host",
     )
+    found += inside if on_gpus else _excused("local", inside, hosts)
     found += _network(readings)
     if readings.everyone_error:
         found.append(
             Finding(Level.BAD, "", "all ranks", f"the all-reduce of all ranks failed: {readings.everyone_error}")
         )
     return found
+
+
+def _excused(stage: str, findings: Iterable[Finding], hosts: Sequence[HostReading]) -> Iterable[Finding]:
+    """A slow measurement is only a warning if the time without a core explains it: the hardware may be fine.
+
+    A rank with a slow network sleeps meanwhile, and hardly waits for a core.
+    """
+    by_name = {host.host: host for host in hosts}
+    for finding in findings:
+        waits = {name: by_name[name].waited(stage) for name in (finding.host, finding.other) if name}
+        worked = 1.0 - min(sum(waits.values()), _MOST_WAITED)
+        if finding.level is Level.BAD and finding.of_limit / worked >= 1.0:
+            listed = " and ".join(
+                f"{100 * wait:.0f} % of the time on {by_name[name].name}" for name, wait in waits.items()
+            )
+            text = f"{finding.text}; other processes had the cores {listed}"
+            yield dataclasses.replace(finding, level=Level.WARNING, text=text, hint=_BUSY_HINT)
+        else:
+            yield finding
 
 
 def _failures(host: HostReading) -> Iterable[Finding]:
@@ -81,7 +104,7 @@ def _of_ranks(hosts: Sequence[HostReading]) -> Iterable[Finding]:
             device = f"GPU {rank.device}" if rank.device else f"rank {rank.rank}"
             seen = next((line.text for line in rank.lines if line.stage == stage and line.status == "done"), "")
             text = f"{device}: {finding.text}" + (f"; its clocks are reduced: {seen}" if seen else "")
-            yield Finding(finding.level, host.host, stage, text, hint)
+            yield dataclasses.replace(finding, host=host.host, text=text)
     for host, rank in names.values():
         for line in rank.lines:
             if line.stage == "gemm" and line.status == "done" and line.text:
@@ -103,14 +126,15 @@ def _network(readings: Readings) -> list[Finding]:
         if pair.error and not {pair.first, pair.second} & unreachable.keys()
     ]
     own = _own_speed(readings.pairs)
-    slow = list(below_median(own, "network", "GB/s", _PAIR))
-    for finding in slow:
+    slow = []
+    for finding in below_median(own, "network", "GB/s", _PAIR):
         slow_host = by_name[finding.host]
         text = f"all-reduce with other hosts over {link_of(slow_host)}: {finding.text}"
-        found.append(Finding(finding.level, finding.host, "network", text, network_hint(slow_host)))
+        slow.append(dataclasses.replace(finding, text=text, hint=network_hint(slow_host)))
+    found += _excused("pair", slow, readings.hosts)
     named = {finding.host for finding in slow} | unreachable.keys()
     rest = [pair for pair in readings.pairs if not {pair.first, pair.second} & named]
-    found += _slow_pairs(rest, by_name)
+    found += _excused("pair", _slow_pairs(rest, by_name), readings.hosts)
     return found
 
 
@@ -149,9 +173,8 @@ def _slow_pairs(pairs: Sequence[PairReading], hosts: dict[str, HostReading]) -> 
         median = statistics.median(speeds)
         if len(speeds) > 2 and pair.gb_s < _PAIR.bad * median:
             part = 100 * pair.gb_s / median
-            yield _of_pair(
-                Level.BAD, pair, f"all-reduce: {pair.gb_s:.3g} GB/s, {part:.0f} % of the median ({median:.3g})", hosts
-            )
+            text = f"all-reduce: {pair.gb_s:.3g} GB/s, {part:.0f} % of the median ({median:.3g})"
+            yield _of_pair(Level.BAD, pair, text, hosts, pair.gb_s / (_PAIR.bad * median))
             continue
         yield from _against_interface(pair, hosts)
         usual = statistics.median(latencies)
@@ -165,14 +188,19 @@ def _against_interface(pair: PairReading, hosts: dict[str, HostReading]) -> Iter
     links = [hosts[pair.first].speed_gbit, hosts[pair.second].speed_gbit]
     promised = min((speed for speed in links if speed), default=0.0)
     expected = min(promised, _MOST_EXPECTED_GBIT)
-    level = Level.BAD if gbit_s < max(_EXPECTED.bad * expected, _SLOWEST_GBIT) else Level.WARNING
+    slowest = max(_EXPECTED.bad * expected, _SLOWEST_GBIT)
+    level = Level.BAD if gbit_s < slowest else Level.WARNING
     if level is Level.BAD or gbit_s < _EXPECTED.warning * expected:
         than = f"; the interfaces promise {promised:g} Gbit/s" if promised else ""
-        yield _of_pair(level, pair, f"all-reduce: {pair.gb_s:.3g} GB/s ({gbit_s:.3g} Gbit/s){than}", hosts)
+        yield _of_pair(
+            level, pair, f"all-reduce: {pair.gb_s:.3g} GB/s ({gbit_s:.3g} Gbit/s){than}", hosts, gbit_s / slowest
+        )
 
 
-def _of_pair(level: Level, pair: PairReading, text: str, hosts: dict[str, HostReading]) -> Finding:
+def _of_pair(
+    level: Level, pair: PairReading, text: str, hosts: dict[str, HostReading], of_limit: float = 0.0
+) -> Finding:
     first, second = hosts[pair.first], hosts[pair.second]
     words = f"between {first.name} ({link_of(first)}) and {second.name} ({link_of(second)}): {text}"
     hint = network_hint(second) or network_hint(first)
-    return Finding(level, pair.first, "network", words, hint, other=pair.second)
+    return Finding(level, pair.first, "network", words, hint, other=pair.second, of_limit=of_limit)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddptrain.protocol.cluster_check import HostFacts, Interface, ProbeLine
+from ddptrain.protocol.cluster_check import WAITED, HostFacts, Interface, ProbeLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,9 @@ def better_of(first: RankReading, second: RankReading) -> RankReading:
 
 
 def _better(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """The larger values, but the smaller latency."""
-    return {
-        name: (min if name == "latency_us" else max)(value, second.get(name, value)) for name, value in first.items()
-    }
+    """The larger values, but the smaller latency and the smaller wait for a core."""
+    smaller = ("latency_us", WAITED)
+    return {name: (min if name in smaller else max)(value, second.get(name, value)) for name, value in first.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,11 @@ class HostReading:
             return None
         name = self.facts.network_env.get("GLOO_SOCKET_IFNAME", self.facts.interface)
         return next((each for each in self.facts.interfaces if each.name == name), None)
+
+    def waited(self, stage: str) -> float:
+        """The part of these measurements (the median) in which a rank waited for a core, because of other processes."""
+        lines = [line for rank in self.ranks for line in rank.lines if (line.stage, line.status) == (stage, "done")]
+        return statistics.median(line.values.get(WAITED, 0.0) for line in lines) if lines else 0.0
 
     def best(self, stage: str, name: str) -> float | None:
         """The largest value of its ranks."""

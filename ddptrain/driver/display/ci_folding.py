@@ -19,6 +19,7 @@ class FoldingRenderer:
     """Passes everything on to another renderer, and writes the start and end of sections between its lines."""
 
     redraw_every_s = 1.0
+    shows_numbers = False
 
     def __init__(self, renderer: messages.Renderer, stdout: Stream, service: CiService) -> None:
         self._renderer, self._stdout, self._service = renderer, stdout, service

@@ -108,11 +108,13 @@ class Display:
 
     def metrics(self, rank: int, event: Metrics) -> None:
         """The rank logged metrics."""
-        self._tell_if_room(messages.RankMetrics(rank, event))
+        if self._renderer.shows_numbers:
+            self._tell_if_room(messages.RankMetrics(rank, event))
 
     def progress(self, rank: int, event: Progress) -> None:
         """The rank reported progress."""
-        self._tell_if_room(messages.RankProgress(rank, event))
+        if self._renderer.shows_numbers:
+            self._tell_if_room(messages.RankProgress(rank, event))
 
     def checkpoint(self, rank: int, event: CheckpointSaved) -> None:
         """Do nothing: checkpoints are not shown."""

@@ -21,6 +21,7 @@ class JsonRenderer:
     """Everything that happens, for programs; the last line says how the run ended. Ranks are never grouped."""
 
     redraw_every_s = 1.0
+    shows_numbers = True
 
     def __init__(self, stdout: Stream, stderr: Stream, stage: str = "") -> None:
         """`stage`: the value of a field of that name in each object; "" leaves it out."""

@@ -35,6 +35,7 @@ class LiveRenderer:
     """
 
     redraw_every_s = 0.1
+    shows_numbers = True
 
     def __init__(
         self,

@@ -124,6 +124,7 @@ class Renderer(Protocol):
     """One kind of output; only the display's thread calls it."""
 
     redraw_every_s: float  # how often it wants the state of a redrawn line
+    shows_numbers: bool  # whether it wants metrics and progress, of which many ranks send thousands in a second
 
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
         """Show lines that each of these ranks has printed."""

@@ -15,6 +15,7 @@ class PlainRenderer:
     """Lines for a pipe, a file, CI, or a terminal that can't redraw."""
 
     redraw_every_s = 1.0
+    shows_numbers = False
 
     def __init__(self, stdout: Stream, stderr: Stream, colour: bool) -> None:
         self._stdout, self._stderr = stdout, stderr

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from distributed import Client
+import dask
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from distributed import Client, Future
 
 _LOOK_S = 0.2
+_LARGEST_GRAPH = "1 GiB"  # Dask advises against 10 MB, which are the specs of some thousand ranks
 
 Question = Coroutine[Any, Any, Any]  # what Client.run and its like return with asynchronous=True
 
@@ -36,3 +40,29 @@ def send(client: Client, question: Question) -> concurrent.futures.Future[Any]:
     """Send the question without waiting for the answer."""
     loop: Any = client.loop  # tornado's, around asyncio's
     return asyncio.run_coroutine_threadsafe(question, loop.asyncio_loop)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTask:
+    """A call of a function with one argument on one worker; `resources` of Dask that it takes there, {} for none."""
+
+    key: str
+    worker: str
+    argument: Any
+    resources: dict[str, int]
+
+
+def submit(client: Client, function: Callable[[Any], object], tasks: Sequence[WorkerTask]) -> list[Future[None]]:
+    """Submit the tasks in one message, and return their futures in that order.
+
+    Client.submit would cost the driver eight times as much, and the scheduler would read one graph after another.
+    """
+    layers = {}
+    for task in tasks:
+        annotations: dict[str, Any] = {"workers": [task.worker], "allow_other_workers": False}
+        annotations |= {"resources": task.resources} if task.resources else {}
+        layers[task.key] = MaterializedLayer({task.key: (function, task.argument)}, annotations=annotations)
+    graph = HighLevelGraph(layers, {key: set() for key in layers})
+    with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGEST_GRAPH}):
+        futures: list[Future[None]] = client.get(graph, list(layers), sync=False)
+    return futures

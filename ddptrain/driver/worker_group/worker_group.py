@@ -20,6 +20,7 @@ from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.worker_group import dask_call
 from ddptrain.driver.worker_group.cluster_news import ClusterNews, weakly
+from ddptrain.driver.worker_group.dask_call import WorkerTask
 from ddptrain.driver.worker_group.folder_copy import copy_folder
 from ddptrain.driver.worker_group.rank_place import RankPlace, rank_places
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
@@ -27,7 +28,7 @@ from ddptrain.driver.worker_group.spare_slots import SpareSlots
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
-from ddptrain.protocol.encryption import encrypt_spec, has_secrets
+from ddptrain.protocol.encryption import encrypt_specs, has_secrets
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import driver_calls, rank_task
 
@@ -214,10 +215,10 @@ class WorkerGroup:
             keys = self.client.run(driver_calls.encryption_key, self.run_id, workers=workers)
         except Exception as error:  # a worker's own exception arrives as it was raised there
             raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
-        return [
-            encrypt_spec(spec, keys[place.slot.worker]) if is_secret else spec
-            for spec, place, is_secret in zip(specs, places, secret, strict=True)
-        ]
+        chosen = [number for number, is_secret in enumerate(secret) if is_secret]
+        public = [keys[places[number].slot.worker] for number in chosen]
+        encrypted = dict(zip(chosen, encrypt_specs([specs[number] for number in chosen], public), strict=True))
+        return [encrypted.get(number, spec) for number, spec in enumerate(specs)]
 
     def submit(self, specs: Sequence[RankSpec], chosen: Sequence[slots.Slot]) -> None:
         """Start these ranks in their slots, by one task for each worker."""
@@ -227,17 +228,17 @@ class WorkerGroup:
             self._worker_of[spec.rank] = slot.worker
             _log.info("rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port)
         counted = {slot.worker for slot in chosen if slot.counted}
-        for worker, group in by_worker.items():
-            future = self.client.submit(
-                rank_task.run_ranks,
+        tasks = [
+            WorkerTask(
+                group[0].key,
+                worker,
                 [spec.to_json() for spec in group],
-                key=group[0].key,
-                workers=[worker],
-                allow_other_workers=False,
-                resources={SLOT_RESOURCE: len(group)} if worker in counted else None,
-                pure=False,
-                retries=0,
+                {SLOT_RESOURCE: len(group)} if worker in counted else {},
             )
+            for worker, group in by_worker.items()
+        ]
+        futures = dask_call.submit(self.client, rank_task.run_ranks, tasks)
+        for group, future in zip(by_worker.values(), futures, strict=True):
             self.futures.update((spec.rank, future) for spec in group)
             future.add_done_callback(partial(self._on_done, group))
 

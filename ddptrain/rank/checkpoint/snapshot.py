@@ -197,7 +197,11 @@ def memory_of(tensor: Tensor) -> object:
 
 
 def _host_memory(like: Tensor) -> Tensor:
-    """Return an empty contiguous tensor of that shape and type. Large pages make the first copy into it faster."""
+    """Return an empty contiguous tensor of that shape and type.
+
+    Large ones are in shared memory: a fork (of a data loader's workers) would make the next copy into private memory
+    copy each page once more. Large pages make the first copy faster where the kernel has them for shared memory.
+    """
     size = like.numel() * like.element_size()
     if like.is_cuda or size < _HUGE_BYTES:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)

@@ -11,12 +11,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ddptrain.errors import one_line
-from ddptrain.protocol.cluster_check import ProbeLine, ProbePlan
+from ddptrain.protocol.cluster_check import WAITED, ProbeLine, ProbePlan
 from ddptrain.rank.cluster_check.measure import Group, copy_gb_s, gemm_gflops
 
 _GIVE_UP_AFTER = 2  # failed pairs of a host without a successful one
@@ -141,14 +143,26 @@ def _measured(
 ) -> bool:
     """Measure, and write what came out. Returns whether it succeeded."""
     _tell(ProbeLine(stage, "begun", peer))
+    before, began = _waits_s(), time.monotonic()
     try:
         values = measure()
+        waited_s = max((waited - before.get(thread, 0.0) for thread, waited in _waits_s().items()), default=0.0)
+        values = {**values, WAITED: min(1.0, waited_s / (time.monotonic() - began))}
         text = remark()
     except Exception as error:  # torch, CUDA and NCCL raise many types; the check names the error
         _tell(ProbeLine(stage, "failed", peer, text=one_line(error)))
         return False
     _tell(ProbeLine(stage, "done", peer, values, text))
     return True
+
+
+def _waits_s() -> dict[str, float]:
+    """For how many seconds each thread of this process could run and had no core; empty without /proc (not Linux)."""
+    found = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # the thread has ended
+            found[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+    return found
 
 
 def _leave(store: Store, size: int) -> None:

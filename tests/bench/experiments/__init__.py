@@ -29,6 +29,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     clusters.GANGS,
     restart.EXPERIMENT,
     scale.EXPERIMENT,
+    scale.WORKERS,
     shipping.EXPERIMENT,
     log.EXPERIMENT,
     steady.EXPERIMENT,

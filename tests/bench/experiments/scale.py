@@ -20,6 +20,7 @@ from tests.bench.stage import DDPTRAIN, BenchError, Stage
 _EVENTS_PER_S = 10  # of each rank
 _PROCESSES = 2  # that simulate the hosts
 _START_S = 60.0
+_SHORT_S = 1.0
 
 
 class _Usage(threading.Thread):
@@ -45,10 +46,11 @@ class _Usage(threading.Thread):
         return max(row[1] for row in self.rows if row[0] <= end_s) - before
 
 
-def _simulate(stage: Stage, options: list[str], ranks: int, seconds: float) -> Figures:
-    """One run with simulated ranks."""
+def _simulate(stage: Stage, options: list[str], ranks: int, seconds: float, tracking: str = "off") -> Figures:
+    """One run with simulated ranks, and with W&B (offline) in this mode."""
     folder = stage.new_folder("scale")
     config = {"name": "scale", "workload": "simulated_hosts:workload", "cluster": {"ranks": ranks, "gpus": 0}}
+    config |= {"env": {"WANDB_MODE": "offline"}, "tracking": {"wandb": {"mode": tracking}}} if tracking != "off" else {}
     (stage.programs / "scale.yaml").write_text(json.dumps(config))
     command = [DDPTRAIN, "train", "scale.yaml", *options, "--runs-dir", str(folder), "--run-id", "scale"]
     said = folder / "said"
@@ -79,10 +81,12 @@ def _figures(run: Path, usage: _Usage, ranks: int, seconds: float, began_s: floa
     wanted = ranks * round(seconds * _EVENTS_PER_S)
     logs = sum((run / "logs" / f"rank-{rank}.log").read_text().endswith("the last line\n") for rank in range(ranks))
     lost = abs(wanted - len({(row["rank"], row["step"]) for row in rows}))
+    cpu_s = usage.cpu_s(min(entered), read_s)  # for all events, however late they are read
     return {
         "start_s": max(entered) - began_s,
         "per_rank_ms": 1000 * (max(entered) - begun) / ranks,
-        "cores": usage.cpu_s(min(entered), read_s) / seconds,  # all events, however late they are read
+        "cores": cpu_s / seconds,
+        "event_us": 1e6 * cpu_s / wanted,
         "start_cpu_s": usage.cpu_s(began_s, max(entered)),
         "memory_mb": max(row[2] for row in usage.rows) / 1e6,
         "lost": lost + 2 * ranks - len(entered) - len(finished) + ranks - logs,
@@ -95,22 +99,47 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _open(stage: Stage) -> Iterator[Variants]:
-    sizes = stage.sizes
-    seconds = sizes.scale_s
+def _hosts(stage: Stage, hosts: int, slots: int, seconds: float) -> Iterator[list[str]]:
+    """A cluster of simulated hosts; gives the options that lead there."""
     with ExitStack() as stack:
         options = stack.enter_context(warm_cluster(stage, 1, with_worker=False, transport="tcp"))
         folder = stage.new_folder("hosts")
-        each = sizes.scale_hosts // _PROCESSES
-        for first in range(0, sizes.scale_hosts, each):
+        each = hosts // _PROCESSES
+        for first in range(0, hosts, each):
             program = [sys.executable, str(stage.programs / "simulated_hosts.py"), options[1]]
-            numbers = (first, each, sizes.scale_slots, _EVENTS_PER_S, seconds)
+            numbers = (first, each, slots, _EVENTS_PER_S, seconds)
             program += [*map(str, numbers), str(folder)]
             said = (folder / f"said-{first}").open("wb")
             stack.enter_context(said)
             stack.enter_context(stage.started(program, stdout=said.fileno(), stderr=said.fileno()))
         _wait_for_hosts(folder)
-        yield {"many": lambda: _simulate(stage, options, sizes.scale_hosts * sizes.scale_slots, seconds)}
+        yield options
+
+
+@contextmanager
+def _open(stage: Stage) -> Iterator[Variants]:
+    sizes = stage.sizes
+    ranks, seconds = sizes.scale_hosts * sizes.scale_slots, sizes.scale_s
+    with _hosts(stage, sizes.scale_hosts, sizes.scale_slots, seconds) as options:
+        yield {
+            "many": lambda: _simulate(stage, options, ranks, seconds),
+            "tracked": lambda: _simulate(stage, options, ranks, seconds, tracking="rank0"),
+        }
+
+
+@contextmanager
+def _open_workers(stage: Stage) -> Iterator[Variants]:
+    """As many ranks on workers with one slot each, and on workers with several."""
+    slots = stage.sizes.scale_slots
+    ranks = slots * slots
+    with (
+        _hosts(stage, ranks, 1, _SHORT_S) as single,
+        _hosts(stage, slots, slots, _SHORT_S) as several,
+    ):
+        yield {
+            "single": lambda: _simulate(stage, single, ranks, _SHORT_S),
+            "several": lambda: _simulate(stage, several, ranks, _SHORT_S),
+        }
 
 
 def _wait_for_hosts(folder: Path) -> None:
@@ -122,9 +151,14 @@ def _wait_for_hosts(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _row(name: str, unit: str, figure: str, bound: float, what: str) -> Row:
+def _row(name: str, unit: str, figure: str, bound: float, what: str, variant: str = "many") -> Row:
     goal = Goal("ours", "<=", bound)
-    return Row(name=name, unit=unit, ours=Source("many", figure), peer=None, peer_name="", goal=goal, what=what)
+    return Row(name=name, unit=unit, ours=Source(variant, figure), peer=None, peer_name="", goal=goal, what=what)
+
+
+def _against(name: str, figure: str, variants: tuple[str, str], bound: float, what: str, than: str) -> Row:
+    ours, peer = (Source(variant, figure) for variant in variants)
+    return Row(name=name, unit="s", ours=ours, peer=peer, peer_name=than, goal=Goal("ratio", "<=", bound), what=what)
 
 
 _RANKS = "1,024 simulated ranks on 128 simulated hosts, with 10 events/s each"
@@ -148,6 +182,25 @@ EXPERIMENT = Experiment(
         _row("scale-memory", "MB", "memory_mb", 250.0, "most memory of the driver"),
         _row("scale-lost", "events", "lost", 0.0, "events, ends and logs that are missing in the run directory"),
         _row("scale-end", "s", "end_s", 5.0, "last rank's end to the end of the command"),
+        _against(
+            "scale-tracked",
+            "start_cpu_s",
+            ("tracked", "many"),
+            1.05,
+            "CPU seconds of the driver until all have entered, with W&B (offline) in mode rank0",
+            "without W&B",
+        ),
+        _row("scale-tracked-lost", "events", "lost", 0.0, "as scale-lost, with W&B in mode rank0", "tracked"),
     ),
     open=_open,
+)
+_SLOTS = "64 workers with one slot, and 8 workers with 8"
+WORKERS = Experiment(
+    rows=(
+        _against("scale-workers", "start_s", ("single", "several"), 1.25, f"as scale, 64 ranks: {_SLOTS}", "8 x 8"),
+        _against(
+            "scale-workers-cpu", "start_cpu_s", ("single", "several"), 1.25, f"as scale-start-cpu: {_SLOTS}", "8 x 8"
+        ),
+    ),
+    open=_open_workers,
 )

@@ -420,10 +420,10 @@ def test_changes_that_are_not_committed_are_kept_until_they_are_committed(
 def test_metrics_that_wait_are_written_with_flush_and_before_run_json(writer: RunWriter) -> None:
     path = writer.layout.metrics_jsonl
     writer.metrics(Metrics(0, {"loss": 1.0}, 1), 0)
-    writer.metrics(Metrics(0, {"loss": 2.0}, 2), 0, later=True)
+    writer.add_metrics([Metrics(0, {"loss": 2.0}, 2)], 0)
     assert len(path.read_text().splitlines()) == 1
     writer.flush()
     assert len(path.read_text().splitlines()) == 2
-    writer.metrics(Metrics(0, {"loss": 3.0}, 3), 0, later=True)
+    writer.add_metrics([Metrics(0, {"loss": 3.0}, 3)], 0)
     writer.update(waiting=False)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]

@@ -10,7 +10,7 @@ LIMITS = Limits(bad=0.5, warning=0.8)
 def test_value_below_its_part_of_the_median_is_named_with_the_median() -> None:
     values = {"a": 10.0, "b": 11.0, "c": 12.0, "d": 4.0, "e": 8.0}  # median 10
     found = list(below_median(values, "disk", "MB/s", LIMITS))
-    assert found == [Finding(Level.BAD, "d", "disk", "4 MB/s, 40 % of the median of 5 (10)")]
+    assert found == [Finding(Level.BAD, "d", "disk", "4 MB/s, 40 % of the median of 5 (10)", of_limit=0.8)]
     assert [each.level for each in below_median({**values, "e": 7.9}, "disk", "MB/s", LIMITS)] == [
         Level.BAD,
         Level.WARNING,

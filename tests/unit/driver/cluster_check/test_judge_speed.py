@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddptrain.driver.cluster_check.findings import Level
 from ddptrain.driver.cluster_check.judge_speed import judge_speed
 from ddptrain.driver.cluster_check.readings import HostReading, Readings, better_of, pairs_of
-from ddptrain.protocol.cluster_check import ProbeLine
+from ddptrain.protocol.cluster_check import WAITED, ProbeLine
 from tests.unit.driver.cluster_check.hosts import ETH0, host, pair, rank
 
 
@@ -110,3 +111,50 @@ def test_better_of_two_measurements_counts_but_a_failure_stays() -> None:
     failed = rank(0, ProbeLine("pair", "failed", 1, text="lost"), error="exit code 1")
     again = better_of(first, failed)
     assert [line.text for line in again.failures()] == ["lost"] and again.error == "exit code 1"
+
+
+def with_wait(found: Readings, node: int, share: float) -> Readings:
+    """The same readings, but the ranks of a host waited for a core in this part of each measurement."""
+    hosts = list(found.hosts)
+    ranks = tuple(
+        replace(each, lines=tuple(replace(line, values={**line.values, WAITED: share}) for line in each.lines))
+        for each in hosts[node].ranks
+    )
+    hosts[node] = replace(hosts[node], ranks=ranks)
+    return replace(found, hosts=tuple(hosts))
+
+
+def test_slow_measurement_on_a_busy_host_is_a_warning_that_says_so() -> None:
+    slow = measured({(0, 1): 1.0, (0, 2): 0.3, (1, 2): 0.3}, 3)
+    (found,) = judge_speed(with_wait(slow, 2, 0.45))
+    assert (found.level, found.host) == (Level.WARNING, "c")
+    assert found.text.endswith("30 % of the median of 3 (1); other processes had the cores 45 % of the time on c")
+    (found,) = judge_speed(with_wait(slow, 2, 0.1))
+    assert found.level is Level.BAD  # its network is slow: its ranks slept
+    (found,) = judge_speed(with_wait(measured({(0, 1): 1.0, (0, 2): 0.05, (1, 2): 0.05}, 3), 2, 0.9))
+    assert found.level is Level.BAD  # the waits do not explain that
+    (found,) = judge_speed(with_wait(slow, 0, 0.9))
+    assert found.level is Level.BAD  # another host was busy
+
+
+def test_slow_cores_of_a_busy_host_are_a_warning_but_a_slow_gpu_is_bad() -> None:
+    for device, level in (("", Level.WARNING), ("0", Level.BAD)):
+        hosts = [host(name, rank(0, gflops=100.0, device=device)) for name in "ab"]
+        slow = readings(*hosts, host("c", rank(0, gflops=20.0, device=device)))
+        (found,) = judge_speed(with_wait(slow, 2, 0.6))
+        assert (found.level, found.host, found.subject) == (level, "c", "gemm")
+
+
+def test_pair_with_a_busy_host_is_a_warning() -> None:
+    speeds = {(a, b): 1.0 for a in range(4) for b in range(a + 1, 4)}
+    (found,) = judge_speed(with_wait(measured({**speeds, (1, 3): 0.3}, 4), 3, 0.5))
+    assert (found.level, found.host, found.other) == (Level.WARNING, "b", "d")
+    assert found.text.endswith("other processes had the cores 0 % of the time on b and 50 % of the time on d")
+
+
+def test_of_two_measurements_the_one_without_waits_tells_whether_a_host_was_busy() -> None:
+    first, second = (
+        ProbeLine("gemm", "done", values={"gflops": speed, WAITED: share}) for speed, share in ((1, 0.6), (2, 0))
+    )
+    better = better_of(replace(rank(0), lines=(first,)), replace(rank(0), lines=(second,)))
+    assert better.lines[0].values == {"gflops": 2, WAITED: 0}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from dask.highlevelgraph import HighLevelGraph
 
 from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
@@ -18,6 +19,7 @@ from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import sha256
 from ddptrain.protocol import worker_notices
+from ddptrain.worker.rank_task import run_ranks
 from tests.unit.specs import make_spec
 
 WORKERS = ("tcp://h0:1", "tcp://h1:1", "tcp://h2:1")
@@ -56,6 +58,7 @@ class FakeClient:
         self.asked: list[dict[str, Any]] = []
         self.written: list[tuple[str, int, bytes]] = []
         self.submitted: list[tuple[list[str], str, list[int], dict[str, int] | None]] = []
+        self.messages = 0
         self.silent = False
 
     def nthreads(self) -> dict[str, int]:
@@ -74,9 +77,18 @@ class FakeClient:
         error = ConnectionError("cut")
         return dict.fromkeys(workers, error if self.silent else about)
 
-    def submit(self, function: object, specs: list[str], *, workers: list[str], key: str, **more: Any) -> FakeFuture:
-        self.submitted.append((workers, key, [json.loads(spec)["rank"] for spec in specs], more["resources"]))
-        return FakeFuture(key)
+    def get(self, graph: HighLevelGraph, keys: list[str], *, sync: bool) -> list[FakeFuture]:
+        assert not sync
+        for key in keys:
+            layer = graph.layers[key]
+            ((function, specs),) = layer.values()
+            assert function is run_ranks
+            annotations = layer.annotations or {}
+            assert annotations["allow_other_workers"] is False
+            ranks = [json.loads(spec)["rank"] for spec in specs]
+            self.submitted.append((annotations["workers"], key, ranks, annotations.get("resources")))
+        self.messages += 1
+        return [FakeFuture(key) for key in keys]
 
 
 @pytest.fixture
@@ -177,6 +189,7 @@ def test_ranks_of_one_worker_are_one_task_which_fails_for_all_of_them(
         (["tcp://h0:1"], specs[0].key, [0, 1, 3], {"slot": 3}),
         (["tcp://h1:1"], specs[2].key, [2], {"slot": 1}),
     ]
+    assert client.messages == 1
     cast("Any", worker_group.futures[3]).end("error")
     assert [inbox.get_nowait() for _ in range(3)] == [TaskFailed(1, rank, "no rank server") for rank in (0, 1, 3)]
     assert inbox.empty()
