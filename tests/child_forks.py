@@ -16,8 +16,11 @@ import ctypes
 import fcntl
 import inspect
 import json
+import multiprocessing.spawn
+import multiprocessing.util
 import os
 import platform
+import re
 import runpy
 import signal
 import socket
@@ -27,7 +30,7 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -44,7 +47,9 @@ _READ_AT_START = (
 _READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
 _SET_BY_IMPORTS = frozenset({"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})  # by scikit-learn, for another OpenMP library
 _RANK_SERVER = "ddptrain.rank.server.server"
-_STARTING = frozenset({"ddptrain", "ddptrain.worker", "distributed.cli.dask_worker"})  # they start further processes
+_STARTING = frozenset(
+    {"ddptrain", "ddptrain.worker", "distributed.cli.dask_worker", "dask"}
+)  # they start further processes
 _MODULES = _STARTING | {
     _RANK_SERVER,
     "ddptrain.clusters.backends.dask_class_process",
@@ -62,9 +67,18 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_GET_TID_ADDRESS = 1, 15, 40
 _SYSTEM_CALLS = {"x86_64": 56, "aarch64": 220}  # clone
 
 
+# They become part of Dask's configuration, which a forked process reads anew.
+_DASK_FACTS = frozenset({"DASK_SCHEDULER_ADDRESS", "DASK_WORKER_NAME", "DASK_INTERNAL_INHERIT_CONFIG"})
+# Dask's nanny sets them for its worker, which computes nothing in these tests: ranks and their server lack them.
+_OF_NANNIES = frozenset(
+    {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "PYTHONHASHSEED"}
+)
+
+
 def changed_at_start(environment: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
     """The variables that differ between both environments and that take effect only at a real start."""
-    names = {name for name in {*environment, *other} - _SET_BY_IMPORTS if _value(environment, name) != _value(other, name)}
+    names = {*environment, *other} - _SET_BY_IMPORTS - _DASK_FACTS
+    names = {name for name in names if _value(environment, name) != _value(other, name)}
     return {name for name in names if name.startswith(_READ_AT_START) or name in _READ_AT_START_NAMES}
 
 
@@ -224,11 +238,16 @@ def _split_host(words: list[str]) -> tuple[int, str, list[str]]:
 
 
 def _split(words: Sequence[str]) -> tuple[str, ...]:
-    """Of `python [-P] -m MODULE ARGUMENT...`: "-P" or nothing, module and arguments; the module is "" for all else."""
+    """Of `python [-P] -m MODULE ARGUMENT...` and `dask ARGUMENT...`: "-P" or "", module and arguments.
+
+    The module is "" for all else.
+    """
     safe = "-P" if words[1:2] == ["-P"] else ""
     rest = words[2 if safe else 1 :]
     if words[:1] == [sys.executable] and rest[:1] == ["-m"] and len(rest) > 1:
         return (safe, *rest[1:])
+    if words[:1] == [os.path.join(os.path.dirname(sys.executable), "dask")]:
+        return ("-P", "dask", *words[1:])
     return ("", "")
 
 
@@ -249,6 +268,33 @@ class ChildForks(Forks):
     def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Have the helper fork; returns the pid of the new process, a child of this one."""
         return send_order(self._link, order, fds)
+
+    def install(self) -> None:
+        """Have `subprocess.Popen` and Dask's nannies in this process use the helper."""
+        super().install()
+        original = multiprocessing.util.spawnv_passfds
+
+        def spawn(path: Any, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
+            order = self._spawn_order([os.fsdecode(word) for word in args], passfds)
+            return self.start(order, [0, 1, 2, *passfds]) if order else original(path, args, passfds)
+
+        multiprocessing.util.spawnv_passfds = spawn
+
+    def _spawn_order(self, words: Sequence[str], fds: Sequence[int]) -> dict[str, Any] | None:
+        """What the helper has to do for a process of multiprocessing; None where only a real start does."""
+        found = re.search(r"spawn_main\(tracker_fd=(\d+), pipe_handle=(\d+)\)", words[-2])
+        env = {name: value for name, value in os.environ.items() if name not in _OF_NANNIES}
+        environment = {name: value for name, value in self._environment.items() if name not in _OF_NANNIES}
+        if not found or changed_at_start({**self._spare, **env}, {**self._spare, **environment}):
+            return None
+        order = {
+            "module": "-c",
+            "args": list(words[-1:]),
+            "spawn": [int(found[1]), int(found[2])],
+            "words": list(words),
+        }
+        order |= {"safe": True, "host": 0, "env": dict(os.environ), "cwd": os.getcwd(), "fds": list(fds)}
+        return order | {"session": False, "group": -1, "ignored": []}
 
     # --- in the helper ---
 
@@ -281,8 +327,11 @@ class ChildForks(Forks):
         be_child(order, fds)
         if order["module"] == _RANK_SERVER:
             self._hidden.restore()
-        if order["module"] in _STARTING:
+        if order["module"] in _STARTING or "spawn" in order:
             ChildForks(self._environment, self._spare, self._hidden).install()
+        if "spawn" in order:
+            tracker, pipe = order["spawn"]
+            run_to_end(lambda: multiprocessing.spawn.spawn_main(pipe, tracker_fd=tracker))
         run_program(order["module"])
 
 
@@ -327,16 +376,23 @@ def become_program(order: Mapping[str, Any]) -> None:
     sys.argv = [order["module"], *order["args"]]
     set_command_line(order["words"])
     _set_environment_block(order["env"])
+    if (dask := sys.modules.get("dask")) and any(order["env"].get(name) for name in _DASK_FACTS):
+        dask.config.refresh()
 
 
 def run_program(module: str) -> NoReturn:
-    """Run a module as `__main__`, and end as the interpreter does, but without taking apart hundreds of modules.
+    """Run a module as `__main__`, and end."""
+    run_to_end(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+
+
+def run_to_end(program: Callable[[], object]) -> NoReturn:
+    """Run a program, and end as the interpreter does, but without taking apart hundreds of modules.
 
     That takes 0.3 s of CPU time with Dask and torch. Threads, exit handlers and buffers get what they always get.
     """
     code = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        program()
     except SystemExit as stop:
         if stop.code is not None and not isinstance(stop.code, int):
             raise  # the interpreter prints it
