@@ -57,6 +57,7 @@ _MODULES = _STARTING | {
     "ddptrain.clusters.scheduler.scheduler_process",
     "ddptrain.driver.transfer.inputs_process",
     "distributed.cli.dask_scheduler",
+    "tests.unit.worker.plain_scheduler",
 }
 _REPOSITORY = str(Path(__file__).parents[1])
 _NAMESPACES = {"net": "net", "mount": "mnt", "uts": "uts", "pid": "pid"}  # as nsenter and /proc name them
