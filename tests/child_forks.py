@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import inspect
 import json
+import multiprocessing.process
 import multiprocessing.spawn
 import multiprocessing.util
 import os
@@ -47,9 +48,14 @@ _READ_AT_START = (
 _READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
 _SET_BY_IMPORTS = frozenset({"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})  # by scikit-learn, for another OpenMP library
 _RANK_SERVER = "ddptrain.rank.server.server"
-_STARTING = frozenset(
-    {"ddptrain", "ddptrain.worker", "distributed.cli.dask_worker", "dask"}
-)  # they start further processes
+# Modules, and scripts of tests by their names, that start further processes.
+_SCRIPTS = frozenset({"command.py", "migrate_from_dask_pytorch_ddp.py"})
+_STARTING = _SCRIPTS | {
+    "ddptrain",
+    "ddptrain.worker",
+    "distributed.cli.dask_worker",
+    "tests.integration.with_limit",
+}
 _MODULES = _STARTING | {
     _RANK_SERVER,
     "ddptrain.clusters.backends.dask_class_process",
@@ -201,7 +207,7 @@ class Forks(ABC):
         env = dict(os.environ if call["env"] is None else call["env"])
         cwd = entered or os.fspath(call["cwd"] or os.getcwd())
         plain = (
-            module in _MODULES
+            (module in _MODULES or os.path.basename(module) in _SCRIPTS)
             and (call["preexec_fn"], call["executable"]) == (None, None)
             and call["close_fds"]
             and (call["uid"], call["gid"], call["gids"], call["umask"]) == (None, None, None, -1)
@@ -239,16 +245,16 @@ def _split_host(words: list[str]) -> tuple[int, str, list[str]]:
 
 
 def _split(words: Sequence[str]) -> tuple[str, ...]:
-    """Of `python [-P] -m MODULE ARGUMENT...` and `dask ARGUMENT...`: "-P" or "", module and arguments.
+    """Of `python [-P] -m MODULE ARGUMENT...` and `python SCRIPT ARGUMENT...`: "-P" or "", module and arguments.
 
-    The module is "" for all else.
+    A script stands for a module; for all else it is "".
     """
     safe = "-P" if words[1:2] == ["-P"] else ""
     rest = words[2 if safe else 1 :]
     if words[:1] == [sys.executable] and rest[:1] == ["-m"] and len(rest) > 1:
         return (safe, *rest[1:])
-    if words[:1] == [os.path.join(os.path.dirname(sys.executable), "dask")]:
-        return ("-P", "dask", *words[1:])
+    if words[:1] == [sys.executable] and os.path.basename("".join(words[1:2])) in _SCRIPTS:
+        return ("-P", *words[1:])
     return ("", "")
 
 
@@ -275,7 +281,7 @@ class ChildForks(Forks):
         super().install()
         original = multiprocessing.util.spawnv_passfds
 
-        def spawn(path: Any, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
+        def spawn(path: Any, args: Any, passfds: Sequence[int]) -> int:
             order = self._spawn_order([os.fsdecode(word) for word in args], passfds)
             return self.start(order, [0, 1, 2, *passfds]) if order else original(path, args, passfds)
 
@@ -288,14 +294,20 @@ class ChildForks(Forks):
         environment = {name: value for name, value in self._environment.items() if name not in _OF_NANNIES}
         if not found or changed_at_start({**self._spare, **env}, {**self._spare, **environment}):
             return None
-        order = {
+        return {
             "module": "-c",
             "args": list(words[-1:]),
-            "spawn": [int(found[1]), int(found[2])],
             "words": list(words),
+            "safe": True,
+            "host": 0,
+            "spawn": [int(found[1]), int(found[2])],
+            "fds": list(fds),
+            "env": dict(os.environ),
+            "cwd": os.getcwd(),
+            "session": False,
+            "group": -1,
+            "ignored": [],
         }
-        order |= {"safe": True, "host": 0, "env": dict(os.environ), "cwd": os.getcwd(), "fds": list(fds)}
-        return order | {"session": False, "group": -1, "ignored": []}
 
     # --- in the helper ---
 
@@ -369,6 +381,7 @@ def _enter(pid: int) -> None:
 def become_program(order: Mapping[str, Any]) -> None:
     """Folder, environment, arguments and import path of this process, as a real start would have them."""
     os.chdir(order["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(order["env"])
     tempfile.tempdir = None
@@ -382,7 +395,11 @@ def become_program(order: Mapping[str, Any]) -> None:
 
 
 def run_program(module: str) -> NoReturn:
-    """Run a module as `__main__`, and end."""
+    """Run a module or a script as `__main__`, and end."""
+    if module.endswith(".py"):
+        path = os.path.abspath(module)
+        sys.path.insert(0, os.path.dirname(path))
+        run_to_end(lambda: runpy.run_path(path, run_name="__main__"))
     run_to_end(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
 
 
