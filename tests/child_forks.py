@@ -16,8 +16,12 @@ import ctypes
 import fcntl
 import inspect
 import json
+import multiprocessing.process
+import multiprocessing.spawn
+import multiprocessing.util
 import os
 import platform
+import re
 import runpy
 import signal
 import socket
@@ -26,7 +30,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -34,6 +39,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 LENGTH = struct.Struct("!I")
+HELPER = "fork helper"  # the name of its process
 # Read by Python, the C library, torch, Dask and fsspec when they start or are imported.
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "DASK_", "FSSPEC_", "OPENBLAS_", "OMP_", "KMP_", "GOMP_", "MKL_", "LC_"),
@@ -42,24 +48,52 @@ _READ_AT_START = (
 _READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
 _SET_BY_IMPORTS = frozenset({"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})  # by scikit-learn, for another OpenMP library
 _RANK_SERVER = "ddptrain.rank.server.server"
-_STARTING = frozenset({"ddptrain", "ddptrain.worker"})  # they start further processes
+# Modules, and scripts of tests by their names, that start further processes.
+_SCRIPTS = frozenset({"command.py", "migrate_from_dask_pytorch_ddp.py"})
+_STARTING = _SCRIPTS | {
+    "ddptrain",
+    "ddptrain.worker",
+    "distributed.cli.dask_worker",
+    "tests.integration.with_limit",
+}
 _MODULES = _STARTING | {
     _RANK_SERVER,
     "ddptrain.clusters.backends.dask_class_process",
+    "ddptrain.clusters.backends.kubernetes.forward",
     "ddptrain.clusters.scheduler.scheduler_process",
     "ddptrain.driver.transfer.inputs_process",
+    "distributed.cli.dask_scheduler",
+    "tests.unit.worker.plain_scheduler",
 }
+_REPOSITORY = str(Path(__file__).parents[1])
+_NAMESPACES = {"net": "net", "mount": "mnt", "uts": "uts", "pid": "pid"}  # as nsenter and /proc name them
 _FIRST_SPARE_FD = 200
 _IGNORABLE = (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGHUP))
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
-_PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 1, 40
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_GET_TID_ADDRESS = 1, 15, 40
 _SYSTEM_CALLS = {"x86_64": 56, "aarch64": 220}  # clone
+
+
+# They become part of Dask's configuration, which a forked process reads anew.
+_DASK_FACTS = frozenset({"DASK_SCHEDULER_ADDRESS", "DASK_WORKER_NAME", "DASK_INTERNAL_INHERIT_CONFIG"})
+# Dask's nanny sets them for its worker, which computes nothing in these tests: ranks and their server lack them.
+_OF_NANNIES = frozenset(
+    {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "PYTHONHASHSEED"}
+)
 
 
 def changed_at_start(environment: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
     """The variables that differ between both environments and that take effect only at a real start."""
-    names = {name for name in {*environment, *other} - _SET_BY_IMPORTS if environment.get(name) != other.get(name)}
+    names = {*environment, *other} - _SET_BY_IMPORTS - _DASK_FACTS
+    names = {name for name in names if _value(environment, name) != _value(other, name)}
     return {name for name in names if name.startswith(_READ_AT_START) or name in _READ_AT_START_NAMES}
+
+
+def _value(environment: Mapping[str, str], name: str) -> str | list[str] | None:
+    value = environment.get(name)
+    if name != "PYTHONPATH" or value is None:
+        return value
+    return [folder for folder in value.split(os.pathsep) if folder != _REPOSITORY]  # it is on the path anyway
 
 
 def send_order(link: socket.socket, order: Mapping[str, Any], fds: Sequence[int]) -> int:
@@ -133,21 +167,19 @@ class HiddenModules(MetaPathFinder, Loader):
 # --- in the process that starts others ---
 
 
-class ChildForks:
-    """The helper of this process, and what `subprocess.Popen` asks of it. Made while there is one thread."""
+class Forks(ABC):
+    """What `subprocess.Popen` asks of a process that forks."""
 
-    def __init__(self, environment: Mapping[str, str], spare: Mapping[str, str], hidden: HiddenModules) -> None:
-        """`environment` is that of the real start; of it a process may lack the variables `spare`."""
-        self._environment, self._spare, self._hidden = dict(environment), dict(spare), hidden
-        self._link, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            self._link.close()
-            self._serve(theirs)
-        theirs.close()
+    def __init__(self, environment: Mapping[str, str], spare: Mapping[str, str]) -> None:
+        """`environment` is that of the process that forks; of it a new process may lack the variables `spare`."""
+        self._environment, self._spare = dict(environment), dict(spare)
+
+    @abstractmethod
+    def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
+        """Fork for an order; returns the pid of the new process, a child of this one."""
 
     def install(self) -> None:
-        """Have `subprocess.Popen` of this process use the helper."""
+        """Have `subprocess.Popen` of this process use forks."""
         forks = self
         execute = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
@@ -170,15 +202,13 @@ class ChildForks:
     def order(self, call: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the helper has to do for a call of Popen; None where only a real start does."""
         words = [os.fspath(word) for word in call["args"]] if isinstance(call["args"], list) else []
-        safe = words[1:2] == ["-P"]
-        module, *arguments = words[3 if safe else 2 :] or [""]
+        host, entered, words = _split_host(words)
+        safe, module, *arguments = _split(words)
         env = dict(os.environ if call["env"] is None else call["env"])
-        cwd = os.fspath(call["cwd"] or os.getcwd())
+        cwd = entered or os.fspath(call["cwd"] or os.getcwd())
         plain = (
-            words[:1] == [sys.executable]
-            and words[2 if safe else 1] == "-m"
-            and module in _MODULES
-            and call["preexec_fn"] is None
+            (module in _MODULES or os.path.basename(module) in _SCRIPTS)
+            and (call["preexec_fn"], call["executable"]) == (None, None)
             and call["close_fds"]
             and (call["uid"], call["gid"], call["gids"], call["umask"]) == (None, None, None, -1)
             and os.path.isdir(cwd)
@@ -191,6 +221,7 @@ class ChildForks:
             "module": module,
             "args": arguments,
             "safe": safe,
+            "host": host,
             "env": env,
             "cwd": cwd,
             "fds": list(call["pass_fds"]),
@@ -200,15 +231,90 @@ class ChildForks:
             "words": words,
         }
 
+
+def _split_host(words: list[str]) -> tuple[int, str, list[str]]:
+    """Of `nsenter --target PID ... env --chdir FOLDER COMMAND...`: these three; of any other command 0, "" and itself.
+
+    It is how tests/integration/netns.py starts commands on its hosts.
+    """
+    until = len(_NAMESPACES) + 3
+    known = words[:2] == ["nsenter", "--target"] and words[3:until] == [f"--{name}" for name in _NAMESPACES]
+    if known and words[until : until + 2] == ["env", "--chdir"]:
+        return int(words[2]), words[until + 2], words[until + 3 :]
+    return 0, "", words
+
+
+def _split(words: Sequence[str]) -> tuple[str, ...]:
+    """Of `python [-P] -m MODULE ARGUMENT...` and `python SCRIPT ARGUMENT...`: "-P" or "", module and arguments.
+
+    A script stands for a module; for all else it is "".
+    """
+    safe = "-P" if words[1:2] == ["-P"] else ""
+    rest = words[2 if safe else 1 :]
+    if words[:1] == [sys.executable] and rest[:1] == ["-m"] and len(rest) > 1:
+        return (safe, *rest[1:])
+    if words[:1] == [sys.executable] and os.path.basename("".join(words[1:2])) in _SCRIPTS:
+        return ("-P", *words[1:])
+    return ("", "")
+
+
+class ChildForks(Forks):
+    """The helper of this process. Made while there is one thread."""
+
+    def __init__(self, environment: Mapping[str, str], spare: Mapping[str, str], hidden: HiddenModules) -> None:
+        """As of `Forks`; modules that are `hidden` are there for rank servers alone."""
+        super().__init__(environment, spare)
+        self._hidden = hidden
+        self._link, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            self._link.close()
+            self._serve(theirs)
+        theirs.close()
+
     def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Have the helper fork; returns the pid of the new process, a child of this one."""
         return send_order(self._link, order, fds)
+
+    def install(self) -> None:
+        """Have `subprocess.Popen` and Dask's nannies in this process use the helper."""
+        super().install()
+        original = multiprocessing.util.spawnv_passfds
+
+        def spawn(path: Any, args: Any, passfds: Sequence[int]) -> int:
+            order = self._spawn_order([os.fsdecode(word) for word in args], passfds)
+            return self.start(order, [0, 1, 2, *passfds]) if order else original(path, args, passfds)
+
+        multiprocessing.util.spawnv_passfds = spawn
+
+    def _spawn_order(self, words: Sequence[str], fds: Sequence[int]) -> dict[str, Any] | None:
+        """What the helper has to do for a process of multiprocessing; None where only a real start does."""
+        found = re.search(r"spawn_main\(tracker_fd=(\d+), pipe_handle=(\d+)\)", words[-2])
+        env = {name: value for name, value in os.environ.items() if name not in _OF_NANNIES}
+        environment = {name: value for name, value in self._environment.items() if name not in _OF_NANNIES}
+        if not found or changed_at_start({**self._spare, **env}, {**self._spare, **environment}):
+            return None
+        return {
+            "module": "-c",
+            "args": list(words[-1:]),
+            "words": list(words),
+            "safe": True,
+            "host": 0,
+            "spawn": [int(found[1]), int(found[2])],
+            "fds": list(fds),
+            "env": dict(os.environ),
+            "cwd": os.getcwd(),
+            "session": False,
+            "group": -1,
+            "ignored": [],
+        }
 
     # --- in the helper ---
 
     def _serve(self, link: socket.socket) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        set_command_line(["fork helper"])
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, HELPER.encode(), 0, 0, 0)
+        set_command_line([HELPER])
         for number in _IGNORABLE:
             signal.signal(number, signal.SIG_IGN)
         os.closerange(3, link.fileno())
@@ -221,7 +327,7 @@ class ChildForks:
                 order, fds = read_order(link)
             except (EOFError, ConnectionError):
                 os._exit(0)
-            pid = _fork_sibling()
+            pid = fork_sibling()
             if pid == 0:
                 link.detach()  # it is closed with all other descriptors
                 self._run(order, fds)
@@ -231,26 +337,51 @@ class ChildForks:
 
     def _run(self, order: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
         """Be the process of an order, to its end."""
-        _take_descriptors(fds, order["fds"])
-        for number in _IGNORABLE:
-            signal.signal(number, signal.SIG_IGN if number in order["ignored"] else signal.SIG_DFL)
-        if signal.SIGINT not in order["ignored"]:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if order["session"]:
-            os.setsid()
-        elif order["group"] >= 0:
-            os.setpgid(0, order["group"])
-        become_program(order)
+        be_child(order, fds)
         if order["module"] == _RANK_SERVER:
             self._hidden.restore()
-        if order["module"] in _STARTING:
+        if order["module"] in _STARTING or "spawn" in order:
             ChildForks(self._environment, self._spare, self._hidden).install()
+        if "spawn" in order:
+            tracker, pipe = order["spawn"]
+            run_to_end(lambda: multiprocessing.spawn.spawn_main(pipe, tracker_fd=tracker))
         run_program(order["module"])
+
+
+def be_child(order: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Give this process, just forked for an order, what `Popen` gives: descriptors, signals, session, environment."""
+    _take_descriptors(fds, order["fds"])
+    for number in _IGNORABLE:
+        signal.signal(number, signal.SIG_IGN if number in order["ignored"] else signal.SIG_DFL)
+    if signal.SIGINT not in order["ignored"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if order["session"]:
+        os.setsid()
+    elif order["group"] >= 0:
+        os.setpgid(0, order["group"])
+    if order["host"]:
+        _enter(order["host"])
+    become_program(order)
+
+
+def _enter(pid: int) -> None:
+    """Go on in a child in the namespaces of another process, as nsenter does; this process ends as the child does."""
+    namespaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in _NAMESPACES.values()]
+    for namespace in namespaces:
+        assert ctypes.CDLL(None).setns(namespace, 0) == 0, f"the process {pid} has no such namespace"
+        os.close(namespace)
+    if child := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code)
 
 
 def become_program(order: Mapping[str, Any]) -> None:
     """Folder, environment, arguments and import path of this process, as a real start would have them."""
     os.chdir(order["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(order["env"])
     tempfile.tempdir = None
@@ -258,16 +389,28 @@ def become_program(order: Mapping[str, Any]) -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv = [order["module"], *order["args"]]
     set_command_line(order["words"])
+    _set_environment_block(order["env"])
+    if (dask := sys.modules.get("dask")) and any(order["env"].get(name) for name in _DASK_FACTS):
+        dask.config.refresh()
 
 
 def run_program(module: str) -> NoReturn:
-    """Run a module as `__main__`, and end as the interpreter does, but without taking apart hundreds of modules.
+    """Run a module or a script as `__main__`, and end."""
+    if module.endswith(".py"):
+        path = os.path.abspath(module)
+        sys.path.insert(0, os.path.dirname(path))
+        run_to_end(lambda: runpy.run_path(path, run_name="__main__"))
+    run_to_end(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+
+
+def run_to_end(program: Callable[[], object]) -> NoReturn:
+    """Run a program, and end as the interpreter does, but without taking apart hundreds of modules.
 
     That takes 0.3 s of CPU time with Dask and torch. Threads, exit handlers and buffers get what they always get.
     """
     code = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        program()
     except SystemExit as stop:
         if stop.code is not None and not isinstance(stop.code, int):
             raise  # the interpreter prints it
@@ -284,8 +427,22 @@ def run_program(module: str) -> NoReturn:
 
 def set_command_line(words: Sequence[str]) -> None:
     """Set the command line in /proc, within the space that the program's arguments had."""
-    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    text = b"".join(word.encode() + b"\0" for word in words)[: end - start - 1]
+    _write_block(45, words)
+
+
+def _set_environment_block(environment: Mapping[str, str]) -> None:
+    """Set the environment in /proc, where tests look for their marks: these come first, lest the space be too small.
+
+    The C library has no pointers there any more: all variables have been set anew.
+    """
+    names = sorted(environment, key=lambda name: not name.startswith("DDPTRAIN_"))
+    _write_block(47, [f"{name}={environment[name]}" for name in names])
+
+
+def _write_block(field: int, words: Sequence[str]) -> None:
+    """Write words, each with a zero, to the space whose ends are in two fields of /proc/self/stat after the name."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[field : field + 2])
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, len(text))
 
@@ -304,7 +461,7 @@ def can_fork_siblings() -> bool:
     return sys.platform == "linux" and platform.machine() in _SYSTEM_CALLS
 
 
-def _fork_sibling() -> int:
+def fork_sibling() -> int:
     """`os.fork`, but the new process is a child of this process's parent."""
     libc, python = ctypes.PyDLL(None), ctypes.pythonapi
     address = ctypes.c_void_p()  # where the C library keeps the number of this thread

@@ -31,10 +31,13 @@ from ddptrain.worker.environment import tuned_defaults
 from tests.child_forks import (
     LENGTH,
     ChildForks,
+    Forks,
     HiddenModules,
+    be_child,
     become_program,
     can_fork_siblings,
     changed_at_start,
+    fork_sibling,
     read_order,
     run_program,
     send_order,
@@ -52,7 +55,8 @@ _MODULES = (
     "ddptrain.worker.rank_host",
     "ddptrain.worker.rank_task",
 )
-_TITLE_ROOM = 2000  # bytes for the command lines of forked processes in /proc
+# Bytes for the command lines of forked processes in /proc, and for variables that the server does not have.
+_TITLE_ROOM, _ENVIRONMENT_ROOM = 2000, 4000
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:
@@ -117,10 +121,9 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), "-" * _TITLE_ROOM],
                 cwd=Path(__file__).parent.parent,
-                env={**_spare(), **os.environ},
+                env={**_spare(), **os.environ, "ROOM": "-" * _ENVIRONMENT_ROOM},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # sys.stdout of each forked process is buffered as that of a file
-                start_new_session=True,
                 pass_fds=[theirs.fileno()],
             )
         self._socket, self._lock = ours, threading.Lock()
@@ -145,10 +148,27 @@ class ForkServer:
             os.close(told)
         return ForkedProcess(["ddptrain", *args], pid, status)
 
+    def start_child(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
+        """Start a process that is a child of this one; returns its pid."""
+        with self._lock:
+            return send_order(self._socket, {**order, "sibling": True}, fds)
+
     def close(self) -> None:
         """End the server; processes that it has forked go on."""
         self._socket.close()
         self._process.wait(30)
+
+
+class ServerForks(Forks):
+    """Processes that this process starts are forked by a fork server."""
+
+    def __init__(self, server: ForkServer) -> None:
+        super().__init__({**_spare(), **os.environ}, _spare())
+        self._server = server
+
+    def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
+        """Have the server fork; returns the pid of the new process, a child of this one."""
+        return self._server.start_child(order, fds)
 
 
 def _spare() -> dict[str, str]:
@@ -159,8 +179,10 @@ def _spare() -> dict[str, str]:
 # --- in the process of the server ---
 
 
-def _serve(connection: socket.socket) -> None:
-    """Fork for each order. Returns in each forked process; the server itself exits."""
+def _serve(connection: socket.socket) -> str:
+    """Fork for each order. Returns the module to run in each forked process; the server itself exits."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # they are for the tests
+        signal.signal(number, signal.SIG_IGN)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -177,12 +199,16 @@ def _serve(connection: socket.socket) -> None:
                 order, fds = read_order(connection)
             except (EOFError, ConnectionError):
                 sys.exit(0)
-            pid = os.fork()
+            sibling = order.get("sibling", False)
+            pid = fork_sibling() if sibling else os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                _become(order, fds)
-                return
-            running[pid] = fds.pop()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                connection.detach()  # it is closed with all other descriptors
+                (be_child if sibling else _become)(order, fds)
+                return str(order["module"])
+            if not sibling:
+                running[pid] = fds.pop()
             for fd in fds:
                 os.close(fd)
             connection.sendall(LENGTH.pack(pid))
@@ -200,7 +226,6 @@ def _report_ended(running: dict[int, int]) -> None:
 
 def _become(order: dict[str, Any], fds: list[int]) -> None:
     """Make the forked process what a real start would have made it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
@@ -212,6 +237,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> None:
 
 def _main() -> NoReturn:
     del sys.path[0]  # the folder of the tests
+    del os.environ["ROOM"]
     environment = dict(os.environ)
     process_control.name_process("python", " ".join(sys.orig_argv[:4]))  # the first call finds the space for titles
     gc.disable()  # there is nothing to collect while modules are imported
@@ -224,10 +250,10 @@ def _main() -> NoReturn:
     gc.freeze()  # fewer pages to copy after a fork
     gc.enable()
     assert threading.active_count() == 1, threading.enumerate()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    module = _serve(socket.socket(fileno=int(sys.argv[1])))
     if can_fork_siblings() and process_control.thread_count() == 1:
         ChildForks(environment, _spare(), hidden).install()
-    run_program("ddptrain")
+    run_program(module)
 
 
 if __name__ == "__main__":

@@ -217,8 +217,9 @@ class Node:
         args = [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], argument) for argument in container["args"]]
         args = [_located(argument, mounts).replace("0.0.0.0", pod.address) for argument in args]
         self.commands[pod.name] = args
-        own = {name: os.environ[name] for name in ("PATH", "LANG", "DDPTRAIN_TESTS") if name in os.environ}
-        own["HOME"] = own["TMPDIR"] = str(pod.folder)
+        names = ("PATH", "LANG", "HOME", "PYTHONPATH", "DDPTRAIN_TESTS")
+        own = {name: os.environ[name] for name in names if name in os.environ}
+        own |= dict.fromkeys(("TMPDIR", "XDG_STATE_HOME", "XDG_CACHE_HOME"), str(pod.folder))
         with pod.log(pod.tries).open("wb") as log:
             pod.process = subprocess.Popen(
                 [str(Path(sys.executable).with_name(args[0])), *args[1:]],

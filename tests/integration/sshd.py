@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import QUICK_START
 from tests.conftest import PATIENCE_S
 from tests.integration.netns import Host
 from tests.integration.ports import free_ports
@@ -108,7 +109,13 @@ def _server_config(folder: Path, listen: Sequence[str], state: Path) -> str:
     lines += [f"HostKey {folder}/host_key", f"AuthorizedKeysFile {folder}/authorized_keys", "PidFile none"]
     lines += ["PasswordAuthentication no", "KbdInteractiveAuthentication no", "StrictModes no", "UsePAM no"]
     # What a login there finds: a state folder of the test's own, and the mark by which a test knows its processes.
-    lines += [f"SetEnv XDG_STATE_HOME={state} {MARK}={os.environ[MARK]} CUDA_VISIBLE_DEVICES="]
+    own = [
+        f"XDG_STATE_HOME={state}",
+        f"{MARK}={os.environ[MARK]}",
+        "CUDA_VISIBLE_DEVICES=",
+        f"PYTHONPATH={QUICK_START}",
+    ]
+    lines += ["SetEnv " + " ".join(own)]
     return "\n".join(lines) + "\n"
 
 

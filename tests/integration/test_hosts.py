@@ -90,15 +90,6 @@ print(json.dumps(Client(sys.argv[1]).run_on_scheduler(slots.overview)))
 """
 
 
-# Runs a module with another default of failure.lost_after_s: a run does not change the limits of an attached cluster.
-WITH_LIMIT = """
-import runpy, sys
-from ddptrain.protocol import rank_spec
-rank_spec.LOST_AFTER_S = float(sys.argv.pop(1))
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
-
-
 class Cluster:
     """A scheduler, two workers with two slots each, and the command, each on a host of its own.
 
@@ -132,7 +123,7 @@ class Cluster:
             self._python(host, "ddptrain.worker", "--scheduler", self.address, *options)
 
     def _python(self, host: Host, module: str, *words: str) -> None:
-        host.start(sys.executable, "-P", "-c", WITH_LIMIT, str(self.limit_s), module, *words)
+        host.start(sys.executable, "-P", "-m", "tests.integration.with_limit", str(self.limit_s), module, *words)
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> float:
         """Wait for a condition; the seconds that it took, less those that the machine stood still."""

@@ -37,34 +37,18 @@ HARD_NAMES = ("x y/a b.jpg", "ü/é+1.jpg", "p%20q/100%.jpg", "h#s/q?m.jpg", "br
 HARD_PREFIX = "a +%41 ü/Images"
 ONE_LISTING = {"list": 2}  # of 1,250 keys: two pages
 
-# A built-in workload that looks at its inputs and does no more.
+# A built-in workload that looks at its inputs and does no more: scripts/seen.py.
 COMMAND = """
 import sys
 from ddptrain.config import known_names
 from ddptrain.cli.main import main
 
 known_names.BUILT_IN["pictures"] = known_names.BuiltIn(
-    "seen:train",
+    "tests.integration.scripts.seen:train",
     "ddptrain.workloads.images.params:ImagesParams",
     "ddptrain.workloads.images.data.listing:prepare",
 )
 sys.exit(main())
-"""
-SEEN = """
-import hashlib, os
-import torch
-from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.storage.store import open_store
-from ddptrain.workloads.images.params import ImagesParams
-
-
-def train(ctx, **params):
-    manifest = Manifest.read(ctx.inputs)
-    data = open_store(manifest.location(ImagesParams(**params))).get(manifest.keys[ctx.rank])
-    print("seen", hashlib.sha256(repr(manifest).encode()).hexdigest(), len(data), flush=True)
-    torch.distributed.barrier()
-    if os.environ.get("FAIL") and ctx.rank == 0:
-        raise ValueError("as asked")
 """
 
 
@@ -198,15 +182,12 @@ class Pictures:
     def __init__(self, cli: Cli, cluster: str, source: str, options: dict[str, Any]) -> None:
         self.cli, self.cluster, self.source, self.options = cli, cluster, source, options
         (cli.folder / "command.py").write_text(COMMAND)
-        (cli.folder / "seen.py").write_text(SEEN)
         self.program = (sys.executable, str(cli.folder / "command.py"))
 
     def config(self, place: str = "runs", env: dict[str, str] | None = None) -> Path:
         path = self.cli.folder / "pictures.yaml"
         params = {"source": self.source, "source_options": self.options}
-        # Ranks of built-in workloads do not look for modules in the working directory.
-        variables = {"PYTHONPATH": str(self.cli.folder), **(env or {})}
-        content = {"workload": "pictures", "params": params, "env": variables, "results": {"dir": place}}
+        content = {"workload": "pictures", "params": params, "env": env or {}, "results": {"dir": place}}
         path.write_text(json.dumps(content))
         return path
 

@@ -25,19 +25,6 @@ from tests.unit.specs import make_spec
 from tests.unit.worker.stubs import until
 
 _END_S = 15.0
-_SCHEDULER = """
-import asyncio, json, os, sys
-from distributed import Scheduler, Security
-async def main():
-    tls = json.loads(sys.argv[2])
-    security = Security(require_encryption=True, **tls) if tls else None
-    async with Scheduler(host="127.0.0.1", port=0, dashboard=False, dashboard_address=":0", security=security) as it:
-        with open(sys.argv[1] + ".new", "w") as file:
-            json.dump({"address": it.address}, file)
-        os.rename(sys.argv[1] + ".new", sys.argv[1])
-        await it.finished()
-asyncio.run(main())
-"""
 
 
 class DaskBench:
@@ -78,8 +65,8 @@ class DaskBench:
     def scheduler(self) -> subprocess.Popen[bytes]:
         """A plain Dask scheduler."""
         tls = {f"tls_{name}": f"{self.tls_dir}/{file}" for name, file in _TLS.items()} if self.tls_dir else {}
-        own = {"DASK_TEMPORARY_DIRECTORY": str(self.folder)}
-        process = self.start("scheduler", "-c", _SCHEDULER, str(self.scheduler_file), json.dumps(tls), **own)
+        words = (str(self.scheduler_file), json.dumps(tls))
+        process = self.start("scheduler", "-P", "-m", "tests.unit.worker.plain_scheduler", *words)
         until(self.scheduler_file.exists, "the scheduler's file")
         return process
 
