@@ -215,8 +215,9 @@ class RunConfig(Strict):
     name: str = Field(
         default_factory=lambda data: _name_for(data["workload"]),
         pattern=NAME_PATTERN,
-        description="Begins the run ids; `--resume auto` continues runs of this name. Lower-case letters, digits, dots, "
-        "dashes and underscores. By default the name of the YAML file, of the script, or of the built-in workload.",
+        description="Begins the run ids; `--resume auto` continues runs of this name. Lower-case letters, digits, "
+        "dots, dashes and underscores. By default the name of the YAML file, of the script, or of the built-in "
+        "workload.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="The workload's own parameters.")
     env: dict[VariableName, SystemText] = Field(
