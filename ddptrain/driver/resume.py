@@ -177,7 +177,7 @@ def _value_text(key: str, given: Mapping[str, Any], defaults: Mapping[str, Any])
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and (value or not prefix):  # params: {} is no parameter
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value

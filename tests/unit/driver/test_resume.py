@@ -103,6 +103,7 @@ def test_change_from_or_to_a_default_shows_its_value(tmp_path: Path) -> None:
     assert "params.lr 0.5, its default (now 0.1)" in reason
     assert "params.size not given (now 2)" in reason
     assert "params.seed 4 (now -1, its default)" in reason
+    assert "had params.seed 4 (now -1, its default)" in auto(tmp_path / "runs", resolved())[1]  # and no `params`
 
 
 def test_auto_starts_afresh_where_there_is_none(tmp_path: Path) -> None:
