@@ -59,7 +59,7 @@ class _Zopfli:
         return b""
 
     def flush(self) -> bytes:
-        return zopfli.compress(self._content)[2:-4]  # without zlib's head and checksum
+        return bytes(zopfli.compress(self._content))[2:-4]  # without zlib's head and checksum
 
 
 def compact_file(name: str, content: bytes) -> bytes:

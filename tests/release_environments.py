@@ -48,7 +48,7 @@ def _problems(python: Path, wheel: Path, folder: Path) -> list[str]:
     subprocess.run([python, "-m", "venv", folder], check=True)
     inside = folder / "bin" / "python"
     # uv links the files of its cache: torch is unpacked once. That pip installs the wheel, release.py has checked.
-    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", inside, wheel]
+    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(inside), str(wheel)]
     done = subprocess.run(install, capture_output=True, text=True)
     if done.returncode:
         return [f"the installation failed: {done.stderr.strip()[-500:]}"]
