@@ -81,8 +81,9 @@ docs-test: $(INSTALLED) ## run the console blocks of README and tutorial pages, 
 recordings: $(INSTALLED) ## record docs/images/restart.svg anew: a rank is killed, and the run continues
 	$(BIN)/python -m tests.docs.recording
 
-wheel: $(INSTALLED) ## build the source archive and the wheel into dist/
+wheel: $(INSTALLED) ## build the source archive and the compact wheel into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m tests.release_compact dist/*.whl
 
 release: $(INSTALLED) ## a dry run of a release: all checks, in empty environments of each Python; TAG=v0.2.0 names it
 	$(BIN)/python -m tests.release --tag $(TAG)

@@ -276,6 +276,11 @@ EXPLANATIONS: dict[int, Explanation] = {
 }
 
 
+def is_known(code: int) -> bool:
+    """Whether it is an exit code of ddptrain, or stands for a signal."""
+    return code in EXPLANATIONS or code - 128 in signal.valid_signals()
+
+
 def explanation_of(code: int) -> Explanation:
     """Return what is known about an exit code; one that ddptrain does not use has no causes."""
     known = EXPLANATIONS.get(code)

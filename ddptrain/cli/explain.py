@@ -31,10 +31,13 @@ def _explain_code(code: int, json: bool) -> None:
     import dataclasses
 
     from ddptrain.errors import UsageError
-    from ddptrain.explain import as_text, explanation_of
+    from ddptrain.explain import EXPLANATIONS, as_text, explanation_of, is_known
 
     if code > _HIGHEST_CODE:
         raise UsageError(f"{code} is not an exit code: exit codes are 0 to {_HIGHEST_CODE}")
+    if not is_known(code):
+        listed = ", ".join(str(int(each)) for each in EXPLANATIONS)
+        raise UsageError(f"{code} is not an exit code of ddptrain; its exit codes: {listed}")
     if json:
         print_json({"exit_code": code, **dataclasses.asdict(explanation_of(code))})
     else:

@@ -133,7 +133,7 @@ def _cluster_fields(cluster: str) -> list[str]:
     import json
     import re
 
-    if re.fullmatch(r"(\w+://)?[^/]+:\d+|unix://.+", cluster):
+    if re.fullmatch(r"[^/]+:\d+|\w+://.*", cluster):
         field = "address"
     elif "/" in cluster or cluster.endswith(".json"):
         field = "scheduler_file"

@@ -15,8 +15,9 @@ from typing import Any, Literal, Union
 
 from pydantic import BaseModel
 
-from ddptrain.config.known_names import takes_context
-from ddptrain.config.params_check import Parameter, make_model
+from ddptrain.config import known_names
+from ddptrain.config.known_names import takes_context, workload_target
+from ddptrain.config.params_check import UNKNOWN, Parameter, defaults_of, make_model
 
 _MAX_BYTES = 1 << 20
 _SIMPLE: Mapping[str, Any] = types.MappingProxyType(
@@ -156,6 +157,16 @@ def params_model(found: Found, function: str) -> type[BaseModel] | None:
     return make_model(parameters, extra=arguments.kwarg is not None)
 
 
+def default_params(workload: str, folders: Sequence[str]) -> dict[str, Any]:
+    """Return the defaults of a workload's params, as far as its source shows them."""
+    model = known_names.params_model(workload)
+    if model is None:
+        module, _, function = workload_target(workload).partition(":")
+        found = find_source(module, folders)
+        model = params_model(found, function) if found is not None else None
+    return defaults_of(model) if model is not None else {}
+
+
 def _without_context(arguments: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]] | None:
     """Parameters and their defaults, without the one for the context."""
     positional = [*arguments.posonlyargs, *arguments.args]
@@ -178,7 +189,15 @@ def _parameter(name: str, annotation: ast.expr | None, default: ast.expr | None)
     kind = _type(annotation)
     if isinstance(default, ast.Constant) and default.value is None and kind is not Any:
         kind = kind | None  # as in lr: float = None
-    return Parameter(name, kind, default is not None)
+    return Parameter(name, kind, default is not None, _literal(default))
+
+
+def _literal(node: ast.expr | None) -> Any:
+    """The value of an expression without names; else UNKNOWN."""
+    try:
+        return ast.literal_eval(node) if node is not None else UNKNOWN
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # of literal_eval
+        return UNKNOWN
 
 
 # --- a dataclass or a pydantic model that holds all params ---

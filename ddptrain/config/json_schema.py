@@ -27,5 +27,18 @@ def config_schema() -> dict[str, Any]:
                 "then": {"properties": {"params": {"$ref": f"#/$defs/{name}.params"}}},
             }
         )
+    _describe_references(schema, definitions)
     schema["properties"]["workload"]["examples"] = [*known_names.BUILT_IN, "package.module:function"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "allOf": rules}
+
+
+def _describe_references(schema: dict[str, Any], definitions: dict[str, dict[str, Any]]) -> None:
+    """Give each field that refers to a definition a description of its own, which editors show.
+
+    Pydantic leaves it out where it equals that of the definition.
+    """
+    for owner in (schema, *definitions.values()):
+        for field in owner.get("properties", {}).values():
+            described = definitions.get(str(field.get("$ref")).removeprefix("#/$defs/"), {}).get("description")
+            if described is not None:
+                field.setdefault("description", described)

@@ -6,6 +6,7 @@ The driver reads the parameters from the source (config/params.py), the rank fro
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,17 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+UNKNOWN = inspect.Parameter.empty  # a default that only the imported module has, such as lr=BASE_LR
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter, or field of a model: its type (Any if it is unknown), and whether it may be left out."""
+    """One parameter, or field of a model: its type (Any if it is unknown), and its default if it may be left out."""
 
     name: str
     type: Any
     optional: bool
+    default: Any = UNKNOWN
 
 
 def field_name(number: int) -> str:
@@ -32,10 +36,17 @@ def make_model(parameters: Sequence[Parameter], *, extra: bool) -> type[BaseMode
     """Return a model of the params; `extra` allows others. Aliases, because no field may be named copy, or _x."""
     fields: dict[str, Any] = {}
     for number, each in enumerate(parameters):
-        default: dict[str, Any] = {"default": None} if each.optional else {}
+        default: dict[str, Any] = {"default": each.default} if each.optional else {}
         fields[field_name(number)] = (each.type, Field(alias=each.name, **default))
     settings = ConfigDict(extra="allow" if extra else "forbid", strict=True)
     return create_model("Params", __config__=settings, **fields)
+
+
+def defaults_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the defaults of the params as far as they are known."""
+    fields = {field.alias or name: field for name, field in model.model_fields.items() if not field.is_required()}
+    found = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+    return {name: value for name, value in found.items() if value is not UNKNOWN}
 
 
 def check_params(model: type[BaseModel], params: Mapping[str, Any]) -> BaseModel:

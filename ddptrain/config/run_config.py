@@ -195,7 +195,11 @@ class CodeConfig(Strict):
 class ResultsConfig(Strict):
     """Where results go."""
 
-    dir: FilledText = Field(default="runs", description="Folder that holds a folder for each run.")
+    dir: FilledText = Field(
+        default="runs",
+        description="Folder, or URL of an object store, that holds a folder for each run. A relative folder is in the "
+        "current directory, which for a cron job is $HOME: write an absolute one, or `cd` there first.",
+    )
 
 
 def _name_for(workload: str | ScriptWorkload) -> str:
@@ -211,8 +215,9 @@ class RunConfig(Strict):
     name: str = Field(
         default_factory=lambda data: _name_for(data["workload"]),
         pattern=NAME_PATTERN,
-        description="Name of the run: lower-case letters, digits, dots, dashes and underscores; by default that of the "
-        "YAML file or of the script.",
+        description="Begins the run ids; `--resume auto` continues runs of this name. Lower-case letters, digits, "
+        "dots, dashes and underscores. By default the name of the YAML file, of the script, or of the built-in "
+        "workload.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="The workload's own parameters.")
     env: dict[VariableName, SystemText] = Field(

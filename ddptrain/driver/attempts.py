@@ -154,6 +154,9 @@ class AttemptSeries:
             lost_after_s = self.config.failure.lost_after_s
             slow = SlowPolicy(self.config.failure.slow, self.config.failure.slow_factor)
             return Attempt(context.worker_group, specs, *parts, lost_after_s, slow).run()
+        except BaseException:
+            transfer.stop_retrying()  # a run directory that cannot be written is a frequent reason
+            raise
         finally:
             transfer.close(_STORE_DEADLINE_S)
 

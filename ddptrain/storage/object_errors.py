@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 
+from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
+from ddptrain.redact import hide_credentials
 from ddptrain.storage.store import (
     OBJECT_STORES,
     Location,
@@ -49,12 +52,25 @@ def store_error(location: Location, action: str, key: str, error: Exception, tim
         return StoreMissing(f"{location.words} does not exist ({why}): see {location.setting} and its endpoint")
     if status in {301, 307, 308} or "redirect" in text:
         region = f"{location.options_setting}.region" if location.options_setting else "AWS_REGION"
-        return StoreForbidden(f"{where} is in another region ({why}): set {region}")
+        answer = f" ({why})" if status else ""
+        return StoreForbidden(f"{where} is in another region than {_region(location)}{answer}: set {region}")
     if _is_refused(status, text, error):
         return StoreForbidden(f"{where} can't be {action}: the store refuses it ({why}): {location.advice}")
     if key:
         return Transient(f"{where} can't be {action}: {why}")
-    return StoreUnreachable(f"{where} can't be {action}: {why}: is its endpoint right, and up?")
+    return StoreUnreachable(f"{where} can't be {action}: {why}: is its endpoint{_endpoint(location)} right, and up?")
+
+
+def _region(location: Location) -> str:
+    """The region that was asked, for messages."""
+    named = location.options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return shorten(str(named), 40) if named else "us-east-1, the default"
+
+
+def _endpoint(location: Location) -> str:
+    """The endpoint that the options or the environment name, for messages."""
+    named = location.options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL")
+    return f", {shorten(hide_credentials(one_line(str(named))), 100)}," if named else ""
 
 
 def first_line(text: str) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import hash_file
 from ddptrain.workloads.saved_weights import read_weights
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -33,6 +34,7 @@ def load_saved(run_dir: Path, workload: str, command: str, build: Callable[[Any]
 
 def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) -> Model:
     """The model of a checkpoint's folder, as `load_saved`. Raises UsageError."""
+    _require_intact(folder)
     try:
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         weights = read_weights(folder)
@@ -47,6 +49,25 @@ def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) 
             f"is it a complete checkpoint of a run of {workload}?"
         ) from error
     return model.eval()
+
+
+def _require_intact(folder: Path) -> None:
+    """Compares the files with the manifest: a changed bit would change the model unseen. Raises UsageError."""
+    try:
+        files = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))["files"]
+        expected = {str(file["name"]): (file["size_bytes"], file["sha256"]) for file in files}
+        found = {name: hash_file(folder / Path(name).name) for name in expected}
+    except FileNotFoundError:
+        return  # a model without a manifest; if a file is missing, reading it says so
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"can't read the checkpoint {folder}: {type(error).__name__}: {error}") from error
+    for name, (size_bytes, digest) in expected.items():
+        if found[name] != (size_bytes, digest):
+            wrong = f"has {found[name][0]} bytes, not {size_bytes}" if found[name][0] != size_bytes else "has changed"
+            raise UsageError(
+                f"the checkpoint {folder} is damaged: {name} {wrong} since it was saved; restore the file from a copy, "
+                "or continue the run with ddptrain train --resume, which skips damaged checkpoints"
+            )
 
 
 def with_module_versions(model: torch.nn.Module, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:

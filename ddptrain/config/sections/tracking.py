@@ -8,10 +8,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from ddptrain.config.known_names import TRACKERS, known_tracker, trackers
 from ddptrain.config.types import FilledText, Seconds, Strict, wrong_field
-from ddptrain.config.wording import describe_value, did_you_mean
+from ddptrain.config.wording import describe_value, did_you_mean, nearest
 from ddptrain.protocol.rank_spec import TrackerSpec
 
 _FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits no longer."
+
+
+_MODES = ("off", "rank0", "process", "shared")
+_WANDB_MODES = ("offline", "online", "disabled")
 
 
 def _said(value: object) -> object:
@@ -20,10 +24,16 @@ def _said(value: object) -> object:
 
 
 def _wandb_mode(value: object) -> object:
-    """As `_said`. Raises an error with the right place for a mode of the wandb library."""
-    if value in ("offline", "online", "disabled"):
-        hint = f"write mode: rank0, and env: {{WANDB_MODE: {value}}}; mode says which ranks log"
-        raise wrong_field("", f'expected off, rank0, process or shared, got the text "{value}", a WANDB_MODE', hint)
+    """As `_said`. Raises an error with the right place for a mode of the wandb library, also for a misspelt one."""
+    if (
+        isinstance(value, str)
+        and value not in _MODES
+        and (meant := nearest(value, (*_MODES, *_WANDB_MODES))) in _WANDB_MODES
+    ):
+        hint = f"write mode: rank0, and env: {{WANDB_MODE: {meant}}}; mode says which ranks log"
+        raise wrong_field(
+            "", f"expected off, rank0, process or shared, got {describe_value(value)}, a WANDB_MODE", hint
+        )
     return _said(value)
 
 

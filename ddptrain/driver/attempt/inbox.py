@@ -63,12 +63,12 @@ class ArtifactFailed:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactRetried:
-    """A checkpoint or a file could not be stored `failures` times in a row; another try follows."""
+    """A checkpoint or a file could not be stored; another try follows. `failure` says how often and when."""
 
     rank: int
     what: str
     error: BaseException
-    failures: int
+    failure: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,8 @@ class Transition(SlowRankDraft):
     def _on_transfer(self, message: Message) -> None:
         """What has become of a checkpoint or file on its way into the run directory."""
         match message:
-            case inbox.ArtifactRetried(_, what, error, failures):
-                self.do(actions.Warn(f"{what} could not be saved (failure {failures} in a row), trying again: {error}"))
+            case inbox.ArtifactRetried(_, what, error, failure):
+                self.do(actions.Warn(f"{what} could not be saved ({failure}): {error}"))
             case inbox.ResultsLost(lost):
                 self.change(loss=lost)
                 self._stop(self.grace_s)

@@ -58,6 +58,7 @@ class ArtifactTransfer:
         self.policy = policy
         self.inbox = inbox
         self._max_failures = max_failures
+        self._failures = 0  # in a row, of all transfers: a disk that is full is so for all of them
         self._closed = threading.Event()
         self._queue: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ddptrain-artifacts", daemon=True)
@@ -101,6 +102,10 @@ class ArtifactTransfer:
         what = f"artifact {event.path}" if event.area == ARTIFACTS else f"{event.area} file {event.path}"
         self._queue.put(_Transfer(rank, what, work, vital=event.area != TRACKING))
 
+    def stop_retrying(self) -> None:
+        """Each transfer is tried once from now on, because the run is ending with an error."""
+        self._closed.set()
+
     def close(self, deadline_s: float) -> bool:
         """Finishes the queue. Returns whether that was possible within `deadline_s` seconds."""
         self._queue.put(None)
@@ -125,20 +130,24 @@ class ArtifactTransfer:
 
     def _with_retries(self, transfer: _Transfer) -> Path:
         """Tries again after pauses of 1, 2, 4, ... 60 s if the run directory cannot be written."""
-        failures = 0
         while True:
             try:
-                return transfer.work()
+                path = transfer.work()
             except (UnsafePath, CheckpointDamaged, FileDamaged):
                 raise  # it would fail again
             except (ResultsError, OSError) as error:
-                failures += 1
-                if failures >= self._max_failures:
+                self._failures += 1
+                if self._failures >= self._max_failures:
                     raise
-                _log.info("transfer failed", rank=transfer.rank, what=transfer.what, failures=failures, error=error)
-                self.inbox.put(ArtifactRetried(transfer.rank, transfer.what, error, failures))
-                if self._closed.wait(min(2.0 ** (failures - 1), _MAX_PAUSE_S)):
+                pause_s = min(2.0 ** (self._failures - 1), _MAX_PAUSE_S)
+                failure = f"failure {self._failures} of {self._max_failures}; again in {pause_s:g} s"
+                _log.info("transfer failed", rank=transfer.rank, what=transfer.what, failure=failure, error=error)
+                self.inbox.put(ArtifactRetried(transfer.rank, transfer.what, error, failure))
+                if self._closed.wait(pause_s):
                     raise
+            else:
+                self._failures = 0
+                return path
 
     @contextmanager
     def _fetched(self, source: Path, files: list[tuple[str, int]], fetch: Fetch) -> Iterator[Path]:

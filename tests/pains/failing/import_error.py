@@ -30,7 +30,7 @@ if __name__ == "__main__":
     ),
     ours=Show(
         run("ddptrain train train.yaml"),
-        must=("failed first: ModuleNotFoundError: No module named 'torchaudiox'", "likewise rank"),
+        must=("failed first: ModuleNotFoundError: No module named 'torchaudiox'", "the same error: rank"),
         keep=("ddptrain:", "ModuleNotFoundError", "^run "),
         verdict=(
             "Tracebacks that come within half a second are printed once, so on a slow machine there are several, too. "

@@ -67,7 +67,7 @@ for step in range(1, 21):
     ),
     ours=Show(
         _on_small_disk(6, "ddptrain train train.yaml", "echo exit code $?", "ls -d runs/*/checkpoints/*"),
-        must=("No space left", "^exit code 4", "checkpoints/step-5"),
+        must=("No space left", "^exit code 4", r"checkpoints/step-\d"),
         keep=("ddptrain:", "^run ", "^exit code", "checkpoints/"),
     ),
     avoided=(

@@ -17,6 +17,9 @@ def test_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["exit_code"] == 75
     assert main(["explain", "999"]) == 2
     assert "999 is not an exit code: exit codes are 0 to 255" in capsys.readouterr().err
+    assert main(["explain", "99"]) == 2
+    assert "99 is not an exit code of ddptrain; its exit codes: 0, 1, 2, 3, 4, 5" in capsys.readouterr().err
+    assert main(["explain", "139"]) == 0  # SIGSEGV
 
 
 def test_run_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,15 @@ def test_with_json_the_error_is_an_object_too(capsys: pytest.CaptureFixture[str]
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "Usage: ddptrain" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("address", ["tcp://host:notaport", "ssh://host", "tls://host"])
+def test_wrong_address_of_a_cluster_is_no_scheduler_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "petnames", "--cluster", address]) == 2
+    said = capsys.readouterr().err
+    assert f"--cluster {address}: " in said
+    assert "is not a scheduler's address: expected something like tcp://host:8786" in said
+    assert not (tmp_path / "runs").exists()

@@ -386,6 +386,9 @@ def test_mode_of_the_wandb_library_is_answered_with_its_variable(refuse: Refuse)
     (problem,) = refuse("workload: toy\ntracking: {wandb: {mode: offline}}\n")
     assert "tracking.wandb.mode: expected off, rank0, process or shared" in problem
     assert "env: {WANDB_MODE: offline}" in problem
+    (problem,) = refuse("workload: toy\ntracking: {wandb: {mode: offlin}}\n")
+    assert 'got the text "offlin", a WANDB_MODE' in problem
+    assert "env: {WANDB_MODE: offline}" in problem
 
 
 def test_script_given_as_configuration_names_the_command_that_runs_it(tmp_path: Path) -> None:

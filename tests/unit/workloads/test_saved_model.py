@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.saved_model import check_workload, checkpoint_folder, with_module_versions
+from ddptrain.workloads.saved_model import check_workload, checkpoint_folder, load_checkpoint, with_module_versions
 
 
 @pytest.fixture
@@ -64,3 +66,42 @@ def test_weights_get_the_versions_of_the_models_modules() -> None:
     weights = with_module_versions(model, dict(model.state_dict()))
     assert weights._metadata["0"] == {"version": 2}  # type: ignore[attr-defined]
     assert list(weights) == list(model.state_dict())
+
+
+def build(saved: dict[str, int]) -> torch.nn.Module:
+    return torch.nn.Linear(saved["size"], 1)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of a layer that multiplies by 3 and adds 0.5."""
+    weights = {"weight": torch.tensor([[3.0]]), "bias": torch.tensor([0.5])}
+    save_file(weights, tmp_path / "model.safetensors")
+    torch.save({"extra": {"model_config": {"size": 1}}}, tmp_path / "state.pt")
+    files = []
+    for name in ("model.safetensors", "state.pt"):
+        data = (tmp_path / name).read_bytes()
+        files.append({"name": name, "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    (tmp_path / "checkpoint.json").write_text(json.dumps({"files": files}))
+    return tmp_path
+
+
+def test_intact_checkpoint_is_loaded_also_without_a_manifest(checkpoint: Path) -> None:
+    assert load_checkpoint(checkpoint, "petnames", build)(torch.tensor([2.0])).item() == 6.5
+    (checkpoint / "checkpoint.json").unlink()
+    assert load_checkpoint(checkpoint, "petnames", build)(torch.tensor([2.0])).item() == 6.5
+
+
+def test_checkpoint_with_a_changed_bit_is_refused(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(data)
+    with pytest.raises(UsageError, match=r"is damaged: model\.safetensors has changed since it was saved; restore the"):
+        load_checkpoint(checkpoint, "petnames", build)
+
+
+def test_cut_checkpoint_is_refused(checkpoint: Path) -> None:
+    size = (checkpoint / "state.pt").stat().st_size
+    (checkpoint / "state.pt").write_bytes(b"12345")
+    with pytest.raises(UsageError, match=rf"is damaged: state\.pt has 5 bytes, not {size} since"):
+        load_checkpoint(checkpoint, "petnames", build)

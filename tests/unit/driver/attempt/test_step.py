@@ -730,12 +730,12 @@ def test_checkpoints_on_their_way_are_counted_until_they_are_stored_or_lost() ->
         play.event(0, saved)
     assert play.state.transfers == 3
     assert [fetched for _, fetched in play.all(actions.FetchArtifact)] == [actions.FetchArtifact(0, saved)] * 3
-    play.send(inbox.ArtifactRetried(0, "checkpoint step-5", OSError("busy"), 2))
+    play.send(inbox.ArtifactRetried(0, "checkpoint step-5", OSError("busy"), "failure 2 of 5; again in 2 s"))
     play.send(inbox.ArtifactStored(0, "checkpoint step-5", "/r/checkpoints/step-5"))
     play.send(inbox.ArtifactFailed(0, "tracking file x", OSError("no"), vital=False))
     assert play.state.transfers == 1 and play.state.faults == ()
     assert play.texts() == [
-        "checkpoint step-5 could not be saved (failure 2 in a row), trying again: busy",
+        "checkpoint step-5 could not be saved (failure 2 of 5; again in 2 s): busy",
         "tracking file x of rank 0 could not be saved: no",
     ]
 

@@ -82,6 +82,34 @@ def test_disk_that_stays_full_is_given_up_and_the_checkpoint_before_stays(
     assert sorted(os.listdir(transfer.writer.layout.checkpoints_dir)) == ["latest", "step-1"]
 
 
+def test_after_a_checkpoint_was_given_up_the_next_ones_are_tried_once(
+    transfer: ArtifactTransfer, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FullDisk(monkeypatch, "_publish", 5)
+    for step in (1, 2, 3, 4):
+        bring(transfer, stage(step))
+    messages = [inbox.get(timeout=60) for _ in range(6)]
+    given_up = [ArtifactRetried, ArtifactRetried, ArtifactFailed, ArtifactFailed, ArtifactFailed]
+    assert [type(message) for message in messages] == [*given_up, ArtifactStored]
+    assert isinstance(messages[0], ArtifactRetried)
+    assert messages[0].failure == "failure 1 of 3; again in 0.05 s"
+
+
+def test_run_that_ends_with_an_error_does_not_wait_for_other_tries(
+    writer: RunWriter, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "_MAX_PAUSE_S", 1e6)
+    FullDisk(monkeypatch, "_publish", 100)
+    transfer = ArtifactTransfer(writer, CheckpointPolicy(), inbox)
+    transfer._failures = 3
+    bring(transfer, stage(1))
+    assert isinstance(inbox.get(timeout=60), ArtifactRetried)  # in 8 s
+    transfer.stop_retrying()
+    bring(transfer, stage(2))
+    assert transfer.close(5)
+    assert [type(inbox.get_nowait()) for _ in range(2)] == [ArtifactFailed, ArtifactFailed]
+
+
 def test_damaged_checkpoint_is_not_tried_again(transfer: ArtifactTransfer, inbox: Inbox, stage: Any) -> None:
     event, folder = stage(1)
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
