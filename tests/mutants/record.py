@@ -64,6 +64,12 @@ class FileRecord:
         return [test for test, (passed, _) in self.tests.items() if passed and (whole or test in contexts)]
 
 
+    def runs_at_import(self, path: str, lines: Iterable[int]) -> bool:
+        """Whether one of some lines of a source was executed outside tests, while the test file was collected."""
+        wanted = set(lines)
+        return any("::" not in one and wanted.intersection(found) for one, found in self.lines.get(path, {}).items())
+
+
 Record = dict[str, FileRecord]
 
 

@@ -91,13 +91,13 @@ class Tree:
 def select_tests(record: Record, mutant: Mutant, statement: tuple[int, int]) -> list[str]:
     """The tests that execute the mutant's lines, or else its statement; the test files that take less time first.
 
-    Lines that run when the module is imported belong to no test: then the tests that execute any line of the module.
+    Lines that run when the module is imported belong to no test, or to the file that was the first to import it: then
+    the tests that execute any line of the module.
     """
-    for lines in (
-        range(mutant.lines[0], mutant.lines[1] + 1),
-        range(statement[0], statement[1] + 1),
-        range(1, 100_000),
-    ):
+    whole = range(1, 100_000)
+    for lines in (range(mutant.lines[0], mutant.lines[1] + 1), range(statement[0], statement[1] + 1), whole):
+        if lines != whole and any(known.runs_at_import(mutant.path, lines) for known in record.values()):
+            continue
         by_file = {path: known.executing(mutant.path, lines) for path, known in record.items()}
         if any(by_file.values()):
             break

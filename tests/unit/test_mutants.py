@@ -85,6 +85,14 @@ def test_tests_that_execute_the_line_or_else_the_statement_or_else_the_module(tm
         assert select_tests(record, mutant, (1, 3)) == expected
 
 
+def test_line_that_runs_at_import_is_checked_by_all_tests_of_the_module(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("x = 3\n")
+    (mutant, *_) = mutants_of(tmp_path, "code.py")
+    first = FileRecord(tests={"a.py::test_a": (True, 1.0)}, lines={"code.py": {"a.py": [1]}})  # it imported the module
+    second = FileRecord(tests={"b.py::test_b": (True, 2.0)}, lines={"code.py": {"b.py::test_b": [7]}})
+    assert select_tests({"a.py": first, "b.py": second}, mutant, (1, 1)) == ["a.py::test_a", "b.py::test_b"]
+
+
 def test_name_of_the_test_that_failed() -> None:
     tests = ["t.py::test_a", "t.py::test_a[x]", "t.py::test_a[x - y]"]
     assert failed_test("..F\nFAILED t.py::test_a[x - y] - assert 1 == 2\n", tests) == "t.py::test_a[x - y]"
