@@ -63,7 +63,6 @@ class FileRecord:
         whole = any("::" not in context for context in contexts)
         return [test for test, (passed, _) in self.tests.items() if passed and (whole or test in contexts)]
 
-
     def runs_at_import(self, path: str, lines: Iterable[int]) -> bool:
         """Whether one of some lines of a source was executed outside tests, while the test file was collected."""
         wanted = set(lines)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import pytest
@@ -286,6 +287,46 @@ def test_new_cluster_is_created_after_its_key_which_is_deleted_with_it(
         ("patch", "api/v1", f"secrets/{secret}", {"metadata": {"ownerReferences": [owner]}}),
     ]
     assert cluster.record.workers == 3
+
+
+class _Resizing:
+    """Stands for an API server with worker pods: records what is deleted and set."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.calls: list[Any] = []
+
+    async def items(self, group: str, kind: str, labels: dict[str, str]) -> list[dict[str, Any]]:
+        return [{"metadata": {"name": name}} for name in self.names]
+
+    async def delete(self, group: str, path: str) -> None:
+        self.calls.append(path)
+
+    async def patch(self, group: str, path: str, body: dict[str, Any]) -> None:
+        self.calls.append(body["spec"]["worker"]["replicas"])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "held", "calls", "replicas"),
+    [
+        (3, {"a": 0, "b": 0}, [3], 3),  # more: no pod is deleted
+        (2, {"a": 0, "b": 0}, [2], 2),
+        (1, {"a": 2, "b": 0}, ["deployments/b", 1], 1),  # the one without a run
+        (0, {"a": 0, "b": 0}, ["deployments/a", "deployments/b", 0], 0),
+        (1, {"a": 1, "b": 2}, [2], 2),  # runs are on both: none is deleted
+        (1, {}, ["deployments/a", 1], 1),  # none has joined
+    ],
+)
+def test_resize_deletes_only_pods_without_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: int, held: dict[str, int], calls: list[Any], replicas: int
+) -> None:
+    joined = {name: SimpleNamespace(address=name, held=count, slots=2, warm=True) for name, count in held.items()}
+    monkeypatch.setattr(worker_pods, "_joined", lambda cluster: joined)
+    monkeypatch.setattr(worker_pods, "_set_slots", lambda cluster, slots: None)
+    cluster = Deployment(tmp_path, ClusterRecord("dev", "kubernetes", "now"))
+    api = _Resizing("a", "b")
+    asyncio.run(worker_pods.resize(cast(Kubernetes, api), cluster, wanted, 2, lambda text: None))
+    assert api.calls == calls and cluster.record.workers == replicas
 
 
 def test_slots_are_set_on_each_worker_by_its_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

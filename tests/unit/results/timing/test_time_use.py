@@ -139,6 +139,12 @@ def test_a_run_that_is_running_or_waits() -> None:
     assert parts(RunRecord(started_at=iso(0)), [], 25) == {"queue": 25}
 
 
+def test_attempt_without_ranks_is_a_start() -> None:
+    empty = AttemptRecord(1, iso(3), iso(5), 0, "failed")
+    record = RunRecord(started_at=iso(0), ended_at=iso(6), attempts=(empty,))
+    assert parts(record, [event("run_started", 3, attempt=1)], 6) == {"queue": 3, "start": 2, "end": 1}
+
+
 def test_missing_events_leave_the_sum() -> None:
     record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
     assert parts(record, [], 40) == {"queue": 3, "start": 35, "end": 2}
