@@ -146,3 +146,11 @@ def _check_of(declared: str) -> FieldCheck:
         return frozenset({dict}), items, declared
     kinds = _SCALARS.get(name, {dict, tuple}) | ({type(None)} if optional else set())
     return frozenset(kinds), frozenset(), declared
+
+
+def parse_integer(digits: str) -> int:
+    """An integer of at most 64 bits: a greater one could not become a float. Raises ValueError."""
+    number = int(digits)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"{digits[:40]} is too large")
+    return number

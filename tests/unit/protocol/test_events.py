@@ -78,11 +78,22 @@ def test_lone_surrogates_in_a_message_can_be_sent() -> None:
         b'{"event":"file","time_ns":1,"path":null,"staging":"s","size_bytes":1,"sha256":""}',
         b'{"event":"stacks","time_ns":1,"main":"train.py:3 main"}',
         b"[" * 100_000,
+        b'{"event":"note","time_ns":1%s,"text":"a"}' % (b"0" * 400),  # such an integer can't become a float
+        b'{"event":"metrics","time_ns":1,"step":1%s,"values":{"a":1}}' % (b"0" * 400),
+        b'{"event":"metrics","time_ns":1,"step":1,"values":{"a":-1%s}}' % (b"0" * 20),
     ],
 )
 def test_line_that_is_no_event_is_refused(line: bytes) -> None:
     with pytest.raises(events.EventFormatError):
         events.decode(line)
+
+
+def test_largest_integers_and_long_floats_are_kept() -> None:
+    line = b'{"event":"metrics","time_ns":1,"step":%d,"values":{"a":0.12345678901234567890,"b":-%d}}' % (
+        2**64 - 1,
+        2**63,
+    )
+    assert events.decode(line) == events.Metrics(1, {"a": 0.12345678901234568, "b": -(2**63)}, 2**64 - 1)
 
 
 def test_event_over_the_limit_is_refused_where_it_is_made() -> None:
