@@ -70,11 +70,15 @@ class ReadinessWait:
         if self._client is not None:
             return cast(Mapping[str, Any], self._client.run_on_scheduler(slots.overview))
         while True:
-            client = self._connected()
+            client = None
             try:
+                client = self._connected()
                 told = client.run_on_scheduler(slots.overview)
             except OSError as error:  # a forwarded port accepts connections before the scheduler does, and closes them
-                client.close(timeout=_CLOSE_S)
+                if client is not None:
+                    client.close(timeout=_CLOSE_S)
+                elif not _is_closed(error):
+                    raise
                 self._go_on(lambda error=error: f"the scheduler at {self._told} does not answer ({error})")
             else:
                 self._client = client
@@ -196,6 +200,13 @@ def _fault(provider: Provider, deployment: Deployment) -> str | None:
     ask = getattr(provider, "fault", None)  # optional for providers
     fault: str | None = ask(deployment) if ask is not None else None
     return fault
+
+
+def _is_closed(error: OSError) -> bool:
+    """Whether the other side has closed the connection without a reason, such as a wrong certificate."""
+    from distributed.comm.core import CommClosedError, FatalCommClosedError
+
+    return isinstance(error, CommClosedError) and not isinstance(error, FatalCommClosedError)
 
 
 def _place(worker: WorkerView) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from distributed.comm.core import CommClosedError
+from distributed.comm.core import CommClosedError, FatalCommClosedError
 
 from ddptrain.clusters import wait_ready
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
@@ -31,13 +31,17 @@ class StubProvider:
 class StubClients:
     """Makes clients of which the first `bad` raise `error`."""
 
-    def __init__(self, bad: int, error: Exception) -> None:
+    def __init__(self, bad: int, error: Exception, refused: int = 0) -> None:
         self.bad = bad
+        self.refused = refused
         self.error = error
         self.made = self.closed = 0
         self.told: list[str] = []
 
     def __call__(self, *_: object, **__: object) -> StubClients:
+        if self.refused:
+            self.refused -= 1
+            raise self.error
         self.made += 1
         return self
 
@@ -69,6 +73,25 @@ def test_connection_that_is_closed_before_the_first_answer_is_made_again(
         assert clients.made == 3
     assert clients.closed == 3
     assert clients.told == [f"scheduler at {ADDRESS}"]
+
+
+def test_connection_that_is_closed_while_it_is_made_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clients = StubClients(bad=0, error=CommClosedError("Stream is closed"), refused=2)
+    with waiting(monkeypatch, tmp_path, clients, 60.0) as wait:
+        assert wait.view().slots == 0
+    assert (clients.made, clients.closed, clients.refused) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("error", [FatalCommClosedError("wrong certificate"), TimeoutError("no answer")])
+def test_scheduler_that_cannot_be_connected_to_is_reported_at_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clients = StubClients(bad=0, error=error, refused=2)
+    with pytest.raises(ClusterError, match=f"does not answer: {error}$"):
+        waiting(monkeypatch, tmp_path, clients, 60.0).view()
+    assert clients.refused == 1
 
 
 def test_scheduler_that_never_answers_is_reported_when_the_time_is_over(
