@@ -13,6 +13,7 @@ import pytest
 from ddptrain.config.load import load_config
 from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
+from ddptrain.sweep import study
 from ddptrain.sweep.folder import LocalSweep, locked
 from ddptrain.sweep.records import TrialState, read_sweep
 from ddptrain.sweep.trial import Trial
@@ -61,6 +62,13 @@ def test_repeats_have_other_seeds_and_their_mean_counts(sweeper: Sweeper) -> Non
     assert trial.run_ids == ["s-0000", "s-0000-s1", "s-0000-s2"]
 
 
+@pytest.fixture
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid with a pruner, too, tries its points in their order."""
+    monkeypatch.setattr(study, "_grid_order", lambda sweep: range(sweep.grid_size))
+
+
+@pytest.mark.usefixtures("in_order")
 def test_trials_that_are_worse_are_ended_early(sweeper: Sweeper) -> None:
     sweeper.workload = follows_lr
     config = sweeper.config(space={"params.lr": [1, 2, 3]}, search="grid", trials=None, prune="asha")
@@ -98,6 +106,7 @@ def test_points_that_diverge_are_results_as_long_as_others_do_not(sweeper: Sweep
     assert len(read_sweep(sweeper.folder / "t").trials) == 3
 
 
+@pytest.mark.usefixtures("in_order")
 def test_a_trial_that_is_pruned_at_its_last_value_is_not_repeated(sweeper: Sweeper) -> None:
     sweeper.workload = lambda params, run: logs_once(run, params["lr"])
     space = {"params.lr": [1, 2]}

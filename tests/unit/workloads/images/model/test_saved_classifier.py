@@ -1,3 +1,4 @@
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import hash_file
 from ddptrain.workloads.images.model.build_model import build
 from ddptrain.workloads.images.model.saved_classifier import SavedConfig, load_model
 from tests.unit.workloads.images_runs import COLOURS, description, make_run
@@ -103,10 +105,24 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         load_model(make_run(tmp_path / "run", description()))
 
 
+def describe_as_it_is(file: Path) -> None:
+    """Make the manifest of a checkpoint say what a file of it is now, as somebody who has changed it can."""
+    manifest = file.with_name("checkpoint.json")
+    told = json.loads(manifest.read_text())
+    size_bytes, digest = hash_file(file)
+    for each in told["files"]:
+        if each["name"] == file.name:
+            each.update(size_bytes=size_bytes, sha256=digest)
+    manifest.write_text(json.dumps(told))
+
+
 @pytest.mark.parametrize("file_name", ["model.safetensors", "state.pt"])
 def test_a_damaged_checkpoint_is_named(run_dir: Path, file_name: str) -> None:
     path = run_dir / "checkpoints" / "step-3" / file_name
     path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(UsageError, match=rf"the checkpoint .*step-3 is damaged: {file_name} has 50 bytes, not "):
+        load_model(run_dir)
+    describe_as_it_is(path)
     with pytest.raises(UsageError, match=r"can't read the checkpoint .*step-3"):
         load_model(run_dir)
 
@@ -130,9 +146,11 @@ class _Evil:
 def test_a_pickle_in_a_checkpoint_is_not_executed(run_dir: Path, tmp_path: Path) -> None:
     state = run_dir / "checkpoints" / "step-3" / "state.pt"
     torch.save({"extra": {"model_config": _Evil(tmp_path / "executed")}}, state)
+    describe_as_it_is(state)
     with pytest.raises(UsageError, match="can't read the checkpoint"):
         load_model(run_dir)
     state.write_bytes(pickle.dumps(_Evil(tmp_path / "executed")))
+    describe_as_it_is(state)
     with pytest.raises(UsageError, match="can't read the checkpoint"):
         load_model(run_dir)
     assert not (tmp_path / "executed").exists()
