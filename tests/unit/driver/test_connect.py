@@ -14,7 +14,7 @@ import pytest
 
 from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.security import make_tls, own_security
-from ddptrain.driver import port_diagnosis
+from ddptrain.driver import connect, port_diagnosis
 from ddptrain.driver.connect import connected
 from ddptrain.errors import ClusterError
 
@@ -67,6 +67,15 @@ def refused(target: Target, timeout_s: float = 0.5) -> str:
     return str(error.value)
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is a reason to give up after one second instead of seven."""
+    monkeypatch.setattr(connect, "_SILENT_S", 1.0)
+    monkeypatch.setattr(connect, "_TRY_S", 0.5)
+    monkeypatch.setattr(connect, "_MARGIN_S", 0.5)
+
+
+@pytest.mark.usefixtures("quick")
 def test_silent_port_is_not_waited_for_for_ever(silent: int) -> None:
     told = refused(Target(f"tcp://127.0.0.1:{silent}"))
     assert f"no Dask scheduler answers at tcp://127.0.0.1:{silent} within 0.5 s" in told and "says nothing" in told
@@ -140,6 +149,7 @@ def test_what_is_no_scheduler_is_told_within_seconds(answer: Callable[[socket.so
     assert time.monotonic() - began < SOON_S
 
 
+@pytest.mark.usefixtures("quick")
 def test_silent_port_is_given_up_long_before_the_cluster_must_have_started(silent: int) -> None:
     began = time.monotonic()
     told = refused(Target(f"tcp://127.0.0.1:{silent}"), timeout_s=600)
@@ -147,6 +157,7 @@ def test_silent_port_is_given_up_long_before_the_cluster_must_have_started(silen
     assert time.monotonic() - began < SOON_S
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -170,6 +181,7 @@ def test_what_speaks_no_tls_is_not_taken_for_a_wrong_certificate(
     assert time.monotonic() - began < SOON_S
 
 
+@pytest.mark.usefixtures("quick")
 def test_answer_that_is_no_dask_message_after_a_late_greeting_is_no_bug_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
