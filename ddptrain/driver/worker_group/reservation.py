@@ -95,7 +95,7 @@ class SlotQueue:
     def _tell(self, refusal: slots.Refusal, *, enough: bool) -> None:
         if enough:
             text = f"waiting for {refusal.asked} slots, {refusal.free} of {refusal.total} are free"
-            text += f": number {refusal.place} in line{_held_by(refusal)}"
+            text += (f": number {refusal.place} in line" if refusal.place else "") + _held_by(refusal)
         else:
             text = f"waiting for workers: {refusal.total} of {refusal.asked} slots are there"
         if text != self.told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,15 @@ def test_slots_that_others_hold_are_waited_for_as_long_as_wait_s(clock: Clock) -
     clock.now = 1060.0
     with pytest.raises(ClusterError, match=r"4 slots were asked for, 1 of 4 are free after 60 s, held by r-9"):
         queue.wait(refusal(1, 4))
+
+
+def test_place_in_the_queue_and_holders_are_named_if_there_are_any(clock: Clock) -> None:
+    queue, shown = waiting()
+    queue.wait(refusal(1, 4))
+    clock.now = 1059.9
+    queue.wait(dataclasses.replace(refusal(1, 4), place=0))
+    queue.wait(dataclasses.replace(refusal(1, 4), place=0, holders=()))
+    assert shown == ["waiting for 4 slots, 1 of 4 are free, held by r-9", "waiting for 4 slots, 1 of 4 are free"]
 
 
 def test_workers_are_waited_for_as_long_as_start_timeout_s(clock: Clock) -> None:
