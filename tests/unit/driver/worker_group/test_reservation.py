@@ -58,7 +58,7 @@ def test_slots_that_others_hold_are_waited_for_as_long_as_wait_s(clock: Clock) -
 def test_place_in_the_queue_and_holders_are_named_if_there_are_any(clock: Clock) -> None:
     queue, shown = waiting()
     queue.wait(refusal(1, 4))
-    clock.now = 1059.9
+    clock.now = 1030.0
     queue.wait(dataclasses.replace(refusal(1, 4), place=0))
     queue.wait(dataclasses.replace(refusal(1, 4), place=0, holders=()))
     assert shown == ["waiting for 4 slots, 1 of 4 are free, held by r-9", "waiting for 4 slots, 1 of 4 are free"]
