@@ -20,7 +20,7 @@ from ddptrain.config.types import NAME_PATTERN
 from ddptrain.errors import ConfigError
 
 Refuse = Callable[[str | bytes], str]
-EXAMPLES = settings(max_examples=300)
+EXAMPLES = settings(max_examples=200)
 KNOWN_KEYS = {field.alias or name for name, field in RunConfig.model_fields.items()}
 
 

@@ -1,0 +1,15 @@
+"""Models that are exported as ONNX give the same scores; importing onnx takes too long for `make test`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.workloads.test_export import check_scores
+
+
+@pytest.mark.parametrize("kind", ["images", "window"])
+@pytest.mark.filterwarnings("ignore")  # torch's and onnx' own
+def test_exported_model_gives_the_scores_of_the_model(kind: str, tmp_path: Path) -> None:
+    check_scores(kind, "onnx", tmp_path)
