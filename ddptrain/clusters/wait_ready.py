@@ -203,7 +203,7 @@ def _fault(provider: Provider, deployment: Deployment) -> str | None:
 
 
 def _is_closed(error: OSError) -> bool:
-    """Whether the other side has closed the connection without a reason, such as a wrong certificate."""
+    """Whether the other side only closed the connection; an error that Dask calls fatal is final."""
     from distributed.comm.core import CommClosedError, FatalCommClosedError
 
     return isinstance(error, CommClosedError) and not isinstance(error, FatalCommClosedError)
