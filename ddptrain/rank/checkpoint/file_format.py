@@ -1,19 +1,23 @@
 """The files of a checkpoint: tensors as safetensors, the rest as a state that loads without executing a pickle.
 
 safetensors and torch.save do not write the files. Here they are written in large pieces, which release the GIL for the
-training thread, are hashed at the same time, and raise the OSError of the disk.
+training thread, are hashed at the same time, and raise the OSError of the disk. Large files go to the disk without the
+page cache (O_DIRECT): this takes half of the CPU time, and the training data stays in the cache.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,6 +33,8 @@ TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt ref
 STATE_FILE = "state.pt"
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 20
+_PAGE_BYTES = 4096  # O_DIRECT needs memory, length and position in the file in multiples of it
+_DIRECT_BYTES = 256 << 20  # smaller files stay in the page cache, from which a restart reads them
 _REFERENCE = "ddptrain.tensor"  # {_REFERENCE: name} in state.pt refers to the tensor of that name in TENSORS_FILE
 
 
@@ -128,40 +134,63 @@ def _map(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
     return change(value) if isinstance(value, kind) else value
 
 
-def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterable[memoryview]:
-    """Yield the bytes of a safetensors file: the header's length, the header, and the tensors without gaps."""
+def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
+    """Return the bytes of a safetensors file: the header with its length, and the tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    # Wide types first: so each tensor is aligned to the size of its elements.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    # Whole pages first, for O_DIRECT. Then wide types: so each tensor is aligned to the size of its elements.
+    names = sorted(tensors, key=lambda name: (tensors[name].nbytes % _PAGE_BYTES > 0, -tensors[name].itemsize, name))
     end = 0
     for name in names:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + tensors[name].nbytes
         header[name] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": SAFETENSORS_TYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        octets: Any = tensors[name].reshape(-1).view(torch.uint8).numpy()
-        yield memoryview(octets)
+    text += b" " * (-(8 + len(text)) % (_PAGE_BYTES if end >= _DIRECT_BYTES else 8))
+    return [memoryview(len(text).to_bytes(8, "little") + text), *(_octets(tensors[name]) for name in names)]
 
 
-def _write_file(path: Path, pieces: Iterable[memoryview]) -> StagedFile:
+def _octets(tensor: Tensor) -> memoryview:
+    octets: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(octets)
+
+
+def _write_file(path: Path, pieces: Sequence[memoryview]) -> StagedFile:
     """Write a file and compute its hash; the file is durable when this returns."""
     digest, size = sha256(), 0
+    is_large = sum(map(len, pieces)) >= _DIRECT_BYTES
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for piece in pieces:
+            write = _write_direct if is_large and _is_whole_pages(piece, size) else write_all
             for start in range(0, len(piece), _CHUNK_BYTES):
                 chunk = piece[start : start + _CHUNK_BYTES]
                 digest.update(chunk)
                 size += len(chunk)
-                write_all(descriptor, chunk)
+                write(descriptor, chunk)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return StagedFile(path.name, size, digest.hexdigest())
+
+
+def _is_whole_pages(piece: memoryview, position: int) -> bool:
+    """Return whether O_DIRECT can write the bytes at this position of the file."""
+    address = np.frombuffer(piece, np.uint8).ctypes.data if piece else 1
+    return address % _PAGE_BYTES == 0 and len(piece) % _PAGE_BYTES == 0 and position % _PAGE_BYTES == 0
+
+
+def _write_direct(descriptor: int, chunk: memoryview) -> None:
+    """Write whole pages without the page cache, or with it where the file system or the memory does not allow that."""
+    flags, written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        written = os.write(descriptor, chunk)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EFAULT):
+            raise
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    write_all(descriptor, chunk[written:])  # the rest of an interrupted write, or everything
