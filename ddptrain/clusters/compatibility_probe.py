@@ -19,7 +19,10 @@ _RUNS_HERE = ("ddptrain", "distributed")
 
 def look(packages: tuple[str, ...], module: str, folders: tuple[str, ...]) -> str:
     """Versions by name as JSON, null for what is missing, and "workload": whether `module` is here or in `folders`."""
-    importlib.invalidate_caches()  # what was missing a moment ago may have been installed
+    # What was missing a moment ago may have been installed. importlib.metadata looks at the folders' times by itself.
+    for finder in sys.path_importer_cache.values():
+        if hasattr(finder, "invalidate_caches"):
+            finder.invalidate_caches()
     versions = {name: _version(name) for name in packages}
     workload = "found" if _is_found(module, folders) else None
     system = sys.platform + " " + platform.machine()

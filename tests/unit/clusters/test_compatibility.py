@@ -260,6 +260,20 @@ def test_what_is_loaded_counts_and_not_what_was_installed_since(monkeypatch: pyt
     assert (answer["ddptrain"], answer["nothing-of-this-name"]) == ("0.0.9", None)
 
 
+def test_what_is_installed_between_two_probes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = (("brandnew",), "brandnew", ())
+    before = json.loads(compatibility_probe.look(*arguments))
+    now = tmp_path.stat().st_mtime_ns
+    (tmp_path / "brandnew.py").touch()
+    (tmp_path / "brandnew-2.5.dist-info").mkdir()
+    (tmp_path / "brandnew-2.5.dist-info" / "METADATA").write_text("Name: brandnew\nVersion: 2.5\n")
+    os.utime(tmp_path, ns=(now + 10**9, now + 10**9))  # another time, however coarse the file system's clock is
+    after = json.loads(compatibility_probe.look(*arguments))
+    assert (before["brandnew"], before["workload"]) == (None, None)
+    assert (after["brandnew"], after["workload"]) == ("2.5", "found")
+
+
 # --- real clusters ---
 
 
