@@ -12,7 +12,6 @@ import torch
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
-from ddptrain.file_ops import hash_file
 from ddptrain.workloads.saved_weights import read_weights
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -52,22 +51,18 @@ def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) 
 
 
 def _require_intact(folder: Path) -> None:
-    """Compares the files with the manifest: a changed bit would change the model unseen. Raises UsageError."""
+    """Compare the files with the manifest: a changed bit would change the model unseen. Raises UsageError."""
+    from ddptrain.results.checkpoint_verification import CheckpointDamaged, verify  # ranks need none of it
+
+    if not (folder / "checkpoint.json").exists():
+        return
     try:
-        files = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))["files"]
-        expected = {str(file["name"]): (file["size_bytes"], file["sha256"]) for file in files}
-        found = {name: hash_file(folder / Path(name).name) for name in expected}
-    except FileNotFoundError:
-        return  # a model without a manifest; if a file is missing, reading it says so
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UsageError(f"can't read the checkpoint {folder}: {type(error).__name__}: {error}") from error
-    for name, (size_bytes, digest) in expected.items():
-        if found[name] != (size_bytes, digest):
-            wrong = f"has {found[name][0]} bytes, not {size_bytes}" if found[name][0] != size_bytes else "has changed"
-            raise UsageError(
-                f"the checkpoint {folder} is damaged: {name} {wrong} since it was saved; restore the file from a copy, "
-                "or continue the run with ddptrain train --resume, which skips damaged checkpoints"
-            )
+        verify(folder)
+    except CheckpointDamaged as error:
+        raise UsageError(
+            f"the checkpoint {folder} is damaged: {error}; restore the file from a copy, "
+            "or continue the run with ddptrain train --resume, which skips damaged checkpoints"
+        ) from error
 
 
 def with_module_versions(model: torch.nn.Module, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -82,7 +82,9 @@ def checkpoint(tmp_path: Path) -> Path:
     for name in ("model.safetensors", "state.pt"):
         data = (tmp_path / name).read_bytes()
         files.append({"name": name, "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-    (tmp_path / "checkpoint.json").write_text(json.dumps({"files": files}))
+    (tmp_path / "checkpoint.json").write_text(
+        json.dumps({"step": 1, "world_size": 1, "epoch": None, "metrics": {}, "files": files})
+    )
     return tmp_path
 
 
@@ -96,12 +98,12 @@ def test_checkpoint_with_a_changed_bit_is_refused(checkpoint: Path) -> None:
     data = bytearray((checkpoint / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (checkpoint / "model.safetensors").write_bytes(data)
-    with pytest.raises(UsageError, match=r"is damaged: model\.safetensors has changed since it was saved; restore the"):
+    with pytest.raises(UsageError, match=r"is damaged: the SHA-256 of model\.safetensors is not the one .*; restore"):
         load_checkpoint(checkpoint, "petnames", build)
 
 
 def test_cut_checkpoint_is_refused(checkpoint: Path) -> None:
     size = (checkpoint / "state.pt").stat().st_size
     (checkpoint / "state.pt").write_bytes(b"12345")
-    with pytest.raises(UsageError, match=rf"is damaged: state\.pt has 5 bytes, not {size} since"):
+    with pytest.raises(UsageError, match=rf"is damaged: state\.pt has 5 bytes, not {size}; restore"):
         load_checkpoint(checkpoint, "petnames", build)
