@@ -82,7 +82,7 @@ def _of_driver(case: Case) -> Expected:
         return Expected((143, -15))
     if fault == "driver_term" and moment not in ("import", "rendezvous"):
         return Expected((0, 75) if moment == "end" else (75,))
-    # At the end the run may be faster than the signal. During the last checkpoint the work is complete once it is written.
+    # The run may be faster than a signal at its end. During the last checkpoint, writing it completes the work.
     done = moment == "end" or (moment == "write" and case.share * case.saves > case.saves - 1)
     code = 130 if fault == "driver_int" else 143
     return Expected((code, 0) if done else (code,))
